@@ -1,0 +1,70 @@
+"""The exception tree: one base, one class per kind of cure; a message says what was expected, what came and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp8DebugError(Exception):
+    """Base of every error that a user can cause and cure; ``slug`` names its section in docs/errors.md."""
+
+    slug = "error"
+
+
+class UsageError(Fp8DebugError, ValueError):
+    """An argument has a value that cannot be used."""
+
+    slug = "usage"
+
+
+class UnknownNameError(UsageError):
+    """A name that stands for nothing: a recipe, format, fault, rule, column or module."""
+
+    slug = "unknown-name"
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown {kind} {name!r}: {suggest(name, known)}")
+
+
+class NoMatchError(UsageError):
+    """A pattern that matches nothing, where silence would hide a mistake."""
+
+    slug = "no-match"
+
+    def __init__(self, kind: str, pattern: str, known: Iterable[str]) -> None:
+        super().__init__(f"{kind} {pattern!r} matches nothing: {suggest(pattern, known)}")
+
+
+class AttachError(Fp8DebugError, ValueError):
+    """A target that cannot be watched: no Linear in it, or not a model or trainer."""
+
+    slug = "attach"
+
+
+class RecordError(Fp8DebugError, OSError):
+    """A run directory that cannot be written: it holds a run already, or the folder refuses."""
+
+    slug = "record"
+
+
+class RunError(Fp8DebugError):
+    """A run that cannot be read: missing, empty, of a newer schema, or damaged."""
+
+    slug = "run"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the way out of a wrong name: the closest known names, or all of them when none is close.
+
+    Patterns are compared without their wildcards.
+    """
+    names = sorted(set(known))
+    if not names:
+        return "there are none"
+    stem = name.replace("*", "").replace("?", "").strip(".")
+    close = difflib.get_close_matches(stem, names, n=3, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+    shown = ", ".join(names[:12])
+    return f"known are {shown}" + (f" and {len(names) - 12} more" if len(names) > 12 else "")

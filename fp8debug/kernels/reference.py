@@ -1,0 +1,218 @@
+"""The specification of quantize, dequantize, scaled GEMM and measure, in plain torch; every other kernel is tested equal to it.
+
+    a         = max(amax of the block's finite values, eps)
+    scale     = max / a, the largest finite FP32 where that is Inf         (FP32)
+    data      = round_to_format(clamp(x * scale, -max, max))                (nearest even)
+    scale_inv = 1 / scale                                                   x ~= data * scale_inv
+
+A block whose amax is 0 takes scale_inv = 1. NaN stays NaN; Inf stays Inf where the format has one (E5M2) and becomes NaN
+where not (E4M3), so that it can never pass for a large finite value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8debug.errors import UsageError
+from fp8debug.formats import FORMATS, Format, block_shape
+from fp8debug.metrics import METRICS, Pair, Source, derive
+from fp8debug.metrics.base import blocked, spread
+from fp8debug.recipes import Cast
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+#: DeepSeek-V3 section 3.3.2: partial sums leave the tensor core every 128 elements of the contracted dimension.
+PROMOTION = 128
+
+#: An operand of a GEMM: quantized with its cast, or high precision.
+Operand = tuple[Quantized, Cast] | Tensor
+
+
+def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantized:
+    """Quantize a tensor.
+
+    Args:
+        x: bf16, fp16, fp32 (fp64 is rounded to fp32) of any shape; blocks lie on the view ``[rows, last dimension]``.
+        cast: how.
+        scale_inv: FP32 ``[]`` decode factor to use in place of the tensor's own, for delayed scaling.
+
+    Returns:
+        data of x's shape in the FP8 dtype, scale_inv FP32 ``[block rows, block columns]``.
+
+    Raises:
+        UsageError: x is not a floating-point tensor.
+    """
+    source = Source(_checked(x))
+    rows, columns = source.value.shape
+    block = block_shape(cast.granularity, rows, columns)
+    if scale_inv is None and cast.scaling == "static":
+        assert cast.scale_inv is not None
+        scale_inv = source.value.new_tensor(cast.scale_inv)
+    if scale_inv is None:
+        scale, inverse = scale_of(block_amax(source, cast), cast)
+    else:
+        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        inverse = scale_inv.to(source.value.device, torch.float32).reshape(1, 1).expand(grid).contiguous()
+        scale = inverse.reciprocal().clamp(max=FLOAT32_MAX)
+    scaled = source.value * spread(scale, *block, rows, columns)
+    return Quantized(round_to_format(scaled, FORMATS[cast.format]).reshape(x.shape), inverse)
+
+
+def block_amax(source: Source, cast: Cast) -> Tensor:
+    """Return the largest finite magnitude of each block, FP32 ``[block rows, block columns]``; 0 for an empty grid."""
+    magnitude = source.magnitude
+    grid = blocked(magnitude, block_shape(cast.granularity, *magnitude.shape), 0.0)
+    if not grid.numel():
+        return magnitude.new_zeros(grid.shape[0], grid.shape[2])
+    return grid.amax((1, 3))
+
+
+def scale_of(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return (scale, scale_inv) in FP32 for blocks of that amax; powers of two come from exponent bits, not from log2."""
+    fmt = FORMATS[cast.format]
+    a = amax.clamp(min=cast.amax_eps)
+    zero = amax == 0
+    a = a.masked_fill(zero, 1.0)
+    if cast.scale_rounding == "pow2_floor":
+        exponent = (fmt.emax + 1 - a.frexp().exponent).clamp(max=127)
+        scale = torch.ldexp(torch.ones_like(a), exponent)
+    else:
+        scale = (fmt.max / a).clamp(max=FLOAT32_MAX)
+        if cast.scale_rounding == "pow2_ceil":
+            scale = torch.ldexp(torch.ones_like(a), scale.frexp().exponent - 1)
+    if cast.scaling == "delayed" and cast.margin:
+        scale = scale * 2.0**-cast.margin
+    scale = scale.masked_fill(zero, 1.0)
+    return scale, scale.reciprocal()
+
+
+def round_to_format(scaled: Tensor, fmt: Format) -> Tensor:
+    """Round to nearest even after an explicit clamp; torch's own cast of values beyond max changed between releases."""
+    data = scaled.clamp(-fmt.max, fmt.max).to(getattr(torch, fmt.torch_dtype))
+    code = data.view(torch.uint8)
+    special = 0x7C if fmt.has_inf else 0x7F
+    inf = (scaled.signbit().to(torch.uint8) << 7) | special
+    return torch.where(scaled.isinf(), inf, code).view(data.dtype)
+
+
+def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return data * scale_inv, multiplied in FP32 and rounded to ``dtype``; shape of ``q.data``."""
+    data = q.data.float()
+    flat = data.reshape(-1, data.shape[-1] if data.dim() else 1)
+    block = block_shape(cast.granularity, *flat.shape)
+    return (flat * spread(q.scale_inv, *block, *flat.shape)).reshape(data.shape).to(dtype)
+
+
+def gemm(
+    which: Gemm, first: Operand, second: Operand, *, dtype: torch.dtype = torch.float32, accumulate: torch.dtype | None = None
+) -> Tensor:
+    """One GEMM of a Linear (see ``types``) from quantized or high-precision operands.
+
+    FP8 products are summed over ``PROMOTION`` elements of the contracted dimension (fewer where a scale's block is
+    smaller), multiplied by both scales and added to the accumulator: the accumulation is exact up to its dtype.
+
+    Args:
+        which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
+        first: left operand.
+        second: right operand.
+        dtype: of the result.
+        accumulate: dtype of products and sums, FP32 by default; FP64 for references.
+
+    Returns:
+        output ``[M, N]``, grad_input ``[M, K]`` or grad_weight ``[N, K]``.
+    """
+    accumulate = accumulate or torch.float32
+    roles = OPERANDS[which]
+    a, a_scale, a_block = _contracting_last(first, (which, roles[0]) in CONTRACTS_ROWS)
+    b, b_scale, b_block = _contracting_last(second, (which, roles[1]) in CONTRACTS_ROWS)
+    length = a.shape[1]
+    step = min(a_block[1], b_block[1], length)
+    step = length if step == length else min(step, PROMOTION)
+    total = a.new_zeros(a.shape[0], b.shape[0], dtype=accumulate)
+    for start in range(0, length, max(step, 1)):
+        part = a[:, start : start + step].to(accumulate) @ b[:, start : start + step].to(accumulate).t()
+        if a_scale is not None:
+            column = a_scale[:, start // a_block[1]].to(accumulate)[:, None]
+            part *= spread(column, a_block[0], 1, a.shape[0], 1)
+        if b_scale is not None:
+            column = b_scale[:, start // b_block[1]].to(accumulate)[:, None]
+            part *= spread(column, b_block[0], 1, b.shape[0], 1).t()
+        total += part
+    return total.to(dtype)
+
+
+def _contracting_last(operand: Operand, rows_contract: bool) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
+    """Return (values, scale_inv or None, block) turned so that the contracted dimension is the last."""
+    if isinstance(operand, Tensor):
+        values, scale_inv, block = operand, None, (1, max(1, operand.shape[0 if rows_contract else 1]))
+        return (values.t() if rows_contract else values), None, block
+    (values, scale_inv), cast = operand
+    block = block_shape(cast.granularity, *values.shape)
+    if rows_contract:
+        return values.t(), scale_inv.t(), (block[1], block[0])
+    return values, scale_inv, block
+
+
+def statistics(pair: Pair) -> dict[str, Tensor]:
+    """Return every slot that the pair contributes to, as tensors on its device."""
+    partials: dict[str, Tensor] = {}
+    for metric in METRICS:
+        if metric.of_results or pair.quantized is not None:
+            partials.update(metric.partial(pair))
+    return partials
+
+
+def operand_pair(x: Tensor | Source, cast: Cast, q: Quantized) -> Pair:
+    """Return the observation of an operand: the tensor and its dequantized twin."""
+    source = x if isinstance(x, Source) else Source(x)
+    y = dequantize(q, cast).reshape(source.x.shape)
+    return Pair(source=source, y=y, quantized=q, cast=cast)
+
+
+def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[str, object]:
+    """Return every statistic of one tensor under one cast: slots and derived values by their column names.
+
+    Args:
+        x: bf16, fp16 or fp32 tensor of any shape.
+        cast: how it is quantized.
+        amax_history: for delayed scaling, the amaxes of earlier calls, oldest first; without any, the tensor's own.
+
+    Returns:
+        counts as int, other slots and rates as float, ``log2_hist`` as a list; None where there is no data.
+
+    Raises:
+        UsageError: x is not a floating-point tensor.
+    """
+    source = Source(_checked(x))
+    scale_inv = None
+    known = [a for a in amax_history[-cast.history :] if a > 0]
+    if cast.scaling == "delayed" and known:
+        a = known[-1] if cast.algo == "most_recent" else max(known)
+        scale_inv = scale_of(torch.tensor(a, dtype=torch.float32), cast)[1]
+    pair = operand_pair(source, cast, quantize(x, cast, scale_inv))
+    found = statistics(pair) if source.x.numel() else {}
+    values: dict[str, object] = {}
+    for metric in METRICS:
+        for slot in metric.slots:
+            if not int(found.get(metric.present, torch.tensor(0))):
+                values[slot.name] = 0 if slot.kind == "int64" and slot.size == 1 else None
+            else:
+                values[slot.name] = readable(found[slot.name].tolist())
+    return {**values, **derive(values)}  # type: ignore[arg-type]  # lists are never named in an expression
+
+
+def readable(value: object) -> object:
+    """Turn the neutral element of an extreme into None: "no data"."""
+    return None if value in (float("inf"), float("-inf")) else value
+
+
+def _checked(x: Tensor) -> Tensor:
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise UsageError(
+            f"expected a bf16, fp16 or fp32 tensor, got {str(x.dtype).removeprefix('torch.')}{list(x.shape)};"
+            " convert it with .float() first"
+        )
+    return x.detach()

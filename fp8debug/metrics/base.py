@@ -1,0 +1,221 @@
+"""What a metric is: what one tensor contributes (slots), how contributions join (merge), and what is derived when read.
+
+A metric's author writes ``slots``, ``partial()`` and ``derived``. The same merge rule then serves microbatches, ranks and
+steps, and one property test holds it for every metric: ``merge(partial(a), partial(b)) == partial(cat(a, b))``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from fp8debug.formats import FORMATS, block_shape
+from fp8debug.metrics import expression
+from fp8debug.recipes import Cast
+from fp8debug.registry import Registry
+from fp8debug.types import Quantized
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+Merge = Literal["sum", "max", "min"]
+Kind = Literal["int64", "float64", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One mergeable number (or ``size`` of them) that is stored.
+
+    Attributes:
+        name: column name.
+        merge: how two contributions join.
+        kind: int64 for counts, float64 for sums, float32 for extremes; a float32 count is exact only to 2^24.
+        unit: ``1``, ``x`` (unit of the tensor), ``x^2``, ``log2``, ``dB``.
+        doc: one sentence for the schema.
+        size: how many numbers; more than one is stored as a list.
+    """
+
+    name: str
+    merge: Merge
+    kind: Kind
+    unit: str
+    doc: str
+    size: int = 1
+
+    @property
+    def neutral(self) -> float:
+        """The value that changes nothing when merged."""
+        return {"sum": 0.0, "max": -math.inf, "min": math.inf}[self.merge]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A column computed when read, from an expression over slot names (see ``expression``)."""
+
+    expression: str
+    unit: str
+    doc: str
+
+
+class Source:
+    """The high-precision side of an observation, with what several casts of one tensor share.
+
+    Args:
+        x: tensor of any shape and float dtype; it is viewed as ``[rows, last dimension]``. FP32 holds BF16 and FP16 exactly.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        columns = x.shape[-1] if x.dim() else 1
+        self.x = x.detach().reshape(-1, columns) if x.numel() else x.detach().new_zeros(0, columns)
+
+    @cached_property
+    def value(self) -> Tensor:
+        """FP32 ``[rows, columns]``."""
+        return self.x.float()
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """Bool ``[rows, columns]``."""
+        return self.value.isfinite()
+
+    @cached_property
+    def magnitude(self) -> Tensor:
+        """FP32 absolute values, 0 where not finite."""
+        return self.value.abs().masked_fill(~self.finite, 0.0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One observation: a reference and the actual tensor that stands for it.
+
+    Attributes:
+        source: the reference side.
+        y: actual values ``[rows, columns]`` in FP32 (for an operand: dequantized).
+        quantized: FP8 data and scale_inv; None for a GEMM's result.
+        cast: the cast that made them; None for a result.
+        grad: for fprop's output in the backward pass, grad_output of the same rows, ``[rows, columns]``.
+    """
+
+    source: Source
+    y: Tensor
+    quantized: Quantized | None = None
+    cast: Cast | None = None
+    grad: Tensor | None = None
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def format_max(self) -> float:
+        """Largest finite value of the cast's format."""
+        assert self.cast is not None
+        return FORMATS[self.cast.format].max
+
+    def _cached(self, name: str, make: object) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = make()  # type: ignore[operator]  # a nullary lambda of this class
+        return self._cache[name]
+
+    @property
+    def data(self) -> Tensor:
+        """FP8 data as FP32, before the scale."""
+        assert self.quantized is not None
+        data = self.quantized.data
+        return self._cached("data", lambda: data.float().reshape(self.source.x.shape))
+
+    @property
+    def scaled(self) -> Tensor:
+        """FP32 ``abs(x) / scale_inv``, 0 where x is not finite."""
+        return self._cached("scaled", lambda: self.source.magnitude / self.spread_scale_inv)
+
+    @property
+    def spread_scale_inv(self) -> Tensor:
+        """scale_inv repeated over its blocks: FP32, broadcastable to ``[rows, columns]``."""
+        assert self.quantized is not None and self.cast is not None
+        scale_inv, (rows, columns) = self.quantized.scale_inv, self.source.x.shape
+        block_rows, block_columns = block_shape(self.cast.granularity, rows, columns)
+        return self._cached("scale_inv", lambda: spread(scale_inv, block_rows, block_columns, rows, columns))
+
+    @property
+    def valid(self) -> Tensor:
+        """Bool: both sides finite; sums run over these."""
+        return self._cached("valid", lambda: self.source.finite & self.y.isfinite())
+
+    @property
+    def x64(self) -> Tensor:
+        """Reference in FP64, 0 where not valid."""
+        return self._cached("x64", lambda: self.source.value.double().masked_fill(~self.valid, 0.0))
+
+    @property
+    def error64(self) -> Tensor:
+        """y - x in FP64, 0 where not valid."""
+        return self._cached("error64", lambda: self.y.double().masked_fill(~self.valid, 0.0) - self.x64)
+
+    def per_block(self, values: Tensor, reduction: Merge) -> Tensor:
+        """Reduce ``[rows, columns]`` over each block of the cast; partial blocks are filled with the neutral element."""
+        assert self.cast is not None
+        fill = {"sum": 0.0, "max": -math.inf, "min": math.inf}[reduction]
+        block = blocked(values, block_shape(self.cast.granularity, *values.shape), fill)
+        return block.sum((1, 3)) if reduction == "sum" else getattr(block, "a" + reduction)((1, 3))  # type: ignore[no-any-return]  # amax, amin
+
+
+def blocked(values: Tensor, block: tuple[int, int], fill: float) -> Tensor:
+    """Return ``[grid rows, block rows, grid columns, block columns]``, the ragged edge filled with ``fill``."""
+    (rows, columns), (block_rows, block_columns) = values.shape, block
+    grid_rows, grid_columns = -(-rows // block_rows), -(-columns // block_columns)
+    if (grid_rows * block_rows, grid_columns * block_columns) != (rows, columns):
+        padded = values.new_full((grid_rows * block_rows, grid_columns * block_columns), fill)
+        padded[:rows, :columns] = values
+        values = padded
+    return values.reshape(grid_rows, block_rows, grid_columns, block_columns)
+
+
+def spread(grid: Tensor, block_rows: int, block_columns: int, rows: int, columns: int) -> Tensor:
+    """Repeat a ``[grid rows, grid columns]`` tensor over its blocks; a dimension of one block stays 1 and broadcasts."""
+    if grid.shape[0] > 1 and block_rows > 1:
+        grid = grid.repeat_interleave(block_rows, 0, output_size=grid.shape[0] * block_rows)[:rows]
+    if grid.shape[1] > 1 and block_columns > 1:
+        grid = grid.repeat_interleave(block_columns, 1, output_size=grid.shape[1] * block_columns)[:, :columns]
+    return grid
+
+
+class Metric(Protocol):
+    """One file in ``metrics/``: the slots one tensor fills, and what is derived from them.
+
+    Attributes:
+        name: name in the registry.
+        of_results: False for a metric that needs FP8 data and scales, which a GEMM's result has not.
+        present: name of the count slot that is 0 when the metric had nothing to see, so that its slots read as "no data".
+        slots: what is stored.
+        derived: what is computed when read, by column name.
+    """
+
+    name: str
+    of_results: bool
+    present: str
+    slots: tuple[Slot, ...]
+    derived: Mapping[str, Derived]
+
+    def partial(self, pair: Pair) -> dict[str, Tensor]:
+        """Return what one non-empty tensor contributes to each slot, as tensors on its device, without synchronizing."""
+        ...
+
+
+METRICS: Registry[Metric] = Registry("metric")
+
+
+def slots() -> dict[str, Slot]:
+    """Return every slot of every registered metric by name, in schema order."""
+    return {slot.name: slot for metric in METRICS for slot in metric.slots}
+
+
+def derived_columns() -> dict[str, Derived]:
+    """Return every derived column of every registered metric by name."""
+    return {name: derived for metric in METRICS for name, derived in metric.derived.items()}
+
+
+def derive(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Compute every derived column from slot values; None is "no data"."""
+    return {name: expression.evaluate(d.expression, values) for name, d in derived_columns().items()}

@@ -1,0 +1,342 @@
+"""Casts and recipes as values: how each operand of each GEMM is quantized, the built-in recipes, and what the environment says.
+
+Scale semantics are those of the whole package: ``x ~= data * scale_inv``. See docs/numerics.md for the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from fp8debug.errors import UnknownNameError, UsageError
+from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED
+from fp8debug.registry import Registry
+from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, TensorRole
+
+SCALINGS = ("current", "delayed", "static")
+SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
+ALGOS = ("max", "most_recent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How a tensor becomes FP8.
+
+    Attributes:
+        format: ``e4m3fn`` or ``e5m2``.
+        granularity: region that shares a scale, rows x columns of the tensor as it is stored.
+        scaling: ``current`` (scale from this tensor's amax), ``delayed`` (from the amaxes of earlier calls; tensorwise
+            only) or ``static`` (given).
+        scale_rounding: ``none`` keeps the FP32 scale; ``pow2_ceil`` rounds scale_inv up to a power of two, so nothing
+            clips; ``pow2_floor`` is the OCP MX text and clips where amax / 2^floor(log2 amax) > 1.75 (E4M3).
+        amax_eps: lower bound of the amax before the scale is formed, in the units of the tensor.
+        history: delayed only, number of amaxes kept (1024 is Transformer Engine's default).
+        algo: delayed only, which amax of the history counts.
+        margin: delayed only, the scale is divided by 2^margin.
+        scale_inv: static only, the decode factor.
+
+    Raises:
+        UsageError: a value that no kernel can use.
+    """
+
+    format: str = "e4m3fn"
+    granularity: str = "tensorwise"
+    scaling: str = "current"
+    scale_rounding: str = "none"
+    amax_eps: float = 0.0
+    history: int = 1024
+    algo: str = "max"
+    margin: int = 0
+    scale_inv: float | None = None
+
+    def __post_init__(self) -> None:
+        _known("format", self.format, [f.name for f in FORMATS.values() if not f.scale_only])
+        _known("granularity", self.granularity, GRANULARITIES)
+        _known("scaling", self.scaling, SCALINGS)
+        _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+        _known("algo", self.algo, ALGOS)
+        if not (math.isfinite(self.amax_eps) and self.amax_eps >= 0):
+            raise UsageError(f"amax_eps must be finite and >= 0, got {self.amax_eps}")
+        if self.history < 1:
+            raise UsageError(f"history must hold at least one amax, got {self.history}")
+        if self.scaling == "delayed" and self.granularity != "tensorwise":
+            raise UsageError(f"delayed scaling needs granularity 'tensorwise', got {self.granularity!r}")
+        if self.scaling == "static":
+            if self.scale_inv is None or not (math.isfinite(self.scale_inv) and self.scale_inv > 0):
+                raise UsageError(f"static scaling needs scale_inv=, finite and > 0, got {self.scale_inv}")
+        elif self.scale_inv is not None:
+            raise UsageError(f"scale_inv is for scaling='static', not {self.scaling!r}")
+
+    def __str__(self) -> str:
+        """Return the name under which the cast is stored as ``cast_name``: two casts are equal when their names are."""
+        scaling = self.scaling
+        if scaling == "delayed":
+            margin = f",margin={self.margin}" if self.margin else ""
+            scaling = f"delayed({self.history},{self.algo}{margin})"
+        elif scaling == "static":
+            scaling = f"static({self.scale_inv!r})"
+        words = [self.format, self.granularity, scaling]
+        if self.scale_rounding != "none":
+            words.append(self.scale_rounding)
+        if self.amax_eps:
+            words.append(f"eps={self.amax_eps!r}")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, name: str) -> Cast:
+        """Return the cast whose ``str()`` is ``name``, e.g. ``e4m3fn tensorwise delayed(16,max)``.
+
+        Raises:
+            UsageError: it is the name of no cast.
+        """
+        try:
+            number_format, granularity, scaling, *rest = name.split(" ")
+            scaling, _, inner = scaling.removesuffix(")").partition("(")
+            values: dict[str, Any] = {"format": number_format, "granularity": granularity, "scaling": scaling}
+            if scaling == "delayed":
+                history, algo, *margin = inner.split(",")
+                values |= {"history": int(history), "algo": algo}
+                values |= {"margin": int(margin[0].removeprefix("margin="))} if margin else {}
+            elif scaling == "static":
+                values["scale_inv"] = float(inner)
+            for word in rest:
+                is_eps = word.startswith("eps=")
+                values["amax_eps" if is_eps else "scale_rounding"] = float(word[4:]) if is_eps else word
+            return cls(**values)
+        except ValueError as error:
+            detail = f": {error}" if isinstance(error, UsageError) else ""
+            raise UsageError(f"{name!r} is the name of no cast{detail}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cast:
+        """Build a cast from :meth:`to_dict`; a key that is no field raises ``UnknownNameError``."""
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("cast field", key, known)
+        return cls(**values)
+
+
+def _known(kind: str, name: str, known: Any) -> None:
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A cast, or None for BF16, per (gemm, operand).
+
+    Blocks always run along the dimension that the GEMM contracts, so a ``1x128`` given for an operand whose rows are
+    contracted (wgrad's two operands and dgrad's weight) is stored as ``128x1``, and the other way round.
+
+    Attributes:
+        name: what it is called in files and on the command line.
+        casts: ``{(gemm, tensor): Cast | None}`` with all six operands; treat it as read-only.
+
+    Raises:
+        UsageError: an operand is missing or is none of the six.
+    """
+
+    name: str
+    casts: dict[tuple[Gemm, TensorRole], Cast | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = {(Gemm(g), TensorRole(t)): cast for (g, t), cast in self.casts.items()}
+        if set(given) != set(OPERAND_SITES):
+            odd = ", ".join(f"({g}, {t})" for g, t in sorted(set(given) ^ set(OPERAND_SITES)))
+            raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {odd}")
+        oriented = {key: _oriented(given[key], key) for key in OPERAND_SITES}
+        object.__setattr__(self, "casts", oriented)
+
+    def replace(self, gemm: str = "*", tensor: str = "*", *, name: str | None = None, **changes: Any) -> Recipe:
+        """Return a recipe with some casts changed.
+
+        Args:
+            gemm: ``fprop``, ``dgrad``, ``wgrad`` or ``*`` for all.
+            tensor: ``input``, ``weight``, ``grad_output`` or ``*``.
+            name: name of the new recipe; the default adds a ``+`` to the old one.
+            changes: fields of :class:`Cast`, or ``cast=Cast(...)`` / ``cast=None`` (BF16) as a whole. A field given for an
+                operand in BF16 starts from the default cast.
+
+        Raises:
+            UsageError: nothing to change, or no such (gemm, tensor).
+        """
+        keys = [(g, t) for g, t in OPERAND_SITES if gemm in ("*", g.value) and tensor in ("*", t.value)]
+        if not keys:
+            known = ", ".join(f"({g}, {t})" for g, t in OPERAND_SITES)
+            raise UsageError(f"no operand ({gemm}, {tensor}); the six are {known}")
+        if not changes:
+            raise UsageError("replace() needs a field of Cast to change, or cast=")
+        casts = dict(self.casts)
+        for key in keys:
+            if "cast" in changes:
+                casts[key] = changes["cast"]
+            else:
+                casts[key] = _replaced(casts[key] or Cast(), changes)
+        return Recipe(name or self.name.rstrip("+") + "+", casts)
+
+    @property
+    def is_high_precision(self) -> bool:
+        """True when no operand is quantized."""
+        return not any(self.casts.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name and casts as plain JSON values, casts keyed ``gemm.tensor``."""
+        casts = {f"{g}.{t}": c.to_dict() if c else None for (g, t), c in self.casts.items()}
+        return {"name": self.name, "casts": casts}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """Build a recipe from :meth:`to_dict`.
+
+        Raises:
+            UsageError: a key or value that no recipe has.
+        """
+        try:
+            casts = {
+                (Gemm(key.split(".")[0]), TensorRole(key.split(".")[1])): None if cast is None else Cast.from_dict(cast)
+                for key, cast in values["casts"].items()
+            }
+            return cls(values["name"], casts)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UsageError(f"not a recipe: {error!r} in {str(values)[:80]}") from None
+
+    @classmethod
+    def from_env(cls, base: str | Recipe = "blockwise_pow2", environ: Mapping[str, str] | None = None) -> Recipe:
+        """Return the blockwise recipe that the environment of a Transformer Engine or LoongForge job asks for.
+
+        Reads LoongForge's ``FP8_QUANT_{FWD_INP,FWD_WEIGHT,BWD_GRAD}_AMAX_EPS`` and
+        ``NVTE_FP8_BLOCK_SCALING_{FWD_INP,FWD_WEIGHT,BWD_GRAD}_POWER2``, and ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES``, which
+        sets all three to FP32 scales unless one of the former says otherwise. The forward input's settings hold for
+        the input wherever it is quantized (fprop, wgrad), likewise weight and grad_output.
+
+        Args:
+            base: recipe that unset variables leave as it is; Transformer Engine's default has power-of-two scales.
+            environ: mapping to read; the process's environment by default.
+
+        Raises:
+            UsageError: a variable has a value that is no number or no switch; the message names it.
+        """
+        environ = os.environ if environ is None else environ
+        recipe = get_recipe(base) if isinstance(base, str) else base
+        name = recipe.name
+        prefixes = {
+            TensorRole.INPUT: "FWD_INP",
+            TensorRole.WEIGHT: "FWD_WEIGHT",
+            TensorRole.GRAD_OUTPUT: "BWD_GRAD",
+        }
+        fp32 = _switch(environ, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+        for tensor, prefix in prefixes.items():
+            changes: dict[str, Any] = {}
+            power2 = _switch(environ, f"NVTE_FP8_BLOCK_SCALING_{prefix}_POWER2")
+            if power2 is None and fp32 is not None:
+                power2 = not fp32
+            if power2 is not None:
+                changes["scale_rounding"] = "pow2_ceil" if power2 else "none"
+            eps = _number(environ, f"FP8_QUANT_{prefix}_AMAX_EPS")
+            if eps is not None:
+                changes["amax_eps"] = eps
+            if changes:
+                casts = {
+                    key: _replaced(cast, changes) if cast and key[1] is tensor else cast
+                    for key, cast in recipe.casts.items()
+                }
+                recipe = Recipe(name + "+env", casts)
+        return recipe
+
+
+def _replaced(cast: Cast, changes: Mapping[str, Any]) -> Cast:
+    known = {f.name for f in fields(Cast)}
+    for key in changes:
+        if key not in known:
+            raise UnknownNameError("cast field", key, known)
+    if changes.get("scaling", cast.scaling) != "static" and "scale_inv" not in changes:
+        changes = {**changes, "scale_inv": None}
+    return replace(cast, **changes)
+
+
+def _oriented(cast: Cast | None, key: tuple[Gemm, TensorRole]) -> Cast | None:
+    if cast is None:
+        return None
+    rows, columns = GRANULARITIES[cast.granularity]
+    runs_down = columns == 1 and rows != 1
+    runs_across = rows == 1 and columns != 1
+    if (key in CONTRACTS_ROWS and runs_across) or (key not in CONTRACTS_ROWS and runs_down):
+        return replace(cast, granularity=TRANSPOSED[cast.granularity])
+    return cast
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    value = environ.get(name, "").strip().lower()
+    if value in ("", "0", "1", "true", "false"):
+        return None if not value else value in ("1", "true")
+    raise UsageError(f"{name} must be 0 or 1, got {environ[name]!r}")
+
+
+def _number(environ: Mapping[str, str], name: str) -> float | None:
+    value = environ.get(name, "").strip()
+    if not value:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number >= 0):
+        raise UsageError(f"{name} must be a finite number >= 0, got {environ[name]!r}")
+    return number
+
+
+def _uniform(name: str, default: Cast, **exceptions: Cast) -> Recipe:
+    """Return a recipe with one cast for all operands except those of the named tensors."""
+    return Recipe(name, {key: exceptions.get(key[1].value, default) for key in OPERAND_SITES})
+
+
+RECIPES: Registry[Recipe] = Registry("recipe")
+
+_TILE = Cast(granularity="1x128")
+_BLOCK = Cast(granularity="128x128")
+for _recipe in (
+    Recipe("bf16", dict.fromkeys(OPERAND_SITES)),
+    # DeepSeek-V3, arXiv 2412.19437, section 3.3.2; amax eps 0 because its kernel's 1e-4 would flush small gradients.
+    _uniform("blockwise", _TILE, weight=_BLOCK),
+    # Transformer Engine's Float8BlockScaling with its default scales.
+    _uniform(
+        "blockwise_pow2",
+        replace(_TILE, scale_rounding="pow2_ceil"),
+        weight=replace(_BLOCK, scale_rounding="pow2_ceil"),
+    ),
+    # LoongForge with all three POWER2 switches on and the amax eps that it recommends.
+    _uniform(
+        "blockwise_e8m0",
+        replace(_TILE, scale_rounding="pow2_ceil", amax_eps=1e-12),
+        weight=replace(_BLOCK, scale_rounding="pow2_ceil", amax_eps=1e-12),
+    ),
+    _uniform("tensorwise_current", Cast()),
+    # Transformer Engine's DelayedScaling, HYBRID: E4M3 forward, E5M2 backward.
+    _uniform("tensorwise_delayed", Cast(scaling="delayed"), grad_output=Cast(format="e5m2", scaling="delayed")),
+    _uniform("rowwise", Cast(granularity="rowwise")),
+    # OCP MX block, scales rounded up as arXiv 2506.08027 recommends for training.
+    _uniform("mxfp8", Cast(granularity="1x32", scale_rounding="pow2_ceil")),
+):
+    RECIPES.add(_recipe.name, _recipe)
+
+
+def get_recipe(name: str) -> Recipe:
+    """Return the built-in recipe of that name.
+
+    Raises:
+        UnknownNameError: there is none; the message has the closest names.
+    """
+    return RECIPES.get(name)
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the built-in recipes."""
+    return RECIPES.names()

@@ -1,0 +1,52 @@
+"""A name -> object table that refuses duplicates and helps with a wrong name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from fp8debug.errors import UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Holds the registered extensions of one axis (metric, recipe, rule, exporter, adapter, fault) in order of registration.
+
+    Args:
+        kind: what an entry is called in error messages, e.g. ``"rule"``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, T] = {}
+
+    def add(self, name: str, item: T) -> T:
+        """Register ``item`` under ``name`` and return it; a second item under one name is a bug of ours."""
+        assert name not in self._items, f"{self.kind} {name!r} is registered twice"
+        self._items[name] = item
+        return item
+
+    def get(self, name: str) -> T:
+        """Return the item of that name.
+
+        Raises:
+            UnknownNameError: there is none; the message has the closest names.
+        """
+        try:
+            return self._items[name]
+        except KeyError:
+            raise UnknownNameError(self.kind, name, self._items) from None
+
+    def names(self) -> list[str]:
+        """Return the names in order of registration."""
+        return list(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items

@@ -1,0 +1,107 @@
+"""The coordinate system: three GEMMs of a Linear, nine tensors, and the quantized value that crosses functions.
+
+Legend of shape letters, used throughout: M tokens (rows of input), K in_features, N out_features.
+
+    fprop   output[M, N]      = input[M, K]       @ weight[N, K].T        contracts K
+    dgrad   grad_input[M, K]  = grad_output[M, N] @ weight[N, K]          contracts N
+    wgrad   grad_weight[N, K] = grad_output[M, N].T @ input[M, K]         contracts M
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Gemm(str, Enum):
+    """One of the three matrix products of a Linear layer."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class TensorRole(str, Enum):
+    """What a tensor is to its GEMM: one of three operands or three results."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+    OUTPUT = "output"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Reference(str, Enum):
+    """What the actual tensor of an observation is compared with.
+
+    ``operand``: the high-precision tensor before its cast. ``shadow``: the same GEMM of the high-precision operands in
+    BF16. ``exact``: the GEMM of the dequantized operands in FP32 or better.
+    """
+
+    OPERAND = "operand"
+    SHADOW = "shadow"
+    EXACT = "exact"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+OPERANDS: dict[Gemm, tuple[TensorRole, TensorRole]] = {
+    Gemm.FPROP: (TensorRole.INPUT, TensorRole.WEIGHT),
+    Gemm.DGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT),
+    Gemm.WGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.INPUT),
+}
+
+RESULTS: dict[Gemm, TensorRole] = {
+    Gemm.FPROP: TensorRole.OUTPUT,
+    Gemm.DGRAD: TensorRole.GRAD_INPUT,
+    Gemm.WGRAD: TensorRole.GRAD_WEIGHT,
+}
+
+#: Every (gemm, operand) in the order in which a training step meets them; the keys of a Recipe.
+OPERAND_SITES: tuple[tuple[Gemm, TensorRole], ...] = tuple(
+    (gemm, tensor) for gemm, tensors in OPERANDS.items() for tensor in tensors
+)
+
+#: Operands whose GEMM contracts their rows (dimension 0), not their columns: their blocks run down, not across.
+CONTRACTS_ROWS: frozenset[tuple[Gemm, TensorRole]] = frozenset(
+    {
+        (Gemm.DGRAD, TensorRole.WEIGHT),
+        (Gemm.WGRAD, TensorRole.GRAD_OUTPUT),
+        (Gemm.WGRAD, TensorRole.INPUT),
+    }
+)
+
+
+class Site(NamedTuple):
+    """Where a statistic was taken: module FQN, GEMM and tensor."""
+
+    module: str
+    gemm: Gemm
+    tensor: TensorRole
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.gemm} {self.tensor}"
+
+
+class Quantized(NamedTuple):
+    """A tensor in FP8: ``x ~= data * scale_inv``, the scale repeated over its block.
+
+    Attributes:
+        data: FP8 values, the shape of the tensor they stand for.
+        scale_inv: FP32 decode factors ``[block rows, block columns]`` over the tensor viewed as
+            ``[rows, last dimension]``; a partial block at the edge is a block.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
