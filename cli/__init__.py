@@ -1,0 +1,1 @@
+"""The fp8debug command line: one file per command, no arithmetic."""

@@ -1,0 +1,1 @@
+"""The fp8debug dashboard: data (SQL), figures (pure), pages."""

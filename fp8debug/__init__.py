@@ -1,0 +1,1 @@
+"""A numerics debugger for FP8 training."""
