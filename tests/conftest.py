@@ -1,0 +1,37 @@
+"""Skips what the machine cannot run, each time with its reason, and points Playwright at an installed Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import pytest
+
+#: The browser of the system; CHROMIUM names another one.
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing: dict[str, str] = {}
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        missing["gpu"] = "no CUDA device"
+    if CHROMIUM is None:
+        missing["browser"] = "no Chromium found; install chromium or set CHROMIUM"
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def browser_type_launch_args(browser_type_launch_args: dict[str, Any]) -> dict[str, Any]:
+    """Start the system's Chromium; without a sandbox where the tests run as root."""
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]
+    return {**browser_type_launch_args, "executable_path": CHROMIUM, "args": [*sandbox, "--disable-gpu"]}
