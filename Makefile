@@ -1,0 +1,46 @@
+# make demo | test | lint | types | docs. One environment serves all; the second call installs nothing.
+#   PYTHON=python3.12   interpreter of the environment
+#   VENV=.venv          where it lies
+#   TORCH=torch         another build of torch, e.g. one that is installed for your GPUs
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.fp8debug
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+
+.PHONY: demo test lint types docs clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not see through package-dir, so it gets links under the import names.
+types: $(STAMP)
+	@mkdir -p build/mypy
+	@ln -sfn ../../cli build/mypy/fp8debug_cli
+	@ln -sfn ../../dashboard build/mypy/fp8debug_dashboard
+	$(BIN)/mypy fp8debug build/mypy/fp8debug_cli build/mypy/fp8debug_dashboard tests examples
+
+docs: $(STAMP)
+	$(BIN)/python scripts/docs.py
+
+# torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "fp8debug needs Python 3.10 or newer; choose one with make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
