@@ -1,0 +1,296 @@
+"""Imports go strictly downwards, the reading half never imports torch, and no file is longer than one sitting."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard": "dashboard"}
+
+#: A module or package, and all below it, by layer. Within one layer nothing imports anything but its own package.
+#: Half steps order what the design draws as one layer: the registry raises an error, the observer fills a table, a
+#: probe reports to an observer, a fault is planted in a linear.
+LAYERS = {
+    "fp8debug.errors": 0,
+    "fp8debug.types": 0,
+    "fp8debug.registry": 0.5,
+    "fp8debug.formats": 1,
+    "fp8debug.recipes": 2,
+    "fp8debug.metrics": 3,
+    "fp8debug.kernels": 4,
+    "fp8debug.store": 4,
+    "fp8debug.table": 4.5,
+    "fp8debug.observer": 5,
+    "fp8debug.probe": 5.5,
+    "fp8debug.rules": 5,
+    "fp8debug.linear": 6,
+    "fp8debug.faults": 6.5,
+    "fp8debug.fallback": 6,
+    "fp8debug.adapters": 7,
+    "fp8debug.trainers": 7,
+    "fp8debug.exporters": 7,
+    "fp8debug.run": 7.5,
+    "fp8debug": 7.5,
+    "fp8debug_cli": 8,
+    "fp8debug_dashboard": 8,
+}
+
+READING = (
+    *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
+    *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters"),
+    *("fp8debug_cli", "fp8debug_dashboard"),
+)
+RECORDING = (
+    *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
+    *("fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
+)
+
+#: What the recording half must install without, and what starts too slowly for a command line.
+READERS_ONLY = {"duckdb", "dash", "plotly", "pandas", "click", "rich"}
+SLOW = {"torch", "dash", "plotly", "pandas", "dash_ag_grid", "dash_mantine_components"}
+#: Imported only inside their adapter's functions, when the user's program has imported them already.
+OPTIONAL = {"transformer_engine", "torchao", "lightning", "pytorch_lightning", "transformers", "torchtitan", "megatron"}
+
+MAX_LINES = 400
+#: One metric, rule, exporter or command a file; ``base`` and ``__init__`` are the frame around them.
+MAX_EXTENSION_LINES = 150
+EXTENSIONS = ("fp8debug.metrics", "fp8debug.rules", "fp8debug.exporters", "fp8debug_cli")
+
+
+class Import(NamedTuple):
+    """One imported name: what, on which line, and whether it happens when the module is loaded."""
+
+    target: str
+    line: int
+    at_load: bool
+
+
+def imports(source: str, package: str) -> Iterator[Import]:
+    """Yield the imports of a module; those under ``if TYPE_CHECKING`` never happen and are left out.
+
+    Args:
+        source: the text of the module.
+        package: what its relative imports are relative to.
+    """
+
+    def walk(node: ast.AST, at_load: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import():
+                yield from (Import(alias.name, node.lineno, at_load) for alias in node.names)
+            case ast.ImportFrom():
+                base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                module = ".".join([*base, *([node.module] if node.module else [])])
+                yield from (Import(f"{module}.{alias.name}", node.lineno, at_load) for alias in node.names)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                for child in node.orelse:
+                    yield from walk(child, at_load)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                for child in ast.iter_child_nodes(node):
+                    yield from walk(child, False)
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    yield from walk(child, at_load)
+
+    yield from walk(ast.parse(source), True)
+
+
+class Tree:
+    """The modules of the three packages and what they import.
+
+    Args:
+        sources: text by full module name; a package is ``name.__init__``.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.imports = {
+            name.removesuffix(".__init__"): list(imports(text, name.rpartition(".")[0]))
+            for name, text in sources.items()
+        }
+
+    def module(self, target: str) -> str | None:
+        """Return the module of ours that ``import target`` or ``from ... import`` of its last part loads, if any."""
+        if target in self.imports:
+            return target
+        parent = target.rpartition(".")[0]
+        return parent if parent in self.imports else None
+
+    def loads(self, name: str) -> dict[str, str]:
+        """Return every foreign top-level package that importing ``name`` loads, each with the way there."""
+        found: dict[str, str] = {}
+        seen: set[str] = set()
+
+        def visit(module: str, way: str) -> None:
+            if module in seen:
+                return
+            seen.add(module)
+            parent = module.rpartition(".")[0]
+            if parent:
+                visit(parent, way)
+            for target, line, at_load in self.imports.get(module, ()):
+                if not at_load:
+                    continue
+                ours = self.module(target)
+                here = f"{way} > {module}:{line}" if way else f"{module}:{line}"
+                if ours:
+                    visit(ours, here)
+                else:
+                    found.setdefault(target.split(".")[0], here)
+
+        visit(name, "")
+        return found
+
+    def upward(self) -> list[str]:
+        """Return each import that does not go down, in words."""
+        wrong = []
+        for name, found in self.imports.items():
+            for target, line, _ in found:
+                ours = self.module(target)
+                if ours is None or target == "fp8debug.__version__" or unit(ours) == unit(name):
+                    continue
+                if layer(ours) >= layer(name):
+                    wrong.append(f"{name}:{line} (layer {layer(name):g}) imports {ours} (layer {layer(ours):g})")
+        return wrong
+
+    def under(self, names: tuple[str, ...]) -> list[str]:
+        """Return the modules of these units."""
+        return [m for m in self.imports if any(m == n or (n != "fp8debug" and m.startswith(n + ".")) for n in names)]
+
+
+def unit(module: str) -> str:
+    """Return the entry of LAYERS to which a module belongs."""
+    parts = module.split(".")
+    return parts[0] if parts[0] != "fp8debug" or len(parts) == 1 else ".".join(parts[:2])
+
+
+def layer(module: str) -> float:
+    """Return the layer of a module; NaN, which is neither above nor below, for one that has none yet."""
+    return LAYERS.get(unit(module), math.nan)
+
+
+def read_sources() -> dict[str, str]:
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts])] = path.read_text(encoding="utf-8")
+    return found
+
+
+SOURCES = read_sources()
+TREE = Tree(SOURCES)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted({unit(module) for module in TREE.imports} - set(LAYERS)) == []
+
+
+def test_imports_go_strictly_downwards() -> None:
+    assert TREE.upward() == []
+
+
+@pytest.mark.parametrize("module", TREE.under(READING))
+def test_the_reading_half_never_loads_torch(module: str) -> None:
+    assert "torch" not in TREE.loads(module), TREE.loads(module)["torch"]
+
+
+@pytest.mark.parametrize("module", TREE.under(RECORDING))
+def test_the_recording_half_needs_torch_numpy_and_pyarrow_only(module: str) -> None:
+    assert {k: v for k, v in TREE.loads(module).items() if k in READERS_ONLY} == {}
+
+
+@pytest.mark.parametrize("module", TREE.under(("fp8debug_cli",)))
+def test_the_command_line_loads_nothing_slow(module: str) -> None:
+    assert {k: v for k, v in TREE.loads(module).items() if k in SLOW} == {}
+
+
+def test_optional_frameworks_are_imported_only_inside_functions() -> None:
+    wrong = [
+        f"{name}:{i.line} {i.target}"
+        for name, found in TREE.imports.items()
+        for i in found
+        if i.target.split(".")[0] in OPTIONAL and i.at_load
+    ]
+    assert wrong == []
+
+
+def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
+    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.run"}
+    wrong = [
+        f"{name}:{i.line} {i.target}"
+        for name in TREE.under(RECORDING)
+        for i in TREE.imports[name]
+        if i.target.startswith("fp8debug.store") and unit(name) not in {*allowed, "fp8debug.store"}
+    ]
+    assert wrong == []
+
+
+def test_no_file_is_long() -> None:
+    folders = ("fp8debug", "cli", "dashboard", "tests", "examples", "scripts")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert too_long({str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in paths}, MAX_LINES) == []
+
+
+def test_an_extension_is_a_short_file() -> None:
+    frame = ("__init__", "base")
+    extensions = {n: t for n, t in SOURCES.items() if n.startswith(EXTENSIONS) and n.rpartition(".")[2] not in frame}
+    assert too_long(extensions, MAX_EXTENSION_LINES) == []
+
+
+def too_long(texts: Mapping[str, str], limit: int) -> list[str]:
+    lines = {name: len(text.splitlines()) for name, text in texts.items()}
+    return [f"{name}: {count} lines, at most {limit}" for name, count in lines.items() if count > limit]
+
+
+# The checker itself, on made-up sources.
+
+
+def test_an_upward_import_is_found_even_inside_a_function() -> None:
+    tree = Tree(
+        {
+            "fp8debug.formats": "def late():\n    from fp8debug.recipes import Cast\n",
+            "fp8debug.recipes": "import fp8debug.formats\nfrom fp8debug.rules import triage\n",
+            "fp8debug.rules.__init__": "from fp8debug.rules import base\n",
+            "fp8debug.rules.base": "from . import helper\nfrom fp8debug import observer\n",
+            "fp8debug.rules.helper": "",
+            "fp8debug.observer": "",
+        }
+    )
+    assert tree.upward() == [
+        "fp8debug.formats:2 (layer 1) imports fp8debug.recipes (layer 2)",
+        "fp8debug.recipes:2 (layer 2) imports fp8debug.rules (layer 5)",
+        "fp8debug.rules.base:2 (layer 5) imports fp8debug.observer (layer 5)",
+    ]
+
+
+def test_torch_is_found_through_other_modules_and_parent_packages() -> None:
+    tree = Tree(
+        {
+            "fp8debug.store.__init__": "from .run import Run\n",
+            "fp8debug.store.run": "import json\nfrom ..metrics.base import slots\n",
+            "fp8debug.store.schema": "",
+            "fp8debug.metrics.__init__": "",
+            "fp8debug.metrics.base": "try:\n    import torch.nn as nn\nexcept ImportError:\n    nn = None\n",
+        }
+    )
+    way = tree.loads("fp8debug.store.schema")["torch"]
+    assert way == "fp8debug.store:1 > fp8debug.store.run:2 > fp8debug.metrics.base:2"
+
+
+def test_what_a_type_checker_or_a_function_imports_is_not_loaded() -> None:
+    text = (
+        "import typing\n"
+        "if typing.TYPE_CHECKING:\n    import torch\nelse:\n    import json\n"
+        "def f():\n    import duckdb\n"
+        "class C:\n    import re\n"
+    )
+    assert sorted(Tree({"fp8debug.rules": text}).loads("fp8debug.rules")) == ["json", "re", "typing"]
+
+
+def test_a_long_file_is_found() -> None:
+    assert too_long({"a": "x\n" * 150, "b": "x\n" * 151}, 150) == ["b: 151 lines, at most 150"]

@@ -1,0 +1,69 @@
+"""What is packaged: every package of the tree and its data, and a development set that is pinned."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points, metadata
+from pathlib import Path
+
+import fp8debug
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard": "dashboard"}
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def listed(key: str) -> list[str]:
+    """Return the strings of a list in pyproject.toml; Python 3.10 has no TOML reader."""
+    found = re.search(rf"^{key} = \[(.*?)^\]", PYPROJECT, re.DOTALL | re.MULTILINE)
+    assert found, key
+    return re.findall(r'^\s*"([^"]+)"', found[1], re.MULTILINE)
+
+
+def test_every_package_is_listed() -> None:
+    packages = [
+        ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("__init__.py")
+    ]
+    assert listed("packages") == sorted(packages)
+
+
+def test_every_file_that_is_no_python_is_package_data() -> None:
+    others = {
+        f"{folder}/{path.relative_to(ROOT / folder)}"
+        for folder in FOLDERS.values()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    markers = {f"{folder}/py.typed" for folder in FOLDERS.values()}
+    assert markers <= others
+    assert {name for name in others - markers if not name.startswith("dashboard/assets/")} == set()
+
+
+def test_a_bare_install_records_and_reads() -> None:
+    names = [re.split(r"[><=\[ ]", requirement)[0] for requirement in listed("dependencies")]
+    assert names == ["torch", "numpy", "pyarrow", "duckdb", "click", "rich"]
+
+
+def test_the_extras_and_the_command() -> None:
+    installed = metadata("fp8debug")
+    assert set(installed.get_all("Provides-Extra") or ()) == {"dashboard", "te", "torchao", "all", "dev"}
+    assert installed["Version"] == fp8debug.__version__
+    (script,) = entry_points(group="console_scripts", name="fp8debug")
+    assert script.value == "fp8debug_cli.main:main"
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"## {fp8debug.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_development_set_is_pinned() -> None:
+    """Every requirement of the dev and dashboard extras is in constraints.txt, pinned, without a local build."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    pin = r"[a-z0-9-]+==[0-9][0-9.a-z]*( ; python_version .*)?"
+    assert [line for line in lines if not re.fullmatch(pin, line)] == []
+    pinned = {line.split("==")[0] for line in lines}
+    wanted = {re.split(r"[><=]", r)[0] for key in ("dependencies", "dashboard", "dev") for r in listed(key)}
+    assert wanted - pinned == {"torch", "fp8debug[dashboard]"}
