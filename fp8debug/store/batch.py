@@ -1,0 +1,89 @@
+"""Columns of lists and numpy arrays become one Arrow record batch of the schema; what means "no data" becomes null."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    """Return the columns as a batch.
+
+    Args:
+        schema: schema of the batch; a column that is missing in ``columns`` is null.
+        columns: equally long lists or arrays by name, or one value for all rows.
+
+    Raises:
+        ValueError: a column that the schema has not, or columns of different lengths.
+    """
+    unknown = sorted(set(columns) - set(schema.names))
+    if unknown:
+        raise ValueError(f"columns {', '.join(unknown)} are not in the schema of {_table(schema)}")
+    lengths = {name: len(value) for name, value in columns.items() if _is_column(value)}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"the columns of {_table(schema)} differ in length: {lengths}")
+    num_rows = next(iter(lengths.values()))
+    is_statistic = _table(schema) == "stats"
+    arrays = []
+    for field in schema:
+        values = columns.get(field.name)
+        if not _is_column(values):
+            array = pa.nulls(num_rows, field.type) if values is None else pa.array([values] * num_rows, field.type)
+        elif pa.types.is_list(field.type):
+            array = _lists(values, field)
+        else:
+            array = _array(values, field, is_statistic=is_statistic)
+        arrays.append(array)
+    return pa.record_batch(arrays, schema=schema)
+
+
+def _table(schema: pa.Schema) -> str:
+    return str((schema.metadata or {}).get(b"fp8debug.table", b"the table").decode())
+
+
+def _is_column(values: Any) -> bool:
+    return isinstance(values, (list, tuple, np.ndarray))
+
+
+def _array(values: Any, field: pa.Field, *, is_statistic: bool) -> pa.Array:
+    if isinstance(values, np.ndarray):
+        mask = (
+            np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
+        )
+        values = np.asarray(np.ma.getdata(values))
+        if pa.types.is_integer(field.type) and np.issubdtype(values.dtype, np.floating):
+            mask = mask | np.isnan(values)
+            values = np.where(mask, 0, values)
+        array = pa.array(values, mask=mask if mask.any() else None).cast(field.type)
+    else:
+        array = pa.array(values, type=field.type)
+    if is_statistic and pa.types.is_floating(field.type):
+        array = _without_neutral(array, field.metadata[b"merge"].decode())
+    return array
+
+
+def _without_neutral(array: pa.Array, merge: str) -> pa.Array:
+    """Null what no tensor contributed: NaN, and -inf of a maximum or +inf of a minimum."""
+    no_data = pc.is_nan(array)
+    if merge in ("max", "min"):
+        neutral = pa.scalar(-math.inf if merge == "max" else math.inf, array.type)
+        no_data = pc.or_(no_data, pc.equal(array, neutral))
+    return pc.if_else(no_data, pa.scalar(None, array.type), array)
+
+
+def _lists(values: Any, field: pa.Field) -> pa.Array:
+    """Return a list column from a list of (sequence | None) or an array ``[rows, size]``; a masked row is null."""
+    if isinstance(values, np.ndarray) and values.ndim == 2:
+        rows, size = values.shape
+        masked = (
+            np.ma.getmaskarray(values).all(1) if isinstance(values, np.ma.MaskedArray) else np.zeros(rows, dtype=bool)
+        )
+        offsets = np.concatenate([[0], np.cumsum(np.where(masked, 0, size))]).astype(np.int32)
+        flat = pa.array(np.ma.getdata(values)[~masked].reshape(-1)).cast(field.type.value_type)
+        return pa.ListArray.from_arrays(pa.array(offsets), flat, type=field.type, mask=pa.array(masked))
+    return pa.array([None if v is None else np.asarray(v) for v in values], type=field.type)

@@ -1,0 +1,334 @@
+"""``Run``: a recorded run, read through SQL (DuckDB) from its Parquet parts and from the streams not yet compacted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fp8debug.errors import NoMatchError, RunError, UnknownNameError, UsageError
+from fp8debug.store.files import RunFiles, Source, scan
+from fp8debug.store.schema import ARROW_TYPES, Column, columns_from, columns_of
+from fp8debug.store.views import DUCKDB, SQL_TYPES, is_plain, sites_sql, stats_sql, steps_sql
+from fp8debug.types import Gemm, Reference, TensorRole
+
+_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    # FROM name means a view, never a local variable of the caller; a run must not make us fetch an extension.
+    "python_enable_replacements": "false",
+    "autoinstall_known_extensions": "false",
+}
+
+_QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
+
+#: Columns of the view ``modules``, from the manifest; ``call_index`` and ``flops_per_token`` are added.
+_MODULE_COLUMNS: dict[str, str] = {
+    "fqn": "string",
+    "kind": "string",
+    "in_features": "int64",
+    "out_features": "int64",
+    "bias": "bool",
+    "index": "int64",
+    "fp8": "bool",
+    "observed": "bool",
+    "reason": "string",
+    "requested": "string",
+    "shared_with": "string",
+    "params": "int64",
+}
+
+
+class Run:
+    """A run directory, finished, killed or still being written.
+
+    Args:
+        path: the run's folder.
+
+    Attributes:
+        path: the run's folder.
+        name: its name.
+        manifest: ``manifest.json``; empty when it is missing.
+        rank_manifests: each rank's ``manifest.json`` by rank.
+        ranks: ranks that have rows.
+        problems: one sentence for each file that could not be read and each missing rank.
+
+    Raises:
+        RunError: there is no run, it holds no rows, or its schema is newer than ours.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.name = self.path.resolve().name
+        self._lock = threading.RLock()
+        self._damaged: set[Path] = set()
+        self._open()
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def refresh(self) -> None:
+        """Look again at a run that is still being written."""
+        with self._lock:
+            self._open()
+
+    def _open(self) -> None:
+        files = scan(self.path, self._damaged)
+        if not any(s.table != "events" for s in files.of()):
+            found = "; ".join(files.problems)
+            raise RunError(f"{self.path} holds no recorded step yet" + (f": {found}" if found else ""))
+        self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
+        self.ranks, self.problems = files.ranks, files.problems
+        self._parts = [source.path for source in files.of() if source.rows is None]
+        self._has: dict[str, bool] = {}
+        self._modules: list[dict[str, Any]] | None = None
+        self._connection = duckdb.connect(":memory:", config=_CONFIG)
+        self._connection.execute("SET TimeZone = 'UTC'")
+        self._create_views(files)
+
+    def _create_views(self, files: RunFiles) -> None:
+        is_single_rank = len(files.ranks) == 1
+        stats, steps = _columns("stats", files), _columns("steps", files)
+        self._create("raw", self._table_sql("stats", stats, files))
+        self._create("raw_steps", self._table_sql("steps", steps, files))
+        self._create("events", self._table_sql("events", _columns("events", files), files))
+        self._create("stats", stats_sql(stats))
+        self._create("sites", sites_sql(stats, DUCKDB, is_single_rank=is_single_rank))
+        self._create("steps", steps_sql(steps, is_single_rank=is_single_rank))
+        self._columns = [name for name in self.sql("SELECT * FROM sites LIMIT 0").column_names]
+        self._step_columns = [column.name for column in steps]
+        self._connection.register("modules", _modules_table(self.modules))
+
+    def _create(self, name: str, query: str) -> None:
+        self._connection.execute(f"CREATE VIEW {name} AS {query}")
+
+    def _table_sql(self, table: str, columns: Sequence[Column], files: RunFiles) -> str:
+        selects = []
+        for before, group in files.sources.items():
+            where = f" WHERE step < {before} OR step IS NULL" if before is not None else ""
+            of_table = [source for source in group if source.table == table]
+            parts = [source for source in of_table if source.rows is None]
+            if parts:
+                paths = ", ".join(_path_literal(source.path) for source in parts)
+                scan_sql = f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
+                selects.append(f"SELECT {_typed(columns, parts)} FROM {scan_sql}{where}")
+            for source in of_table:
+                if source.rows is not None:
+                    name = f"stream_{table}_{source.rank}_{source.number}"
+                    self._connection.register(name, source.rows)
+                    selects.append(f"SELECT {_typed(columns, [source])} FROM {name}{where}")
+        if not selects:
+            selects.append(f"SELECT {_typed(columns, [])} WHERE FALSE")
+        return "\nUNION ALL\n".join(selects)
+
+    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> pa.Table:
+        """Return the answer to a query.
+
+        The views: ``sites`` (one row per step, site, cast and reference; ranks joined, ``ranks`` lists them; slots and
+        derived columns), ``stats`` (the same per rank), ``raw`` (per rank, slots only), ``steps`` (one row per step),
+        ``raw_steps`` (per rank), ``events`` and ``modules``.
+
+        Args:
+            query: one SELECT in DuckDB's SQL.
+            params: values for ``?`` or ``$name``; names that come from outside belong here, not into the text.
+
+        Raises:
+            UsageError: the query is wrong; the message is DuckDB's.
+            RunError: the files cannot be read.
+        """
+        with self._lock:
+            try:
+                return self._query(query, params)
+            except duckdb.Error as error:
+                if isinstance(error, _QUERY_ERRORS) or not self._find_damage():
+                    raise UsageError(f"the query failed: {error}") from error
+                self._open()
+                return self._query(query, params)
+
+    def _query(self, query: str, params: Sequence[object] | Mapping[str, object] | None) -> pa.Table:
+        relation = self._connection.sql(query, params=params)
+        if relation is None:
+            raise UsageError(f"not a query: {query.strip()[:80]!r}; give one SELECT")
+        return relation.to_arrow_table()
+
+    def _find_damage(self) -> bool:
+        """Read every part to its end, which costs as much as a query; remember those that fail."""
+        found = set()
+        for path in self._parts:
+            try:
+                for batch in pq.ParquetFile(path).iter_batches():
+                    batch.validate()
+            except (OSError, pa.ArrowException):
+                found.add(path)
+        self._damaged |= found
+        return bool(found)
+
+    @property
+    def modules(self) -> list[dict[str, Any]]:
+        """The manifest's modules in execution order (those never called last), with ``call_index`` added."""
+        with self._lock:
+            if self._modules is None:
+                self._modules = self._read_modules()
+            return self._modules
+
+    def _read_modules(self) -> list[dict[str, Any]]:
+        query = "SELECT module, min(call_index) AS call_index FROM raw WHERE module IS NOT NULL GROUP BY module"
+        called = {row["module"]: row["call_index"] for row in self.sql(query).to_pylist()}
+        listed = self.manifest.get("modules")
+        entries = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
+        modules = [{**m, "fqn": str(m["fqn"]), "call_index": called.get(m["fqn"])} for m in entries if "fqn" in m]
+        known = {m["fqn"] for m in modules}
+        modules += [{"fqn": fqn, "call_index": at} for fqn, at in sorted(called.items()) if fqn not in known]
+        places = {m["fqn"]: place for place, m in enumerate(modules)}
+
+        def order(module: dict[str, Any]) -> tuple[bool, int, int]:
+            at = module["call_index"]
+            return at is None, at or 0, places[module["fqn"]]
+
+        return sorted(modules, key=order)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the view ``sites``: keys, slots, derived."""
+        return list(self._columns)
+
+    @property
+    def steps_range(self) -> tuple[int, int]:
+        """The first and the last step that was recorded."""
+        query = (
+            "SELECT min(step) AS first, max(step) AS last"
+            " FROM (SELECT step FROM raw UNION ALL SELECT step FROM raw_steps) AS recorded"
+        )
+        row = self.sql(query).to_pylist()[0]
+        return row["first"], row["last"]
+
+    def has(self, column: str) -> bool:
+        """Tell whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
+        with self._lock:
+            if column not in self._has:
+                view = "stats" if column in self._columns else "steps" if column in self._step_columns else None
+                found = view and self.sql(f"SELECT 1 AS one FROM {view} WHERE {column} IS NOT NULL LIMIT 1").num_rows
+                self._has[column] = bool(found)
+            return self._has[column]
+
+    def table(
+        self,
+        columns: Sequence[str] | None = None,
+        module: str = "*",
+        gemm: str | None = None,
+        tensor: str | None = None,
+        steps: str | tuple[int | None, int | None] | None = None,
+        reference: str | None = None,
+        actual: bool | None = None,
+    ) -> pa.Table:
+        """Return rows of ``sites``, ranks and microbatches merged, ordered by step and execution.
+
+        Args:
+            columns: columns to return; all but the histogram by default.
+            module: glob over module names.
+            gemm: ``fprop``, ``dgrad`` or ``wgrad``.
+            tensor: ``input``, ``weight``, ``grad_output``, ``output``, ``grad_input`` or ``grad_weight``.
+            steps: ``(a, b)`` or ``"a:b"``: a <= step < b; None or an empty side is open.
+            reference: ``operand``, ``shadow`` or ``exact``.
+            actual: True for the running casts only, False for what-ifs only.
+
+        Raises:
+            UnknownNameError: no such column, gemm, tensor or reference.
+            NoMatchError: no module matches the glob.
+            UsageError: steps is not ``a:b``.
+        """
+        wanted = [c for c in self._columns if c != "log2_hist"] if columns is None else list(columns)
+        for column in wanted:
+            _known("column", column, self._columns)
+        conditions: list[str] = []
+        params: list[object] = []
+        for kind, value, known in (
+            ("gemm", gemm, [g.value for g in Gemm]),
+            ("tensor", tensor, [t.value for t in TensorRole]),
+            ("reference", reference, [r.value for r in Reference]),
+        ):
+            if value is not None:
+                _known(kind, str(value), known)
+                conditions.append(f"{kind} = ?")
+                params.append(str(value))
+        if actual is not None:
+            conditions.append("actual = ?")
+            params.append(actual)
+        for bound, operator in zip(parse_steps(steps), (">=", "<"), strict=True):
+            if bound is not None:
+                conditions.append(f"step {operator} ?")
+                params.append(bound)
+        names = [m["fqn"] for m in self.modules]
+        matching = [name for name in names if fnmatchcase(name, module)]
+        if not matching:
+            raise NoMatchError("module", module, names)
+        if len(matching) < len(names):
+            conditions.append(f"module IN ({', '.join('?' * len(matching))})")
+            params.extend(matching)
+        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+        gemm_order = "CASE gemm WHEN 'fprop' THEN 0 WHEN 'dgrad' THEN 1 ELSE 2 END"
+        order = f"step, call_index, module, {gemm_order}, tensor, reference, actual DESC, cast_name"
+        return self.sql(f"SELECT {', '.join(wanted)} FROM sites{where} ORDER BY {order}", params)
+
+
+def parse_steps(steps: str | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """Return (first, end) of a step range, end exclusive, None where a side is open.
+
+    Raises:
+        UsageError: it is neither ``"a:b"`` nor a pair.
+    """
+    if steps is None:
+        return None, None
+    try:
+        if isinstance(steps, str):
+            first, end = (int(side) if side.strip() else None for side in steps.split(":"))
+        else:
+            first, end = (None if side is None else int(side) for side in steps)
+    except (TypeError, ValueError):
+        raise UsageError(f"steps must be a range like 100:200, 100: or :200, got {steps!r}") from None
+    return first, end
+
+
+def _known(kind: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+
+
+def _columns(table: str, files: RunFiles) -> list[Column]:
+    """Return our columns and those that the files describe themselves (a metric that is not installed here)."""
+    columns = {column.name: column for column in columns_of(table)}
+    for source in files.of(table):
+        for column in columns_from(source.schema):
+            if is_plain(column.name):
+                columns.setdefault(column.name, column)
+    return list(columns.values())
+
+
+def _typed(columns: Sequence[Column], sources: Sequence[Source]) -> str:
+    there = {name for source in sources for name in source.schema.names}
+    return ", ".join(
+        f"CAST({c.name if c.name in there else 'NULL'} AS {SQL_TYPES[c.type]}) AS {c.name}" for c in columns
+    )
+
+
+def _path_literal(path: Path) -> str:
+    """Return a path as SQL text, its glob characters escaped."""
+    text = "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _modules_table(modules: Sequence[Mapping[str, Any]]) -> pa.Table:
+    arrays: dict[str, pa.Array] = {}
+    for name, kind in _MODULE_COLUMNS.items():
+        accepted = {"int64": int, "bool": bool, "string": str}[kind]
+        values = [m.get(name) for m in modules]
+        # From outside: a value of another type is no value.
+        arrays[name] = pa.array([v if type(v) is accepted else None for v in values], ARROW_TYPES[kind])
+    arrays["call_index"] = pa.array([m["call_index"] for m in modules], pa.int32())
+    shapes = zip(arrays["in_features"].to_pylist(), arrays["out_features"].to_pylist(), strict=True)
+    arrays["flops_per_token"] = pa.array([None if a is None or b is None else 6 * a * b for a, b in shapes], pa.int64())
+    return pa.table(arrays)

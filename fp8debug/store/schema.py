@@ -1,0 +1,249 @@
+"""The columns of a run directory: type, unit, merge rule and one sentence each; docs/schema.md is printed from here.
+
+``python -m fp8debug.store.schema > docs/schema.md``
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from fp8debug.metrics import Slot, derived_columns, slots
+
+# What each version changed; a reader keeps reading all older ones.
+# 1: first version (fp8debug 0.1).
+SCHEMA_VERSION = 1
+
+ARROW_TYPES: dict[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "string": pa.string(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "list<int64>": pa.list_(pa.int64()),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        name: column name.
+        type: a key of ``ARROW_TYPES``.
+        unit: ``1``, ``x`` (unit of the tensor), ``x^2``, ``s``, ``log2``, ``dB``; empty for a name or a flag.
+        merge: how the rows of several ranks join: ``key`` (rows are joined where it is equal), ``sum``, ``max``,
+            ``min``, ``mean``, ``all``, ``any``, ``list``; empty where rows are not joined.
+        doc: one sentence.
+    """
+
+    name: str
+    type: str
+    unit: str
+    merge: str
+    doc: str
+
+    @property
+    def field(self) -> pa.Field:
+        """The Arrow field, with unit, merge rule and sentence as its metadata."""
+        metadata = {"unit": self.unit, "merge": self.merge, "doc": self.doc}
+        return pa.field(self.name, ARROW_TYPES[self.type], metadata=metadata)
+
+
+_STEP = Column("step", "int64", "1", "key", "Optimizer step, counted from 0.")
+_RANK = Column("rank", "int32", "1", "list", "Global rank that wrote the row.")
+_TIME = Column("time", "timestamp", "s", "min", "When the row was made, UTC.")
+
+_SITE = (
+    _STEP,
+    _RANK,
+    Column("module", "string", "", "key", "Fully qualified name of the module."),
+    Column("gemm", "string", "", "key", "fprop, dgrad or wgrad."),
+    Column(
+        "tensor",
+        "string",
+        "",
+        "key",
+        "Operand (input, weight, grad_output) or result (output, grad_input, grad_weight).",
+    ),
+    Column(
+        "cast_name",
+        "string",
+        "",
+        "key",
+        "How the operand was quantized, as str(Cast); of a result, 'FIRST @ SECOND' of its operands; bf16 for one not"
+        " cast.",
+    ),
+    Column(
+        "reference",
+        "string",
+        "",
+        "key",
+        "What the actual tensor is compared with: operand (the tensor before its cast), shadow (the BF16 GEMM of the"
+        " same operands) or exact (the FP32 GEMM of the dequantized operands).",
+    ),
+    Column("actual", "bool", "", "key", "True for the cast that ran, false for a what-if."),
+    Column(
+        "call_index", "int32", "1", "min", "Place of the module's first call in the step's forward: execution order."
+    ),
+    Column(
+        "replicated",
+        "bool",
+        "",
+        "all",
+        "Every rank describes the same whole tensor (a weight under data parallelism): the lowest rank counts, not the"
+        " sum.",
+    ),
+    Column("num_tensors", "int64", "1", "sum", "Observations (microbatches) merged into the row."),
+)
+
+STEPS: tuple[Column, ...] = (
+    _STEP,
+    _RANK,
+    _TIME,
+    Column("loss", "float64", "1", "mean", "Training loss of the step."),
+    Column("grad_norm", "float64", "1", "max", "Norm of all gradients before clipping."),
+    Column("lr", "float64", "1", "max", "Learning rate."),
+    Column("loss_scale", "float64", "1", "min", "Loss scale of mixed precision."),
+    Column("tokens", "int64", "1", "sum", "Tokens that the rank trained on in the step."),
+    Column("seconds", "float64", "s", "max", "Wall time of the step."),
+    Column("sampled", "bool", "", "any", "True when the step's statistics were recorded."),
+)
+
+EVENTS: tuple[Column, ...] = (
+    Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
+    Column("rank", "int32", "1", "", "Global rank that wrote the row."),
+    Column("time", "timestamp", "s", "", "When the row was made, UTC."),
+    Column("kind", "string", "", "", "nonfinite, skipped, recipe, recording, resume or note."),
+    Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
+    Column("message", "string", "", "", "What happened, one sentence."),
+)
+
+
+def _slot_column(slot: Slot) -> Column:
+    kind = slot.kind if slot.size == 1 else f"list<{slot.kind}>"
+    return Column(slot.name, kind, slot.unit, slot.merge, slot.doc[:1].upper() + slot.doc[1:] + ".")
+
+
+def stats_columns() -> tuple[Column, ...]:
+    """Return the columns of ``stats``: where, then every slot of every registered metric."""
+    return _SITE + tuple(_slot_column(slot) for slot in slots().values())
+
+
+STATS: tuple[Column, ...] = stats_columns()
+TABLES: tuple[str, ...] = ("stats", "steps", "events")
+
+#: The columns that name a site of a step; rows of several ranks with equal keys describe one tensor.
+SITE_KEYS: tuple[str, ...] = tuple(c.name for c in _SITE if c.merge == "key")
+
+
+def columns_of(table: str) -> tuple[Column, ...]:
+    """Return the columns of ``stats``, ``steps`` or ``events``."""
+    return {"stats": stats_columns(), "steps": STEPS, "events": EVENTS}[table]
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    """Return the Arrow schema of a table, with a sentence, unit and merge rule in each field's metadata."""
+    metadata = {"fp8debug.table": table, "fp8debug.schema_version": str(SCHEMA_VERSION)}
+    return pa.schema([column.field for column in columns_of(table)], metadata=metadata)
+
+
+def columns_from(schema: pa.Schema) -> list[Column]:
+    """Return the columns that a file describes itself; fields without a type or merge rule of ours are left out."""
+    names = {str(arrow): name for name, arrow in ARROW_TYPES.items()}
+    found = []
+    for field in schema:
+        metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
+        if str(field.type) in names and {"unit", "merge", "doc"} <= metadata.keys():
+            unit, merge, doc = metadata["unit"], metadata["merge"], metadata["doc"]
+            found.append(Column(field.name, names[str(field.type)], unit, merge, doc))
+    return found
+
+
+_INTRODUCTION = """# The files of a run
+
+Printed by `python -m fp8debug.store.schema` from `fp8debug/store/schema.py`; schema version {version}.
+
+```
+runs/exp1/
+  manifest.json                          schema version, modules, recipe, environment
+  rank=00000/manifest.json               rank, world size, device, versions
+  rank=00000/stats/part-00000.parquet    one row per step, rank, site, cast and reference
+  rank=00000/steps/part-00000.parquet    one row per step and rank
+  rank=00000/events/part-00000.parquet   what happened when
+  rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, events-)
+```
+
+A null is "not recorded" or "no data", never 0. The merge rule says how the rows of several ranks join (the rows of one
+rank already hold all its microbatches); `key` columns are equal in rows that join. Rates, dB and cosines are not
+stored: they follow from the merged slots by the formulas at the end. Unit `x` is the unit of the tensor. The same
+sentences stand in the metadata of the Parquet fields.
+
+A run that was closed has Parquet parts only. A run that goes on, or was killed, has its last rows in `.arrows` files:
+`pyarrow.ipc.open_stream` reads them, `fp8debug.Run` reads both. Stream number k becomes part k; where both are there,
+the part counts. A job that resumed in the same folder writes parts from a new number (`writings` in the rank's
+manifest) and its rows replace the earlier ones from its first step on; `fp8debug.Run` sees to that.
+"""
+
+_QUERIES = """## Without fp8debug
+
+DuckDB:
+
+```sql
+SELECT step, module, sum(num_underflow) / sum(numel) AS underflow_rate
+FROM read_parquet('runs/exp1/rank=*/stats/part-*.parquet', union_by_name = true, hive_partitioning = false)
+WHERE gemm = 'fprop' AND tensor = 'input' AND actual
+GROUP BY step, module
+ORDER BY underflow_rate DESC NULLS LAST
+LIMIT 10
+```
+
+pandas:
+
+```python
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+stats = pd.concat(pd.read_parquet(part) for part in Path("runs/exp1").glob("rank=*/stats/part-*.parquet"))
+worst = stats[stats.actual & (stats.reference == "operand")].groupby("module")[["sum_err2", "sum_x2"]].sum()
+worst["sqnr_db"] = -10 * np.log10(worst.sum_err2 / worst.sum_x2)
+print(worst.sort_values("sqnr_db").head())
+```
+
+Spark (before 4.2 its vectorized reader does not know BYTE_STREAM_SPLIT, SPARK-56894; the other one does):
+
+```python
+spark.conf.set("spark.sql.parquet.enableVectorizedReader", "false")
+stats = spark.read.option("mergeSchema", "true").parquet("runs/exp1/rank=*/stats/part-*.parquet")
+stats.createOrReplaceTempView("stats")
+spark.sql("SELECT module, sum(num_saturated) AS num_saturated FROM stats WHERE actual GROUP BY module").show()
+```
+"""
+
+
+def _markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def to_markdown() -> str:
+    """Return docs/schema.md."""
+    parts = [_INTRODUCTION.format(version=SCHEMA_VERSION)]
+    for table in TABLES:
+        rows = [[f"`{c.name}`", c.type, c.unit, c.merge, c.doc] for c in columns_of(table)]
+        parts.append(f"## {table}\n\n" + _markdown_table(["column", "type", "unit", "merge", "meaning"], rows) + "\n")
+    formulas = [[f"`{name}`", d.unit, f"`{d.expression}`", d.doc] for name, d in derived_columns().items()]
+    parts.append("## Derived when read\n")
+    parts.append("A division by zero gives null, the logarithm of zero minus infinity.\n")
+    parts.append(_markdown_table(["column", "unit", "formula", "meaning"], formulas) + "\n")
+    parts.append(_QUERIES)
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

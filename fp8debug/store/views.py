@@ -1,0 +1,99 @@
+"""The SQL of the views ``stats``, ``sites`` and ``steps`` over the raw tables, in the subset that DuckDB and Spark share.
+
+Slots of several ranks join by each column's own merge rule; rates, dB and cosines are derived from the joined slots.
+A replicated row (the same whole tensor on every rank) counts once, from the lowest rank that has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fp8debug.metrics import derived_columns
+from fp8debug.metrics.expression import names, to_sql
+from fp8debug.metrics.histogram import NUM_BINS
+from fp8debug.store.schema import SITE_KEYS, Column
+
+SQL_TYPES: dict[str, str] = {
+    "bool": "BOOLEAN",
+    "int32": "INT",
+    "int64": "BIGINT",
+    "float32": "FLOAT",
+    "float64": "DOUBLE",
+    "string": "STRING",
+    "timestamp": "TIMESTAMPTZ",
+    "list<int64>": "BIGINT[]",
+}
+
+_AGGREGATES = {"sum": "sum", "max": "max", "min": "min", "mean": "avg", "all": "bool_and", "any": "bool_or"}
+_PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """Where the engines differ: Spark says ``array(..)`` and ``element_at(list, i)``."""
+
+    array: Callable[[Iterable[str]], str]
+    element: Callable[[str, int], str]
+
+
+DUCKDB = Dialect(array=lambda items: f"[{', '.join(items)}]", element=lambda values, i: f"{values}[{i}]")
+
+
+def is_plain(name: str) -> bool:
+    """Tell whether a column's name can stand in SQL without quotes, as all of ours do."""
+    return _PLAIN_NAME.fullmatch(name) is not None
+
+
+def derived_sql(columns: Iterable[Column]) -> str:
+    """Return ``, expression AS name`` for every derived column whose slots are all there."""
+    there = {column.name for column in columns}
+    derived = derived_columns().items()
+    return "".join(
+        f",\n  {to_sql(d.expression)} AS {name}" for name, d in derived if there.issuperset(names(d.expression))
+    )
+
+
+def stats_sql(columns: Sequence[Column]) -> str:
+    """Return the view ``stats``: the rows of every rank with all derived columns."""
+    return f"SELECT *{derived_sql(columns)}\nFROM raw"
+
+
+def sites_sql(columns: Sequence[Column], dialect: Dialect, *, is_single_rank: bool) -> str:
+    """Return the view ``sites``: one row per step, site, cast and reference, ranks joined, with all derived columns."""
+    if is_single_rank:
+        own = ", ".join(c.name for c in columns if c.merge != "list")
+        rows = f"SELECT {own}, {dialect.array(['rank'])} AS ranks FROM raw"
+    else:
+        keys = ", ".join(SITE_KEYS)
+        joined = ", ".join(_joined(c, dialect) for c in columns if c.merge in _AGGREGATES)
+        rows = f"""
+WITH lowest AS (
+  SELECT {keys}, min(rank) AS rank, array_agg(rank) AS ranks FROM raw WHERE replicated GROUP BY {keys}
+), once AS (
+  SELECT raw.*, {dialect.array(["rank"])} AS ranks FROM raw WHERE NOT coalesce(replicated, FALSE)
+  UNION ALL
+  SELECT raw.*, lowest.ranks FROM raw JOIN lowest USING ({keys}, rank) WHERE raw.replicated
+)
+SELECT {keys}, {joined}, array_sort(flatten(array_agg(ranks))) AS ranks FROM once GROUP BY {keys}"""
+    return f"SELECT *{derived_sql(columns)}\nFROM ({rows})"
+
+
+def steps_sql(columns: Sequence[Column], *, is_single_rank: bool) -> str:
+    """Return the view ``steps``: one row per step, ranks joined; ``rank`` is the lowest that has the step."""
+    if is_single_rank:
+        return "SELECT * FROM raw_steps"
+    joined = ", ".join(f"{_AGGREGATES[c.merge]}({c.name}) AS {c.name}" for c in columns if c.merge in _AGGREGATES)
+    return f"SELECT step, min(rank) AS rank, {joined} FROM raw_steps GROUP BY step"
+
+
+def _joined(column: Column, dialect: Dialect) -> str:
+    name, aggregate = column.name, _AGGREGATES[column.merge]
+    if column.type == "list<int64>":
+        bins = (f"CAST({aggregate}({dialect.element(name, i + 1)}) AS BIGINT)" for i in range(NUM_BINS))
+        return f"CASE WHEN count({name}) > 0 THEN {dialect.array(bins)} END AS {name}"
+    joined = f"{aggregate}({name})"
+    if column.merge in ("sum", "mean"):
+        joined = f"CAST({joined} AS {SQL_TYPES[column.type]})"
+    return f"{joined} AS {name}"
