@@ -156,11 +156,16 @@ def _contracting_last(operand: Operand, rows_contract: bool) -> tuple[Tensor, Te
     return values, scale_inv, block
 
 
-def statistics(pair: Pair) -> dict[str, Tensor]:
-    """Return every slot that the pair contributes to, as tensors on its device."""
-    partials: dict[str, Tensor] = {}
-    for metric in METRICS:
-        if metric.of_results or pair.quantized is not None:
+def statistics(pair: Pair, skip: str = "") -> dict[str, Tensor]:
+    """Return every slot that the pair contributes to, as tensors on its device; nothing for an empty tensor.
+
+    Args:
+        pair: the observation.
+        skip: name of a metric to leave out.
+    """
+    partials: dict[str, Tensor] = {"num_tensors": torch.ones((), dtype=torch.int64, device=pair.y.device)}
+    for metric in METRICS if pair.y.numel() else ():
+        if metric.name != skip and (metric.of_results or pair.quantized is not None):
             partials.update(metric.partial(pair))
     return partials
 
@@ -193,7 +198,7 @@ def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[s
         a = known[-1] if cast.algo == "most_recent" else max(known)
         scale_inv = scale_of(torch.tensor(a, dtype=torch.float32), cast)[1]
     pair = operand_pair(source, cast, quantize(x, cast, scale_inv))
-    found = statistics(pair) if source.x.numel() else {}
+    found = statistics(pair)
     values: dict[str, object] = {}
     for metric in METRICS:
         for slot in metric.slots:

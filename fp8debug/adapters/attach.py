@@ -1,0 +1,302 @@
+"""``watch()``: the one place where an Observer is joined to a RunWriter."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8debug import __version__
+from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
+from fp8debug.adapters.rows import first_nonfinite, stats_columns
+from fp8debug.adapters.targets import Candidate, candidates_of, choose, roots_of
+from fp8debug.errors import UsageError
+from fp8debug.observer import FinishedStep, Observer, Settings
+from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.store.writer import RunWriter
+
+
+def watch(
+    target: object,
+    path: str | Path,
+    *,
+    every: int = 10,
+    shadow_rows: int = 256,
+    what_if: Sequence[str | Recipe] = ("tensorwise_delayed", "tensorwise_current"),
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    dump: Sequence[str] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    shadow: Literal["sample", "full"] = "sample",
+    plain_recipe: str | Recipe = "blockwise",
+    resume_from: int | None = None,
+) -> Watch:
+    """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
+
+    In a model without FP8 modules every nn.Linear is tried under ``plain_recipe``: what would FP8 do to this run?
+
+    Args:
+        target: a module, or a list of modules (pipeline chunks).
+        path: the run directory; it must not hold a run yet.
+        every: statistics are taken at steps 0, every, 2 * every, ...; loss and learning rate at all.
+        shadow_rows: rows or columns in the shadow and exact GEMMs of a sampled step.
+        what_if: recipes whose casts are recorded beside the running one.
+        include: FQN globs of the modules to watch.
+        exclude: FQN globs of those not to.
+        dump: must be empty: dumps of whole tensors are not available yet.
+        optimizer: steps are counted from it, and the learning rate read; without it, from any torch optimizer that holds
+            a parameter of the model. ``Watch.step()`` overrides both.
+        shadow: ``full`` runs the shadow and exact GEMMs on all rows.
+        plain_recipe: recipe for models that have no FP8 module.
+        resume_from: number of the first step, when training goes on from a checkpoint into a folder that holds a run.
+
+    Returns:
+        The watch; also a context manager, closed at exit and on an exception.
+
+    Raises:
+        AttachError: nothing to watch in the target, or another watch has it.
+        RecordError: the folder holds a run already or cannot be written.
+        UsageError: an argument out of range or an unknown recipe.
+    """
+    if every < 1 or shadow_rows < 1:
+        raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
+    if shadow not in ("sample", "full"):
+        raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
+    if dump:
+        raise UsageError("dump= is not available yet; record statistics, and save tensors from a hook of your own")
+    settings = Settings(
+        every=every,
+        shadow_rows=shadow_rows if shadow == "sample" else None,
+        what_if=tuple(_recipe(r) for r in what_if),
+        plain_recipe=_recipe(plain_recipe),
+    )
+    roots = roots_of(target)
+    candidates = candidates_of(roots)
+    filters = choose(candidates, include, exclude)
+    for root in roots:
+        filters = [*getattr(root, "fp8debug_filters", []), *filters]
+    rank, world_size = rank_and_world()
+    manifest = {
+        "fp8debug_version": __version__,
+        "every": every,
+        "shadow_rows": settings.shadow_rows,
+        "what_if": [recipe.name for recipe in settings.what_if],
+        "include": list(include),
+        "exclude": list(exclude),
+        "recipe": _common_recipe(candidates),
+        "plain_recipe": settings.plain_recipe.name,
+        "modules": [c.describe(i) for i, c in enumerate(candidates)],
+        "filters": filters,
+        "environment": describe_environment(),
+        "git": git_state(),
+        "argv": sys.argv,
+    }
+    device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+    rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": {}}
+    writer = RunWriter(
+        path,
+        rank=rank,
+        world_size=world_size,
+        manifest=manifest,
+        rank_manifest=rank_manifest,
+        resume=resume_from is not None,
+    )
+    for f in filters:
+        if not f["matched"]:
+            _say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")
+    try:
+        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0)
+    except BaseException:
+        writer.close()
+        raise
+
+
+class Watch:
+    """A running recording; made by :func:`watch`.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(
+        self,
+        candidates: list[Candidate],
+        roots: list[nn.Module],
+        settings: Settings,
+        writer: RunWriter,
+        optimizer: torch.optim.Optimizer | None,
+        first_step: int,
+    ) -> None:
+        self.path = writer.path
+        self._candidates = candidates
+        self._writer = writer
+        self._nonfinite: set[tuple[str, str, str]] = set()
+        self._observer = Observer(settings, self._sink, self._report)
+        self._observer.start_step(first_step)
+        self._observer.before_forward = self._close_counted_step
+        self._explicit = False
+        self._counted = False
+        self._optimizer = optimizer
+        self._noted: dict[str, Any] = {}
+        self._seen_modules: set[str] = set()
+        self._params = {id(p) for root in roots for p in root.parameters()}
+        self._started = time.perf_counter()
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        try:
+            for c in candidates:
+                if c.reason is None and c.adapter is not None:
+                    self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
+        except BaseException:
+            self.detach()
+            raise
+        if optimizer is not None:
+            self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
+        else:
+            hook = register_optimizer_step_post_hook(self._after_any_optimizer)
+            self._undo.append(hook.remove)
+        atexit.register(self.close)
+
+    @property
+    def current_step(self) -> int:
+        """Number of the step that is under way."""
+        return self._observer.step
+
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        grad_norm: Tensor | float | None = None,
+        lr: float | None = None,
+        loss_scale: Tensor | float | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Close the step that is under way; call it once per optimizer step, after it.
+
+        Without any call steps are counted from the optimizer, and only the learning rate is known of them.
+
+        Args:
+            loss: number or scalar tensor; a tensor on a GPU is copied without synchronizing.
+            grad_norm: the same.
+            lr: learning rate; read from the optimizer when it is not given.
+            loss_scale: of a gradient scaler.
+            tokens: tokens of the step.
+        """
+        self._explicit = True
+        self._counted = False
+        self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
+
+    def note(self, **values: Any) -> None:
+        """Give numbers (as for :meth:`step`) of the step under way when steps are counted from the optimizer."""
+        self._noted.update(values)
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """Return one entry per Linear-like module: FQN, kind, whether it runs in FP8, its effective casts, and why not.
+
+        The keys are those of ``modules`` in the manifest (docs/schema.md).
+        """
+        return [c.describe(i) for i, c in enumerate(self._candidates)]
+
+    def detach(self) -> None:
+        """Take every hook off the model, which is then as it was before; what was recorded so far is kept."""
+        while self._undo:
+            self._undo.pop()()
+
+    def close(self) -> None:
+        """Detach, write what is under way, and end the run; calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._close_counted_step()
+        if self._observer.has_rows:  # a step that was cut short, by an exception say
+            self._end({})
+        self.detach()
+        self._observer.hand_over(wait=True)
+        self._report_never_called()
+        self._writer.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._writer.event(self._observer.step, "note", None, f"ended by {type(error).__name__}: {error}"[:300])
+        self.close()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._optimizer = optimizer
+        self._counted = True
+
+    def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
+            self._after_optimizer(optimizer, args, kwargs)
+
+    def _close_counted_step(self) -> None:
+        """Close a step that an optimizer ended; at the next forward pass, so that ``step()`` can come first."""
+        if self._counted and not self._explicit:
+            self._counted = False
+            self._end({})
+
+    def _end(self, given: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        scalars = {**self._noted, **{k: v for k, v in given.items() if v is not None}}
+        self._noted = {}
+        for name, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UsageError(f"{name} must be a number or a scalar tensor, got {value.dtype}{list(value.shape)}")
+        if "lr" not in scalars and self._optimizer is not None:
+            scalars["lr"] = self._optimizer.param_groups[0].get("lr")
+        scalars["seconds"], self._started = now - self._started, now
+        self._observer.end_step(scalars)
+
+    def _sink(self, finished: FinishedStep) -> None:
+        for snapshot, rows, infos in finished.tables:
+            columns = stats_columns(finished, snapshot, rows, infos)
+            self._seen_modules.update(columns["module"])
+            self._writer.stats(columns)
+            for module, message in first_nonfinite(columns, self._nonfinite):
+                self._writer.event(finished.step, "nonfinite", module, message)
+        self._writer.steps({"step": finished.step, "sampled": finished.sampled, **finished.scalars})
+
+    def _report(self, module: str, text: str) -> None:
+        _say(self._writer, self._observer.step, f"{module} is not watched any more: {text}", module)
+
+    def _report_never_called(self) -> None:
+        if not self._seen_modules:
+            return
+        missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._seen_modules]
+        for fqn in missing:
+            self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
+        if missing:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            _say(None, 0, f"never called in a sampled step, no statistics: {names}")
+
+
+def _recipe(recipe: str | Recipe) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
+
+
+def _common_recipe(candidates: list[Candidate]) -> dict[str, Any] | None:
+    """Return the recipe of most FP8 modules, None when there is none in FP8."""
+    recipes = [r for c in candidates if c.adapter and (r := c.adapter.recipe(c.module)) is not None]
+    if not recipes:
+        return None
+    names = [r.name for r in recipes]
+    return recipes[names.index(max(names, key=names.count))].to_dict()
+
+
+def _say(writer: RunWriter | None, step: int, text: str, module: str | None = None) -> None:
+    """Report something skipped: once on stderr, and as an event."""
+    print(f"fp8debug: {text}", file=sys.stderr)
+    if writer is not None:
+        writer.event(step, "skipped", module, text)

@@ -1,0 +1,45 @@
+"""What an adapter is: it finds the modules of one backend and gives each a Probe that is called with the tensors of its GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import nn
+
+from fp8debug.observer import Observer
+from fp8debug.recipes import Recipe
+from fp8debug.registry import Registry
+
+
+class Adapter(Protocol):
+    """One backend: one file in ``adapters/``, registered in ``ADAPTERS``; the first that matches a module takes it.
+
+    Attributes:
+        name: name in the registry.
+        kind: what coverage calls its modules.
+        fp8: whether its modules run in FP8 (else they are only tried under a recipe).
+    """
+
+    name: str
+    kind: str
+    fp8: bool
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether the module is of this backend."""
+        ...
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return the recipe in force at the module; None when it is not in FP8."""
+        ...
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Watch the module under that FQN and return what undoes it.
+
+        Raises:
+            AttachError: another watch has it.
+        """
+        ...
+
+
+ADAPTERS: Registry[Adapter] = Registry("adapter")

@@ -1,0 +1,46 @@
+"""The adapter of our own Fp8Linear, which calls its Probe itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fp8debug.adapters.base import ADAPTERS
+from fp8debug.errors import AttachError
+from fp8debug.linear import Fp8Linear
+from fp8debug.observer import Observer
+from fp8debug.probe import Probe
+from fp8debug.recipes import Recipe
+
+
+class Native:
+    """Fp8Linear modules."""
+
+    name = "native"
+    kind = "Fp8Linear"
+    fp8 = True
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether it is an Fp8Linear."""
+        return isinstance(module, Fp8Linear)
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return its recipe; None when that leaves every operand in BF16."""
+        assert isinstance(module, Fp8Linear)
+        return None if module.recipe.is_high_precision else module.recipe
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Give the module a probe."""
+        assert isinstance(module, Fp8Linear)
+        if module.probe is not None:
+            raise AttachError(f"{name} is watched already; close the first watch before attaching another")
+        module.probe = Probe(observer, name)
+
+        def detach() -> None:
+            module.probe = None
+
+        return detach
+
+
+ADAPTERS.add(Native.name, Native())

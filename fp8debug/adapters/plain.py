@@ -1,0 +1,84 @@
+"""The adapter of plain nn.Linear in BF16 or FP32: what would FP8 do to this run?
+
+The module's own arithmetic is not touched. A forward hook sees the input, a tensor hook on the output sees grad_output, and
+the three GEMMs are tried on sampled rows under a recipe; every row is recorded with ``actual = false``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+from fp8debug.adapters.base import ADAPTERS
+from fp8debug.kernels import Operand, quantize
+from fp8debug.metrics import Source
+from fp8debug.observer import Observer
+from fp8debug.probe import Kept, Probe, guarded
+from fp8debug.recipes import Recipe
+from fp8debug.types import Gemm, TensorRole
+
+
+class Trial(Probe):
+    """A probe that also does the quantizing, under the recipe of the observer's settings."""
+
+    def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Record fprop and wait for the gradient; the output itself is left alone."""
+        if args and self.begin():
+            self._try_fprop(module, args[0], output)
+
+    @guarded
+    def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        wants_dgrad, weight = x.requires_grad, module.weight
+        assert isinstance(weight, Tensor)
+        x = x.detach().reshape(-1, x.shape[-1])
+        a = self._tried(Gemm.FPROP, TensorRole.INPUT, x)
+        b = self._tried(Gemm.FPROP, TensorRole.WEIGHT, weight)
+        x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if weight.requires_grad else None
+        kept = self.fprop(x, weight, a, b, x_wgrad, None)
+        if output.requires_grad:
+            output.register_hook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
+
+    @guarded
+    def _try_backward(
+        self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grad_output: Tensor
+    ) -> None:
+        grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
+        if wants_dgrad:
+            a = self._tried(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+            b = self._tried(Gemm.DGRAD, TensorRole.WEIGHT, weight)
+            self.dgrad(grad_output, weight, a, b, None)
+        if x_wgrad is not None:
+            a = self._tried(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+            self.wgrad(grad_output, a, x_wgrad, None, kept)
+        self.damage(grad_output, kept)
+
+    def _tried(self, which: Gemm, role: TensorRole, x: Tensor) -> Operand:
+        cast = self.observer.settings.plain_recipe.casts[which, role]
+        if cast is None:
+            return x
+        return quantize(x, cast, self.scale_inv(which, role, cast, Source(x))), cast
+
+
+class Plain:
+    """nn.Linear modules that do not run in FP8; not subclasses, whose forward may be another."""
+
+    name = "plain"
+    kind = "Linear"
+    fp8 = False
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether it is an nn.Linear and nothing more."""
+        return type(module) is nn.Linear
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return None: nothing is cast."""
+        return None
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Hook the module."""
+        return module.register_forward_hook(Trial(observer, name, actual=False).after_forward).remove
+
+
+ADAPTERS.add(Plain.name, Plain())

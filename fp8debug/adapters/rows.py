@@ -1,0 +1,62 @@
+"""From a finished step to columns of the ``stats`` table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8debug.metrics import METRICS
+from fp8debug.observer import FinishedStep, RowInfo
+from fp8debug.table import Snapshot
+from fp8debug.types import Reference, TensorRole
+
+
+def stats_columns(
+    finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]
+) -> dict[str, Any]:
+    """Return equally long columns; a slot without data is masked.
+
+    A slot is without data where its metric does not apply to the row, where the metric's count is 0, and where an extreme
+    is still at its neutral element.
+    """
+    values = snapshot.read(rows)
+    operand = np.array([info.key.reference is Reference.OPERAND for info in infos])
+    columns: dict[str, Any] = {
+        "step": [finished.step] * len(rows),
+        "module": [info.module for info in infos],
+        "gemm": [info.key.gemm.value for info in infos],
+        "tensor": [info.key.tensor.value for info in infos],
+        "cast_name": [info.key.cast_name for info in infos],
+        "reference": [info.key.reference.value for info in infos],
+        "actual": [info.key.actual for info in infos],
+        "call_index": [info.call_index for info in infos],
+        "replicated": [info.key.tensor is TensorRole.WEIGHT for info in infos],
+        "num_tensors": values["num_tensors"],
+    }
+    for metric in METRICS:
+        absent = (values[metric.present] == 0) & (metric.present != "numel")
+        if not metric.of_results:
+            absent = absent | ~operand
+        for slot in metric.slots:
+            found = values[slot.name]
+            if slot.size > 1:
+                kept = found.sum(1) > 0
+                columns[slot.name] = [list(f) if k and not a else None for f, k, a in zip(found, kept, absent, strict=True)]
+            else:
+                mask = absent | (~np.isfinite(found) if slot.kind == "float32" else False)
+                columns[slot.name] = np.ma.masked_array(found, mask)
+    return columns
+
+
+def first_nonfinite(columns: dict[str, Any], seen: set[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """Return (module, message) for each site that shows its first NaN or Inf in these rows; ``seen`` is updated."""
+    found = []
+    sites = zip(columns["module"], columns["gemm"], columns["tensor"], strict=True)
+    before = columns["num_nan"] + columns["num_inf"]
+    for site, num_before, num_made in zip(sites, before, columns["num_actual_nonfinite"], strict=True):
+        if (num_before or num_made) and site not in seen:
+            seen.add(site)
+            where = f"made by the cast or GEMM: {num_made}" if num_made else f"in the high-precision tensor: {num_before}"
+            found.append((site[0], f"{site[1]} {site[2]}: first NaN or Inf, {where}"))
+    return found

@@ -1,0 +1,140 @@
+"""From what the user hands to ``watch()`` to named modules, and what coverage says of each."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fp8debug.adapters.base import ADAPTERS, Adapter
+from fp8debug.errors import AttachError
+from fp8debug.types import OPERAND_SITES
+
+#: Wrappers that put their own name into an FQN; one form is used everywhere.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+@dataclass
+class Candidate:
+    """One Linear-like module of the target: its adapter, if one takes it, and why not if none does."""
+
+    fqn: str
+    module: nn.Module
+    adapter: Adapter | None
+    reason: str | None
+    shared_with: str | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the module runs in FP8 now."""
+        return self.adapter is not None and self.adapter.recipe(self.module) is not None
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Return the module's entry of the manifest."""
+        recipe = self.adapter.recipe(self.module) if self.adapter else None
+        casts = None
+        if recipe is not None:
+            casts = {f"{g}.{t}": c.to_dict() if (c := recipe.casts[g, t]) else None for g, t in OPERAND_SITES}
+        out_features, in_features = _features(self.module)
+        return {
+            "fqn": self.fqn,
+            "kind": self.adapter.kind if self.adapter else type(self.module).__name__,
+            "in_features": in_features,
+            "out_features": out_features,
+            "bias": getattr(self.module, "bias", None) is not None,
+            "index": index,
+            "fp8": recipe is not None,
+            "observed": self.adapter is not None and self.reason is None,
+            "casts": casts,
+            "recipe": recipe.name if recipe else None,
+            "reason": self.reason or (None if recipe else self._why_not()),
+            "requested": getattr(self.module, "fp8debug_request", None),
+            "shared_with": self.shared_with,
+            "params": sum(p.numel() for p in self.module.parameters(recurse=False)),
+        }
+
+    def _why_not(self) -> str:
+        if getattr(self.module, "fp8debug_request", None) == "bf16":
+            return "left in high precision on request"
+        return "not converted"
+
+
+def _features(module: nn.Module) -> tuple[int | None, int | None]:
+    weight = getattr(module, "weight", None)
+    return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else (None, None)
+
+
+def roots_of(target: object) -> list[nn.Module]:
+    """Return the modules that a target stands for.
+
+    Raises:
+        AttachError: it is neither a module nor a non-empty list of modules.
+    """
+    found = list(target) if isinstance(target, list | tuple) else [target]
+    modules = [m for m in found if isinstance(m, nn.Module)]
+    if not modules or len(modules) != len(found):
+        odd = next((type(m).__name__ for m in found if not isinstance(m, nn.Module)), "an empty list")
+        raise AttachError(f"cannot watch {odd}: expected an nn.Module or a list of them, such as watch(trainer.model, ...)")
+    return [m.module if type(m).__name__ == "DistributedDataParallel" else m for m in modules]  # type: ignore[misc]  # DDP's model
+
+
+def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
+    """Return every module with a 2-D weight named like a Linear's, in order of definition, adapters assigned.
+
+    Raises:
+        AttachError: there is none.
+    """
+    found: list[Candidate] = []
+    by_weight: dict[int, str] = {}
+    for number, root in enumerate(roots):
+        for name, module in root.named_modules():
+            adapter = next((a for a in ADAPTERS if a.matches(module)), None)
+            if adapter is None and not isinstance(module, nn.Linear):
+                continue
+            parts = [p for p in name.split(".") if p not in _WRAPPERS]
+            fqn = ".".join(([str(number)] if len(roots) > 1 else []) + parts) or type(module).__name__
+            reason = None
+            if adapter is None:
+                reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"
+            weight = id(getattr(module, "weight", module))
+            found.append(Candidate(fqn, module, adapter, reason, by_weight.get(weight)))
+            by_weight.setdefault(weight, fqn)
+    if not found:
+        names = ", ".join(type(r).__name__ for r in roots)
+        raise AttachError(f"{names} has no nn.Linear or Fp8Linear in it; there is nothing to watch")
+    return found
+
+
+def choose(
+    candidates: Sequence[Candidate], include: Sequence[str], exclude: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Mark the candidates that are not to be watched with the reason, and return each filter with how much it matched.
+
+    In a model that has FP8 modules the plain ones are left alone: they appear in coverage.
+
+    Raises:
+        AttachError: nothing is left.
+    """
+    filters = []
+    for kind, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns:
+            matched = sum(fnmatch.fnmatchcase(c.fqn, pattern) for c in candidates)
+            filters.append({"kind": kind, "pattern": pattern, "matched": matched})
+    any_fp8 = any(c.fp8 for c in candidates)
+    for c in candidates:
+        if not any(fnmatch.fnmatchcase(c.fqn, p) for p in include):
+            c.reason = c.reason or "not in include"
+        elif any(fnmatch.fnmatchcase(c.fqn, p) for p in exclude):
+            c.reason = c.reason or "excluded"
+        elif any_fp8 and not c.fp8:
+            c.reason = c.reason or c._why_not()
+    if all(c.reason for c in candidates):
+        reasons = sorted({str(c.reason) for c in candidates})
+        raise AttachError(
+            f"none of {len(candidates)} Linear modules is left to watch ({'; '.join(reasons)});"
+            f" check include={list(include)} and exclude={list(exclude)}"
+        )
+    return filters

@@ -1,0 +1,76 @@
+"""The amax history of delayed scaling, on the tensor's device: a ring of amaxes and the scale that they give."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8debug.errors import UsageError
+from fp8debug.kernels.reference import scale_of
+from fp8debug.recipes import Cast
+
+
+class AmaxHistory:
+    """Delayed scaling as Transformer Engine does it: the scale of a call comes from the amaxes of earlier calls.
+
+    With an empty history the tensor's own amax is used once (Transformer Engine starts from scale 1, which underflows).
+    Where the history gives 0 or a nonfinite amax the old scale stays.
+
+    Args:
+        cast: a delayed cast; its ``history``, ``algo`` and ``margin`` hold.
+        device: where the ring lives.
+    """
+
+    def __init__(self, cast: Cast, device: torch.device) -> None:
+        self.cast = cast
+        self.num_calls = 0
+        self._amaxes = torch.zeros(cast.history, device=device)
+        self._scale_inv = torch.ones((), device=device)
+
+    def next_scale_inv(self, amax: Tensor) -> Tensor:
+        """Return the FP32 ``[]`` scale_inv for this call and add its amax (FP32 ``[]``) to the ring; no synchronization."""
+        if self.num_calls == 0:
+            known = amax
+        elif self.cast.algo == "most_recent":
+            known = self._amaxes[(self.num_calls - 1) % self.cast.history]
+        else:
+            known = self._amaxes.amax()
+        usable = (known > 0) & known.isfinite()
+        self._scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
+        self._amaxes[self.num_calls % self.cast.history] = amax
+        self.num_calls += 1
+        return self._scale_inv
+
+    def fill(self, amax: Tensor) -> None:
+        """Overwrite the whole ring with one amax, as if every earlier call had had it."""
+        self._amaxes.fill_(amax)
+        self.num_calls = max(self.num_calls, 1)
+
+    def state(self) -> Tensor:
+        """Return FP32 ``[2 + history]``: scale_inv, number of calls, amaxes by ring position; for checkpoints."""
+        head = torch.stack([self._scale_inv, self._scale_inv.new_tensor(float(self.num_calls))])
+        return torch.cat([head, self._amaxes])
+
+    def load_state(self, state: Tensor) -> None:
+        """Restore :meth:`state`.
+
+        Raises:
+            UsageError: the state was saved with another history length.
+        """
+        if state.shape != (2 + self.cast.history,):
+            raise UsageError(
+                f"expected the state of a history of {self.cast.history} amaxes, got float32{list(state.shape)};"
+                f" load it under Cast(history={state.numel() - 2})"
+            )
+        state = state.to(self._amaxes)
+        self._scale_inv = state[0].clone()
+        self.num_calls = int(state[1])
+        self._amaxes.copy_(state[2:])
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    x = x.detach().float().abs()
+    return x.masked_fill(~x.isfinite(), 0.0).amax()

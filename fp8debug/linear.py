@@ -1,0 +1,266 @@
+"""A Linear that trains in FP8: quantize six operands, multiply three times. Read from top to bottom, it is the subject.
+
+    fprop   output[M, N]      = input[M, K]         @ weight[N, K].T
+    dgrad   grad_input[M, K]  = grad_output[M, N]   @ weight[N, K]
+    wgrad   grad_weight[N, K] = grad_output[M, N].T @ input[M, K]
+
+Every operand is quantized for the GEMM that reads it, because its blocks run along the dimension which that GEMM contracts:
+the same input has other numbers in fprop (1x128, along K) than in wgrad (128x1, along M). The input of wgrad is quantized in
+the forward pass, so that only FP8 data wait for the backward. The bias is added, and its gradient summed, in high precision.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8debug.errors import NoMatchError, UsageError
+from fp8debug.kernels import AmaxHistory, Operand, finite_amax, gemm, quantize
+from fp8debug.probe import Kept, Probe
+from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.types import Gemm, Quantized, TensorRole
+
+#: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
+Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor, "Cast | None"], Operand]], Operand]
+
+
+class _Fp8Matmul(torch.autograd.Function):
+    """input[M, K] @ weight[N, K].T and its two gradients, each operand cast by the layer's recipe."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None) -> Tensor:
+        """Run fprop and quantize for the backward what is at hand now."""
+        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x)
+        w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight)
+        output = gemm(Gemm.FPROP, x_fprop, w_fprop, dtype=x.dtype)
+
+        x_wgrad = None
+        if ctx.needs_input_grad[1]:
+            x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, same_as=x_fprop)
+        kept = probe.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output) if probe else None
+
+        ctx.layer, ctx.probe, ctx.kept = layer, probe, kept
+        ctx.w_fprop = w_fprop if isinstance(w_fprop, tuple) else None
+        ctx.save_for_backward(weight, *_flat(x_wgrad))
+        ctx.x_cast = x_wgrad[1] if isinstance(x_wgrad, tuple) else None
+        ctx.x_dtype = x.dtype
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch ships it without annotations
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Run dgrad, then wgrad."""
+        layer: Fp8Linear = ctx.layer
+        probe: Probe | None = ctx.probe
+        kept: Kept | None = ctx.kept
+        weight, *saved = ctx.saved_tensors
+        grad_input = grad_weight = None
+        with torch.autocast(grad_output.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+                w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, same_as=ctx.w_fprop)
+                grad_input = gemm(Gemm.DGRAD, g_dgrad, w_dgrad, dtype=ctx.x_dtype)
+                if probe:
+                    probe.dgrad(grad_output, weight, g_dgrad, w_dgrad, grad_input)
+            if ctx.needs_input_grad[1]:
+                x_wgrad = _unflat(saved, ctx.x_cast)
+                g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+                grad_weight = gemm(Gemm.WGRAD, g_wgrad, x_wgrad, dtype=weight.dtype)
+                if probe:
+                    probe.wgrad(grad_output, g_wgrad, x_wgrad, grad_weight, kept)
+            if probe:
+                probe.damage(grad_output, kept)
+        ctx.kept = ctx.w_fprop = None
+        return grad_input, grad_weight, None, None
+
+
+def _flat(operand: Operand | None) -> tuple[Tensor, ...]:
+    if operand is None:
+        return ()
+    return (operand,) if isinstance(operand, Tensor) else tuple(operand[0])
+
+
+def _unflat(tensors: list[Tensor], cast: Cast | None) -> Operand:
+    return tensors[0] if cast is None else (Quantized(*tensors), cast)
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear whose three GEMMs run in FP8.
+
+    Parameters, their dtype (FP32 or BF16 masters) and the state_dict are nn.Linear's; a recipe with delayed scaling adds
+    its amax histories as ``_extra_state``, and loads a checkpoint that has none.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: as in nn.Linear.
+        device: as in nn.Linear.
+        dtype: as in nn.Linear.
+        recipe: a Recipe or the name of one.
+
+    Shapes: input ``[..., K]`` in bf16, fp16 or fp32 -> output ``[..., N]`` in the same dtype (autocast's if that is on).
+    """
+
+    recipe: Recipe
+    probe: Probe | None
+    distortion: Distortion | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe = "blockwise",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._begin(_recipe(recipe))
+
+    def _begin(self, recipe: Recipe) -> None:
+        self.probe = None
+        self.distortion = None
+        self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
+        self.recipe = recipe
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, recipe: str | Recipe) -> Fp8Linear:
+        """Turn an nn.Linear into an Fp8Linear in place: same object, parameters, hooks and references to it."""
+        linear.__class__ = cls
+        assert isinstance(linear, Fp8Linear)
+        linear._begin(_recipe(recipe))
+        return linear
+
+    def set_recipe(self, recipe: str | Recipe) -> None:
+        """Change the recipe from the next forward pass on; histories of casts that stay are kept."""
+        recipe = _recipe(recipe)
+        self._histories = {k: h for k, h in self._histories.items() if recipe.casts[k] == h.cast}
+        self.recipe = recipe
+
+    def operand(self, which: Gemm, role: TensorRole, x: Tensor, same_as: Operand | None = None) -> Operand:
+        """Return a 2-D tensor as that GEMM reads it: quantized, or as it is where the recipe says BF16.
+
+        Args:
+            which: the GEMM.
+            role: what x is to it.
+            x: ``[rows, columns]``.
+            same_as: x already quantized for another GEMM; returned when its cast is the one wanted here.
+        """
+        cast = self.recipe.casts[which, role]
+        if self.distortion is not None:
+            return self.distortion(which, role, x, cast, lambda x, cast: self._ordinary((which, role), x, cast))
+        if isinstance(same_as, tuple) and same_as[1] == cast and same_as[1].scaling != "delayed":
+            return same_as
+        return self._ordinary((which, role), x, cast)
+
+    def _ordinary(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None) -> Operand:
+        if cast is None:
+            return x
+        if cast.scaling != "delayed":
+            return quantize(x, cast), cast
+        return quantize(x, cast, self.history(key, cast, x.device).next_scale_inv(finite_amax(x))), cast
+
+    def history(self, key: tuple[Gemm, TensorRole], cast: Cast, device: torch.device) -> AmaxHistory:
+        """Return the amax history of one operand, a new one where the cast changed."""
+        history = self._histories.get(key)
+        if history is None or history.cast != cast:
+            history = self._histories[key] = AmaxHistory(cast, device)
+        return history
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input ``[..., K]`` times weight, plus bias: ``[..., N]``.
+
+        Raises:
+            UsageError: the last dimension of input is not in_features.
+        """
+        if input.shape[-1:] != (self.in_features,):
+            raise UsageError(
+                f"expected input[..., {self.in_features}], got {str(input.dtype).removeprefix('torch.')}"
+                f"{list(input.shape)} at {self.extra_repr()}"
+            )
+        if self.recipe.is_high_precision and self.distortion is None:
+            return super().forward(input)
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        probe = self.probe if self.probe is not None and self.probe.begin() else None
+        with torch.autocast(kind, enabled=False):
+            flat = input.reshape(-1, self.in_features)
+            output: Tensor = _Fp8Matmul.apply(flat, self.weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
+            if self.bias is not None:
+                output = output + self.bias.to(output.dtype)
+            return output.reshape(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Return nn.Linear's line with the recipe's name."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._histories:
+            states = {f"{g}.{t}": h.state() for (g, t), h in self._histories.items()}
+            destination[prefix + "_extra_state"] = states
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        states = state_dict.pop(prefix + "_extra_state", None) or {}
+        for name, state in states.items():
+            gemm_name, _, tensor_name = name.partition(".")
+            key = (Gemm(gemm_name), TensorRole(tensor_name))
+            cast = self.recipe.casts[key]
+            if cast is not None and cast.scaling == "delayed":
+                self.history(key, cast, self.weight.device).load_state(state)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def convert(
+    model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str | Recipe | None] | None = None
+) -> nn.Module:
+    """Turn every nn.Linear of a model into an Fp8Linear, in place.
+
+    Args:
+        model: any module; one that is itself an nn.Linear is converted too.
+        recipe: for every Linear that no override names.
+        overrides: FQN glob -> recipe, or None to leave the Linear in BF16. Where several globs match, the last one wins.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnknownNameError: no such recipe.
+        NoMatchError: an override matches no Linear; the message has the closest names.
+    """
+    wanted: dict[str, Recipe | None] = {}
+    for pattern, value in {"*": recipe, **(overrides or {})}.items():
+        wanted[pattern] = None if value is None else _recipe(value)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    filters = getattr(model, "fp8debug_filters", [])
+    for pattern in overrides or {}:
+        matched = sum(fnmatch.fnmatchcase(name, pattern) for name in linears)
+        if not matched:
+            raise NoMatchError("override", pattern, linears)
+        filters = [*filters, {"kind": "override", "pattern": pattern, "matched": matched}]
+    if not linears:
+        raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
+    for name, module in linears.items():
+        chosen = [r for pattern, r in wanted.items() if fnmatch.fnmatchcase(name, pattern)][-1]
+        module.fp8debug_request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
+        if type(module) is nn.Linear and chosen is not None:
+            Fp8Linear.adopt(module, chosen)
+        elif isinstance(module, Fp8Linear):
+            module.set_recipe(chosen or "bf16")
+    model.fp8debug_filters = filters  # type: ignore[assignment]  # a plain list, not a module
+    return model
+
+
+def _recipe(recipe: str | Recipe) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return get_recipe(recipe)
+    raise UsageError(f"expected a Recipe or its name, got {type(recipe).__name__}")

@@ -1,0 +1,157 @@
+"""The Observer owns the tables and the step clock: it decides by the step number alone what is sampled, and hands steps on.
+
+An adapter gives every watched module a Probe (see ``probe``) that records into it. Nothing here waits for the device while
+training runs: a finished step goes to the sink when its copies have arrived, usually one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8debug.recipes import Recipe
+from fp8debug.table import Scalar, Snapshot, Table
+from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
+
+
+class RowKey(NamedTuple):
+    """What one row of a step describes, but for the module."""
+
+    gemm: Gemm
+    tensor: TensorRole
+    cast_name: str
+    reference: Reference
+    actual: bool
+
+
+class RowInfo(NamedTuple):
+    """A row's key with its module, and that module's position in the step's execution order."""
+
+    module: str
+    call_index: int
+    key: RowKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is sampled.
+
+    Attributes:
+        every: a step is sampled when its number is a multiple.
+        shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs; None is all.
+        what_if: recipes whose casts are recorded beside the running one.
+        plain_recipe: recipe that a plain nn.Linear is tried under.
+    """
+
+    every: int = 10
+    shadow_rows: int | None = 256
+    what_if: tuple[Recipe, ...] = ()
+    plain_recipe: Recipe
+
+    @property
+    def rows_per_module(self) -> int:
+        """Rows one module can fill: operands under each cast, results against two references; twice, for a changed recipe."""
+        return 2 * (len(OPERAND_SITES) * (1 + len(self.what_if)) + len(RESULTS) * 2)
+
+
+@dataclass
+class FinishedStep:
+    """One step on its way to the sink; each table comes as (snapshot, rows of it, what these rows are)."""
+
+    step: int
+    sampled: bool
+    scalars: dict[str, Any]
+    tables: list[tuple[Snapshot, list[int], list[RowInfo]]] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        """Return whether every copy has arrived."""
+        moving = [v for v in self.scalars.values() if isinstance(v, Scalar)]
+        return all(s.ready() for s, _, _ in self.tables) and all(v.ready() for v in moving)
+
+
+class Observer:
+    """Device accumulators of one rank, and the step clock.
+
+    Args:
+        settings: what is sampled.
+        sink: called with every finished step, in order, its scalars as numbers.
+        report: called with a module's FQN and a line of text when that module cannot be watched any more.
+    """
+
+    def __init__(
+        self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str], None]
+    ) -> None:
+        self.settings = settings
+        self.report = report
+        self.step = 0
+        self.sampling = True
+        self.num_modules = 0
+        self.before_forward: Callable[[], None] = _nothing
+        self.on_end_step: list[Callable[[], None]] = []
+        self._sink = sink
+        self._tables: dict[torch.device, Table] = {}
+        self._filled: dict[torch.device, dict[int, RowInfo]] = {}
+        self._pending: list[FinishedStep] = []
+        self._num_calls = 0
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the step under way has recorded anything."""
+        return bool(self._filled)
+
+    def next_call_index(self) -> int:
+        """Return the position in execution order of a module that is called for the first time in this step."""
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def record(self, row: int, info: RowInfo, partials: dict[str, Tensor], device: torch.device) -> None:
+        """Merge one observation into a row."""
+        if device not in self._tables:
+            self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)
+        self._tables[device].merge(row, partials)
+        self._filled.setdefault(device, {})[row] = info
+
+    def end_step(self, scalars: dict[str, Any]) -> None:
+        """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
+
+        Args:
+            scalars: numbers or 0-d tensors: loss, grad_norm, lr, loss_scale, tokens, seconds.
+        """
+        moving = {k: _leaving_device(v) for k, v in scalars.items()}
+        finished = FinishedStep(self.step, self.sampling, moving)
+        for device, filled in self._filled.items():
+            rows = sorted(filled)
+            finished.tables.append((self._tables[device].snapshot(), rows, [filled[row] for row in rows]))
+        self._filled = {}
+        self._pending.append(finished)
+        self.hand_over()
+        self.start_step(self.step + 1)
+
+    def start_step(self, step: int) -> None:
+        """Set the clock."""
+        self.step = step
+        self.sampling = step % self.settings.every == 0
+        self._num_calls = 0
+        for forget in self.on_end_step:
+            forget()
+
+    def hand_over(self, *, wait: bool = False) -> None:
+        """Give the sink every step that has arrived; with ``wait``, when training is over, every step."""
+        while self._pending and (wait or self._pending[0].ready()):
+            first = self._pending.pop(0)
+            first.scalars = {k: v.read() if isinstance(v, Scalar) else v for k, v in first.scalars.items()}
+            self._sink(first)
+
+
+def _leaving_device(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return Scalar(value) if value.is_cuda else float(value.detach())
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,151 @@
+"""The device side of a recording: one row of slots per (site, cast, reference), merged in place without synchronizing.
+
+int64 counts, float64 sums and float32 extremes live in preallocated tensors, one per (kind, merge rule). A snapshot is one
+asynchronous copy of each into pinned memory; it is read when it has arrived, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8debug.metrics import Slot, slots
+
+Group = tuple[str, str]  # (kind, merge rule)
+_NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
+
+
+class Place(NamedTuple):
+    """Where a slot lies: its group, and its columns in that group's tensor."""
+
+    group: Group
+    start: int
+    stop: int
+
+
+def _layout() -> tuple[dict[str, Place], dict[Group, int]]:
+    places: dict[str, Place] = {}
+    widths: dict[Group, int] = {}
+    merged = Slot(name="num_tensors", merge="sum", kind="int64", unit="1", doc="observations merged into the row")
+    for slot in [merged, *slots().values()]:
+        group = (slot.kind, slot.merge)
+        start = widths.get(group, 0)
+        widths[group] = start + slot.size
+        places[slot.name] = Place(group, start, start + slot.size)
+    return places, widths
+
+
+PLACES, WIDTHS = _layout()
+
+
+class Table:
+    """Rows of slots on one device.
+
+    Args:
+        num_rows: capacity; every row that a step may fill.
+        device: where the watched tensors of these rows live.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.device = device
+        self._state = {
+            (kind, merge): torch.full((num_rows, width), _NEUTRAL[merge], device=device).to(getattr(torch, kind))
+            for (kind, merge), width in WIDTHS.items()
+        }
+        self._columns: dict[tuple[str, ...], dict[Group, tuple[list[str], Tensor]]] = {}
+        self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
+
+    def _pinned(self) -> dict[Group, Tensor]:
+        return {group: torch.empty_like(s, device="cpu", pin_memory=True) for group, s in self._state.items()}
+
+    def merge(self, row: int, partials: Mapping[str, Tensor]) -> None:
+        """Join one tensor's contributions to a row, each slot by its own rule."""
+        for group, (names, columns) in self._grouped(tuple(partials)).items():
+            target = self._state[group][row]
+            values = torch.cat([partials[name].reshape(-1).to(target.dtype) for name in names])
+            if group[1] == "sum":
+                target.index_add_(0, columns, values)
+            else:
+                join = torch.maximum if group[1] == "max" else torch.minimum
+                target.index_copy_(0, columns, join(target[columns], values))
+
+    def _grouped(self, names: tuple[str, ...]) -> dict[Group, tuple[list[str], Tensor]]:
+        if names not in self._columns:
+            groups: dict[Group, list[str]] = {}
+            for name in names:
+                groups.setdefault(PLACES[name].group, []).append(name)
+            self._columns[names] = {
+                group: (
+                    members,
+                    torch.tensor([c for n in members for c in range(*PLACES[n][1:])], device=self.device),
+                )
+                for group, members in groups.items()
+            }
+        return self._columns[names]
+
+    def snapshot(self) -> Snapshot:
+        """Start copying the table to the host, set it back to neutral, and return the copy under way."""
+        if self.device.type == "cuda":
+            buffers = self._free.pop() if self._free else self._pinned()
+            for group, state in self._state.items():
+                buffers[group].copy_(state, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.device))
+            snapshot = Snapshot(buffers, done, self._free)
+        else:
+            snapshot = Snapshot({group: state.clone() for group, state in self._state.items()}, None, [])
+        for (_, merge), state in self._state.items():
+            state.fill_(_NEUTRAL[merge])
+        return snapshot
+
+
+class Snapshot:
+    """A table's rows on their way to the host; reading it gives its pinned buffers back."""
+
+    def __init__(
+        self, buffers: dict[Group, Tensor], done: torch.cuda.Event | None, free: list[dict[Group, Tensor]]
+    ) -> None:
+        self._buffers = buffers
+        self._done = done
+        self._free = free
+
+    def ready(self) -> bool:
+        """Return whether the copy has arrived, without waiting for it."""
+        return self._done is None or bool(self._done.query())
+
+    def read(self, rows: list[int]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the slots of some rows: ``[len(rows)]`` each, ``[len(rows), size]`` for a list slot; waits if it must."""
+        if self._done is not None:
+            self._done.synchronize()
+        groups = {group: buffer[rows].numpy() for group, buffer in self._buffers.items()}
+        if self._done is not None:
+            self._free.append(self._buffers)
+        found = {}
+        for name, (group, start, stop) in PLACES.items():
+            values = groups[group][:, start:stop]
+            found[name] = values if stop - start > 1 else values[:, 0]
+        return found
+
+
+class Scalar:
+    """A CUDA scalar on its way to the host, such as the loss."""
+
+    def __init__(self, value: Tensor) -> None:
+        value = value.detach().reshape(())
+        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(value.device))
+
+    def ready(self) -> bool:
+        """Return whether the copy has arrived, without waiting for it."""
+        return bool(self._done.query())
+
+    def read(self) -> float:
+        """Return the value; waits if it must."""
+        self._done.synchronize()
+        return float(self._host)
