@@ -30,8 +30,11 @@ types: $(STAMP)
 	@ln -sfn ../../dashboard build/mypy/fp8debug_dashboard
 	$(BIN)/mypy fp8debug build/mypy/fp8debug_cli build/mypy/fp8debug_dashboard tests examples
 
+# The pages that come from the code; the tests hold them equal.
 docs: $(STAMP)
-	$(BIN)/python scripts/docs.py
+	@mkdir -p build
+	$(BIN)/python -c 'from fp8debug.store.schema import to_markdown; print(to_markdown(), end="")' >build/schema.md
+	mv build/schema.md docs/schema.md
 
 # torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,0 +1,63 @@
+"""The documentation keeps up with the code: errors, columns, formats and links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from fp8debug import errors
+from fp8debug.formats import FORMATS
+from fp8debug.metrics import derived_columns, slots
+from fp8debug.recipes import SCALE_ROUNDINGS, SCALINGS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
+
+
+def headings(name: str) -> list[str]:
+    return re.findall(r"^## (.+)$", (DOCS / name).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def error_classes(base: type[errors.Fp8DebugError] = errors.Fp8DebugError) -> Iterator[type[errors.Fp8DebugError]]:
+    yield base
+    for child in base.__subclasses__():
+        yield from error_classes(child)
+
+
+def test_every_error_has_its_cure() -> None:
+    slugs = [error.slug for error in error_classes() if error.__module__.startswith("fp8debug")]
+    assert sorted(headings("errors.md")) == sorted(set(slugs))
+    assert len(slugs) == len(set(slugs)), "two errors share a slug"
+
+
+def test_every_column_is_defined() -> None:
+    text = (DOCS / "numerics.md").read_text(encoding="utf-8")
+    assert [name for name in [*slots(), *derived_columns()] if f"`{name}`" not in text] == []
+
+
+def test_every_format_and_cast_option_is_defined() -> None:
+    text = (DOCS / "numerics.md").read_text(encoding="utf-8")
+    for fmt in FORMATS.values():
+        largest = f"{fmt.max:.0f}" if fmt.max < 1e6 else "2^127"
+        sqnr = f"{fmt.gaussian_sqnr_db} dB" if fmt.gaussian_sqnr_db else "-"
+        assert re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE), (
+            fmt.name
+        )
+    assert [word for word in (*SCALINGS, *SCALE_ROUNDINGS) if not re.search(rf"^\| {word}\b", text, re.MULTILINE)] == []
+
+
+def test_the_log_is_dated_newest_first() -> None:
+    text = re.sub(r"<!--.*?-->", "", (DOCS / "log.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    days = [date.fromisoformat(h[:10]) for h in re.findall(r"^## (.+)$", text, re.MULTILINE)]
+    assert days == sorted(days, reverse=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
