@@ -131,7 +131,7 @@ def _manifest(path: Path, problems: list[str]) -> dict[str, Any] | None:
             raise ValueError("not a JSON object")
     except FileNotFoundError:
         problems.append(f"{path} is missing")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read: {_first_line(error)}")
     else:
         return value
@@ -151,7 +151,7 @@ def _sources(folder: Path, table: str, rank: int, damaged: set[Path], problems: 
         except FileNotFoundError:
             parts |= {number: part for number, part in stream.parts(folder, table).items() if number not in parts}
         except (OSError, pa.ArrowException) as error:
-            if path.stat().st_size:
+            if path.exists() and path.stat().st_size:
                 problems.append(f"{path} cannot be read: {_first_line(error)}")
         else:
             if rows.num_rows and _fits(rows.schema, table, path, problems):

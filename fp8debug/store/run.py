@@ -180,7 +180,7 @@ class Run:
         called = {row["module"]: row["call_index"] for row in self.sql(query).to_pylist()}
         listed = self.manifest.get("modules")
         entries = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
-        modules = [{**m, "fqn": str(m["fqn"]), "call_index": called.get(m["fqn"])} for m in entries if "fqn" in m]
+        modules = [{**m, "fqn": str(m["fqn"]), "call_index": called.get(str(m["fqn"]))} for m in entries if "fqn" in m]
         known = {m["fqn"] for m in modules}
         modules += [{"fqn": fqn, "call_index": at} for fqn, at in sorted(called.items()) if fqn not in known]
         places = {m["fqn"]: place for place, m in enumerate(modules)}
@@ -322,13 +322,17 @@ def _path_literal(path: Path) -> str:
 
 
 def _modules_table(modules: Sequence[Mapping[str, Any]]) -> pa.Table:
-    arrays: dict[str, pa.Array] = {}
-    for name, kind in _MODULE_COLUMNS.items():
-        accepted = {"int64": int, "bool": bool, "string": str}[kind]
-        values = [m.get(name) for m in modules]
-        # From outside: a value of another type is no value.
-        arrays[name] = pa.array([v if type(v) is accepted else None for v in values], ARROW_TYPES[kind])
+    # From outside: a value of another type is no value.
+    accepted = {"int64": int, "bool": bool, "string": str}
+    typed: dict[str, list[Any]] = {
+        name: [value if type(value := m.get(name)) is accepted[kind] else None for m in modules]
+        for name, kind in _MODULE_COLUMNS.items()
+    }
+    for name in ("in_features", "out_features", "index", "params"):
+        typed[name] = [value if value is not None and 0 <= value < 2**62 else None for value in typed[name]]
+    arrays = {name: pa.array(typed[name], ARROW_TYPES[kind]) for name, kind in _MODULE_COLUMNS.items()}
+    shapes = zip(typed["in_features"], typed["out_features"], strict=True)
+    flops = [None if a is None or b is None else min(6 * a * b, 2**62) for a, b in shapes]
     arrays["call_index"] = pa.array([m["call_index"] for m in modules], pa.int32())
-    shapes = zip(arrays["in_features"].to_pylist(), arrays["out_features"].to_pylist(), strict=True)
-    arrays["flops_per_token"] = pa.array([None if a is None or b is None else 6 * a * b for a, b in shapes], pa.int64())
+    arrays["flops_per_token"] = pa.array(flops, pa.int64())
     return pa.table(arrays)

@@ -1,4 +1,4 @@
-"""The SQL of the views ``stats``, ``sites`` and ``steps`` over the raw tables, in the subset that DuckDB and Spark share.
+"""Text of the views ``stats``, ``sites`` and ``steps`` over the raw tables, in SQL common to DuckDB and Spark.
 
 Slots of several ranks join by each column's own merge rule; rates, dB and cosines are derived from the joined slots.
 A replicated row (the same whole tensor on every rank) counts once, from the lowest rank that has it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import queue
@@ -10,10 +11,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
@@ -105,16 +108,16 @@ class RunWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         taken = [n for t in TABLES for n in (*stream.streams(self._folder, t), *stream.parts(self._folder, t))]
         self._number = max(taken, default=-1) + 1
-        writings = []
+        writings: list[Any] = []
         if holds:
-            writings = _read_json(self._folder / "manifest.json").get("writings", [])
-            self._manifest["created"] = _read_json(self.path / "manifest.json").get(
-                "created", self._manifest["created"]
-            )
+            earlier, earlier_own = _read_json(self.path / "manifest.json"), _read_json(self._folder / "manifest.json")
+            self._manifest["created"] = earlier.get("created", self._manifest["created"])
+            writings = earlier_own["writings"] if isinstance(earlier_own.get("writings"), list) else []
             self._must_tell_resume = bool(taken)
         for table in TABLES:
             for number, path in stream.streams(self._folder, table).items():
-                self._jobs.put(_compaction(path, stream.part_path(self._folder, table, number)))
+                part = stream.part_path(self._folder, table, number)
+                self._jobs.put(partial(_compact_leftover, path, part))
         self._rank_manifest["writings"] = [*writings, {"first_part": self._number, "created": _now()}]
         self._numbers = dict.fromkeys(TABLES, self._number)
         self._write_json(self._folder / "manifest.json", self._rank_manifest)
@@ -139,8 +142,7 @@ class RunWriter:
 
     def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
         """Append one event; see the ``events`` table for the kinds."""
-        row = {"step": step, "time": datetime.now(timezone.utc), "kind": kind, "module": module, "message": message}
-        self._append("events", {name: [value] for name, value in row.items()})
+        self._append("events", _event(step, kind, module, message))
 
     def update_manifest(self, changes: Mapping[str, Any]) -> None:
         """Change top-level keys of ``manifest.json``; only rank 0 has it, on other ranks this does nothing."""
@@ -186,16 +188,13 @@ class RunWriter:
                     _say(f"a step was not recorded: {self.path} is too slow; more such steps are only counted")
                 return
             self._waiting[table] += 1
-        if self._must_tell_resume and len(columns.get("step", ())):
-            self._must_tell_resume = False
-            self.event(int(columns["step"][0]), "resume", None, "recording goes on in a folder that held a run")
-        self._jobs.put(lambda: self._store(table, columns))
+        self._jobs.put(partial(self._store, table, columns))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._guarded(job)
         for table in list(self._streams):
-            self._guarded(lambda table=table: self._finish(table))  # type: ignore[misc]  # mypy infers no default's type
+            self._guarded(partial(self._finish, table))
         self._guarded(self._end)
 
     def _guarded(self, job: _Job) -> None:
@@ -212,14 +211,21 @@ class RunWriter:
     def _store(self, table: str, columns: Mapping[str, Any]) -> None:
         with self._lock:
             self._waiting[table] -= 1
-        if self.stopped:
-            return
-        schema = arrow_schema(table)
-        batch = record_batch(schema, {"rank": self.rank, **columns})
+        if self.stopped is None:
+            batch = record_batch(arrow_schema(table), {"rank": self.rank, **columns})
+            if self._must_tell_resume and table != "events" and batch.num_rows:
+                self._must_tell_resume = False
+                event = _event(
+                    batch["step"][0].as_py(), "resume", None, "recording goes on in a folder that held a run"
+                )
+                self._put("events", record_batch(arrow_schema("events"), {"rank": self.rank, **event}))
+            self._put(table, batch)
+
+    def _put(self, table: str, batch: pa.RecordBatch) -> None:
         current = self._streams.get(table)
         if current is None:
             path = stream.stream_path(self._folder, table, self._numbers[table])
-            current = self._streams[table] = stream.Stream(path, schema)
+            current = self._streams[table] = stream.Stream(path, batch.schema)
         current.append(batch)
         if current.num_rows >= PART_ROWS or current.num_bytes >= PART_BYTES or current.num_batches >= PART_BATCHES:
             self._finish(table)
@@ -245,8 +251,15 @@ class RunWriter:
             temporary.unlink(missing_ok=True)
 
 
-def _compaction(path: Path, part: Path) -> _Job:
-    return lambda: stream.compact(path, part)
+def _compact_leftover(path: Path, part: Path) -> None:
+    """Finish what a killed process left; what is no stream stays as it is, and the reader names it."""
+    with contextlib.suppress(pa.ArrowException):
+        stream.compact(path, part)
+
+
+def _event(step: int | None, kind: str, module: str | None, message: str) -> dict[str, list[Any]]:
+    row = {"step": step, "time": datetime.now(timezone.utc), "kind": kind, "module": module, "message": message}
+    return {name: [value] for name, value in row.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
