@@ -28,13 +28,11 @@ types: $(STAMP)
 	@mkdir -p build/mypy
 	@ln -sfn ../../cli build/mypy/fp8debug_cli
 	@ln -sfn ../../dashboard build/mypy/fp8debug_dashboard
-	$(BIN)/mypy fp8debug build/mypy/fp8debug_cli build/mypy/fp8debug_dashboard tests examples
+	$(BIN)/mypy fp8debug build/mypy/fp8debug_cli build/mypy/fp8debug_dashboard tests examples scripts
 
 # The pages that come from the code; the tests hold them equal.
 docs: $(STAMP)
-	@mkdir -p build
-	$(BIN)/python -c 'from fp8debug.store.schema import to_markdown; print(to_markdown(), end="")' >build/schema.md
-	mv build/schema.md docs/schema.md
+	$(BIN)/python scripts/docs.py
 
 # torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
 $(STAMP): pyproject.toml constraints.txt

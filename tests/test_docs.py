@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -13,6 +14,7 @@ from fp8debug import errors
 from fp8debug.formats import FORMATS
 from fp8debug.metrics import derived_columns, slots
 from fp8debug.recipes import SCALE_ROUNDINGS, SCALINGS
+from fp8debug.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -49,6 +51,19 @@ def test_every_format_and_cast_option_is_defined() -> None:
             fmt.name
         )
     assert [word for word in (*SCALINGS, *SCALE_ROUNDINGS) if not re.search(rf"^\| {word}\b", text, re.MULTILINE)] == []
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    for name, make in runpy.run_path(str(ROOT / "scripts" / "docs.py"))["PAGES"].items():
+        assert (DOCS / name).read_text(encoding="utf-8") == make(), f"docs/{name} is stale; run `make docs`"
+
+
+def test_the_catalogue_names_the_rules_that_there_are() -> None:
+    text = (DOCS / "numerics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (F\d+|-) \|", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 28))
+    assert [code for _, code in rows if code != "-"] == sorted(rule.code for rule in RULES)
+    assert all(code in ("-", f"F{100 + int(number)}") for number, code in rows)
 
 
 def test_the_log_is_dated_newest_first() -> None:
