@@ -1,0 +1,191 @@
+"""What a rule is (Run -> Findings), what it finds, and the registry: a new rule is one file with one class.
+
+A rule's docstring is its manual page (``fp8debug explain F101``) and has the five ``SECTIONS``; its thresholds are its
+dataclass fields, each with its source in the docstring. A rule accuses; what to do about it is for ``recommend()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.registry import Registry
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: The headings of every rule's docstring, in this order, after its one-line summary.
+SECTIONS = ("What it detects", "Why it matters", "Example", "Cure", "Thresholds")
+
+
+class Severity(IntEnum):
+    """How bad a finding is, in rising order."""
+
+    INFO = 1
+    WARNING = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, name: str) -> Severity:
+        """Return the severity of that name.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            raise UnknownNameError("severity", name, [str(s) for s in cls]) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause, at the worst of the sites that show it.
+
+    Attributes:
+        code: of the rule, ``F101``.
+        name: of the rule; it names the fault.
+        severity: info, warning or error.
+        module: FQN of the culprit; None when no layer is to blame.
+        gemm: of the worst site; None when the finding is not about one.
+        tensor: of the worst site.
+        cast: name of the running cast there.
+        steps: first and last step that show it, both included.
+        ranks: ranks whose tensors showed it.
+        value: the measured number at the worst step; None when it is not finite or there is none.
+        threshold: the limit it crossed.
+        unit: of value and threshold, as in the schema.
+        message: one sentence with the numbers.
+        cure: what helps, cheapest first.
+        also: further modules with the same cause, in execution order.
+        victims: modules that only suffer from it.
+        call_index: execution order of the culprit in the forward pass.
+        parts: the findings per site of which this one was made; empty for a single site.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    module: str | None = None
+    gemm: str | None = None
+    tensor: str | None = None
+    cast: str | None = None
+    steps: tuple[int, int]
+    ranks: tuple[int, ...] = (0,)
+    value: float | None = None
+    threshold: float | None = None
+    unit: str = "1"
+    message: str
+    cure: str
+    also: tuple[str, ...] = ()
+    victims: tuple[str, ...] = ()
+    call_index: int = 0
+    parts: tuple[Finding, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """Culprit order: errors first, then the first step, then execution (the backward pass from the last layer)."""
+        backward = self.gemm in ("dgrad", "wgrad")
+        return (-self.severity, self.steps[0], int(backward), -self.call_index if backward else self.call_index)
+
+    @property
+    def sites(self) -> tuple[Finding, ...]:
+        """The findings per site: ``parts``, or this one alone."""
+        return self.parts or (self,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as documented JSON values; a number that is not finite is None."""
+        return {
+            "code": self.code,
+            "name": self.name,
+            "severity": str(self.severity),
+            "module": self.module,
+            "gemm": self.gemm,
+            "tensor": self.tensor,
+            "cast": self.cast,
+            "steps": list(self.steps),
+            "ranks": list(self.ranks),
+            "value": finite(self.value),
+            "threshold": finite(self.threshold),
+            "unit": self.unit,
+            "message": self.message,
+            "cure": self.cure,
+            "also": list(self.also),
+            "victims": list(self.victims),
+        }
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None where JSON has no word for it."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """Base of every rule; a subclass is a frozen dataclass whose fields are its thresholds.
+
+    Attributes:
+        code: ``F1NN``, NN the number in the catalogue of NUMERICS.md, 5.
+        name: slug that names the fault.
+        columns: slots or derived columns without which the rule cannot judge.
+        cure: what helps, cheapest first, in one line.
+        changes: fields of Cast that cure the fault without leaving FP8; empty where no cast does.
+        needs_fp8: True for a rule that judges running casts: a run of what-if rows alone has none.
+        is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
+    """
+
+    code: ClassVar[str]
+    name: ClassVar[str]
+    columns: ClassVar[tuple[str, ...]] = ()
+    cure: ClassVar[str]
+    changes: ClassVar[Mapping[str, Any]] = {}
+    needs_fp8: ClassVar[bool] = True
+    is_harmful: ClassVar[bool] = True
+
+    @abstractmethod
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding per site that shows the fault; ``triage()`` joins them."""
+
+    def needs(self, run: Run) -> str | None:
+        """Return why the rule cannot judge this run, beyond its columns; None when it can."""
+        return None
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Tell whether a finding of this rule holds beside those of the other rules."""
+        return True
+
+    @property
+    def summary(self) -> str:
+        """First line of the manual page."""
+        return _doc(self).partition("\n")[0]
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The limits by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def manual(self) -> dict[str, str]:
+        """Return the manual page: text by section heading, in order."""
+        pages: dict[str, list[str]] = {}
+        for line in _doc(self).splitlines()[1:]:
+            if line.strip() in SECTIONS and not line.startswith(" "):
+                pages[line.strip()] = []
+            elif pages:
+                pages[list(pages)[-1]].append(line)
+        return {heading: inspect.cleandoc("\n".join(lines)) for heading, lines in pages.items()}
+
+
+def _doc(rule: Rule) -> str:
+    return inspect.cleandoc(type(rule).__doc__ or "")
+
+
+RULES: Registry[Rule] = Registry("rule")

@@ -1,0 +1,111 @@
+"""``triage()``: every rule over a run, findings of one cause joined, the culprit first.
+
+Sites of one module join into the worst of them. Modules of one code join into the first by culprit order: one wrong
+cast on forty layers is one finding with 39 names in ``also``, and so are layers that share a sick input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.rules.base import RULES, Finding, Rule
+from fp8debug.rules.baseline import compare
+from fp8debug.rules.evidence import RUNNING
+from fp8debug.rules.findings import Findings
+from fp8debug.store.run import Run
+
+
+def triage(
+    run: Run | str | Path,
+    baseline: Run | str | Path | None = None,
+    select: Sequence[str] = ("F",),
+    ignore: Sequence[str] = (),
+) -> Findings:
+    """Judge a run by every rule.
+
+    Args:
+        run: a run, or its folder.
+        baseline: a run (usually of BF16) to compare loss and configuration with.
+        select: codes, beginnings of codes (``F10``) or names of rules to report.
+        ignore: the same, not to report.
+
+    Returns:
+        the findings, errors first, then in order of first appearance, with ``skipped`` and ``verdict``.
+
+    Raises:
+        UnknownNameError: a code that no rule begins with.
+        RunError: the run cannot be read.
+    """
+    wanted = chosen(select) - chosen(ignore)
+    run = run if isinstance(run, Run) else Run(run)
+    comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
+    skipped: list[tuple[str, str]] = []
+    findings: list[Finding] = []
+    has_running = run.sql(f"SELECT 1 AS one FROM sites WHERE {RUNNING} LIMIT 1").num_rows > 0
+    for rule in RULES:
+        reason = _missing(rule, run, has_running)
+        if reason is None:
+            findings += _joined(rule.check(run))
+        elif rule.code in wanted:
+            skipped.append((rule.code, reason))
+    # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
+    standing = [f for f in findings if RULES.get(f.code).stands(f, [o for o in findings if o is not f], run)]
+    reported = sorted((f for f in standing if f.code in wanted), key=lambda f: (f.order, f.code))
+    return Findings(reported, run=run.name, steps=run.steps_range, skipped=skipped, baseline=comparison)
+
+
+def chosen(prefixes: Sequence[str]) -> set[str]:
+    """Return the codes that begin with one of the prefixes, or whose rule has that name.
+
+    Raises:
+        UnknownNameError: one fits no rule.
+    """
+    codes: set[str] = set()
+    for prefix in prefixes:
+        found = {r.code for r in RULES if prefix and (r.code.startswith(prefix.upper()) or r.name == prefix)}
+        if not found:
+            raise UnknownNameError("rule", prefix, [*RULES.names(), *(rule.name for rule in RULES)])
+        codes |= found
+    return codes
+
+
+def _missing(rule: Rule, run: Run, has_running: bool) -> str | None:
+    """Return why a rule cannot judge this run; None when it can."""
+    if rule.needs_fp8 and not has_running:
+        return "no operand ran in FP8: the run has what-if rows only"
+    columns = [column for column in rule.columns if not run.has(column)]
+    return f"not recorded: {', '.join(columns)}" if columns else rule.needs(run)
+
+
+def _joined(found: Iterable[Finding]) -> list[Finding]:
+    """Join one rule's findings per site into one with ``parts``; those without a module stay apart."""
+    ordered = sorted(found, key=lambda f: f.order)
+    apart = [f for f in ordered if f.module is None]
+    parts = [f for f in ordered if f.module is not None]
+    if not parts:
+        return apart
+    first = parts[0]
+    own = [f for f in parts if f.module == first.module and f.severity == first.severity]
+    worst = max(own, key=_excess)
+    others = {f.module: f.call_index for f in reversed(parts) if f.module and f.module != first.module}
+    victims = {module: None for f in parts for module in f.victims if module != first.module and module not in others}
+    joined = replace(
+        worst,
+        steps=(first.steps[0], max(f.steps[1] for f in own)),
+        ranks=tuple(sorted({rank for f in own for rank in f.ranks})),
+        also=tuple(sorted(others, key=lambda module: (others[module], module))),
+        victims=tuple(victims),
+        call_index=first.call_index,
+        parts=tuple(parts) if len(parts) > 1 else (),
+    )
+    return [joined, *apart]
+
+
+def _excess(finding: Finding) -> tuple[bool, float]:
+    """Order sites of one module: fprop before the others, then by how far the value lies from its threshold."""
+    if finding.value is None or finding.threshold is None:
+        return finding.gemm == "fprop", 0.0
+    return finding.gemm == "fprop", abs(finding.value - finding.threshold)

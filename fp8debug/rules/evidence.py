@@ -1,0 +1,148 @@
+"""How rules read a run: the rows of running casts that look bad, gathered per site in step order.
+
+A row whose reference holds a NaN or Inf is left out: its tensor came in sick, so nothing it shows is its own fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.errors import UsageError
+from fp8debug.recipes import Cast
+from fp8debug.rules.base import Finding, Rule, Severity, finite
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Operands of casts that ran in FP8, given a finite tensor.
+RUNNING = (
+    "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0"
+    " AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
+)
+#: The format's name is the first word of a cast's name, the scaling its third.
+IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The bad rows of one site under one cast, in step order.
+
+    Attributes:
+        module: FQN.
+        gemm: GEMM.
+        tensor: operand.
+        cast_name: running cast.
+        rows: column -> value; all of them have ``step``, ``call_index`` and ``ranks``.
+        sampled: every sampled step of the run.
+    """
+
+    module: str
+    gemm: str
+    tensor: str
+    cast_name: str
+    rows: tuple[dict[str, Any], ...]
+    sampled: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """First sampled step of the run."""
+        return self.sampled[0]
+
+    @property
+    def cast(self) -> Cast | None:
+        """The running cast; None for a GEMM's result and for a name that another version wrote."""
+        try:
+            return Cast.parse(self.cast_name)
+        except UsageError:
+            return None
+
+    def worst(self, column: str) -> dict[str, Any]:
+        """Return the row with the largest value."""
+        return max(self.rows, key=lambda row: row[column] if row[column] is not None else float("-inf"))
+
+    def where(self, holds: Callable[[dict[str, Any]], bool]) -> Trace | None:
+        """Return the trace of the rows for which ``holds`` is true; None when there are none."""
+        rows = tuple(row for row in self.rows if holds(row))
+        return replace(self, rows=rows) if rows else None
+
+    def lasting(self, min_steps: int, warmup: int = 0) -> bool:
+        """Tell whether it is bad at ``min_steps`` sampled steps after the warm-up and at half of all since the first."""
+        settled: int = sum(row["step"] >= self.start + warmup for row in self.rows)
+        since = sum(step >= self.rows[0]["step"] for step in self.sampled)
+        return settled >= min_steps and 2 * len(self.rows) >= since
+
+    def finding(
+        self, rule: Rule, severity: Severity, message: str, *, value: float | None, threshold: float, unit: str = "1"
+    ) -> Finding:
+        """Return the finding of a rule at this site."""
+        return Finding(
+            code=rule.code,
+            name=rule.name,
+            severity=severity,
+            module=self.module,
+            gemm=self.gemm,
+            tensor=self.tensor,
+            cast=self.cast_name,
+            steps=(self.rows[0]["step"], self.rows[-1]["step"]),
+            ranks=tuple(sorted({rank for row in self.rows for rank in row["ranks"]})),
+            value=finite(value),
+            threshold=threshold,
+            unit=unit,
+            message=message,
+            cure=rule.cure,
+            call_index=min(row["call_index"] or 0 for row in self.rows),
+        )
+
+
+def traces(run: Run, bad: str, columns: Sequence[str], rows: str = RUNNING) -> list[Trace]:
+    """Return the sites with bad rows, in order of their first one and of execution.
+
+    Args:
+        run: where to look.
+        bad: SQL predicate over the columns of ``sites``.
+        columns: further columns or ``expression AS name`` that the rule reads.
+        rows: SQL predicate of the rows to look at; running casts by default.
+    """
+    query = (
+        f"SELECT {', '.join(['step', 'module', 'gemm', 'tensor', 'cast_name', 'call_index', 'ranks', *columns])}"
+        f" FROM sites WHERE {rows} AND ({bad}) ORDER BY step, call_index"
+    )
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for row in run.sql(query).to_pylist():
+        found.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
+    sampled = tuple(sampled_steps(run)) if found else ()
+    return [
+        Trace(
+            module=module,
+            gemm=gemm,
+            tensor=tensor,
+            cast_name=cast_name,
+            rows=tuple(bad_rows),
+            sampled=sampled,
+        )
+        for (module, gemm, tensor, cast_name), bad_rows in found.items()
+    ]
+
+
+def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
+    """Return the test whether a row's column lies above a limit."""
+    return lambda row: bool(row[column] > limit)
+
+
+def sampled_steps(run: Run) -> list[int]:
+    """Return the steps with statistics, in order."""
+    return [row["step"] for row in run.sql("SELECT DISTINCT step FROM sites ORDER BY step").to_pylist()]
+
+
+def percent(rate: float) -> str:
+    """Write a rate for people: two significant digits below 10 %."""
+    if rate >= 0.995:
+        return "all" if rate >= 0.9995 else "over 99 %"
+    return f"{rate * 100:.0f} %" if rate >= 0.1 else f"{rate * 100:.2g} %"
+
+
+def times(factor: float) -> str:
+    """Write a factor for people: ``3.1``, ``47``, ``2.1e+06``."""
+    return f"{factor:.2g}" if factor < 10 else f"{factor:.0f}" if factor < 1e5 else f"{factor:.1e}"

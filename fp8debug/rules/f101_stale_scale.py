@@ -1,0 +1,92 @@
+"""F101: a delayed or static scale is older than the growth of its tensor, so values clip at the format's maximum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import IS_DELAYED, Trace, above, percent, times, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class StaleScaleSaturation(Rule):
+    """A delayed scale predates a growth of its tensor: values clip at the format's maximum.
+
+    What it detects
+        Under delayed or static scaling the scale comes from amaxes before this step. When the tensor has grown since,
+        values beyond the old amax are clamped. The rule wants a material share of clipped elements, at several sampled
+        steps or one overwhelming one, and a headroom (amax / scale_inv / format maximum) clearly above 1. The few
+        elements that clip while activations grow in the first steps are healthy and not reported.
+
+    Why it matters
+        Clipping is a bias, not noise: the largest activations shrink, every step in the same direction. It was the
+        cause of the FP8 divergence in arXiv 2409.12517, and shows in one layer first.
+
+    Example
+        blocks.3.mlp.gate, fprop input, e4m3fn tensorwise delayed(16,max): 93 % of the elements clip from step 212 on,
+        because today's amax is 14 times what the scale was made for.
+
+    Cure
+        Current scaling for this operand; or a shorter amax history and a margin; or BF16 for this GEMM.
+
+    Thresholds
+        max_rate 0.01: share of clipped elements; NUMERICS.md, 4 (act above 1 % under delayed scaling: growth of 1 % a
+            step clips the maximum alone).
+        max_rate_once 0.25: the share that counts at a single sampled step. No published basis: a Gaussian tensor whose
+            amax doubles in one step clips 2.4 %, one whose amax grows fourfold 26 %.
+        warn_rate 0.001: share that is a warning when it lasts; NUMERICS.md, 4 (warn above 0.1 %).
+        min_headroom 1.25: below, clipping costs little more than the rounding error 1/17 of E4M3. No published basis.
+        min_elements 8: clipped elements; in a small tensor a share says nothing. No published basis.
+        min_steps 2, warn_steps 3: sampled steps after the warm-up, and at least half of those since the first.
+        warmup 5: first steps of a run, in which a history that has seen little clips in healthy runs too. No published
+            basis.
+    """
+
+    code = "F101"
+    name = "stale-scale-saturation"
+    columns = ("num_saturated", "headroom")
+    cure = "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM"
+    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current", "history": 1024, "algo": "max", "margin": 0}
+
+    max_rate: float = 0.01
+    max_rate_once: float = 0.25
+    warn_rate: float = 0.001
+    min_headroom: float = 1.25
+    min_elements: int = 8
+    min_steps: int = 2
+    warn_steps: int = 3
+    warmup: int = 5
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the sites whose scale is too old."""
+        bad = (
+            f"{IS_DELAYED} AND overflow_rate > {self.warn_rate} AND headroom > {self.min_headroom}"
+            f" AND num_saturated >= {self.min_elements}"
+        )
+        for trace in traces(run, bad, ["overflow_rate", "headroom"]):
+            severe = trace.where(above("overflow_rate", self.max_rate))
+            once = any(
+                row["overflow_rate"] > self.max_rate_once and row["step"] >= trace.start + self.min_steps
+                for row in trace.rows
+            )
+            if once or (severe is not None and severe.lasting(self.min_steps, self.warmup)):
+                yield self._finding(severe or trace, Severity.ERROR, self.max_rate)
+            elif trace.lasting(self.warn_steps, self.warmup):
+                yield self._finding(trace, Severity.WARNING, self.warn_rate)
+
+    def _finding(self, trace: Trace, severity: Severity, threshold: float) -> Finding:
+        row = trace.worst("overflow_rate")
+        kind = trace.cast.scaling if trace.cast else "delayed"
+        message = (
+            f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its amax"
+            f" is {times(row['headroom'])} times what the {kind} scale can hold"
+        )
+        return trace.finding(self, severity, message, value=row["overflow_rate"], threshold=threshold)
+
+
+RULES.add(StaleScaleSaturation.code, StaleScaleSaturation())

@@ -1,0 +1,82 @@
+"""F102: a delayed scale still remembers a spike, so that ordinary values underflow to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import IS_DELAYED, percent, times, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class StaleHistoryUnderflow(Rule):
+    """A delayed scale holds the amax of an old spike: ordinary values underflow to zero.
+
+    What it detects
+        A spike stays in a max-history for as long as the history is. Meanwhile scale_inv is far too large, the
+        headroom (amax / scale_inv / format maximum) far below 1, and a large share of the nonzero elements becomes
+        zero.
+
+    Why it matters
+        The layer sees zeros instead of activations, or the layers below it no gradient. With Transformer Engine's
+        default history of 1024 it lasts 1024 steps, long after the spike has left every plot.
+
+    Example
+        blocks.2.attn.qkv, fprop input, e4m3fn tensorwise delayed(1024,max): 98 % of the nonzero elements underflow
+        since step 130; the scale is made for an amax 2.6e+05 times today's.
+
+    Cure
+        Current scaling for this operand; or a shorter history, or algo 'most_recent'; or BF16 for this GEMM. Clearing
+        the history helps until the next spike.
+
+    Thresholds
+        max_rate 0.05: share of nonzero elements that underflow; NUMERICS.md, 4 (act above 5 %).
+        max_rate_once 0.5: the share that counts at a single sampled step. No published basis.
+        max_headroom 0.015625: 2^-6. A scale 64 times too large takes six of the binades of E4M3, which has 15 normal
+            ones and 3 subnormal; above it underflow has another cause.
+        min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
+        min_steps 2: sampled steps after the warm-up, and at least half of those since the first.
+        warmup 5: first steps of a run, in which zero-initialised layers bring gradients that grow from nothing. No
+            published basis.
+    """
+
+    code = "F102"
+    name = "stale-history-underflow"
+    columns = ("num_underflow", "headroom")
+    cure = "scaling='current' for this operand; else a shorter history or algo='most_recent'; else BF16 for this GEMM"
+    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current", "history": 1024, "algo": "max", "margin": 0}
+
+    max_rate: float = 0.05
+    max_rate_once: float = 0.5
+    max_headroom: float = 2.0**-6
+    min_elements: int = 16
+    min_steps: int = 2
+    warmup: int = 5
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the sites whose scale remembers too much."""
+        bad = (
+            f"{IS_DELAYED} AND underflow_nonzero_rate > {self.max_rate} AND headroom < {self.max_headroom}"
+            f" AND num_underflow >= {self.min_elements}"
+        )
+        for trace in traces(run, bad, ["underflow_nonzero_rate", "headroom"]):
+            once = any(
+                row["underflow_nonzero_rate"] > self.max_rate_once and row["step"] >= trace.start + self.min_steps
+                for row in trace.rows
+            )
+            if once or trace.lasting(self.min_steps, self.warmup):
+                row = trace.worst("underflow_nonzero_rate")
+                rate = row["underflow_nonzero_rate"]
+                message = (
+                    f"{percent(rate)} of the nonzero {trace.gemm} {trace.tensor} underflows to zero at step"
+                    f" {row['step']}: the scale is made for an amax {times(1 / row['headroom'])} times today's"
+                )
+                yield trace.finding(self, Severity.ERROR, message, value=rate, threshold=self.max_rate)
+
+
+RULES.add(StaleHistoryUnderflow.code, StaleHistoryUnderflow())

@@ -1,0 +1,82 @@
+"""F103: a cast makes NaN of finite values, as a block whose amax is 0 does without an amax eps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import Trace, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class ZeroTileNan(Rule):
+    """A block of zeros is divided by its own amax: 0 / 0 puts NaN into the FP8 data.
+
+    What it detects
+        Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
+        so small that max / amax is not finite). The first such cast is the culprit; every module whose operands hold a
+        NaN or Inf from that step on is its victim, and no rule accuses it. Zero blocks that stay zero are healthy.
+
+    Why it matters
+        One NaN reaches the loss in the same step and every weight in the next. Zero blocks are ordinary: padding,
+        unrouted experts, ReLU, masked tokens, gradients of a layer that is initialised to zero.
+
+    Example
+        blocks.1.attn.proj, fprop input, e4m3fn 1x128 current: 128 finite elements became NaN at step 40, and 1 of 512
+        blocks was all zero.
+
+    Cure
+        An amax eps (1e-12, or 1e-10 if NaN stays; FP8_QUANT_*_AMAX_EPS in LoongForge), or a kernel that takes scale 1
+        for a zero block; BF16 for this GEMM until then.
+
+    Thresholds
+        max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (NUMERICS.md, 2). Seen in
+            lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
+    """
+
+    code = "F103"
+    name = "zero-tile-nan"
+    columns = ("num_actual_nonfinite", "num_zero_blocks")
+    cure = "amax_eps=1e-12 for this operand (1e-10 if NaN stays); else BF16 for this GEMM"
+    changes: ClassVar[Mapping[str, Any]] = {"amax_eps": 1e-12}
+
+    max_nonfinite: int = 0
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the casts that made NaN, the first with its victims."""
+        bad = f"num_actual_nonfinite > {self.max_nonfinite}"
+        columns = ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
+        found = sorted((self._finding(trace) for trace in traces(run, bad, columns)), key=lambda f: f.order)
+        culprits = {finding.module for finding in found}
+        for finding in found[:1]:
+            victims = tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits)
+            yield replace(finding, victims=victims)
+        yield from found[1:]
+
+    def _finding(self, trace: Trace) -> Finding:
+        row = trace.rows[0]
+        count, blocks = row["num_actual_nonfinite"], row["num_blocks"] or 0
+        zero, tiny = row["num_zero_blocks"] or 0, row["num_eps_blocks"] or 0
+        if zero or tiny:
+            cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
+            cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
+        else:
+            cause = "no block was all zero, so suspect the cast's kernel or its scale"
+        elements = "1 finite element" if count == 1 else f"{count} finite elements"
+        message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
+        return trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
+
+    def _poisoned(self, run: Run, step: int) -> list[str]:
+        query = (
+            "SELECT module, min(call_index) AS place FROM sites WHERE reference = 'operand'"
+            f" AND num_nan + num_inf > 0 AND step >= {step} GROUP BY module ORDER BY place, module"
+        )
+        return [row["module"] for row in run.sql(query).to_pylist()]
+
+
+RULES.add(ZeroTileNan.code, ZeroTileNan())

@@ -1,0 +1,75 @@
+"""F104: a scale_inv rounded down makes the largest values of a block clip, although its amax was known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import IS_DELAYED, percent, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class ScaleRoundedDown(Rule):
+    """A power-of-two scale_inv is rounded down, so that the largest values of a block clip.
+
+    What it detects
+        Saturation under current scaling, where there can be none: the scale comes from this very tensor. The gain
+        stays below 1 but near it, as only block maxima shrink. The name of the cast tells whether rounding down is its
+        declared behaviour (pow2_floor, the text of OCP MX) or the kernel does not do what it declares.
+
+    Why it matters
+        The largest values of every fifth block lose up to 12.5 %, always downwards. arXiv 2506.08027 shows training on
+        MXFP8 diverging with it and not with scales rounded up.
+
+    Example
+        blocks.0.mlp.up, fprop weight, e4m3fn 128x128 current pow2_floor: 0.21 % of the elements clip although the
+        scale is this tensor's own, gain 0.9981.
+
+    Cure
+        scale_rounding='pow2_ceil' (or 'none' where the hardware takes FP32 scales); nothing has to leave FP8.
+
+    Thresholds
+        max_rate 0.001: share of clipped elements that is an error; NUMERICS.md, 4 (act above 0.1 %).
+        warn_elements 8: clipped elements of a cast that does not declare pow2_floor; one that does warns from the
+            first. NUMERICS.md, 4 warns above 0; a few are left to kernels that take the amax of a rounded copy.
+        min_gain 0.8: below, the scale is wrong by more than rounding (2^-1 at most one block, a factor of 0.875 at
+            worst an element): that is F113.
+        Seen in ao #2035, mlx #4353, aiter #3212.
+    """
+
+    code = "F104"
+    name = "scale-rounded-down"
+    columns = ("num_saturated",)
+    cure = "scale_rounding='pow2_ceil' for this operand, or 'none' where the hardware takes FP32 scales"
+    changes: ClassVar[Mapping[str, Any]] = {"scale_rounding": "pow2_ceil"}
+
+    max_rate: float = 0.001
+    warn_elements: int = 8
+    min_gain: float = 0.8
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the sites that clip under current scaling."""
+        bad = (
+            f"NOT {IS_DELAYED} AND num_saturated > 0 AND coalesce(gain, 1) BETWEEN {self.min_gain} AND 1.001"
+            f" AND (cast_name LIKE '%pow2_floor%' OR num_saturated >= {self.warn_elements})"
+        )
+        for trace in traces(run, bad, ["overflow_rate", "gain"]):
+            row = trace.worst("overflow_rate")
+            rate, gain = row["overflow_rate"], row["gain"]
+            declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"
+            cause = "pow2_floor rounds scale_inv down" if declared else "the kernel makes its scale too small"
+            message = (
+                f"{percent(rate)} of the {trace.gemm} {trace.tensor} clips at step {row['step']} under its own current"
+                f" scale: {cause}" + (f" (gain {gain:.4f})" if gain is not None else "")
+            )
+            severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
+            threshold = self.max_rate if severity is Severity.ERROR else 0.0
+            yield trace.finding(self, severity, message, value=rate, threshold=threshold)
+
+
+RULES.add(ScaleRoundedDown.code, ScaleRoundedDown())

@@ -1,0 +1,113 @@
+"""F105: an outlier takes the whole range of its scale, and the ordinary values beside it underflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.metrics.histogram import FIRST_LOG2
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import percent, times, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class OutlierUnderflow(Rule):
+    """An outlier sets the scale of its neighbours, and they underflow to zero while SQNR looks better than clean.
+
+    What it detects
+        An input of fprop whose scale fits its own amax (so it is not F102) and of which a material share still becomes
+        zero, because the amax lies many binades above the median magnitude. SwiGLU's product into down_proj does this
+        when gate and up align. Underflow of values that are tiny anyway, such as the tail of GELU, comes with an amax
+        near the median and is not reported.
+
+    Why it matters
+        The outlier is nearly all of the tensor's energy, so SQNR and cosine rise while the information of all other
+        channels is lost. arXiv 2409.12517 traces the divergence of a 7B model in FP8 to it, after 200 B tokens.
+
+    Example
+        blocks.4.mlp.down, fprop input, e4m3fn tensorwise current: 61 % of the nonzero elements underflow; the amax is
+        8.4e+05 times the median magnitude, and SQNR reads 37.1 dB.
+
+    Cure
+        A finer granularity (1x128), so that the outlier spoils one tile per row; scale the channel down and its weight
+        up (Smooth-SwiGLU); BF16 for the fprop of this module.
+
+    Thresholds
+        max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; NUMERICS.md, 4 (act above 5 %, warn
+            above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16).
+        min_spread_log2 10: log2(amax / median magnitude). No published basis: 3 for a Gaussian, 6 for a product of
+            two; E4M3 holds 18.8 binades from amax to the first underflow.
+        min_crest 6: amax / rms, in its place where no histogram was recorded. No published basis.
+        min_headroom 0.015625: below 2^-6 the scale is too old (F102).
+        min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
+    """
+
+    code = "F105"
+    name = "outlier-underflow"
+    columns = ("num_underflow", "amax")
+    cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
+    changes: ClassVar[Mapping[str, Any]] = {
+        "granularity": "1x128",
+        "scaling": "current",
+        "history": 1024,
+        "algo": "max",
+        "margin": 0,
+    }
+
+    max_rate: float = 0.05
+    warn_rate: float = 0.01
+    min_spread_log2: float = 10.0
+    min_crest: float = 6.0
+    min_headroom: float = 2.0**-6
+    min_elements: int = 16
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the inputs that an outlier flushes."""
+        bad = (
+            f"gemm = 'fprop' AND tensor = 'input' AND underflow_nonzero_rate > {self.warn_rate}"
+            f" AND num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}"
+        )
+        columns = ["underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist"]
+        for trace in traces(run, bad, columns):
+            outlying = trace.where(self._has_outlier)
+            if outlying is None:
+                continue
+            row = outlying.worst("underflow_nonzero_rate")
+            rate, spread = row["underflow_nonzero_rate"], spread_log2(row)
+            against = f"{times(2.0**spread)} times the median magnitude" if spread else "far above the rest"
+            sqnr = f", while SQNR reads {row['sqnr_db']:.1f} dB" if row["sqnr_db"] is not None else ""
+            message = (
+                f"{percent(rate)} of the nonzero {trace.gemm} {trace.tensor} underflows at step {row['step']}: an"
+                f" outlier (amax {times(row['amax'])}) lies {against}{sqnr}"
+            )
+            severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
+            threshold = self.max_rate if severity is Severity.ERROR else self.warn_rate
+            yield outlying.finding(self, severity, message, value=rate, threshold=threshold)
+
+    def _has_outlier(self, row: dict[str, Any]) -> bool:
+        spread = spread_log2(row)
+        if spread is not None:
+            return spread >= self.min_spread_log2
+        return bool(row["rms"]) and row["amax"] / row["rms"] >= self.min_crest
+
+
+def spread_log2(row: dict[str, Any]) -> float | None:
+    """Return log2(amax / median magnitude) from the exponent histogram; None without one."""
+    histogram, amax = row["log2_hist"], row["amax"]
+    half = sum(histogram or ()) / 2
+    if not half or not amax:
+        return None
+    below = 0
+    for place, count in enumerate(histogram):
+        below += count
+        if below >= half:
+            return math.log2(amax) - (FIRST_LOG2 + place + 0.5)
+    return None
+
+
+RULES.add(OutlierUnderflow.code, OutlierUnderflow())

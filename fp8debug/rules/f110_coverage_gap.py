@@ -1,0 +1,86 @@
+"""F110: a Linear that nobody asked to keep in BF16 is not in FP8, or a filter matched nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class CoverageGap(Rule):
+    """A Linear stays out of FP8 although nobody asked for it, or a filter matches nothing.
+
+    What it detects
+        A module that should run in FP8 and does not; a plain nn.Linear among converted ones that no override named; an
+        override, include or exclude pattern that matched no module. A module that an override left in BF16 is none.
+
+    Why it matters
+        A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
+        compares something else than its title says. It cannot make the loss worse, so it is a warning.
+
+    Example
+        blocks.5.mlp.up is a plain nn.Linear among 41 modules in FP8, and no override named it.
+
+    Cure
+        Convert it, or say that BF16 is meant: overrides={'blocks.5.mlp.up': None}. Correct the pattern.
+
+    Thresholds
+        max_gaps 0: uncovered modules or empty patterns. Seen in torchtitan #4008.
+    """
+
+    code = "F110"
+    name = "coverage-gap"
+    cure = (
+        "convert the module, or say that BF16 is meant with overrides={FQN: None}; correct a pattern that matches none"
+    )
+    needs_fp8 = False
+    is_harmful = False
+
+    max_gaps: int = 0
+
+    def needs(self, run: Run) -> str | None:
+        """Ask for the manifest's module list."""
+        listed = any(module.get("fp8") is not None for module in run.modules)
+        return None if listed else "the manifest does not say which modules run in FP8"
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding per module or pattern."""
+        converted = [module for module in run.modules if module.get("fp8")]
+        for module in run.modules:
+            asked, reason = module.get("requested"), module.get("reason")
+            if module.get("fp8") is not False or asked == "bf16":
+                continue
+            because = f": {reason}" if reason else ""
+            if asked == "fp8":
+                yield self._finding(run, f"FP8 was asked for, but the module runs in high precision{because}", module)
+            elif converted and module.get("kind") == "Linear":
+                among = f"{len(converted)} module{'s' if len(converted) > 1 else ''} in FP8"
+                yield self._finding(run, f"a plain nn.Linear among {among}, and no override named it", module)
+        filters = run.manifest.get("filters")
+        for entry in filters if isinstance(filters, list) else []:
+            if isinstance(entry, dict) and entry.get("matched") == 0:
+                yield self._finding(run, f"the {entry.get('kind')} pattern {entry.get('pattern')!r} matches no module")
+
+    def _finding(self, run: Run, message: str, module: Mapping[str, Any] | None = None) -> Finding:
+        return Finding(
+            code=self.code,
+            name=self.name,
+            severity=Severity.WARNING,
+            module=module["fqn"] if module else None,
+            steps=run.steps_range,
+            ranks=tuple(run.ranks),
+            value=1.0,
+            threshold=float(self.max_gaps),
+            message=message,
+            cure=self.cure,
+            call_index=(module.get("call_index") if module else None) or 0,
+        )
+
+
+RULES.add(CoverageGap.code, CoverageGap())

@@ -1,0 +1,89 @@
+"""F111: an operand is declared FP8 and is too faithful to be in FP8 at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import Trace, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class Fp8NotOn(Rule):
+    """A GEMM is declared FP8, but its operands are too faithful to have been cast.
+
+    What it detects
+        Both operands of a GEMM with an SQNR that no 8-bit format reaches, at half of the sampled steps or more.
+        Tensors that a cast keeps exactly are left out: those with few distinct magnitudes (one-hot inputs, weights one
+        optimizer step after zero initialisation), and a weight that lies on the FP8 grid already beside an input that
+        does not.
+
+    Why it matters
+        A wrong flag or an unsupported dimension falls back to BF16 without a word. The run proves nothing about FP8
+        and has none of its speed.
+
+    Example
+        blocks.2.mlp.down, fprop input: declared e4m3fn 1x128 current, but the operand equals its reference at 40 of 40
+        sampled steps (E4M3 gives 31.5 dB, BF16 55.6 dB).
+
+    Cure
+        Check the flag, the dimensions (multiples of 16) and the device; fp8debug coverage RUN shows what was declared.
+
+    Thresholds
+        min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; NUMERICS.md, 4.
+        min_binades 8: occupied bins of the exponent histogram (or log2(amax / amin) without one). No published basis:
+            a trained operand fills twenty.
+        min_elements 256: elements; a small tensor may be exact by chance. No published basis.
+        Seen in TransformerEngine #1422; KempnerForge's guide: "silent by default".
+    """
+
+    code = "F111"
+    name = "fp8-not-on"
+    columns = ("sum_err2", "sum_x2")
+    cure = (
+        "check the FP8 flag, the dimensions (multiples of 16) and the device; fp8debug coverage shows what is declared"
+    )
+    is_harmful = False
+
+    min_sqnr_db: float = 45.0
+    min_binades: int = 8
+    min_elements: int = 256
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands that were never cast."""
+        bad = f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
+        found = [
+            trace
+            for whole in traces(run, bad, ["sqnr_db", "range_log2", "log2_hist"])
+            if (trace := whole.where(self._is_continuous)) and trace.lasting(min(2, len(trace.sampled)))
+        ]
+        too_good = {(trace.module, trace.gemm, trace.tensor) for trace in found}
+        for trace in found:
+            partners = {t for m, g, t in too_good if (m, g) == (trace.module, trace.gemm)}
+            if partners != {"weight"}:
+                yield self._finding(trace)
+
+    def _finding(self, trace: Trace) -> Finding:
+        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        sqnr_db = row["sqnr_db"]
+        since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
+        how = "equals its reference" if math.isinf(sqnr_db) else f"has {sqnr_db:.1f} dB or more"
+        message = (
+            f"the {trace.gemm} {trace.tensor} {how} at {len(trace.rows)} of {since} sampled steps: it is declared"
+            f" {trace.cast_name}, but FP8 gives about 31.5 dB and BF16 55.6 dB"
+        )
+        return trace.finding(self, Severity.WARNING, message, value=sqnr_db, threshold=self.min_sqnr_db, unit="dB")
+
+    def _is_continuous(self, row: dict[str, Any]) -> bool:
+        if row["log2_hist"] is not None:
+            return sum(count > 0 for count in row["log2_hist"]) >= self.min_binades
+        return row["range_log2"] is not None and bool(row["range_log2"] >= self.min_binades)
+
+
+RULES.add(Fp8NotOn.code, Fp8NotOn())

@@ -1,0 +1,96 @@
+"""F120: input or weight runs in E5M2, declared or not, where E4M3 was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import RUNNING, Trace, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class WrongFormat(Rule):
+    """An input or weight runs in E5M2 where E4M3 was meant, by its name or by its noise.
+
+    What it detects
+        E5M2 declared for input or weight (an error where other modules run E4M3 at the same place, a warning where all
+        of them run E5M2); or E4M3 declared and the noise of E5M2 measured: SQNR near 25.5 dB with a cosine to match,
+        no underflow, nothing clipped, gain 1. E5M2 for grad_output is the HYBRID recipe and healthy.
+
+    Why it matters
+        E5M2 has one mantissa bit less: 6 dB more noise in every GEMM for a range that current scaling of activations
+        does not need.
+
+    Example
+        blocks.0.mlp.up, fprop input: runs e5m2 1x128 current at 25.5 dB, where 11 other modules run E4M3 at 31.5 dB.
+
+    Cure
+        format='e4m3fn' for this operand; where E4M3 is declared already, the kernel or the cached weight is at fault.
+
+    Thresholds
+        max_sqnr_db 27, min_sqnr_db 24: E5M2 gives 25.55 dB on Gaussian data, E4M3 31.5 dB; NUMERICS.md, 4 ("a 6 dB
+            deficit means the wrong format"). Below 24 dB there is more wrong than the format.
+        max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
+            without losing cosine, and are healthy.
+        max_gain_error 0.01: beyond it the scale is at fault (F113).
+        min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
+        Seen in TransformerEngine #2754.
+    """
+
+    code = "F120"
+    name = "wrong-format"
+    columns = ("sum_err2", "sum_x2", "sum_xy", "sum_y2")
+    cure = "format='e4m3fn' for this operand; if E4M3 is declared already, check the kernel and the cached weight"
+    changes: ClassVar[Mapping[str, Any]] = {"format": "e4m3fn"}
+
+    max_sqnr_db: float = 27.0
+    min_sqnr_db: float = 24.0
+    max_cosine: float = 0.9992
+    max_gain_error: float = 0.01
+    min_elements: int = 1024
+    min_steps: int = 2
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands in E5M2."""
+        yield from self._declared(run)
+        measured = (
+            f"cast_name LIKE 'e4m3fn %' AND sqnr_db BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db}"
+            f" AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}"
+            f" AND numel >= {self.min_elements}"
+            " AND coalesce(underflow_nonzero_rate, 0) < 0.01 AND coalesce(overflow_rate, 0) < 0.001"
+            " AND coalesce(subnormal_rate, 0) < 0.2"
+        )
+        for trace in traces(run, measured, ["sqnr_db"]):
+            if trace.lasting(min(self.min_steps, len(trace.sampled))):
+                yield self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
+
+    def _declared(self, run: Run) -> Iterable[Finding]:
+        found = traces(run, "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')", ["sqnr_db"])
+        if not found:
+            return
+        query = (
+            "SELECT gemm, tensor, count(DISTINCT module) AS num FROM sites"
+            f" WHERE {RUNNING} AND cast_name LIKE 'e4m3fn %' GROUP BY gemm, tensor"
+        )
+        peers = {(row["gemm"], row["tensor"]): row["num"] for row in run.sql(query).to_pylist()}
+        for trace in found:
+            num = peers.get((trace.gemm, trace.tensor), 0)
+            others = f"where {num} other module{'s run' if num > 1 else ' runs'} E4M3" if num else "as in every module"
+            severity = Severity.ERROR if num else Severity.WARNING
+            yield self._finding(trace, severity, f"runs {trace.cast_name} {others}")
+
+    def _finding(self, trace: Trace, severity: Severity, what: str) -> Finding:
+        known = [row["sqnr_db"] for row in trace.rows if row["sqnr_db"] is not None]
+        sqnr_db = median(known) if known else None
+        number = f" ({sqnr_db:.1f} dB, E4M3 gives 31.5 dB)" if sqnr_db is not None else ""
+        message = f"the {trace.gemm} {trace.tensor} {what}{number}"
+        return trace.finding(self, severity, message, value=sqnr_db, threshold=self.max_sqnr_db, unit="dB")
+
+
+RULES.add(WrongFormat.code, WrongFormat())
