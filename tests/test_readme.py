@@ -1,4 +1,4 @@
-"""Every block of README.md runs, in order, in one folder; the output it shows is the output there is, but for the numbers."""
+"""Every block of README.md runs, in order, in one folder, and prints the output that it shows, but for the numbers."""
 
 from __future__ import annotations
 
