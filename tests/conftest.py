@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported, and for child processes: on small tensors two threads that wait for each other on a busy machine
-# take ten times as long as one.
+# Before torch is imported, and for child processes: on small tensors, two threads that wait for each other on a busy
+# machine take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: The browser of the system; CHROMIUM names another one.

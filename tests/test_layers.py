@@ -88,8 +88,8 @@ def imports(source: str, package: str) -> Iterator[Import]:
                 module = ".".join([*base, *([node.module] if node.module else [])])
                 yield from (Import(f"{module}.{alias.name}", node.lineno, at_load) for alias in node.names)
             case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
-                for child in node.orelse:
-                    yield from walk(child, at_load)
+                for statement in node.orelse:
+                    yield from walk(statement, at_load)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 for child in ast.iter_child_nodes(node):
                     yield from walk(child, False)

@@ -47,8 +47,8 @@ RUN_METHODS = {
 
 def parameters(thing: object) -> list[str]:
     signature = inspect.signature(thing)  # type: ignore[arg-type]  # callables only
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return [stars.get(p.kind, "") + p.name for p in signature.parameters.values() if p.name != "self"]
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+    return [stars.get(p.kind.name, "") + p.name for p in signature.parameters.values() if p.name != "self"]
 
 
 def run_python(code: str) -> str:

@@ -96,7 +96,8 @@ def serve(command: str) -> None:
     )
     try:
         assert server.stdout is not None
-        deadline, lines = time.monotonic() + 60, []
+        lines: list[str] = []
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and "http://127.0.0.1" not in "".join(lines[-1:]):
             line = server.stdout.readline()
             assert line, "".join(lines)
