@@ -1,0 +1,302 @@
+"""The Dash app: a shell, a router over the URL, and one callback per page that redraws what a setting or new data changed.
+
+The URL is the state. A control writes the URL (in the browser, assets/fp8debug.js); the page's parts are computed from it. So
+every view can be reloaded and sent to a colleague, and no state lives in the server.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import dash
+import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
+from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
+from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
+
+from fp8debug.errors import Fp8DebugError
+
+from . import source as sources
+from .figures import plain
+from .pages import fallback, heatmap, module, overview, runs
+from .pages.base import Page
+from .source import Source
+from .urls import View, href, parse, query
+from .widgets import card, note
+
+PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, fallback)}
+#: How often the browser asks whether a run's files have grown.
+REFRESH_MS = 4000
+_JS = "fp8debug"
+
+#: What is on screen: the place it was laid out for, and the state of the files then.
+Here = dict[str, Any]
+
+
+def make_app(path: str | Path) -> dash.Dash:
+    """Return the app for a run or a folder of runs.
+
+    Raises:
+        RunError: the path is neither.
+    """
+    source = Source(path)
+    app = dash.Dash(
+        "fp8debug_dashboard",
+        assets_folder=str(Path(__file__).with_name("assets")),
+        pages_folder="",
+        serve_locally=True,
+        suppress_callback_exceptions=True,  # pages come and go
+        title=f"{source.path.resolve().name} · fp8debug",
+        update_title="",
+    )
+    app.layout = _shell()
+    _route(app, source)
+    _refresh(app, source)
+    _clicks(app, source)
+    for page in PAGES.values():
+        _redraw(app, source, page)
+    return app
+
+
+def _shell() -> Component:
+    return dmc.MantineProvider(
+        [
+            dcc.Location(id="url", refresh="callback-nav"),
+            dcc.Store(id="stamp"),
+            dcc.Store(id="here"),
+            dcc.Interval(id="tick", interval=REFRESH_MS),
+            html.Header(
+                [
+                    html.Div(id="nav"),
+                    html.Div(
+                        [
+                            html.Span(id="live", role="status"),
+                            dmc.Switch(id="follow", label="follow", checked=True, size="xs"),
+                            dmc.Button("Refresh", id="refresh", size="compact-xs", variant="default"),
+                            dmc.ColorSchemeToggle(
+                                lightIcon="☀", darkIcon="☾", size="sm", variant="default", **{"aria-label": "dark or light"}
+                            ),
+                        ],
+                        className="tools",
+                    ),
+                ],
+                className="top",
+            ),
+            dcc.Loading(html.Main(id="page"), delay_show=400, overlay_style={"visibility": "visible"}, type="dot"),
+        ],
+        defaultColorScheme="auto",
+        theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
+    )
+
+
+def _route(app: dash.Dash, source: Source) -> None:
+    @app.callback(
+        Output("nav", "children"),
+        Output("page", "children"),
+        Output("here", "data"),
+        Input("url", "pathname"),
+        Input("url", "search"),
+        State({"control": ALL, "default": ALL}, "value"),
+        State({"control": ALL, "default": ALL}, "id"),
+        State("here", "data"),
+    )
+    def route(
+        pathname: str | None, search: str | None, values: list[str], ids: list[dict[str, str]], here: Here | None
+    ) -> tuple[Component, Component, Here]:
+        view = parse(pathname, search)
+        if is_at(here, view) and agrees(view, values, ids):
+            raise PreventUpdate  # a control moved: its page redraws its parts
+        now = {"place": list(view.place), "stamp": source.stamp(view.run)}
+        return navigation(view, source), page_of(view, source), now
+
+    app.clientside_callback(
+        ClientsideFunction(_JS, "sync"),
+        Output("url", "search"),
+        Input({"control": ALL, "default": ALL}, "value"),
+        State({"control": ALL, "default": ALL}, "id"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+
+
+def is_at(here: Here | None, view: View) -> bool:
+    """Tell whether the page on screen was laid out for the place that a view names."""
+    return here is not None and here["place"] == list(view.place)
+
+
+def agrees(view: View, values: list[str], ids: list[dict[str, str]]) -> bool:
+    """Tell whether the controls on screen say what the URL says; after "back" they do not."""
+    return all(view.get(i["control"], i["default"]) == (v or "") for v, i in zip(values, ids, strict=True))
+
+
+def page_of(view: View, source: Source) -> Component:
+    """Return a whole page, or what went wrong and what to do."""
+    try:
+        if is_list(view, source):
+            return runs.layout(source)
+        if view.page not in PAGES:
+            raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
+        return PAGES[view.page].layout(view, source.open(view.run))
+    except Fp8DebugError as error:
+        back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
+        waiting = "This page looks again by itself while the run is being written."
+        return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), back), className="page")
+
+
+def is_list(view: View, source: Source) -> bool:
+    """Tell whether a view is the list of runs."""
+    return source.is_folder and view.run is None and view.page in ("overview", "runs")
+
+
+def navigation(view: View, source: Source) -> Component:
+    """Return the head of the page: where one is, and the ways from there."""
+    links: list[Component] = [dcc.Link([html.B("fp8"), "debug"], href="/", className="mark")]
+    if is_list(view, source):
+        return html.Div([*links, html.Span(str(source.path), className="dim")], className="nav")
+    names = source.names()
+    if names:
+        options = names[:500]
+        links.append(
+            dmc.Select(id="run-choice", value=view.run, data=options, size="xs", w=190, searchable=True, allowDeselect=False)
+        )
+    else:
+        links.append(html.Span(source.path.resolve().name, className="run-name"))
+    for page in PAGES.values():
+        current = {"aria-current": "page"} if page.name == view.page else {}
+        classes = "tab tab-current" if current else "tab"
+        links.append(html.Span(dcc.Link(page.title, href=href(page.name, view.run), className=classes), **current))
+    return html.Div([*links, _search(view, source)], className="nav")
+
+
+def _search(view: View, source: Source) -> Component:
+    try:
+        modules = [str(m["fqn"]) for m in source.open(view.run).run.modules]
+    except Fp8DebugError:
+        modules = []
+    return dmc.Select(
+        id="module-search",
+        data=list(dict.fromkeys(modules)),
+        value=view.get("module") if view.page == "module" and view.get("module") in modules else None,
+        placeholder="Find a module  ( / )",
+        searchable=True,
+        limit=60,
+        size="xs",
+        w=270,
+        nothingFoundMessage="no such module",
+        **{"aria-label": "find a module"},
+    )
+
+
+def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
+    @app.callback(
+        *(Output(*output) for output in page.outputs),
+        Input("url", "search"),
+        Input("stamp", "data"),
+        State("url", "pathname"),
+        State("here", "data"),
+        prevent_initial_call=True,
+    )
+    def redraw(search: str | None, stamp: str | None, pathname: str | None, here: Here | None) -> Any:
+        view = parse(pathname, search)
+        if not is_at(here, view):
+            raise PreventUpdate  # the router lays out another page
+        try:
+            return page.parts(view, source.open(view.run))
+        except Fp8DebugError:
+            raise PreventUpdate from None  # the files are changing under us; the next tick looks again
+
+
+def _refresh(app: dash.Dash, source: Source) -> None:
+    @app.callback(
+        Output("stamp", "data"),
+        Output("live", "children"),
+        Input("tick", "n_intervals"),
+        Input("refresh", "n_clicks"),
+        State("url", "pathname"),
+        State("url", "search"),
+        State("stamp", "data"),
+        State("here", "data"),
+    )
+    def refresh(
+        ticks: int | None, clicks: int | None, pathname: str | None, search: str | None, known: str | None, here: Here | None
+    ) -> tuple[Any, Any]:
+        view = parse(pathname, search)
+        stamp = source.stamp(view.run)
+        fresh = here is not None and stamp not in (known, here["stamp"])
+        return stamp if fresh else no_update, live_text(view, source)
+
+    @app.callback(
+        Output("runs", "rowData"),
+        Input("stamp", "data"),
+        State("url", "pathname"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    def relist(stamp: str | None, pathname: str | None, search: str | None) -> Any:
+        if not is_list(parse(pathname, search), source):
+            raise PreventUpdate
+        return runs.parts(source)
+
+    app.clientside_callback(ClientsideFunction(_JS, "pause"), Output("tick", "disabled"), Input("follow", "checked"))
+
+
+def live_text(view: View, source: Source) -> str:
+    """Return ``● writing``, ``ended`` or ``not closed`` for the run in view."""
+    try:
+        if is_list(view, source):
+            return f"{len(source.names())} runs"
+        opened = source.open(view.run)
+        state = sources.state(opened.run.path, opened.run.rank_manifests)
+    except Fp8DebugError:
+        return "waiting"
+    return f"● {state}" if state == "writing" else state
+
+
+def _clicks(app: dash.Dash, source: Source) -> None:
+    @app.callback(
+        Output("url", "pathname", allow_duplicate=True),
+        Output("url", "search", allow_duplicate=True),
+        Input("heat", "clickData"),
+        State("url", "pathname"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    def open_cell(click: dict[str, Any] | None, pathname: str | None, search: str | None) -> tuple[str, str]:
+        view = parse(pathname, search)
+        params = cell_params(click, view, source)
+        if params is None:
+            raise PreventUpdate
+        return "/module", query(view.run, params)
+
+    app.clientside_callback(
+        ClientsideFunction(_JS, "open_module"),
+        Output("url", "pathname", allow_duplicate=True),
+        Output("url", "search", allow_duplicate=True),
+        Input("module-search", "value"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(
+        ClientsideFunction(_JS, "open_run"),
+        Output("url", "search", allow_duplicate=True),
+        Input("run-choice", "value"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+
+
+def cell_params(click: dict[str, Any] | None, view: View, source: Source) -> dict[str, Any] | None:
+    """Return what the module page needs to show a clicked cell: module, step, and the metric and site on view."""
+    try:
+        point = (click or {})["points"][0]
+        step, label = float(point["x"]), str(point["y"])
+        names = [str(m["fqn"]) for m in source.open(view.run).run.modules]
+    except (KeyError, IndexError, TypeError, ValueError, Fp8DebugError):
+        return None
+    name = next((n for n in names if plain(n) == label or n == label), None)
+    if name is None or not math.isfinite(step):
+        return None
+    site = view.get("site")
+    return {"module": name, "step": int(step), "metric": view.get("metric"), "site": site if "." in site else None}

@@ -1,0 +1,299 @@
+"""Questions to a run, asked in SQL and answered as records; nothing else in the dashboard reads a run.
+
+Every query reduces to what a screen can show before it leaves the engine: at most ``MAX_CELLS`` columns of a heatmap and
+``MAX_POINTS`` points of a line. Column names are checked against the schema before they enter a query; values are bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.formats import FORMATS
+from fp8debug.metrics import derived_columns, slots
+from fp8debug.metrics.histogram import FIRST_LOG2
+
+from .envelopes import KIND_SQL, badness_sql
+from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
+
+if TYPE_CHECKING:
+    from fp8debug import Run
+
+MAX_CELLS = 400
+MAX_POINTS = 600
+OPERANDS = ("input", "weight", "grad_output")
+SERIES = ("loss", "grad_norm", "loss_scale", "lr")
+
+
+def metrics() -> dict[str, tuple[str, str]]:
+    """Return (unit, sentence) of every number that a figure can show: derived columns first, then stored slots."""
+    found = {name: (d.unit, d.doc) for name, d in derived_columns().items()}
+    found |= {name: (s.unit, s.doc) for name, s in slots().items() if s.size == 1}
+    return found
+
+
+def column(metric: str) -> str:
+    """Return a column name that may enter a query.
+
+    Raises:
+        UnknownNameError: it is no column.
+    """
+    if metric not in metrics():
+        raise UnknownNameError("metric", metric, metrics())
+    return metric
+
+
+def floats(table: pa.Table, name: str) -> Floats:
+    """Return a column as float32, NaN for null."""
+    values = table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore"):
+        return np.asarray(values).astype(np.float32)
+
+
+def ints(table: pa.Table, name: str) -> Ints:
+    """Return a column without nulls as int32."""
+    return np.asarray(table.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
+
+
+def _bucket(first: int, last: int, most: int) -> int:
+    """Return how many steps share a cell or point when ``most`` are to be shown."""
+    return max(1, -(-(last - first + 1) // most))
+
+
+def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
+    """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
+    low, high = run.steps_range
+    if low is None:  # rows without a step, from a writer that is not ours
+        return None  # type: ignore[unreachable]
+    low, high = max(low, low if first is None else first), min(high, high if last is None else last)
+    return (low, high) if low <= high else None
+
+
+def training(run: Run) -> list[Trace]:
+    """Return loss, grad norm, loss scale and lr over steps, those that were recorded; constant ones but the loss are left out."""
+    aggregates = ", ".join(f"avg({c}) AS {c}, min({c}) AS {c}_low, max({c}) AS {c}_high" for c in SERIES)
+    bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
+    if bounds["first"] is None:
+        return []
+    width = _bucket(bounds["first"], bounds["last"], MAX_POINTS)
+    table = run.sql(
+        f"SELECT min(step) AS step, {aggregates} FROM steps"
+        f" GROUP BY CAST(floor((step - {int(bounds['first'])}) / {width}) AS BIGINT) ORDER BY 1"
+    )
+    steps, traces = ints(table, "step"), []
+    for name in SERIES:
+        values, low, high = (floats(table, name + suffix) for suffix in ("", "_low", "_high"))
+        known = np.isfinite(values) | np.isinf(values)
+        if not known.any() or (name != "loss" and np.nanmin(low) == np.nanmax(high)):
+            continue
+        banded = width > 1
+        traces.append(
+            Trace(
+                name=name,
+                steps=steps[known],
+                values=np.where(np.isinf(values), np.float32(np.nan), values)[known],
+                low=low[known] if banded else None,
+                high=high[known] if banded else None,
+            )
+        )
+    return traces
+
+
+def last_loss(run: Run) -> float | None:
+    """Return the loss of the last step that has one."""
+    rows = run.sql("SELECT step, avg(loss) AS loss FROM steps WHERE loss IS NOT NULL GROUP BY step ORDER BY step DESC LIMIT 1")
+    return float(rows.column("loss")[0].as_py()) if rows.num_rows else None
+
+
+def recorded(run: Run) -> list[str]:
+    """Return the metrics that the run has any value of, in the order of ``metrics()``."""
+    return [name for name in metrics() if run.has(name)]
+
+
+def casts(run: Run) -> list[tuple[str, bool]]:
+    """Return (cast name, running) of every operand cast recorded, running ones first."""
+    table = run.sql(
+        "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
+        " GROUP BY cast_name ORDER BY 2 DESC, 1"
+    )
+    return [(row["cast_name"], bool(row["running"])) for row in table.to_pylist()]
+
+
+def where(site: str, cast: str) -> tuple[str, list[Any]]:
+    """Return the SQL condition and its values for a choice of site and cast.
+
+    Args:
+        site: ``operands`` or ``results`` for all of them (against the shadow), ``exact`` for results against the exact
+            GEMM, or ``gemm.tensor`` for one.
+        cast: ``running``, or the name of a cast, what-if or not.
+    """
+    conditions: list[str] = []
+    values: list[Any] = []
+    gemm, _, tensor = site.partition(".")
+    if site in ("operands", "results", "exact"):
+        conditions.append({"operands": "reference = 'operand'", "results": "reference = 'shadow'"}.get(site, "reference = 'exact'"))
+    else:
+        conditions.append("gemm = ? AND tensor = ?")
+        values += [gemm, tensor]
+        conditions.append("reference = 'operand'" if tensor in OPERANDS else "reference = 'shadow'")
+    if cast == "running":
+        conditions.append("actual")
+    else:
+        conditions.append("cast_name = ?")
+        values.append(cast)
+    return " AND ".join(conditions), values
+
+
+def heat(
+    run: Run, metric: str, site: str = "operands", cast: str = "running", steps: tuple[int | None, int | None] = (None, None)
+) -> Heat:
+    """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
+
+    Args:
+        run: the run.
+        metric: column of ``sites``.
+        site: see ``where``.
+        cast: see ``where``.
+        steps: first and last step to show; the cells get finer as the range gets shorter.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    name, unit = column(metric), metrics()[metric][0]
+    condition, values = where(site, cast)
+    modules = [str(m["fqn"]) for m in run.modules]
+    shown = step_range(run, *steps)
+    nothing = np.zeros((0, 0), dtype=np.float32)
+    if shown is None:
+        return Heat(metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32))
+    first, last = shown
+    width = _bucket(first, last, MAX_CELLS)
+    table = run.sql(
+        f"WITH picked AS (SELECT module, step, call_index, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
+        f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
+        f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
+        " min(call_index) AS place, max_by(v, badness) AS v, max_by(kind, badness) AS kind"
+        " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
+        values,
+    )
+    return _grid(table, metric, unit, modules, width)
+
+
+def _grid(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
+    names = table.column("module").to_pylist()
+    order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *names]))}
+    present = sorted(set(names), key=order.__getitem__)
+    row = {name: i for i, name in enumerate(present)}
+    cells, index = np.unique(ints(table, "cell"), return_inverse=True)
+    rows = np.array([row[name] for name in names], dtype=np.int64)
+    values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
+    kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
+    steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)
+    values[rows, index] = floats(table, "v")
+    kinds[rows, index] = ints(table, "kind")
+    np.minimum.at(steps, index, ints(table, "step"))
+    return Heat(
+        metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width
+    )
+
+
+def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[Trace]:
+    """Return a metric of one module over steps: a line for every site, cast and reference.
+
+    Args:
+        run: the run.
+        module: FQN.
+        metric: column of ``sites``.
+        site: (gemm, tensor) to keep; all nine by default.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    name, shown = column(metric), step_range(run)
+    if shown is None:
+        return []
+    width = _bucket(*shown, MAX_POINTS)
+    condition, values = "module = ?", [module]
+    if site is not None:
+        condition, values = condition + " AND gemm = ? AND tensor = ?", [module, *site]
+    table = run.sql(
+        "SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step,"
+        f" avg({name}) AS v, min({name}) AS low, max({name}) AS high FROM sites WHERE {condition} AND {name} IS NOT NULL"
+        " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
+        " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
+        values,
+    )
+    return _traces(table, banded=width > 1)
+
+
+def _traces(table: pa.Table, banded: bool) -> list[Trace]:
+    keys = ("gemm", "tensor", "cast_name", "reference", "actual")
+    if not table.num_rows:
+        return []
+    columns = [table.column(key).to_pylist() for key in keys]
+    steps, values, low, high = ints(table, "step"), floats(table, "v"), floats(table, "low"), floats(table, "high")
+    labels = list(zip(*columns, strict=True))
+    starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
+    traces = []
+    for start, end in zip(starts, [*starts[1:], len(labels)], strict=True):
+        gemm, tensor, cast_name, reference, actual = labels[start]
+        part = slice(start, end)
+        traces.append(
+            Trace(
+                name=cast_name + ("" if actual else " (what-if)"),
+                steps=steps[part],
+                values=np.where(np.isinf(values[part]), np.float32(np.nan), values[part]),
+                low=low[part] if banded else None,
+                high=high[part] if banded else None,
+                gemm=gemm,
+                tensor=tensor,
+                cast_name=cast_name,
+                reference=reference,
+                actual=actual,
+            )
+        )
+    return traces
+
+
+def sampled_steps(run: Run, module: str) -> list[int]:
+    """Return the steps at which the module has statistics."""
+    return run.sql("SELECT DISTINCT step FROM sites WHERE module = ? ORDER BY step", [module]).column("step").to_pylist()
+
+
+def side_by_side(run: Run, module: str, site: tuple[str, str], step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one row per cast (or reference, of a result) of a site at one step, the running cast first."""
+    names = ", ".join(column(name) for name in columns)
+    return run.sql(
+        f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {names} FROM sites"
+        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
+        [module, *site, step],
+    ).to_pylist()
+
+
+def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> Histogram | None:
+    """Return the exponent histogram of a site at one step, with the range of a cast (the running one by default)."""
+    rows = run.sql(
+        "SELECT cast_name, actual, log2_hist, scale_inv_min, scale_inv_max, scale_inv_mean_log2 FROM sites"
+        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND reference = 'operand' ORDER BY actual DESC, cast_name",
+        [module, *site, step],
+    ).to_pylist()
+    counts = next((row["log2_hist"] for row in rows if row["log2_hist"]), None)
+    if counts is None:
+        return None
+    chosen = next((row for row in rows if row["cast_name"] == cast), rows[0])
+    bins: NDArray[np.int64] = np.array(counts, dtype=np.int64)
+    return Histogram(first_log2=FIRST_LOG2, counts=bins, step=step, cast=_range(chosen))
+
+
+def _range(row: dict[str, Any]) -> CastRange | None:
+    name = str(row["cast_name"]).split(" ")[0]
+    low, high, mean = row["scale_inv_min"], row["scale_inv_max"], row["scale_inv_mean_log2"]
+    if name not in FORMATS or not low or not high or mean is None:
+        return None
+    logs = (float(np.log2(low)), float(mean), float(np.log2(high)))
+    return CastRange(name=row["cast_name"], actual=bool(row["actual"]), scale_inv_log2=logs, format=name)

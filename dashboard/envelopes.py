@@ -1,0 +1,129 @@
+"""What healthy looks like, as colour: NUMERICS.md section 4 turned into one scale for every metric.
+
+``severity`` maps a value to: 0 healthy, 1 the warn threshold, 2 the act threshold, 3 hopeless; below 0 lies what is *too good*
+or on the other side (an operand near 55 dB is not in FP8 at all; a scale far above its tensor). Values between two
+thresholds are interpolated, so a figure shows how far a site is from the next one, in the same colours for all metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+#: What kind of site a value comes from: bits, so that SQL can send them along with each value.
+E5M2, DELAYED, WGRAD_GRAD_OUTPUT, SHADOW, EXACT = 1, 2, 4, 8, 16
+
+#: SQL over ``sites`` that computes those bits.
+KIND_SQL = (
+    f"(CASE WHEN cast_name LIKE '%e5m2%' THEN {E5M2} ELSE 0 END"
+    f" + CASE WHEN cast_name LIKE '%delayed%' OR cast_name LIKE '%static%' THEN {DELAYED} ELSE 0 END"
+    f" + CASE WHEN gemm = 'wgrad' AND tensor = 'grad_output' THEN {WGRAD_GRAD_OUTPUT} ELSE 0 END"
+    f" + CASE WHEN reference = 'shadow' THEN {SHADOW} WHEN reference = 'exact' THEN {EXACT} ELSE 0 END)"
+)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Thresholds of one metric: values in ascending order and the severity at each."""
+
+    values: tuple[float, ...]
+    severities: tuple[float, ...]
+
+    def severity(self, values: Floats) -> Floats:
+        """Return the severity of each value; NaN (no data) stays NaN."""
+        safe = np.where(np.isnan(values), self.values[0], values)
+        mapped = np.interp(safe, self.values, self.severities).astype(np.float32)
+        return np.where(np.isnan(values), np.float32(np.nan), mapped)
+
+    def at_value(self, value: float) -> float:
+        """Return the severity of one value."""
+        return float(np.interp(value, self.values, self.severities))
+
+    def at(self, severity: float) -> list[float]:
+        """Return the thresholds that stand for exactly this severity, e.g. both sides of a gain."""
+        return [v for v, s in zip(self.values, self.severities, strict=True) if s == severity]
+
+
+_OPERAND_DB = Envelope((10, 25, 30, 31, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
+_E5M2_DB = Envelope((4, 19, 24, 25, 29, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 dB, closed form
+_RESULT_DB = Envelope((5, 20, 25, 27, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
+_RESULT_E5M2_DB = Envelope((1, 16, 21, 23, 31, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 beside 31.5 dB predicts 24.6
+_EXACT_DB = Envelope((20, 35, 45, 50), (3, 2, 1, 0))
+_COSINE = Envelope((0.9, 0.99, 0.999, 0.9995), (3, 2, 1, 0))
+_COSINE_E5M2 = Envelope((0.6, 0.96, 0.996, 0.998), (3, 2, 1, 0))  # four times the noise power
+_COSINE_RESULT = Envelope((0.9, 0.995, 0.9984, 0.999), (3, 2, 1, 0))  # what 20, 25 and 27 dB leave
+_COSINE_RESULT_E5M2 = Envelope((0.8, 0.987, 0.996, 0.9975), (3, 2, 1, 0))
+_COSINE_EXACT = Envelope((0.99, 0.99984, 0.999984, 0.999995), (3, 2, 1, 0))  # what 35, 45 and 50 dB leave
+_UNDERFLOW = Envelope((0, 0.002, 0.01, 0.05, 1), (0, 0, 1, 2, 3))
+_UNDERFLOW_LEAF = Envelope((0, 0.01, 0.05, 1), (0, 0, 1, 1.5))  # wgrad is a leaf: never alone a reason to act
+_SATURATION = Envelope((0, 1e-9, 1e-3, 1), (0, 1, 2, 3))
+_SATURATION_DELAYED = Envelope((0, 1e-4, 1e-3, 1e-2, 1), (0, 0, 1, 2, 3))
+_GAIN = Envelope((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 0, 1, 2, 3))
+_NONFINITE = Envelope((0, 1e-12, 1), (0, 2, 3))
+# No published thresholds: headroom above 1 clips by definition; below, colour starts where a third of E4M3's 18 binades is lost.
+_HEADROOM = Envelope((2**-12, 2**-6, 2**-3, 1, 1.01, 1.25, 4), (-2, -1, 0, 0, 1, 2, 3))
+_RATIO = Envelope((-2, -0.32, -0.014, 0, 3, 6, 12), (3, 2, 1, 0, 0, -1, -2))
+
+
+def envelope(metric: str, kind: int = 0) -> Envelope | None:
+    """Return the envelope of a column at a kind of site, or None where nothing says what is healthy."""
+    e5m2, delayed = bool(kind & E5M2), bool(kind & DELAYED)
+    match metric:
+        case "sqnr_db" if kind & EXACT:
+            return _EXACT_DB
+        case "sqnr_db" if kind & SHADOW:
+            return _RESULT_E5M2_DB if e5m2 else _RESULT_DB
+        case "sqnr_db":
+            return _E5M2_DB if e5m2 else _OPERAND_DB
+        case "cosine" if kind & EXACT:
+            return _COSINE_EXACT
+        case "cosine" if kind & SHADOW:
+            return _COSINE_RESULT_E5M2 if e5m2 else _COSINE_RESULT
+        case "cosine":
+            return _COSINE_E5M2 if e5m2 else _COSINE
+        case "underflow_rate" | "underflow_nonzero_rate":
+            return _UNDERFLOW_LEAF if kind & WGRAD_GRAD_OUTPUT else _UNDERFLOW
+        case "overflow_rate":
+            return _SATURATION_DELAYED if delayed else _SATURATION
+        case "gain" | "norm_ratio":
+            return _GAIN
+        case "nonfinite_rate" | "actual_nonfinite_rate":
+            return _NONFINITE
+        case "headroom":
+            return _HEADROOM
+        case "scale_log2_ratio":
+            return _RATIO
+    return None
+
+
+def severities(metric: str, values: Floats, kinds: NDArray[np.int32]) -> Floats | None:
+    """Return the severity of each value, each by the envelope of its own kind of site; None without an envelope."""
+    if envelope(metric) is None:
+        return None
+    result = np.full(values.shape, np.nan, dtype=np.float32)
+    for kind in np.unique(kinds):
+        found = envelope(metric, int(kind))
+        if found is not None:
+            chosen = kinds == kind
+            result[chosen] = found.severity(values[chosen])
+    return result
+
+
+def badness_sql(metric: str) -> str:
+    """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show."""
+    match metric:
+        case "sqnr_db" | "worst_block_sqnr_db":
+            return f"-({metric} + CASE WHEN cast_name LIKE '%e5m2%' THEN 5.95 ELSE 0 END)"
+        case "cosine":
+            return f"(1 - {metric}) * CASE WHEN cast_name LIKE '%e5m2%' THEN 0.25 ELSE 1 END"
+        case "gain" | "norm_ratio":
+            return f"abs({metric} - 1)"
+        case "scale_log2_ratio":
+            return f"CASE WHEN {metric} < 0 THEN 100 - {metric} ELSE {metric} END"
+        case "amin" | "scale_inv_min":
+            return f"-{metric}"
+    return metric

@@ -1,0 +1,420 @@
+"""Records -> plotly figures: pure functions, no run, no app; arrays stay float32 all the way to the browser.
+
+Backgrounds are transparent and greys half transparent, so one figure serves dark and light. Names come from outside: they
+pass ``plain`` before plotly sees them, for it reads markup in text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
+from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
+
+from fp8debug.formats import FORMATS
+
+from .envelopes import envelope, severities
+from .records import CastRange, Heat, Histogram, Mark, Trace
+from .theme import (
+    COLORS,
+    FAINT,
+    GREY,
+    ICONS,
+    LINES,
+    SEVERITY_RANGE,
+    SEVERITY_SCALE,
+    SYMBOLS,
+    VERMILLION,
+)
+
+#: The three by three sites of a Linear as they are laid out: one row per GEMM, operands then result.
+SITES: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("fprop", "input"), ("fprop", "weight"), ("fprop", "output")),
+    (("dgrad", "grad_output"), ("dgrad", "weight"), ("dgrad", "grad_input")),
+    (("wgrad", "grad_output"), ("wgrad", "input"), ("wgrad", "grad_weight")),
+)
+MAX_LABELS = 48
+NAME_LENGTH = 34
+
+
+def plain(text: str) -> str:
+    """Return text that plotly shows as it is: its labels know a little HTML and ``%{}``."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "%&#123;")
+
+
+def shorten(name: str, length: int = NAME_LENGTH) -> str:
+    """Return the end of a long name, which is where module names differ."""
+    return name if len(name) <= length else "…" + name[-length + 1 :]
+
+
+def empty(message: str, height: int = 220) -> go.Figure:
+    """Return a figure that says why it is empty."""
+    figure = _styled(go.Figure(), height)
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(visible=False)
+    figure.add_annotation(text=plain(message), showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5)
+    return figure
+
+
+def _styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+    figure.update_layout(
+        height=height,
+        margin={"l": 56, "r": 12, "t": 8, "b": 34},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"size": 11, "color": GREY, "family": "inherit"},
+        hoverlabel={"font": {"size": 11}, "align": "left"},
+        hovermode="closest",
+        showlegend=False,
+        uirevision="keep",
+        modebar={"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
+        colorway=list(LINES),
+    )
+    figure.update_xaxes(gridcolor=FAINT, zeroline=False, linecolor=FAINT, ticks="outside", ticklen=3, tickcolor=FAINT)
+    figure.update_yaxes(gridcolor=FAINT, zeroline=False, linecolor=FAINT, exponentformat="power")
+    figure.update_layout(**layout)
+    return figure
+
+
+def training(series: Sequence[Trace], marks: Sequence[Mark] = ()) -> go.Figure:
+    """Return loss (and what else of a training step was recorded) over steps, with a rail of findings above.
+
+    Args:
+        series: one subplot each, all over the same steps.
+        marks: where findings begin; a dotted line runs from each through all subplots.
+    """
+    if not series and not marks:
+        return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
+    heights = [3.0 if s.name == "loss" else 1.4 for s in series] or [1.0]
+    rows = ([0.55] if marks else []) + heights
+    figure = make_subplots(rows=len(rows), cols=1, shared_xaxes=True, row_heights=rows, vertical_spacing=0.025)
+    first = 2 if marks else 1
+    for row, trace in enumerate(series, first):
+        _line(figure, trace, LINES[0], row=row, col=1, width=1.6 if trace.name == "loss" else 1.2)
+        figure.update_yaxes(title_text=trace.name, title_standoff=4, nticks=6 if row == first else 3, row=row, col=1)
+    if marks:
+        figure.add_trace(_rail(marks), row=1, col=1)
+        figure.update_yaxes(visible=False, range=[-1, 1], fixedrange=True, row=1, col=1)
+        for mark in marks:
+            figure.add_shape(
+                type="line",
+                x0=mark.step,
+                x1=mark.step,
+                y0=0,
+                y1=1,
+                yref="paper",
+                layer="below",
+                line={"color": COLORS[mark.severity], "width": 1, "dash": "dot"},
+            )
+    figure.update_xaxes(title_text="step", title_standoff=4, row=len(rows), col=1)
+    return _styled(figure, int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
+
+
+def _rail(marks: Sequence[Mark]) -> go.Scatter:
+    texts = ["<br>".join(plain(line) for line in mark.lines) for mark in marks]
+    labels = [" ".join(mark.codes[:3]) + (f" +{len(mark.codes) - 3}" if len(mark.codes) > 3 else "") for mark in marks]
+    return go.Scatter(
+        x=np.array([mark.step for mark in marks], dtype=np.int32),
+        y=np.zeros(len(marks), dtype=np.float32),
+        mode="markers+text",
+        text=labels,
+        textposition="middle right",
+        customdata=texts,
+        hovertemplate="step %{x}<br>%{customdata}<extra></extra>",
+        marker={
+            "size": 10,
+            "symbol": [SYMBOLS[mark.severity] for mark in marks],
+            "color": [COLORS[mark.severity] for mark in marks],
+        },
+        cliponaxis=False,
+        name="findings",
+    )
+
+
+def _line(
+    figure: go.Figure,
+    trace: Trace,
+    color: str,
+    *,
+    row: int,
+    col: int,
+    width: float = 1.5,
+    legend: str | None = None,
+    in_legend: bool = False,
+) -> None:
+    """Add a line, its band of smallest to largest value behind it, and points where a line alone would be invisible."""
+    if trace.low is not None and trace.high is not None:
+        band = np.concatenate([trace.high, trace.low[::-1]])
+        steps = np.concatenate([trace.steps, trace.steps[::-1]])
+        known = ~np.isnan(band)
+        figure.add_trace(
+            go.Scatter(
+                x=steps[known],
+                y=band[known],
+                fill="toself",
+                fillcolor=color,
+                opacity=0.15,
+                mode="none",
+                hoverinfo="skip",
+                showlegend=False,
+                legendgroup=legend,
+            ),
+            row=row,
+            col=col,
+        )
+    what = plain(trace.cast_name or trace.name) + ("" if trace.actual else " (what-if)")
+    figure.add_trace(
+        go.Scatter(
+            x=trace.steps,
+            y=trace.values,
+            mode="lines+markers" if len(trace.steps) <= 40 else "lines",
+            marker={"size": 4},
+            line={"color": color, "width": width, "dash": "solid" if trace.actual else "dot"},
+            name=plain(legend or trace.name),
+            legendgroup=legend,
+            showlegend=in_legend,
+            customdata=[what] * len(trace.steps),
+            hovertemplate="%{y:.5g} · step %{x}<br>%{customdata}<extra></extra>",
+        ),
+        row=row,
+        col=col,
+    )
+
+
+def heatmap(heat: Heat) -> go.Figure:
+    """Return modules (execution order, from the top) by steps; colour is severity where NUMERICS.md says what is healthy.
+
+    A metric without an envelope is coloured between its 2nd and 98th percentile, so that one outlier hides nothing.
+    """
+    if not heat.modules or np.isnan(heat.values).all():
+        return empty(f"{heat.metric} was not recorded for this choice", 300)
+    names = [plain(name) for name in heat.modules]
+    colors = severities(heat.metric, heat.values, heat.kinds)
+    unit = "" if heat.unit == "1" else f" {heat.unit}"
+    cells = go.Heatmap(
+        x=heat.steps,
+        y=names,
+        z=heat.values if colors is None else colors,
+        customdata=heat.values,
+        hovertemplate=f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric} %{{customdata:.5g}}{unit}<extra></extra>",
+        hoverongaps=False,
+        xgap=1 if len(heat.steps) <= 120 else 0,
+        ygap=1 if len(names) <= 120 else 0,
+        colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}},
+    )
+    if colors is None:
+        low, high = np.nanpercentile(heat.values, [2, 98])
+        cells.update(zmin=float(low), zmax=float(high), colorscale="Cividis")
+    else:
+        cells.update(zmin=SEVERITY_RANGE[0], zmax=SEVERITY_RANGE[1], colorscale=SEVERITY_SCALE)
+        cells.colorbar.update(**_severity_ticks(heat))
+    figure = go.Figure(cells)
+    _heat_marks(figure, heat)
+    height = int(min(1400, max(240, 74 + len(names) * (18 if len(names) <= 60 else 9))))
+    every = -(-len(names) // MAX_LABELS) if len(names) > 80 else 1
+    labelled = range(0, len(names), every)
+    _styled(figure, height)
+    figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 38})
+    figure.update_xaxes(title_text="step", title_standoff=4, showgrid=False)
+    figure.update_yaxes(
+        autorange="reversed",
+        showgrid=False,
+        automargin=True,
+        tickmode="array",
+        tickvals=list(labelled),
+        ticktext=[plain(shorten(heat.modules[i])) for i in labelled],
+    )
+    return figure
+
+
+def _severity_ticks(heat: Heat) -> dict[str, object]:
+    """Return the colour bar's words, with the thresholds where one envelope serves all cells."""
+    kinds = np.unique(heat.kinds[~np.isnan(heat.values)])
+    found = envelope(heat.metric, int(kinds[0])) if len(kinds) == 1 else None
+    words = {-2: "beyond", 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
+    if found is not None and not any(s < 0 for s in found.severities):
+        del words[-2]
+    labels = []
+    for severity, word in words.items():
+        values = found.at(severity) if found is not None and severity in (1, 2) else []
+        labels.append(word + (" " + " / ".join(f"{v:.4g}" for v in values) if values else ""))
+    return {"tickvals": list(words), "ticktext": labels}
+
+
+def _heat_marks(figure: go.Figure, heat: Heat) -> None:
+    marks = [mark for mark in heat.marks if mark.module in heat.modules]
+    if not marks or not len(heat.steps):
+        return
+    figure.add_trace(
+        go.Scatter(
+            x=np.array([mark.step for mark in marks], dtype=np.int32),
+            y=[plain(mark.module or "") for mark in marks],
+            mode="markers",
+            customdata=["<br>".join(plain(line) for line in mark.lines) for mark in marks],
+            hovertemplate="%{customdata}<extra></extra>",
+            marker={
+                "size": 9,
+                "symbol": [SYMBOLS[mark.severity] for mark in marks],
+                "color": "#ffffff",
+                "line": {"width": 1.5, "color": "#111111"},
+            },
+        )
+    )
+
+
+def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> go.Figure:
+    """Return the nine sites of one module, one small plot each: the running cast solid, what-ifs dotted."""
+    if not any(np.isfinite(t.values).any() for t in traces):
+        return empty(f"{metric} was not recorded for this module", 300)
+    titles = [f"{gemm} · {tensor}" for row in SITES for gemm, tensor in row]
+    figure = make_subplots(
+        rows=3, cols=3, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.075, horizontal_spacing=0.045
+    )
+    for note, (gemm, tensor) in zip(figure.layout.annotations, [site for row in SITES for site in row], strict=True):
+        chosen = (gemm, tensor) == selected
+        note.update(font={"size": 11}, text=f"<b>▸ {note.text}</b>" if chosen else note.text, yshift=-3)
+    groups = list(dict.fromkeys(_group(trace) for trace in traces))
+    colors = {group: LINES[i % len(LINES)] for i, group in enumerate(sorted(groups, key=_group_order))}
+    shown: set[str] = set()
+    for row, line in enumerate(SITES, 1):
+        for col, site in enumerate(line, 1):
+            here = [t for t in traces if (t.gemm, t.tensor) == site]
+            for trace in here:
+                group = _group(trace)
+                _line(
+                    figure,
+                    trace,
+                    colors[group],
+                    row=row,
+                    col=col,
+                    legend=group,
+                    in_legend=group not in shown,
+                    width=1.6 if trace.actual else 1.2,
+                )
+                shown.add(group)
+            if not here:
+                text = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
+                figure.add_annotation(**text, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row, col=col)
+    if step is not None:
+        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    _styled(figure, 470, showlegend=True, legend={"orientation": "h", "y": 1.07, "yanchor": "bottom", "x": 0})
+    figure.update_layout(margin={"l": 44, "r": 12, "t": 58, "b": 34})
+    figure.update_xaxes(title_text="step", title_standoff=2, row=3)
+    return figure
+
+
+def _group(trace: Trace) -> str:
+    if trace.reference in ("shadow", "exact"):
+        return {"shadow": "result against shadow (quantization)", "exact": "result against exact (accumulation)"}[
+            trace.reference
+        ]
+    return "running cast" if trace.actual else trace.cast_name
+
+
+def _group_order(group: str) -> tuple[int, str]:
+    order = ("running cast", "result against shadow (quantization)", "result against exact (accumulation)")
+    return (order.index(group) if group in order else len(order), group)
+
+
+def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> go.Figure:
+    """Return log2 scale_inv of each cast over steps, and below it the headroom: above 1 the cast clips.
+
+    Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
+    """
+    if not any(np.isfinite(t.values).any() for t in (*scale, *headroom)):
+        return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 300)
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.55, 0.45], vertical_spacing=0.06)
+    names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
+    colors = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
+    for trace in scale:
+        _line(figure, trace, colors[trace.cast_name], row=1, col=1, legend=trace.name, in_legend=True)
+    for trace in headroom:
+        _line(figure, trace, colors[trace.cast_name], row=2, col=1, legend=trace.name)
+        clips = trace.values > 1
+        if clips.any():
+            figure.add_trace(
+                go.Scatter(
+                    x=trace.steps[clips],
+                    y=trace.values[clips],
+                    mode="markers",
+                    marker={"symbol": "x", "size": 6, "color": VERMILLION},
+                    hovertemplate="clips: headroom %{y:.4g} · step %{x}<extra></extra>",
+                    showlegend=False,
+                ),
+                row=2,
+                col=1,
+            )
+    figure.add_hline(y=0, line={"color": VERMILLION, "width": 1, "dash": "dash"}, row=2, col=1)
+    if step is not None:
+        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    _styled(figure, 340, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
+    figure.update_layout(margin={"t": 54})
+    figure.update_yaxes(title_text="log2 scale_inv", title_standoff=4, row=1, col=1)
+    figure.update_yaxes(title_text="headroom", type="log", dtick=1, title_standoff=4, row=2, col=1)
+    figure.update_xaxes(title_text="step", title_standoff=2, row=2, col=1)
+    return figure
+
+
+def histogram(hist: Histogram | None) -> go.Figure:
+    """Return the exponents of one tensor with the range drawn in that the chosen cast can represent."""
+    if hist is None or not hist.counts.any():
+        return empty("No exponent histogram was recorded at this site and step", 340)
+    share = (hist.counts / hist.counts.sum()).astype(np.float32)
+    exponents = hist.first_log2 + np.arange(len(share), dtype=np.int32)
+    filled = np.flatnonzero(hist.counts)
+    left, right = float(exponents[filled[0]]) - 1, float(exponents[filled[-1]]) + 2
+    figure = go.Figure(
+        go.Bar(
+            x=exponents[filled].astype(np.float32) + 0.5,
+            y=share[filled],
+            width=0.92,
+            customdata=exponents[filled],
+            marker={"color": LINES[0]},
+            hovertemplate="2^%{customdata} to twice that: %{y:.3%}<extra></extra>",
+        )
+    )
+    if hist.cast is not None:
+        low, high = _draw_range(figure, hist.cast)
+        left, right = min(left, low - 1), max(right, high + 1)
+    _styled(figure, 340, bargap=0)
+    figure.update_layout(margin={"t": 40})
+    figure.update_xaxes(title_text=f"log2 of magnitude at step {hist.step}", title_standoff=2, range=[left, right])
+    floor = float(np.log10(share[filled].min())) - 0.4
+    figure.update_yaxes(title_text="share of nonzeros", type="log", range=[floor, 0.1], dtick=1, title_standoff=4)
+    return figure
+
+
+def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
+    """Shade normals and subnormals at the mean scale, with a line at both ends of what blocks differ by."""
+    fmt = FORMATS[cast.format]
+    lowest, mean, highest = cast.scale_inv_log2
+    zero, normal, top = (float(np.log2(v)) for v in (fmt.min_subnormal / 2, fmt.min_normal, fmt.max))
+    for a, b, color, text in (
+        (zero, normal, "rgba(230,159,0,0.16)", "subnormal"),
+        (normal, top, "rgba(0,158,115,0.13)", "normal"),
+    ):
+        figure.add_vrect(x0=mean + a, x1=mean + b, fillcolor=color, line_width=0, layer="below")
+        figure.add_annotation(
+            x=mean + (a + b) / 2, y=1.0, yref="paper", yanchor="bottom", text=text, showarrow=False, font={"size": 10}
+        )
+    for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
+        figure.add_vline(x=mean + edge, line={"color": VERMILLION, "width": 1.2})
+        figure.add_annotation(
+            x=mean + edge,
+            y=1.0,
+            yref="paper",
+            yanchor="bottom",
+            xanchor=anchor,
+            text=text,
+            showarrow=False,
+            font={"size": 10},
+        )
+        for other in {lowest, highest} - {mean}:
+            figure.add_vline(x=other + edge, line={"color": VERMILLION, "width": 0.8, "dash": "dot"})
+    return lowest + zero, highest + top
+
+
+def mark_label(severity: str, code: str, module: str | None, message: str) -> str:
+    """Return one line of hover text for a finding."""
+    return f"{ICONS[severity]} {code} {module or 'whole run'}: {shorten(message, 110) if len(message) > 110 else message}"

@@ -1,0 +1,96 @@
+"""Modules by steps: any metric at any site under any cast, in execution order from the top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from .. import data, figures, source
+from ..envelopes import envelope
+from ..figures import SITES
+from ..records import Heat
+from ..source import Opened
+from ..urls import View
+from ..widgets import card, control, graph, note
+from .base import Page
+
+METRIC, SITE, CAST = "sqnr_db", "operands", "running"
+
+
+def site_options() -> list[dict[str, Any]]:
+    """Return the choices of site: the worst of many first, then the nine."""
+    many = [
+        {"value": "operands", "label": "all operands (worst)"},
+        {"value": "results", "label": "all results, quantization error (worst)"},
+        {"value": "exact", "label": "all results, accumulation error (worst)"},
+    ]
+    nine = [{"value": f"{g}.{t}", "label": f"{g} {t}"} for line in SITES for g, t in line]
+    return [{"group": "worst of", "items": many}, {"group": "one site", "items": nine}]
+
+
+def metric_options(run_metrics: list[str]) -> list[dict[str, Any]]:
+    """Return the recorded metrics: those with a healthy envelope first."""
+    known = [name for name in run_metrics if envelope(name) is not None]
+    rest = [name for name in run_metrics if envelope(name) is None]
+    groups = (("known healthy range", known), ("other", rest))
+    return [{"group": title, "items": [{"value": n, "label": n} for n in names]} for title, names in groups if names]
+
+
+def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
+    """Return the choices of cast."""
+    names = [{"value": name, "label": name + ("" if running else " (what-if)")} for name, running in casts]
+    return [{"value": CAST, "label": "running cast"}, *names]
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    metrics = data.recorded(opened.run)
+    about, figure = parts(view, opened)
+    controls = html.Div(
+        [
+            control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "Metric", 190),
+            control("site", SITE, view.get("site", SITE), site_options(), "GEMM and tensor", 250),
+            control("cast", CAST, view.get("cast", CAST), cast_options(data.casts(opened.run)), "Cast", 260),
+        ],
+        className="controls",
+    )
+    return html.Div([card("Layers by steps", controls, html.Div(about, id="heat-about"), graph("heat", figure))], className="page")
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return a line about the figure, and the figure."""
+    metric, site, cast = view.get("metric", METRIC), view.get("site", SITE), view.get("cast", CAST)
+    if not opened.run.has(metric):
+        text = f"{metric} is not recorded in this run; recorded are {', '.join(data.recorded(opened.run)) or 'no metrics'}."
+        return note(text, kind="warning"), figures.empty("not recorded", 300)
+    try:
+        heat = data.heat(opened.run, metric, site, cast, steps=(view.get_int("from"), view.get_int("to")))
+    except Fp8DebugError as error:
+        return note(str(error), kind="warning"), figures.empty("not recorded", 300)
+    heat = _marked(heat, opened)
+    return note(_about(heat)), figures.heatmap(heat)
+
+
+def _marked(heat: Heat, opened: Opened) -> Heat:
+    from dataclasses import replace
+
+    return replace(heat, marks=source.marks(opened.findings(), by_module=True))
+
+
+def _about(heat: Heat) -> str:
+    unit, doc = data.metrics()[heat.metric]
+    words = [doc[:1].upper() + doc[1:] + ("." if unit == "1" else f", in {unit}.")]
+    if heat.steps_per_cell > 1:
+        words.append(f"A cell is the worst of {heat.steps_per_cell} steps.")
+    if envelope(heat.metric) is None:
+        words.append("No healthy range is known for it: colours run from the 2nd to the 98th percentile.")
+    return " ".join([*words, "Click a cell for the module at that step."])
+
+
+PAGE = Page(
+    name="heatmap", title="Heatmap", layout=layout, parts=parts, outputs=(("heat-about", "children"), ("heat", "figure"))
+)

@@ -1,0 +1,242 @@
+"""One Linear: its nine sites over steps, and one site at one step under every cast that was recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from .. import data, figures
+from ..coverage import in_words
+from ..envelopes import envelope
+from ..figures import SITES
+from ..source import Opened
+from ..theme import WORDS, level
+from ..urls import View, href
+from ..widgets import badge, card, control, facts, graph, note, number, percent, segments, table
+from .base import Page
+from .heatmap import metric_options
+from .overview import module_href
+
+METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
+NAMES = tuple(f"{gemm}.{tensor}" for line in SITES for gemm, tensor in line)
+#: What the table of casts shows; rates are printed in percent.
+COLUMNS = (
+    "sqnr_db",
+    "cosine",
+    "gain",
+    "mse",
+    "underflow_rate",
+    "overflow_rate",
+    "headroom",
+    "scale_inv_min",
+    "scale_inv_max",
+    "amax",
+    "worst_block_sqnr_db",
+    "num_zero_blocks",
+)
+_LEVELS = ((2.0, "error"), (1.0, "warning"))
+
+
+def chosen_module(view: View, opened: Opened) -> str | None:
+    """Return the module of the URL, or the first culprit, or the first module."""
+    names = [str(m["fqn"]) for m in opened.run.modules]
+    asked = view.get("module")
+    if asked:
+        return asked if asked in names else None
+    culprit = next((f.module for f in opened.findings() if f.module in names), None)
+    return culprit or next(iter(names), None)
+
+
+def chosen_site(view: View) -> tuple[str, str]:
+    """Return (gemm, tensor) of the URL."""
+    name = view.get("site", SITE)
+    gemm, _, tensor = (name if name in NAMES else SITE).partition(".")
+    return gemm, tensor
+
+
+def chosen_step(view: View, steps: list[int]) -> int | None:
+    """Return the sampled step nearest to the URL's, the last one by default."""
+    asked = view.get_int("step")
+    if not steps:
+        return None
+    return steps[-1] if asked is None else min(steps, key=lambda step: abs(step - asked))
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    module = chosen_module(view, opened)
+    if module is None:
+        return html.Div(note(f"No module {view.get('module')!r} in this run; search one above.", kind="error"), className="page")
+    head, about, nine, table_of_casts, scale, hist = parts(view, opened)
+    steps = data.sampled_steps(opened.run, module)
+    step = chosen_step(view, steps)
+    site = chosen_site(view)
+    tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
+    casts = [{"value": CAST, "label": "running cast"}]
+    casts += [{"value": name, "label": name} for name, _ in data.casts(opened.run)]
+    return html.Div(
+        [
+            html.Div(head, id="module-head"),
+            card(
+                "Nine sites over steps",
+                html.Div(
+                    [control("metric", METRIC, view.get("metric", METRIC), metric_options(data.recorded(opened.run)), "Metric", 190)],
+                    className="controls",
+                ),
+                html.Div(about, id="module-about"),
+                graph("nine", nine),
+            ),
+            card(
+                "One site at one step",
+                html.Div(
+                    [
+                        segments("site", SITE, ".".join(site), tensor_options, "Site"),
+                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "Step", 110),
+                        control("cast", CAST, view.get("cast", CAST), casts, "Range drawn for", 240),
+                    ],
+                    className="controls",
+                ),
+                html.Div(table_of_casts, id="casts"),
+                html.Div(
+                    [
+                        html.Div([html.H3("scale_inv and headroom of each cast"), graph("scales", scale)]),
+                        html.Div([html.H3("exponents and what the cast can represent"), graph("hist", hist)]),
+                    ],
+                    className="columns",
+                ),
+            ),
+        ],
+        className="page",
+    )
+
+
+def _steps(steps: list[int]) -> list[dict[str, str]]:
+    return [{"value": "", "label": "last"}, *({"value": str(step), "label": str(step)} for step in steps)]
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return head, a line about the metric, nine sites, casts side by side, scales and histogram."""
+    module = chosen_module(view, opened)
+    if module is None:
+        nothing = figures.empty("no such module")
+        return [], [], nothing, [], nothing, nothing
+    run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
+    steps = data.sampled_steps(run, module)
+    step = chosen_step(view, steps)
+    about: Component | None = None
+    try:
+        nine = figures.sites(data.module_traces(run, module, metric), metric, site, step)
+    except Fp8DebugError as error:
+        about, nine = note(str(error), kind="warning"), figures.empty("not recorded", 300)
+    scale = data.module_traces(run, module, "scale_inv_mean_log2", site)
+    headroom = data.module_traces(run, module, "headroom", site)
+    if step is None:
+        return _head(view, opened, module), about, nine, note(_why_empty(opened, module)), figures.scales([], []), figures.histogram(None)
+    cast = view.get("cast", CAST)
+    hist = data.histogram(run, module, site, step, None if cast == CAST else cast)
+    return (
+        _head(view, opened, module),
+        about,
+        nine,
+        _casts(opened, module, site, step),
+        figures.scales(scale, headroom, step),
+        figures.histogram(hist),
+    )
+
+
+def _why_empty(opened: Opened, module: str) -> str:
+    entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
+    return f"Nothing was recorded for {module}: {entry.get('reason') or 'no reason recorded'}."
+
+
+def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
+    modules = opened.run.modules
+    names = [str(m["fqn"]) for m in modules]
+    at = names.index(module)
+    entry = modules[at]
+    kept = {key: value for key, value in view.params.items() if key != "module"}
+    steps = [
+        _neighbour("← ", names[at - 1] if at else None, view, kept),
+        html.Span(f"{at + 1} of {len(names)} in execution order", className="dim"),
+        _neighbour("→ ", names[at + 1] if at + 1 < len(names) else None, view, kept),
+    ]
+    pairs = [
+        ("kind", str(entry.get("kind") or "–")),
+        ("in × out", f"{number(entry.get('in_features'))} × {number(entry.get('out_features'))}"),
+        ("runs in", in_words(entry.get("casts")) if entry.get("fp8") else f"not FP8: {entry.get('reason') or 'no reason recorded'}"),
+    ]
+    named = [f for f in opened.findings() if module in (f.module, *f.also)]
+    suffers = [f for f in opened.findings() if module in f.victims]
+    lines = [
+        html.Div(
+            [badge(level(f.severity), f.code), html.Span(f" {f.name}: {f.message} "), dcc.Link("show", href=module_href(f, view.run))],
+            className="named",
+        )
+        for f in named
+    ]
+    lines += [
+        html.Div([badge("info", f"victim of {f.code}"), f" of {f.module or 'the run'}: its input was bad, its arithmetic is not"], className="named")
+        for f in suffers
+    ]
+    return [
+        html.Div([html.H1(module), html.Nav(steps, className="neighbours")], className="module-title"),
+        facts(pairs),
+        *(lines or [html.Div([badge("ok", "No finding"), " names this module"], className="named")]),
+    ]
+
+
+def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -> Component:
+    if name is None:
+        return html.Span()
+    text = f"{arrow}{name}" if arrow.startswith("←") else f"{name} →"
+    return dcc.Link(text, href=href("module", view.run, module=name, **kept), title=name)
+
+
+def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Component:
+    columns = [name for name in COLUMNS if opened.run.has(name)]
+    rows = data.side_by_side(opened.run, module, site, step, columns)
+    if not rows:
+        return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
+    columns = [name for name in columns if any(row[name] is not None for row in rows)]
+    body: list[list[Any]] = []
+    for row in rows:
+        running = "running" if row["actual"] else "what-if"
+        what = running if row["reference"] == "operand" else f"against {row['reference']}"
+        body.append([row["cast_name"], what, *(_cell(name, row[name], row["kind"]) for name in columns)])
+    numeric = range(2, 2 + len(columns))
+    caption = f"{site[0]} {site[1]} at step {step:,}"
+    return html.Div([html.H3(f"casts side by side: {caption}"), table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric))])
+
+
+def _head_of(name: str) -> str:
+    return name.removesuffix("_rate") if name.endswith("_rate") else name
+
+
+def _cell(name: str, value: float | None, kind: int) -> Any:
+    text = percent(value) if name.endswith("_rate") else number(value)
+    found = envelope(name, kind)
+    if value is None or found is None:
+        return text
+    severity = found.at_value(value)
+    grade = next((grade for limit, grade in _LEVELS if severity >= limit), None)
+    return text if grade is None else html.Span([badge(grade, text)], title=f"{WORDS[grade]}: outside the healthy range")
+
+
+PAGE = Page(
+    name="module",
+    title="Module",
+    layout=layout,
+    parts=parts,
+    outputs=(
+        ("module-head", "children"),
+        ("module-about", "children"),
+        ("nine", "figure"),
+        ("casts", "children"),
+        ("scales", "figure"),
+        ("hist", "figure"),
+    ),
+)

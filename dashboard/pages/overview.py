@@ -1,0 +1,206 @@
+"""The first page of a run: is it ill, where, since when, what runs in FP8 at all, and what to do now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from .. import data, figures, source
+from ..coverage import coverage
+from ..source import Opened
+from ..theme import ICONS, WORDS, level
+from ..urls import View, href
+from ..widgets import badge, card, code, facts, graph, grid, note, number, percent, table
+from .base import Page
+
+if TYPE_CHECKING:
+    from fp8debug import Finding
+
+_NUMBER = {"function": "params.value == null ? '–' : d3.format('.4~g')(params.value)"}
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "severity", "headerName": "Severity", "cellRenderer": "Severity", "width": 96, "maxWidth": 110},
+    {"field": "code", "headerName": "Code", "width": 72, "maxWidth": 84},
+    {"field": "name", "headerName": "What", "width": 170, "tooltipField": "name"},
+    {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 180, "tooltipField": "module"},
+    {"field": "site", "headerName": "Site", "width": 130},
+    {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 92, "maxWidth": 110},
+    {"field": "until", "headerName": "Until", "type": "rightAligned", "width": 76, "maxWidth": 100},
+    {"field": "value", "headerName": "Value", "type": "rightAligned", "valueFormatter": _NUMBER, "width": 84, "maxWidth": 110},
+    {"field": "threshold", "headerName": "Limit", "type": "rightAligned", "valueFormatter": _NUMBER, "width": 80, "maxWidth": 110},
+    {"field": "unit", "headerName": "Unit", "width": 62, "maxWidth": 76},
+    {"field": "message", "headerName": "Evidence", "width": 360, "tooltipField": "message"},
+    {"field": "others", "headerName": "Also / victims", "width": 120, "tooltipField": "others"},
+)
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    verdict, todo, loss, rows, covered = parts(view, opened)
+    findings = opened.findings()
+    return html.Div(
+        [
+            html.Div(verdict, id="verdict"),
+            html.Div(
+                [
+                    card("Training", graph("loss", loss), note="findings marked where they begin", grow=True),
+                    card("What to do now", html.Div(todo, id="todo")),
+                ],
+                className="columns columns-wide-left",
+            ),
+            card("Findings", grid("findings", COLUMNS, rows), note="culprit first; click a module to see its numbers")
+            if findings
+            else html.Div(grid("findings", COLUMNS, rows), hidden=True),
+            card("Coverage", html.Div(covered, id="coverage"), note="what runs in FP8, under which cast, and why the rest does not"),
+        ],
+        className="page",
+    )
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return verdict, what to do, training figure, findings and coverage."""
+    findings = opened.findings()
+    figure = figures.training(data.training(opened.run), source.marks(findings))
+    return (
+        _verdict(opened, findings),
+        _todo(view, opened, findings),
+        figure,
+        [row(finding, view.run) for finding in findings],
+        _coverage(view, opened),
+    )
+
+
+def row(finding: Finding, run: str | None) -> dict[str, Any]:
+    """Return a finding as a row of the grid."""
+    site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
+    others = [*finding.also, *finding.victims]
+    return {
+        "severity": level(finding.severity),
+        "icon": ICONS[level(finding.severity)],
+        "word": WORDS[level(finding.severity)],
+        "code": finding.code,
+        "name": finding.name,
+        "module": finding.module or "(no layer)",
+        "href": module_href(finding, run) if finding.module else None,
+        "site": site or "–",
+        "since": finding.steps[0],
+        "until": finding.steps[1],
+        "value": None if finding.value is None else float(finding.value),
+        "threshold": None if finding.threshold is None else float(finding.threshold),
+        "unit": finding.unit,
+        "message": finding.message,
+        "others": ", ".join(others) or "–",
+    }
+
+
+def module_href(finding: Finding, run: str | None) -> str:
+    """Return the module page at the finding's site and first step."""
+    site = f"{finding.gemm}.{finding.tensor}" if finding.gemm and finding.tensor else None
+    return href("module", run, module=finding.module, site=site, step=finding.steps[0])
+
+
+def _verdict(opened: Opened, findings: Sequence[Finding]) -> list[Component | None]:
+    run, verdict = opened.run, opened.verdict
+    steps = run.steps_range
+    pairs = [
+        ("recipe", source.recipe_name(run.manifest)),
+        ("steps", f"{steps[0]:,} – {steps[1]:,}"),
+        ("every", number(run.manifest.get("every"))),
+        ("ranks", number(len(run.ranks))),
+        ("last loss", number(data.last_loss(run))),
+        ("state", source.state(run.path, run.rank_manifests)),
+    ]
+    return [
+        html.Div([badge(verdict), html.P(sentence(opened, findings)), facts(pairs)], className=f"verdict verdict-{verdict}"),
+        note("Not everything could be read: " + "; ".join(run.problems), kind="warning") if run.problems else None,
+    ]
+
+
+def sentence(opened: Opened, findings: Sequence[Finding]) -> str:
+    """Return the verdict in words."""
+    if opened.failure:
+        return f"Triage could not run: {opened.failure}"
+    if not findings:
+        return "No finding: every rule that could look stayed silent."
+    first = findings[0]
+    where = f"{first.module} is the first culprit" if first.module else "No layer is to blame"
+    counts = Counter(level(f.severity) for f in findings)
+    counted = ", ".join(f"{n} {name}{'s' if n > 1 and name != 'info' else ''}" for name, n in counts.items())
+    return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}."
+
+
+def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Component | None]:
+    path = str(opened.run.path)
+    skipped = opened.skipped
+    silent = html.Details(
+        [
+            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} could not look"),
+            html.Ul([html.Li([code(rule), f" {reason}"]) for rule, reason in skipped]),
+        ]
+    )
+    hints: list[Component | None] = [silent if skipped else None]
+    if data.last_loss(opened.run) is None:
+        hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
+    if not findings:
+        return [html.P("Nothing. " if opened.verdict == "ok" else "Nothing can be said yet."), *hints]
+    items: list[Component] = []
+    for finding in list(dict.fromkeys(f for f in findings if level(f.severity) != "info"))[:3] or [findings[0]]:
+        name = finding.module or "the whole run"
+        link = dcc.Link(name, href=module_href(finding, view.run)) if finding.module else name
+        items.append(html.Li([badge(level(finding.severity), finding.code), " ", link, html.P(finding.cure)]))
+    try:
+        candidates = len(opened.fallbacks())
+    except Fp8DebugError:
+        candidates = 0
+    more: list[Component] = [html.Li(["Read the manual page: ", code(f"fp8debug explain {findings[0].code}")])]
+    if candidates:
+        text = f"{candidates} fallback candidate{'s' if candidates != 1 else ''}"
+        command = code(f"fp8debug fallback {path} --to json -o fallback.json")
+        more.append(html.Li(["Or take it out of FP8: ", dcc.Link(text, href=href("fallback", view.run)), ", ", command]))
+    return [html.Ol(items, className="todo"), html.Ul(more, className="todo"), *hints]
+
+
+def _coverage(view: View, opened: Opened) -> list[Component | None]:
+    manifest = opened.run.manifest
+    found = coverage(manifest.get("modules") or [], manifest.get("filters") or [])
+    if not found.num_linears:
+        return [note("The manifest lists no modules, so coverage is not known.")]
+    share = "" if found.flops_share is None else f", {percent(found.flops_share)} of their FLOPs"
+    casts = table(
+        ["Modules", "FLOPs", "Cast"],
+        [[number(n), percent(part), name] for name, n, part in found.casts],
+        numeric=(0, 1),
+    )
+    skipped = table(
+        ["Not in FP8", "Kind", "Asked for", "Why"],
+        [
+            [dcc.Link(name, href=href("module", view.run, module=name)), kind, asked, reason]
+            for name, kind, asked, reason in found.skipped[:200]
+        ],
+    )
+    idle = [f"{kind} {pattern!r}" for kind, pattern, matched in found.filters if not matched]
+    return [
+        html.P([html.B(f"{found.num_fp8} of {found.num_linears}"), f" Linears run in FP8{share}."]),
+        note("Filters that matched nothing: " + ", ".join(idle), kind="warning") if idle else None,
+        html.Div([casts, skipped if found.skipped else note("Every Linear runs in FP8.")], className="columns"),
+    ]
+
+
+PAGE = Page(
+    name="overview",
+    title="Overview",
+    layout=layout,
+    parts=parts,
+    outputs=(
+        ("verdict", "children"),
+        ("todo", "children"),
+        ("loss", "figure"),
+        ("findings", "rowData"),
+        ("coverage", "children"),
+    ),
+)

@@ -1,0 +1,84 @@
+"""The folder's first page: every run with its verdict, so that the ill one is seen before it is opened."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dash import html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from ..records import Summary
+from ..source import Source
+from ..theme import ICONS, WORDS
+from ..urls import href
+from ..widgets import card, grid
+
+#: Triage of many runs is spread over several refreshes; one refresh spends this much on it.
+TRIAGE_S = 1.5
+
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 200, "tooltipField": "name"},
+    {"field": "severity", "headerName": "Verdict", "cellRenderer": "Severity", "width": 110},
+    {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
+    {"field": "recipe", "headerName": "Recipe", "width": 150},
+    {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
+    {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 90},
+    {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 76},
+    {
+        "field": "loss",
+        "headerName": "Last loss",
+        "type": "rightAligned",
+        "width": 96,
+        "valueFormatter": {"function": "params.value == null ? '–' : d3.format('.4~g')(params.value)"},
+    },
+    {"field": "state", "headerName": "State", "width": 96},
+    {"field": "problems", "headerName": "Not readable", "width": 160, "tooltipField": "problems"},
+)
+
+
+def layout(source: Source) -> Component:
+    """Return the page."""
+    rows = parts(source)
+    return html.Div(
+        [card(f"Runs in {source.path.resolve().name}", grid("runs", COLUMNS, rows), note="newest first; click one to open it")],
+        className="page",
+    )
+
+
+def parts(source: Source) -> list[dict[str, Any]]:
+    """Return one row per run; a verdict that is not known yet says so and comes with a later refresh."""
+    rows, until = [], time.monotonic() + TRIAGE_S
+    for name in source.names():
+        verdict, finding = "unknown", ""
+        summary = source.summary(name)
+        if not summary.error and (time.monotonic() < until or source.is_triaged(name)):
+            try:
+                opened = source.open(name)
+                verdict = opened.verdict
+                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in opened.findings()), opened.failure)
+            except Fp8DebugError as error:
+                finding = str(error)
+        rows.append(row(summary, verdict, finding))
+    return rows
+
+
+def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
+    """Return a run as a row of the grid."""
+    return {
+        "name": summary.name,
+        "href": None if summary.error else href("overview", summary.name),
+        "severity": verdict,
+        "icon": ICONS[verdict],
+        "word": WORDS[verdict],
+        "finding": finding or "–",
+        "recipe": summary.recipe,
+        "last": summary.last,
+        "sampled": summary.sampled,
+        "ranks": summary.ranks,
+        "loss": summary.loss,
+        "state": summary.state or "unreadable",
+        "problems": summary.error or "; ".join(summary.problems) or "–",
+    }

@@ -1,0 +1,160 @@
+"""What data.py hands to figures.py: small frozen records of numpy arrays, so that a figure is tested without a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One line over steps; one point may stand for several sampled steps.
+
+    Attributes:
+        name: what the legend says.
+        steps: int32 ``[points]``.
+        values: float32 ``[points]``, NaN where there is no data.
+        low: smallest value behind each point, float32 ``[points]``, or None when a point is one value.
+        high: largest value behind each point.
+        gemm: GEMM of the site, or "".
+        tensor: tensor of the site, or "".
+        cast_name: cast of the values, or "".
+        reference: ``operand``, ``shadow``, ``exact`` or "".
+        actual: False for a what-if.
+    """
+
+    name: str
+    steps: Ints
+    values: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+    gemm: str = ""
+    tensor: str = ""
+    cast_name: str = ""
+    reference: str = ""
+    actual: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Where findings of one step begin: their codes, the worst severity and one line each for the hover text."""
+
+    step: int
+    severity: str
+    codes: tuple[str, ...]
+    lines: tuple[str, ...]
+    module: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """One metric over modules and steps.
+
+    Attributes:
+        metric: column name.
+        unit: unit of the column.
+        modules: names in execution order.
+        steps: first step of each column of cells, int32 ``[columns]``.
+        values: float32 ``[modules, columns]``, NaN where nothing was recorded.
+        kinds: bits of ``envelopes``, int32 ``[modules, columns]``.
+        steps_per_cell: how many steps one cell spans; above 1 it shows the worst of them.
+        marks: findings that name a module.
+    """
+
+    metric: str
+    unit: str
+    modules: tuple[str, ...]
+    steps: Ints
+    values: Floats
+    kinds: Ints
+    steps_per_cell: int = 1
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastRange:
+    """Where a cast can put values, as log2 of the magnitude before the cast; min and max over its blocks.
+
+    Attributes:
+        name: cast name.
+        actual: False for a what-if.
+        scale_inv_log2: (smallest, mean, largest) log2 of scale_inv.
+        format: name of the number format.
+    """
+
+    name: str
+    actual: bool
+    scale_inv_log2: tuple[float, float, float]
+    format: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Exponents of one tensor at one step.
+
+    Attributes:
+        first_log2: floor(log2(abs x)) of the first bin.
+        counts: int64 ``[bins]``.
+        step: the step.
+        cast: range of the cast to draw in, or None.
+    """
+
+    first_log2: int
+    counts: NDArray[np.int64]
+    step: int
+    cast: CastRange | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Which Linears run in FP8.
+
+    Attributes:
+        num_linears: all that were found.
+        num_fp8: those that run in FP8.
+        flops_share: share of the Linears' FLOPs that run in FP8, in [0, 1]; None when shapes are not recorded.
+        casts: (casts in words, number of modules, share of FLOPs), most first.
+        skipped: (module, kind, asked for, reason) of those that do not, in execution order.
+        filters: (kind, pattern, modules matched).
+    """
+
+    num_linears: int
+    num_fp8: int
+    flops_share: float | None
+    casts: tuple[tuple[str, int, float], ...] = ()
+    skipped: tuple[tuple[str, str, str, str], ...] = ()
+    filters: tuple[tuple[str, str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One line about a run: what the list of runs and the head of a page say.
+
+    Attributes:
+        name: folder name.
+        recipe: name of the recipe, or "".
+        first: first step, or None for a run without data.
+        last: last step.
+        sampled: number of sampled steps.
+        ranks: number of ranks.
+        loss: last loss, or None.
+        state: ``writing``, ``ended`` or ``not closed``.
+        problems: what could not be read.
+        error: why the run cannot be opened, or "".
+    """
+
+    name: str
+    recipe: str = ""
+    first: int | None = None
+    last: int | None = None
+    sampled: int = 0
+    ranks: int = 0
+    loss: float | None = None
+    state: str = ""
+    problems: tuple[str, ...] = field(default_factory=tuple)
+    error: str = ""

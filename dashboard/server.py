@@ -1,0 +1,116 @@
+"""Serves the app: to this machine without a token, to any other address only with one."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import sys
+from pathlib import Path
+from urllib.parse import urlencode
+
+import dash
+import flask
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from .app import make_app
+from .urls import parse, query
+
+#: What a page may load and where it may send: this server alone.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline';"
+    " img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; connect-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class _Quiet(WSGIRequestHandler):
+    """Logs errors only."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Log nothing: a page asks every few seconds."""
+
+
+def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: str | None = None) -> None:
+    """Serve a run or a folder of runs until interrupted.
+
+    Args:
+        path: a run, or a folder of runs; it is only read.
+        host: address to bind to. Any but a loopback address demands a token.
+        port: port to bind to; 0 takes a free one.
+        token: what a browser must show; generated for a non-loopback address when it is not given.
+
+    Raises:
+        RunError: the path is neither a run nor a folder of runs.
+    """
+    app = make_app(path)
+    if token is None and not is_loopback(host):
+        token = secrets.token_urlsafe(24)
+    guard(app, token)
+    server = make_server(host, port, app.server, threaded=True, request_handler=_Quiet)
+    shown = f"[{host}]" if ":" in host else host
+    suffix = f"/?{urlencode({'token': token})}" if token else "/"
+    print(f"fp8debug dashboard on http://{shown}:{server.server_port}{suffix} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def guard(app: dash.Dash, token: str | None) -> None:
+    """Refuse who does not show the token, and set the headers that keep a page from reaching anywhere else.
+
+    Without a token only requests that name a loopback host are answered: a web page that points its own name at 127.0.0.1
+    (DNS rebinding) gets nothing.
+    """
+    server = app.server
+
+    @server.before_request
+    def check() -> flask.Response | None:
+        if token is None:
+            name = flask.request.host.rsplit(":", 1)[0].strip("[]")
+            return None if is_loopback(name) else _refusal("This server answers to localhost only; start it with a token.")
+        cookie = f"fp8debug-{flask.request.environ.get('SERVER_PORT', '')}"
+        shown = flask.request.args.get("token")
+        if shown is not None and _same(shown, token):
+            return _admit(cookie, token)
+        if _same(flask.request.cookies.get(cookie, ""), token):
+            return None
+        return _refusal("This dashboard wants its token: open the address that it printed, with ?token=... at the end.")
+
+    @server.after_request
+    def headers(response: flask.Response) -> flask.Response:
+        response.headers["Content-Security-Policy"] = POLICY
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+
+def _same(shown: str, token: str) -> bool:
+    return hmac.compare_digest(shown.encode(), token.encode())
+
+
+def _admit(cookie: str, token: str) -> flask.Response:
+    """Answer with the cookie and the same address without the token, so that it stays out of history and bookmarks."""
+    view = parse(flask.request.path, flask.request.query_string.decode())
+    params = {key: value for key, value in view.params.items() if key != "token"}
+    response = flask.make_response("", 303)
+    response.headers["Location"] = "/" + flask.request.path.lstrip("/\\") + query(view.run, params)
+    response.set_cookie(cookie, token, httponly=True, samesite="Lax", secure=flask.request.is_secure, path="/")
+    return response
+
+
+def _refusal(reason: str) -> flask.Response:
+    return flask.Response(reason + "\n", 403, mimetype="text/plain")

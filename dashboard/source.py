@@ -1,0 +1,254 @@
+"""What is served: one run, or a folder of runs. Opens runs by name, never by path, and again when their files have grown."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
+
+from . import data
+from .records import Mark, Summary
+from .theme import level
+
+if TYPE_CHECKING:
+    from fp8debug import Fallback, Finding, Run
+
+#: A run whose files have not grown for this long and that was not closed is taken for killed.
+QUIET_S = 120.0
+_ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
+
+
+@dataclass
+class Opened:
+    """A run with what was concluded from it, as of one state of its files.
+
+    Attributes:
+        run: the run; its queries are safe from several threads.
+        stamp: state of its files.
+    """
+
+    run: Run
+    stamp: str
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _findings: list[Finding] | None = None
+    _fallbacks: list[Fallback] | None = None
+    _skipped: tuple[tuple[str, str], ...] = ()
+    _failure: str = ""
+
+    def findings(self) -> list[Finding]:
+        """Return what triage says, culprit first; computed once."""
+        with self._lock:
+            if self._findings is None:
+                from fp8debug import triage
+
+                try:
+                    found = triage(self.run)
+                    self._findings = list(found)
+                    self._skipped = tuple((str(code), str(reason)) for code, reason in found.skipped)
+                except Fp8DebugError as error:
+                    self._findings, self._failure = [], str(error)
+            return self._findings
+
+    @property
+    def is_triaged(self) -> bool:
+        """True when the findings are known."""
+        return self._findings is not None
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """(code, reason) of rules that could not look."""
+        self.findings()
+        return self._skipped
+
+    @property
+    def failure(self) -> str:
+        """Why triage could not run, or ""."""
+        self.findings()
+        return self._failure
+
+    @property
+    def verdict(self) -> str:
+        """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` for a run without data or a triage that failed."""
+        found = self.findings()
+        if self._failure:
+            return "unknown"
+        return min((level(f.severity) for f in found), key=_ORDER.__getitem__, default="ok")
+
+    def fallbacks(self) -> list[Fallback]:
+        """Return the candidates; computed once."""
+        findings = self.findings()
+        with self._lock:
+            if self._fallbacks is None:
+                from fp8debug import recommend
+
+                self._fallbacks = list(recommend(self.run, findings))
+            return self._fallbacks
+
+
+class Source:
+    """The folder that is served.
+
+    Args:
+        path: a run, or a folder of runs.
+
+    Raises:
+        RunError: it is neither.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise RunError(f"{path}: no such folder; give a run, or a folder of runs")
+        self.is_folder = not is_run(self.path)
+        if self.is_folder and not self.names():
+            raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
+        self._opened: dict[str, Opened] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Return the names of the runs in the folder, newest first; one run is not listed."""
+        if not self.is_folder:
+            return []
+        runs = [p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith(".") and is_run(p)]
+        return [p.name for p in sorted(runs, key=lambda p: (-p.stat().st_mtime, p.name))]
+
+    def folder(self, name: str | None) -> Path:
+        """Return a run's folder by its name in the list: a name with a path in it is no name.
+
+        Raises:
+            UnknownNameError: there is no such run.
+        """
+        if not self.is_folder:
+            return self.path
+        if name not in self.names():
+            raise UnknownNameError("run", str(name), self.names())
+        return self.path / str(name)
+
+    def open(self, name: str | None) -> Opened:
+        """Return a run as its files are now; what is open already is kept while they stay the same.
+
+        Raises:
+            RunError: it cannot be read.
+            UnknownNameError: there is no such run.
+        """
+        folder = self.folder(name)
+        stamp = file_stamp(folder)
+        with self._lock:
+            found = self._opened.get(folder.name)
+            if found is None or found.stamp != stamp:
+                from fp8debug import Run
+
+                found = self._opened[folder.name] = Opened(Run(folder), stamp)
+            return found
+
+    def is_triaged(self, name: str) -> bool:
+        """Tell whether a run's findings are known, so that asking for them costs nothing."""
+        found = self._opened.get(name)
+        return found is not None and found.is_triaged
+
+    def stamp(self, name: str | None) -> str:
+        """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
+        try:
+            if self.is_folder and name is None:
+                names = self.names()
+                return " ".join([*(file_stamp(self.path / n) for n in names), *(n for n in names if self.is_triaged(n))])
+            return file_stamp(self.folder(name))
+        except (OSError, UnknownNameError):
+            return ""
+
+    def summary(self, name: str | None) -> Summary:
+        """Return one line about a run, also about one that cannot be opened."""
+        folder = self.folder(name)
+        try:
+            opened = self.open(name)
+            run = opened.run
+            steps = run.steps_range
+            return Summary(
+                name=folder.name,
+                recipe=recipe_name(run.manifest),
+                first=steps[0],
+                last=steps[1],
+                sampled=run.sql("SELECT count(DISTINCT step) AS n FROM raw").column("n")[0].as_py(),
+                ranks=len(run.ranks),
+                loss=data.last_loss(run),
+                state=state(folder, run.rank_manifests),
+                problems=tuple(run.problems),
+            )
+        except (Fp8DebugError, OSError) as error:
+            return Summary(name=folder.name, error=str(error))
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder looks like a run."""
+    return (folder / "manifest.json").is_file() or any(folder.glob("rank=*"))
+
+
+def recipe_name(manifest: dict[str, Any]) -> str:
+    """Return the recipe's name, or what stands for it."""
+    recipe = manifest.get("recipe")
+    return str(recipe.get("name", "unnamed")) if isinstance(recipe, dict) else "none"
+
+
+def file_stamp(folder: Path) -> str:
+    """Return a word that changes whenever a file of the run is written."""
+    newest, size, count = 0, 0, 0
+    for path in (folder / "manifest.json", *folder.glob("rank=*/*"), *folder.glob("rank=*/*/part-*")):
+        try:
+            info = path.stat()
+        except OSError:
+            continue
+        newest, size, count = max(newest, info.st_mtime_ns), size + info.st_size, count + 1
+    return f"{newest:x}.{size:x}.{count:x}"
+
+
+def last_write(folder: Path) -> float:
+    """Return the time of the newest file of a run, in seconds since 1970."""
+    return int(file_stamp(folder).split(".")[0], 16) / 1e9
+
+
+def state(folder: Path, rank_manifests: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return ``ended``, ``writing`` or ``not closed`` (killed, or waiting for long)."""
+    if rank_manifests and all(m.get("ended") for m in rank_manifests.values()):
+        return "ended"
+    return "writing" if time.time() - last_write(folder) < QUIET_S else "not closed"
+
+
+def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, ...]:
+    """Return where findings begin, those of one step (and module) together, most severe first in each."""
+    grouped: dict[tuple[int, str | None], list[Finding]] = {}
+    for finding in findings:
+        grouped.setdefault((int(finding.steps[0]), finding.module if by_module else None), []).append(finding)
+    result = []
+    for (step, module), group in sorted(grouped.items(), key=lambda item: item[0][0]):
+        group.sort(key=lambda f: _ORDER[level(f.severity)])
+        result.append(
+            Mark(
+                step=step,
+                severity=level(group[0].severity),
+                codes=tuple(dict.fromkeys(f.code for f in group)),
+                lines=tuple(_line(f) for f in group[:8]),
+                module=module,
+            )
+        )
+    return tuple(result)
+
+
+def _line(finding: Finding) -> str:
+    from .figures import mark_label
+
+    return mark_label(level(finding.severity), finding.code, finding.module, finding.message)
+
+
+def exported(fallbacks: Sequence[Fallback], run: Run) -> str:
+    """Return the fallback list as the JSON file that ``fp8debug.apply`` and ``fp8debug fallback --to json`` use."""
+    from fp8debug.exporters import EXPORTERS
+
+    text: str = EXPORTERS.get("json").export(run, list(fallbacks))
+    json.loads(text)
+    return text

@@ -1,0 +1,48 @@
+"""Colours and words shared by figures and pages: safe for the colour-blind, and never the only carrier of a meaning.
+
+Hues are those of Okabe and Ito (2008). Grey parts are half transparent, so that one figure serves dark and light; style.css
+sets text and grid lines of a plot from the page's own colours.
+"""
+
+from __future__ import annotations
+
+BLUE, SKY, GREEN, YELLOW, ORANGE, VERMILLION, PURPLE = (
+    "#0072B2",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#E69F00",
+    "#D55E00",
+    "#CC79A7",
+)
+GREY = "#8a8f98"
+FAINT = "rgba(128,128,128,0.18)"
+
+#: Lines of one plot, the running cast first.
+LINES = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+
+#: Severity from -2 (too good, or far on the other side) over 0 (healthy: barely there) to 3 (hopeless).
+SEVERITY_RANGE = (-2.0, 3.0)
+SEVERITY_SCALE: tuple[tuple[float, str], ...] = (
+    (0.0, "#0b5fa5"),
+    (0.2, "rgba(86,180,233,0.75)"),
+    (0.4, "rgba(128,128,128,0.16)"),
+    (0.42, "rgba(240,200,80,0.35)"),
+    (0.6, "#F2B134"),
+    (0.8, "#D55E00"),
+    (1.0, "#7d0a2c"),
+)
+
+#: Verdict and severity by icon, word and colour.
+ICONS = {"error": "✖", "warning": "▲", "info": "ℹ", "ok": "✔", "unknown": "?"}
+WORDS = {"error": "Error", "warning": "Warning", "info": "Info", "ok": "Healthy", "unknown": "Unknown"}
+COLORS = {"error": VERMILLION, "warning": ORANGE, "info": BLUE, "ok": GREEN, "unknown": GREY}
+SYMBOLS = {"error": "x", "warning": "triangle-up", "info": "circle", "unknown": "diamond"}
+
+
+def level(severity: object) -> str:
+    """Return ``error``, ``warning``, ``info`` or ``ok`` for a severity or verdict in whatever form it comes."""
+    word = str(getattr(severity, "value", severity)).lower()
+    if word in ("none", "clean", "healthy", "ok"):
+        return "ok"
+    return word if word in ICONS else "unknown"

@@ -1,0 +1,137 @@
+"""The few building blocks all pages share. Everything that comes from a run is passed as text, which React escapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dash_ag_grid as dag  # type: ignore[import-untyped]  # ships no types
+import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from .theme import ICONS, WORDS
+
+Child = Component | str | None
+
+#: PNG export stays, what nobody uses goes; the logo would link to a site.
+GRAPH_CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
+    "toImageButtonOptions": {"scale": 2},
+}
+
+
+def badge(level: str, text: str = "") -> Component:
+    """Return a severity or verdict as icon and word, never as colour alone."""
+    words = [html.Span(ICONS[level], className="icon", **{"aria-hidden": "true"}), html.Span(text or WORDS[level])]
+    return html.Span(words, className=f"badge badge-{level}")
+
+
+def card(title: str, *children: Child, note: Child = None, id: str | None = None, grow: bool = False) -> Component:
+    """Return a titled box; ``note`` stands small beside the title."""
+    head = [html.H2(title), html.Div(note, className="note")] if note is not None else [html.H2(title)]
+    body = [child for child in children if child is not None]
+    name = "card grow" if grow else "card"
+    return html.Section([html.Header(head), *body], className=name, **({"id": id} if id else {}))
+
+
+def graph(id: str, figure: Any) -> Component:
+    """Return a plot; it keeps its zoom when its data change."""
+    return dcc.Graph(id=id, figure=figure, config=GRAPH_CONFIG, className="plot")
+
+
+def facts(pairs: Sequence[tuple[str, Child]]) -> Component:
+    """Return a line of label and value pairs."""
+    return html.Dl([html.Div([html.Dt(label), html.Dd(value)]) for label, value in pairs], className="facts")
+
+
+def note(text: Child, *more: Child, kind: str = "plain") -> Component:
+    """Return a paragraph that says what is missing or went wrong, and what to run."""
+    return html.P([text, *more], className=f"hint hint-{kind}")
+
+
+def code(text: str) -> Component:
+    """Return a command or name in monospace."""
+    return html.Code(text)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Child]], numeric: Sequence[int] = ()) -> Component:
+    """Return a small plain table; columns in ``numeric`` are aligned right."""
+
+    def cells(tag: type[Component], row: Sequence[Child]) -> list[Component]:
+        return [tag(cell, className="num" if i in numeric else None) for i, cell in enumerate(row)]
+
+    body = [html.Tr(cells(html.Td, row)) for row in rows]
+    return html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table")
+
+
+def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Component:
+    """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets."""
+    return dag.AgGrid(
+        id=id,
+        columnDefs=list(columns),
+        rowData=list(rows),
+        defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
+        dashGridOptions={
+            "domLayout": "autoHeight" if len(rows) <= 12 else "normal",
+            "rowHeight": 28,
+            "headerHeight": 30,
+            "animateRows": False,
+            "tooltipShowDelay": 300,
+            "enableCellTextSelection": True,
+            "ensureDomOrder": True,
+            "suppressCellFocus": False,
+            "pagination": len(rows) > 200,
+        },
+        csvExportParams={"fileName": f"{id}.csv"},
+        columnSize="responsiveSizeToFit",
+        style={"height": None if len(rows) <= 12 else "400px", "width": "100%"},
+        dangerously_allow_code=False,
+    )
+
+
+def control(name: str, default: str, value: str, options: Sequence[Any], label: str, width: int = 180) -> Component:
+    """Return a choice that lives in the URL: its id carries the default, which the URL leaves out."""
+    return dmc.Select(
+        id={"control": name, "default": default},
+        value=value,
+        data=list(options),
+        label=label,
+        searchable=len(options) > 8,
+        allowDeselect=False,
+        size="xs",
+        w=width,
+        comboboxProps={"width": max(width, 260), "position": "bottom-start"},
+        maxDropdownHeight=420,
+        className="control",
+    )
+
+
+def segments(name: str, default: str, value: str, options: Sequence[Any], label: str) -> Component:
+    """Return a choice of few, all of them visible."""
+    return html.Div(
+        [
+            html.Label(label, className="control-label"),
+            dmc.SegmentedControl(
+                id={"control": name, "default": default}, value=value, data=list(options), size="xs", className="control"
+            ),
+        ]
+    )
+
+
+def number(value: object, digits: int = 4) -> str:
+    """Return a number for people: four significant digits, never 0.0000; an en dash for no data."""
+    if value is None:
+        return "–"
+    if isinstance(value, (int, float)):
+        if value != value:
+            return "–"
+        return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
+    return str(value)
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent."""
+    return "–" if value is None else f"{value:.1%}" if value >= 0.001 or value == 0 else f"{value:.2g}"

@@ -1,0 +1,115 @@
+"""Runs for the dashboard's tests and screenshots: a small GPT under delayed scaling whose scale goes stale, and healthy ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.synthetic import Override, Plan, Slots, write
+
+SICK = "blocks.3.mlp.gate"
+SICK_STEP = 240
+NUM_STEPS, EVERY = 600, 5
+SKIPPED = "lm_head"
+
+
+def gpt_modules(num_blocks: int = 6, width: int = 384) -> list[tuple[str, int, int]]:
+    """Return the Linears of a small GPT with SwiGLU in execution order."""
+    modules: list[tuple[str, int, int]] = []
+    for i in range(num_blocks):
+        modules += [
+            (f"blocks.{i}.attn.qkv", width, 3 * width),
+            (f"blocks.{i}.attn.proj", width, width),
+            (f"blocks.{i}.mlp.gate", width, 4 * width),
+            (f"blocks.{i}.mlp.up", width, 4 * width),
+            (f"blocks.{i}.mlp.down", 4 * width, width),
+        ]
+    return modules
+
+
+def _drift(row: Slots) -> float:
+    """Return how many powers of two amax has outgrown the stale scale: slow growth, then a plateau."""
+    noise = random.Random(f"drift {row['step']} {row['tensor']}")
+    return min(3.2, (row["step"] - SICK_STEP) / 28) + noise.uniform(0, 0.25)
+
+
+def _stale(row: Slots) -> Slots:
+    growth = max(0.05, _drift(row))
+    lost = min(0.35, 0.004 * 2 ** (1.7 * growth))
+    return {"growth": growth, "lost": lost, "gain": 1 - 0.6 * lost, "sqnr_db": max(4.0, 27 - 7.5 * growth)}
+
+
+def stale_scale(module: str = SICK, step: int = SICK_STEP) -> list[Override]:
+    """Return overrides that make a module's input outgrow its delayed scale, with the loss of precision downstream of it."""
+    sick: dict[str, Any] = {
+        "num_saturated": lambda row: round(row["numel"] * _stale(row)["lost"]),
+        "headroom": lambda row: 2 ** _stale(row)["growth"],
+        "amax": lambda row: row["amax"] * 2 ** _stale(row)["growth"],
+        "sqnr_db": lambda row: _stale(row)["sqnr_db"],
+        "gain": lambda row: _stale(row)["gain"],
+    }
+    result = {"sqnr_db": lambda row: _stale(row)["sqnr_db"] - 1, "gain": lambda row: _stale(row)["gain"]}
+    steps = (step, None)
+    grown = {
+        "amax": lambda row: row["amax"] * 2 ** _stale(row)["growth"],
+        "scale_inv_min": lambda row: row["scale_inv_min"] * 2 ** _stale(row)["growth"],
+        "scale_inv_max": lambda row: row["scale_inv_max"] * 2 ** _stale(row)["growth"],
+        "scale_inv_sum_log2": lambda row: row["scale_inv_sum_log2"] + row["num_blocks"] * _stale(row)["growth"],
+    }
+    return [
+        Override(module=module, gemm="fprop", tensor="input", slots=sick, steps=steps),
+        Override(module=module, gemm="wgrad", tensor="input", slots=sick, steps=steps),
+        Override(module=module, gemm="fprop", tensor="input", actual=False, slots=grown, steps=steps),
+        Override(module=module, gemm="wgrad", tensor="input", actual=False, slots=grown, steps=steps),
+        Override(module=module, gemm="fprop", tensor="output", reference="shadow", slots=result, steps=steps),
+        Override(module=module, gemm="wgrad", tensor="grad_weight", reference="shadow", slots=result, steps=steps),
+    ]
+
+
+def losses(num_steps: int, sick_from: int | None = None) -> dict[int, dict[str, float]]:
+    """Return loss and grad norm by step: a smooth fall, and a slow rise after a layer fell ill."""
+    rows = {}
+    for step in range(num_steps):
+        noise = random.Random(f"loss {step}")
+        ill = 0.0 if sick_from is None else max(0.0, 1 - math.exp(-(step - sick_from - 20) / 120))
+        loss = (1.35 + 4.2 * math.exp(-step / 70)) * (1 + 0.012 * noise.gauss(0, 1)) + 0.75 * ill
+        norm = (0.8 + 2.0 * math.exp(-step / 40)) * (1 + 0.08 * noise.gauss(0, 1)) * (1 + 1.6 * ill)
+        rows[step] = {"loss": loss, "grad_norm": norm, "lr": 3e-4 * min(1.0, step / 50 + 0.02)}
+    return rows
+
+
+def write_sick(path: Path, num_steps: int = NUM_STEPS, every: int = EVERY) -> Path:
+    """Write a run of tensorwise delayed scaling with one stale scale, a blockwise what-if, and an lm_head left in BF16."""
+    plan = Plan(
+        num_steps=num_steps,
+        every=every,
+        modules=gpt_modules(),
+        recipe="tensorwise_delayed",
+        what_if=("tensorwise_current", "blockwise"),
+        overrides=stale_scale(),
+        steps=losses(num_steps, SICK_STEP),
+        module_entries={
+            SKIPPED: {
+                "in_features": 384,
+                "out_features": 256,
+                "kind": "Linear",
+                "fp8": False,
+                "observed": False,
+                "casts": None,
+                "requested": "bf16",
+                "reason": "an override left it in BF16",
+            }
+        },
+        manifest={"filters": [{"kind": "override", "pattern": "lm_head", "matched": 1}]},
+    )
+    write(path, plan)
+    return path
+
+
+def write_healthy(path: Path, num_steps: int = 120, **plan: Any) -> Path:
+    """Write a healthy blockwise run."""
+    given: dict[str, Any] = {"num_steps": num_steps, "modules": gpt_modules(2), "steps": losses(num_steps), **plan}
+    write(path, Plan(**given))
+    return path
