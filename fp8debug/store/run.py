@@ -210,9 +210,10 @@ class Run:
         """Tell whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
         with self._lock:
             if column not in self._has:
-                view = "stats" if column in self._columns else "steps" if column in self._step_columns else None
-                found = view and self.sql(f"SELECT 1 AS one FROM {view} WHERE {column} IS NOT NULL LIMIT 1").num_rows
-                self._has[column] = bool(found)
+                views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats")}
+                views["ranks"] = "sites"
+                query = f"SELECT 1 AS one FROM {views.get(column)} WHERE {column} IS NOT NULL LIMIT 1"
+                self._has[column] = column in views and self.sql(query).num_rows > 0
             return self._has[column]
 
     def table(

@@ -61,7 +61,7 @@ _SITE = (
     _STEP,
     _RANK,
     Column("module", "string", "", "key", "Fully qualified name of the module."),
-    Column("gemm", "string", "", "key", "fprop, dgrad or wgrad."),
+    Column("gemm", "string", "", "key", "The matrix product: fprop, dgrad or wgrad."),
     Column(
         "tensor",
         "string",
@@ -117,7 +117,7 @@ EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
     Column("time", "timestamp", "s", "", "When the row was made, UTC."),
-    Column("kind", "string", "", "", "nonfinite, skipped, recipe, recording, resume or note."),
+    Column("kind", "string", "", "", "One of nonfinite, skipped, recipe, recording, resume, note."),
     Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
     Column("message", "string", "", "", "What happened, one sentence."),
 )
