@@ -150,10 +150,13 @@ class Run:
                 return self._query(query, params)
 
     def _query(self, query: str, params: Sequence[object] | Mapping[str, object] | None) -> pa.Table:
-        relation = self._connection.sql(query, params=params)
-        if relation is None:
-            raise UsageError(f"not a query: {query.strip()[:80]!r}; give one SELECT")
-        return relation.to_arrow_table()
+        statements = self._connection.extract_statements(query)
+        if len(statements) != 1 or statements[0].type not in (
+            duckdb.StatementType.SELECT,
+            duckdb.StatementType.EXPLAIN,
+        ):
+            raise UsageError(f"not one SELECT: {query.strip()[:80]!r}")
+        return self._connection.sql(query, params=params).to_arrow_table()
 
     def _find_damage(self) -> bool:
         """Read every part to its end, which costs as much as a query; remember those that fail."""
