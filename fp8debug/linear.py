@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import AmaxHistory, Operand, finite_amax, gemm, quantize
-from fp8debug.probe import Kept, Probe
+from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import Gemm, Quantized, TensorRole
 
@@ -59,24 +59,21 @@ class _Fp8Matmul(torch.autograd.Function):
         probe: Probe | None = ctx.probe
         kept: Kept | None = ctx.kept
         weight, *saved = ctx.saved_tensors
-        grad_input = grad_weight = None
+        dgrad: Product | None = None
+        wgrad: Product | None = None
         with torch.autocast(grad_output.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
                 w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, same_as=ctx.w_fprop)
-                grad_input = gemm(Gemm.DGRAD, g_dgrad, w_dgrad, dtype=ctx.x_dtype)
-                if probe:
-                    probe.dgrad(grad_output, weight, g_dgrad, w_dgrad, grad_input)
+                dgrad = g_dgrad, w_dgrad, gemm(Gemm.DGRAD, g_dgrad, w_dgrad, dtype=ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 x_wgrad = _unflat(saved, ctx.x_cast)
                 g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output)
-                grad_weight = gemm(Gemm.WGRAD, g_wgrad, x_wgrad, dtype=weight.dtype)
-                if probe:
-                    probe.wgrad(grad_output, g_wgrad, x_wgrad, grad_weight, kept)
+                wgrad = g_wgrad, x_wgrad, gemm(Gemm.WGRAD, g_wgrad, x_wgrad, dtype=weight.dtype)
             if probe:
-                probe.damage(grad_output, kept)
+                probe.backward(grad_output, weight, dgrad, wgrad, kept)
         ctx.kept = ctx.w_fprop = None
-        return grad_input, grad_weight, None, None
+        return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None
 
 
 def _flat(operand: Operand | None) -> tuple[Tensor, ...]:

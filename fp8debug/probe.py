@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fp8debug.kernels import AmaxHistory, Operand, dequantize, gemm, operand_pair, quantize, statistics
+from fp8debug.kernels import AmaxHistory, Operand, dequantize, finite_amax, gemm, operand_pair, quantize, statistics
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, RowInfo, RowKey
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 R = TypeVar("R")
 
+#: Slots by name, of one tensor under one cast, by the cast's name.
+Tried = dict[str, dict[str, Tensor]]
+#: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
+Product = tuple[Operand, Operand, "Tensor | None"]
+
+HISTOGRAM = "log2_hist"
 _DAMAGE = Damage()
 
 
@@ -77,7 +83,7 @@ class Probe:
         self._first_row = observer.num_modules * observer.settings.rows_per_module
         observer.num_modules += 1
         observer.on_end_step.append(self._forget)
-        self._histories: dict[tuple[Gemm, TensorRole, Cast], AmaxHistory] = {}
+        self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._forget()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -92,7 +98,9 @@ class Probe:
         self._rows: dict[RowKey, int] = {}
         self._weights_seen: set[Gemm] = set()
         self._seen_outside_backward = False
-        self._histograms: set[tuple[Gemm, TensorRole, str]] = set()
+        self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
+        self._tried_weight: Tried = {}
+        self._output_key: RowKey | None = None
 
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
@@ -128,86 +136,85 @@ class Probe:
             x_wgrad: x as wgrad reads it; None when no gradient of the weight is wanted.
             output: ``[M, N]``; None when FP8 is only tried, and the exact GEMM stands for it.
         """
-        source = Source(x)
-        self._operand(Gemm.FPROP, TensorRole.INPUT, source, a)
+        source, tried = Source(x), Tried()
+        self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
-            self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad)
+            self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
-        output_pair = self._result(
-            Gemm.FPROP, (x[rows], weight), (_values(a)[rows], _values(b)), None if output is None else output[rows], a, b
-        )
-        return Kept(rows, output_pair, columns, x.detach()[:, columns].clone())
+        actual = None if output is None else output[rows]
+        pair = self._result(Gemm.FPROP, (x[rows], weight), (_values(a)[rows], _values(b)), actual, (a, b))
+        return Kept(rows, pair, columns, x.detach()[:, columns].clone())
 
     @guarded
-    def dgrad(self, grad_output: Tensor, weight: Tensor, a: Operand, b: Operand, grad_input: Tensor | None) -> None:
-        """Record dgrad: grad_output ``[M, N]``, weight ``[N, K]``, the same as the GEMM reads them, grad_input ``[M, K]``."""
-        self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, Source(grad_output), a)
-        self._weight(Gemm.DGRAD, weight, b)
-        rows = self._sample(grad_output.shape[0], grad_output.device)
-        actual = None if grad_input is None else grad_input[rows]
-        self._result(Gemm.DGRAD, (grad_output[rows], weight), (_values(a)[rows], _values(b)), actual, a, b)
-
-    @guarded
-    def wgrad(
-        self, grad_output: Tensor, a: Operand, b: Operand, grad_weight: Tensor | None, kept: Kept | None
+    def backward(
+        self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None, kept: Kept | None
     ) -> None:
-        """Record wgrad: grad_output ``[M, N]``, it and the input as the GEMM reads them, grad_weight ``[N, K]``."""
-        self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, Source(grad_output), a)
-        if kept is None:
-            return
-        columns = kept.columns
-        actual = None if grad_weight is None else grad_weight[:, columns]
-        exact = (_values(a), _values(b)[:, columns])
-        self._result(Gemm.WGRAD, (grad_output, kept.input_columns), exact, actual, a, b)
+        """Record dgrad and wgrad, and the damage of fprop's output error, now that its gradient is known.
 
-    @guarded
-    def damage(self, grad_output: Tensor, kept: Kept | None) -> None:
-        """Record the damage of fprop's output error, now that its gradient ``[M, N]`` is known."""
-        if kept is None:
-            return
-        output = kept.output
-        pair = Pair(source=output.source, y=output.y, grad=grad_output.detach()[kept.rows].float())
-        if pair.y.numel() and self._output_key is not None:
+        Args:
+            grad_output: ``[M, N]``, high precision.
+            weight: ``[N, K]``, high precision.
+            dgrad: grad_output and weight as dgrad reads them, and grad_input ``[M, K]``; None when it did not run.
+            wgrad: grad_output and input as wgrad reads them, and grad_weight ``[N, K]``; None when it did not run.
+            kept: what :meth:`fprop` returned.
+        """
+        source, tried = Source(grad_output), Tried()
+        if dgrad is not None:
+            a, b, result = dgrad
+            self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
+            self._weight(Gemm.DGRAD, weight, b)
+            rows = self._sample(grad_output.shape[0], grad_output.device)
+            actual = None if result is None else result[rows]
+            self._result(Gemm.DGRAD, (grad_output[rows], weight), (_values(a)[rows], _values(b)), actual, (a, b))
+        if wgrad is not None:
+            a, b, result = wgrad
+            self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
+            if kept is not None:
+                actual = None if result is None else result[:, kept.columns]
+                exact = (_values(a), _values(b)[:, kept.columns])
+                self._result(Gemm.WGRAD, (grad_output, kept.input_columns), exact, actual, (a, b))
+        if kept is not None and self._output_key is not None and kept.output.y.numel():
+            pair = Pair(source=kept.output.source, y=kept.output.y, grad=grad_output.detach()[kept.rows].float())
             self._merge(self._output_key, _DAMAGE.partial(pair), pair.y.device)
-
-    def _operand(self, which: Gemm, role: TensorRole, source: Source, operand: Operand) -> None:
-        names = set()
-        if isinstance(operand, tuple):
-            q, cast = operand
-            names.add(str(cast))
-            self._operand_row(which, role, operand_pair(source, cast, q), actual=self.actual)
-        for recipe in self.observer.settings.what_if:
-            tried = recipe.casts[which, role]
-            if tried is not None and str(tried) not in names:
-                names.add(str(tried))
-                q = quantize(source.x, tried, self.scale_inv(which, role, tried, source))
-                self._operand_row(which, role, operand_pair(source, tried, q), actual=False)
-
-    def _operand_row(self, which: Gemm, role: TensorRole, pair: Pair, *, actual: bool) -> None:
-        key = RowKey(which, role, str(pair.cast), Reference.OPERAND, actual)
-        holders = {name for g, t, name in self._histograms if (g, t) == (which, role)}
-        if not holders or key.cast_name in holders:
-            self._histograms.add((which, role, key.cast_name))
-            self._merge(key, statistics(pair), pair.y.device)
-        else:
-            self._merge(key, statistics(pair, skip="histogram"), pair.y.device)
-
-    def scale_inv(self, which: Gemm, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:
-        """Return the scale_inv that a cast which is not running would have used here; None unless it is delayed."""
-        if cast.scaling != "delayed":
-            return None
-        magnitude = source.magnitude
-        amax = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
-        history = self._histories.get((which, role, cast))
-        if history is None:
-            history = self._histories[which, role, cast] = AmaxHistory(cast, magnitude.device)
-        return history.next_scale_inv(amax)
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
             self._weights_seen.add(which)
-            self._operand(which, TensorRole.WEIGHT, Source(weight), operand)
+            self._operand(which, TensorRole.WEIGHT, Source(weight), operand, self._tried_weight)
+
+    def _operand(self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried) -> None:
+        """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
+        running = None
+        if isinstance(operand, tuple):
+            q, cast = operand
+            running = str(cast)
+            skip = self._skip_histogram(which, role, running)
+            key = RowKey(which, role, running, Reference.OPERAND, self.actual)
+            self._merge(key, statistics(operand_pair(source, cast, q), skip), source.x.device)
+        casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
+        for name, cast in casts.items():
+            if name == running:
+                continue
+            if name not in tried:
+                q = quantize(source.x, cast, self.scale_inv(role, cast, source))
+                tried[name] = statistics(operand_pair(source, cast, q))
+            skip = self._skip_histogram(which, role, name)
+            key = RowKey(which, role, name, Reference.OPERAND, False)
+            self._merge(key, {k: v for k, v in tried[name].items() if k != skip}, source.x.device)
+
+    def _skip_histogram(self, which: Gemm, role: TensorRole, cast_name: str) -> str:
+        """Return the histogram's slot for all but the first cast of a site: it describes the reference, whatever the cast."""
+        return "" if self._histogram_of.setdefault((which, role), cast_name) == cast_name else HISTOGRAM
+
+    def scale_inv(self, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:
+        """Return the scale_inv that a cast which is not running would have used here; None unless it is delayed."""
+        if cast.scaling != "delayed":
+            return None
+        history = self._histories.get((role, cast))
+        if history is None:
+            history = self._histories[role, cast] = AmaxHistory(cast, source.x.device)
+        return history.next_scale_inv(finite_amax(source.x))
 
     def _result(
         self,
@@ -215,13 +222,12 @@ class Probe:
         high_precision: tuple[Tensor, Tensor],
         dequantized: tuple[Tensor, Tensor],
         actual: Tensor | None,
-        a: Operand,
-        b: Operand,
+        operands: tuple[Operand, Operand],
     ) -> Pair:
         shadow = _shadow(which, *high_precision)
         exact = gemm(which, *dequantized, accumulate=torch.float64 if shadow.is_cuda else torch.float32)
         y = exact if actual is None else actual.detach().float()
-        name = f"{_cast_name(a)} @ {_cast_name(b)}"
+        name = " @ ".join("bf16" if isinstance(operand, Tensor) else str(operand[1]) for operand in operands)
         key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
         pair = Pair(source=Source(shadow), y=y)
         if which is Gemm.FPROP:
@@ -231,8 +237,6 @@ class Probe:
             exact_key = key._replace(reference=Reference.EXACT)
             self._merge(exact_key, statistics(Pair(source=Source(exact), y=y)), y.device)
         return pair
-
-    _output_key: RowKey | None = None
 
     def _merge(self, key: RowKey, partials: dict[str, Tensor], device: torch.device) -> None:
         if key not in self._rows:
@@ -254,10 +258,6 @@ class Probe:
 def _values(operand: Operand) -> Tensor:
     """Return what the GEMM reads, in FP32."""
     return operand.detach().float() if isinstance(operand, Tensor) else dequantize(*operand)
-
-
-def _cast_name(operand: Operand) -> str:
-    return "bf16" if isinstance(operand, Tensor) else str(operand[1])
 
 
 def _shadow(which: Gemm, first: Tensor, second: Tensor) -> Tensor:

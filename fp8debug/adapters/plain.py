@@ -15,7 +15,7 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.kernels import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, guarded
+from fp8debug.probe import Kept, Probe, Product, guarded
 from fp8debug.recipes import Recipe
 from fp8debug.types import Gemm, TensorRole
 
@@ -45,20 +45,20 @@ class Trial(Probe):
         self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grad_output: Tensor
     ) -> None:
         grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
+        dgrad: Product | None = None
+        wgrad: Product | None = None
         if wants_dgrad:
             a = self._tried(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
-            b = self._tried(Gemm.DGRAD, TensorRole.WEIGHT, weight)
-            self.dgrad(grad_output, weight, a, b, None)
+            dgrad = a, self._tried(Gemm.DGRAD, TensorRole.WEIGHT, weight), None
         if x_wgrad is not None:
-            a = self._tried(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output)
-            self.wgrad(grad_output, a, x_wgrad, None, kept)
-        self.damage(grad_output, kept)
+            wgrad = self._tried(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output), x_wgrad, None
+        self.backward(grad_output, weight, dgrad, wgrad, kept)
 
     def _tried(self, which: Gemm, role: TensorRole, x: Tensor) -> Operand:
         cast = self.observer.settings.plain_recipe.casts[which, role]
         if cast is None:
             return x
-        return quantize(x, cast, self.scale_inv(which, role, cast, Source(x))), cast
+        return quantize(x, cast, self.scale_inv(role, cast, Source(x))), cast
 
 
 class Plain:

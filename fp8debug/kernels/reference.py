@@ -161,11 +161,11 @@ def statistics(pair: Pair, skip: str = "") -> dict[str, Tensor]:
 
     Args:
         pair: the observation.
-        skip: name of a metric to leave out.
+        skip: name of a slot whose metric is left out.
     """
     partials: dict[str, Tensor] = {"num_tensors": torch.ones((), dtype=torch.int64, device=pair.y.device)}
     for metric in METRICS if pair.y.numel() else ():
-        if metric.name != skip and (metric.of_results or pair.quantized is not None):
+        if skip not in {slot.name for slot in metric.slots} and (metric.of_results or pair.quantized is not None):
             partials.update(metric.partial(pair))
     return partials
 

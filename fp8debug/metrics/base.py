@@ -78,14 +78,31 @@ class Source:
         return self.x.float()
 
     @cached_property
-    def finite(self) -> Tensor:
-        """Bool ``[rows, columns]``."""
-        return self.value.isfinite()
+    def nonfinite(self) -> Tensor | None:
+        """Bool ``[rows, columns]``, or None when a tensor on the CPU, where looking costs no synchronization, has none."""
+        if not self.value.is_cuda and self.value.numel() and bool(self.value.abs().amax().isfinite()):
+            return None
+        return ~self.value.isfinite()
 
     @cached_property
     def magnitude(self) -> Tensor:
         """FP32 absolute values, 0 where not finite."""
-        return self.value.abs().masked_fill(~self.finite, 0.0)
+        return blanked(self.value.abs(), self.nonfinite)
+
+    @cached_property
+    def x64(self) -> Tensor:
+        """FP64 ``[rows, columns]``."""
+        return self.value.double()
+
+    @cached_property
+    def shared(self) -> dict[str, Tensor]:
+        """What metrics found out about the reference alone, kept for the next cast of the same tensor."""
+        return {}
+
+
+def blanked(values: Tensor, where: Tensor | None) -> Tensor:
+    """Return values with 0 at ``where``; None is nowhere."""
+    return values if where is None else values.masked_fill(where, 0.0)
 
 
 @dataclass(frozen=True)
@@ -139,19 +156,35 @@ class Pair:
         return self._cached("scale_inv", lambda: spread(scale_inv, block_rows, block_columns, rows, columns))
 
     @property
-    def valid(self) -> Tensor:
-        """Bool: both sides finite; sums run over these."""
-        return self._cached("valid", lambda: self.source.finite & self.y.isfinite())
+    def made_nonfinite(self) -> Tensor | None:
+        """Bool: finite in the reference, not in y; None when a tensor on the CPU has none."""
+        if not self.y.is_cuda and self.source.nonfinite is None and bool(self.y.abs().amax().isfinite()):
+            return None
+        bad = ~self.y.isfinite()
+        return self._cached("made", lambda: bad if self.source.nonfinite is None else bad & ~self.source.nonfinite)
+
+    @property
+    def invalid(self) -> Tensor | None:
+        """Bool: one side is not finite; sums skip these. None when there are none."""
+        made, before = self.made_nonfinite, self.source.nonfinite
+        if made is None or before is None:
+            return made if before is None else before
+        return self._cached("invalid", lambda: made | before)
 
     @property
     def x64(self) -> Tensor:
-        """Reference in FP64, 0 where not valid."""
-        return self._cached("x64", lambda: self.source.value.double().masked_fill(~self.valid, 0.0))
+        """Reference in FP64, 0 where a side is not finite."""
+        return self._cached("x64", lambda: blanked(self.source.x64, self.invalid))
+
+    @property
+    def y64(self) -> Tensor:
+        """Actual in FP64, 0 where a side is not finite."""
+        return self._cached("y64", lambda: blanked(self.y.double(), self.invalid))
 
     @property
     def error64(self) -> Tensor:
-        """y - x in FP64, 0 where not valid."""
-        return self._cached("error64", lambda: self.y.double().masked_fill(~self.valid, 0.0) - self.x64)
+        """y - x in FP64, 0 where a side is not finite."""
+        return self._cached("error64", lambda: self.y64 - self.x64)
 
     def per_block(self, values: Tensor, reduction: Merge) -> Tensor:
         """Reduce ``[rows, columns]`` over each block of the cast; partial blocks are filled with the neutral element."""

@@ -41,15 +41,17 @@ class Elements:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Count; each slot int64 ``[]``."""
-        x, finite = pair.source.value, pair.source.finite
-        nan = x.isnan().sum()
-        return {
-            "numel": nan.new_full((), x.numel()),
-            "num_zero": (x == 0).sum(),
-            "num_nan": nan,
-            "num_inf": x.isinf().sum(),
-            "num_actual_nonfinite": (finite & ~pair.y.isfinite()).sum(),
-        }
+        x, shared = pair.source.value, pair.source.shared
+        if "numel" not in shared:
+            shared["num_zero"] = x.numel() - x.count_nonzero()
+            shared["numel"] = shared["num_zero"].new_full((), x.numel())
+            none, clean = shared["num_zero"].new_zeros(()), pair.source.nonfinite is None
+            shared["num_nan"] = none if clean else x.isnan().count_nonzero()
+            shared["num_inf"] = none if clean else x.isinf().count_nonzero()
+        made = pair.made_nonfinite
+        num_made = shared["numel"].new_zeros(()) if made is None else made.count_nonzero()
+        names = ("numel", "num_zero", "num_nan", "num_inf")
+        return {**{name: shared[name] for name in names}, "num_actual_nonfinite": num_made}
 
 
 METRICS.add(Elements.name, Elements())

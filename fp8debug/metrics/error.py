@@ -48,15 +48,14 @@ class Error:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Sum; each slot FP64 ``[]`` but max_abs_err, FP32 ``[]``."""
-        x, error = pair.x64, pair.error64
-        y = x + error
+        x, y, error = pair.x64.reshape(-1), pair.y64.reshape(-1), pair.error64.reshape(-1)
         return {
             "sum_x": x.sum(),
-            "sum_x2": (x * x).sum(),
-            "sum_y2": (y * y).sum(),
-            "sum_xy": (x * y).sum(),
+            "sum_x2": x.dot(x),
+            "sum_y2": y.dot(y),
+            "sum_xy": x.dot(y),
             "sum_err": error.sum(),
-            "sum_err2": (error * error).sum(),
+            "sum_err2": error.dot(error),
             "max_abs_err": error.abs().amax().float(),
         }
 

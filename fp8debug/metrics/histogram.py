@@ -34,9 +34,12 @@ class Histogram:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Count; int64 ``[64]``. Exact: the exponent comes from frexp, not from a logarithm."""
-        magnitude = pair.source.magnitude.reshape(-1)
-        bins = (magnitude.frexp().exponent.long() - 1 - FIRST_LOG2).clamp(0, NUM_BINS - 1)
-        return {"log2_hist": bins.new_zeros(NUM_BINS).scatter_add(0, bins, (magnitude > 0).long())}
+        shared = pair.source.shared
+        if "log2_hist" not in shared:
+            magnitude = pair.source.magnitude.reshape(-1)
+            bins = (magnitude.frexp().exponent.long() - 1 - FIRST_LOG2).clamp(0, NUM_BINS - 1)
+            shared["log2_hist"] = bins.new_zeros(NUM_BINS).scatter_add(0, bins, (magnitude > 0).long())
+        return {"log2_hist": shared["log2_hist"]}
 
 
 METRICS.add(Histogram.name, Histogram())

@@ -27,8 +27,11 @@ class Magnitude:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Reduce; each slot FP32 ``[]``."""
-        magnitude = pair.source.magnitude
-        return {"amax": magnitude.amax(), "amin": magnitude.masked_fill(magnitude == 0, math.inf).amin()}
+        magnitude, shared = pair.source.magnitude, pair.source.shared
+        if "amax" not in shared:
+            shared["amax"] = magnitude.amax()
+            shared["amin"] = magnitude.masked_fill(magnitude == 0, math.inf).amin()
+        return {"amax": shared["amax"], "amin": shared["amin"]}
 
 
 METRICS.add(Magnitude.name, Magnitude())

@@ -47,10 +47,13 @@ class Rounding:
         assert pair.cast is not None
         fmt = FORMATS[pair.cast.format]
         data, magnitude = pair.data.abs(), pair.source.magnitude
+        below_normal = (data < fmt.min_normal) & (magnitude > 0)
+        num_below = below_normal.count_nonzero()
+        num_underflow = (below_normal & (data == 0)).count_nonzero()
         return {
-            "num_underflow": ((magnitude > 0) & (data == 0)).sum(),
-            "num_subnormal": ((magnitude > 0) & (data > 0) & (data < fmt.min_normal)).sum(),
-            "num_saturated": ((pair.scaled > fmt.max * SATURATION_GUARD) & (data == fmt.max)).sum(),
+            "num_underflow": num_underflow,
+            "num_subnormal": num_below - num_underflow,
+            "num_saturated": ((pair.scaled > fmt.max * SATURATION_GUARD) & (data == fmt.max)).count_nonzero(),
         }
 
 
