@@ -73,7 +73,8 @@ def test_strings_alone_have_dictionaries_and_floats_are_split(folder: Path) -> N
 def test_the_duckdb_query_of_the_page_runs_in_duckdb_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (query,) = blocks("sql")
     monkeypatch.chdir(folder)
-    rows = duckdb.sql(query).fetchall()
+    with duckdb.connect() as connection:
+        rows = connection.execute(query).fetchall()
     assert len(rows) == 10
     assert all(0 < rate < 1e-3 for _, _, rate in rows)
 
