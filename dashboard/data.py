@@ -60,9 +60,12 @@ def ints(table: pa.Table, name: str) -> Ints:
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
 
 
-def _bucket(first: int, last: int, most: int) -> int:
-    """Return how many steps share a cell or point when ``most`` are to be shown."""
-    return max(1, -(-(last - first + 1) // most))
+def _width(run: Run, view: str, first: int, last: int, most: int) -> int:
+    """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows."""
+    if last - first < most:
+        return 1
+    count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
+    return 1 if run.sql(count).column("n")[0].as_py() <= most else -(-(last - first + 1) // most)
 
 
 def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
@@ -80,7 +83,7 @@ def training(run: Run) -> list[Trace]:
     bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
     if bounds["first"] is None:
         return []
-    width = _bucket(bounds["first"], bounds["last"], MAX_POINTS)
+    width = _width(run, "raw_steps", bounds["first"], bounds["last"], MAX_POINTS)
     table = run.sql(
         f"SELECT min(step) AS step, {aggregates} FROM steps"
         f" GROUP BY CAST(floor((step - {int(bounds['first'])}) / {width}) AS BIGINT) ORDER BY 1"
@@ -172,7 +175,7 @@ def heat(
     if shown is None:
         return Heat(metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32))
     first, last = shown
-    width = _bucket(first, last, MAX_CELLS)
+    width = _width(run, "raw", first, last, MAX_CELLS)
     table = run.sql(
         f"WITH picked AS (SELECT module, step, call_index, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
         f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
@@ -202,6 +205,20 @@ def _grid(table: pa.Table, metric: str, unit: str, modules: list[str], width: in
     )
 
 
+def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
+    """Return the modules with the noisiest operand at the last sampled step, measured against what its format can do.
+
+    Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
+    """
+    badness = badness_sql("sqnr_db")
+    return run.sql(
+        f"WITH last AS (SELECT * FROM sites WHERE step = (SELECT max(step) FROM raw) AND actual AND reference = 'operand'"
+        f" AND sqnr_db IS NOT NULL) SELECT max(step) AS step, module, max_by(gemm, {badness}) AS gemm,"
+        f" max_by(tensor, {badness}) AS tensor, max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind"
+        f" FROM last GROUP BY module ORDER BY max({badness}) DESC, module LIMIT {int(count)}"
+    ).to_pylist()
+
+
 def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[Trace]:
     """Return a metric of one module over steps: a line for every site, cast and reference.
 
@@ -217,7 +234,7 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
     name, shown = column(metric), step_range(run)
     if shown is None:
         return []
-    width = _bucket(*shown, MAX_POINTS)
+    width = _width(run, "raw", *shown, MAX_POINTS)
     condition, values = "module = ?", [module]
     if site is not None:
         condition, values = condition + " AND gemm = ? AND tensor = ?", [module, *site]

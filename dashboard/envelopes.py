@@ -26,6 +26,17 @@ KIND_SQL = (
 )
 
 
+
+def kind_of(gemm: str, tensor: str, cast_name: str, reference: str) -> int:
+    """Return the same bits as ``KIND_SQL`` for one site."""
+    return (
+        E5M2 * ("e5m2" in cast_name)
+        + DELAYED * ("delayed" in cast_name or "static" in cast_name)
+        + WGRAD_GRAD_OUTPUT * ((gemm, tensor) == ("wgrad", "grad_output"))
+        + {"shadow": SHADOW, "exact": EXACT}.get(reference, 0)
+    )
+
+
 @dataclass(frozen=True)
 class Envelope:
     """Thresholds of one metric: values in ascending order and the severity at each."""

@@ -28,12 +28,6 @@ from .theme import (
     VERMILLION,
 )
 
-#: The three by three sites of a Linear as they are laid out: one row per GEMM, operands then result.
-SITES: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("fprop", "input"), ("fprop", "weight"), ("fprop", "output")),
-    (("dgrad", "grad_output"), ("dgrad", "weight"), ("dgrad", "grad_input")),
-    (("wgrad", "grad_output"), ("wgrad", "input"), ("wgrad", "grad_weight")),
-)
 MAX_LABELS = 48
 NAME_LENGTH = 34
 
@@ -50,14 +44,14 @@ def shorten(name: str, length: int = NAME_LENGTH) -> str:
 
 def empty(message: str, height: int = 220) -> go.Figure:
     """Return a figure that says why it is empty."""
-    figure = _styled(go.Figure(), height)
+    figure = styled(go.Figure(), height)
     figure.update_xaxes(visible=False)
     figure.update_yaxes(visible=False)
     figure.add_annotation(text=plain(message), showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5)
     return figure
 
 
-def _styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
     figure.update_layout(
         height=height,
         margin={"l": 56, "r": 12, "t": 8, "b": 34},
@@ -86,12 +80,12 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = ()) -> go.Figure:
     """
     if not series and not marks:
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
-    heights = [3.0 if s.name == "loss" else 1.4 for s in series] or [1.0]
+    heights = [3.0 if s.name == "loss" else 1.2 for s in series] or [1.0]
     rows = ([0.55] if marks else []) + heights
     figure = make_subplots(rows=len(rows), cols=1, shared_xaxes=True, row_heights=rows, vertical_spacing=0.025)
     first = 2 if marks else 1
     for row, trace in enumerate(series, first):
-        _line(figure, trace, LINES[0], row=row, col=1, width=1.6 if trace.name == "loss" else 1.2)
+        line(figure, trace, LINES[0], row=row, col=1, width=1.6 if trace.name == "loss" else 1.2)
         figure.update_yaxes(title_text=trace.name, title_standoff=4, nticks=6 if row == first else 3, row=row, col=1)
     if marks:
         figure.add_trace(_rail(marks), row=1, col=1)
@@ -108,7 +102,10 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = ()) -> go.Figure:
                 line={"color": COLORS[mark.severity], "width": 1, "dash": "dot"},
             )
     figure.update_xaxes(title_text="step", title_standoff=4, row=len(rows), col=1)
-    return _styled(figure, int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
+    styled(figure, int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
+    if marks:
+        figure.update_xaxes(showgrid=False, showline=False, ticks="", row=1, col=1)
+    return figure
 
 
 def _rail(marks: Sequence[Mark]) -> go.Scatter:
@@ -132,7 +129,7 @@ def _rail(marks: Sequence[Mark]) -> go.Scatter:
     )
 
 
-def _line(
+def line(
     figure: go.Figure,
     trace: Trace,
     color: str,
@@ -142,6 +139,7 @@ def _line(
     width: float = 1.5,
     legend: str | None = None,
     in_legend: bool = False,
+    rank: int = 1000,
 ) -> None:
     """Add a line, its band of smallest to largest value behind it, and points where a line alone would be invisible."""
     if trace.low is not None and trace.high is not None:
@@ -174,6 +172,7 @@ def _line(
             name=plain(legend or trace.name),
             legendgroup=legend,
             showlegend=in_legend,
+            legendrank=rank,
             customdata=[what] * len(trace.steps),
             hovertemplate="%{y:.5g} · step %{x}<br>%{customdata}<extra></extra>",
         ),
@@ -214,7 +213,7 @@ def heatmap(heat: Heat) -> go.Figure:
     height = int(min(1400, max(240, 74 + len(names) * (18 if len(names) <= 60 else 9))))
     every = -(-len(names) // MAX_LABELS) if len(names) > 80 else 1
     labelled = range(0, len(names), every)
-    _styled(figure, height)
+    styled(figure, height)
     figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 38})
     figure.update_xaxes(title_text="step", title_standoff=4, showgrid=False)
     figure.update_yaxes(
@@ -261,158 +260,6 @@ def _heat_marks(figure: go.Figure, heat: Heat) -> None:
             },
         )
     )
-
-
-def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> go.Figure:
-    """Return the nine sites of one module, one small plot each: the running cast solid, what-ifs dotted."""
-    if not any(np.isfinite(t.values).any() for t in traces):
-        return empty(f"{metric} was not recorded for this module", 300)
-    titles = [f"{gemm} · {tensor}" for row in SITES for gemm, tensor in row]
-    figure = make_subplots(
-        rows=3, cols=3, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.075, horizontal_spacing=0.045
-    )
-    for note, (gemm, tensor) in zip(figure.layout.annotations, [site for row in SITES for site in row], strict=True):
-        chosen = (gemm, tensor) == selected
-        note.update(font={"size": 11}, text=f"<b>▸ {note.text}</b>" if chosen else note.text, yshift=-3)
-    groups = list(dict.fromkeys(_group(trace) for trace in traces))
-    colors = {group: LINES[i % len(LINES)] for i, group in enumerate(sorted(groups, key=_group_order))}
-    shown: set[str] = set()
-    for row, line in enumerate(SITES, 1):
-        for col, site in enumerate(line, 1):
-            here = [t for t in traces if (t.gemm, t.tensor) == site]
-            for trace in here:
-                group = _group(trace)
-                _line(
-                    figure,
-                    trace,
-                    colors[group],
-                    row=row,
-                    col=col,
-                    legend=group,
-                    in_legend=group not in shown,
-                    width=1.6 if trace.actual else 1.2,
-                )
-                shown.add(group)
-            if not here:
-                text = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
-                figure.add_annotation(**text, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row, col=col)
-    if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
-    _styled(figure, 470, showlegend=True, legend={"orientation": "h", "y": 1.07, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"l": 44, "r": 12, "t": 58, "b": 34})
-    figure.update_xaxes(title_text="step", title_standoff=2, row=3)
-    return figure
-
-
-def _group(trace: Trace) -> str:
-    if trace.reference in ("shadow", "exact"):
-        return {"shadow": "result against shadow (quantization)", "exact": "result against exact (accumulation)"}[
-            trace.reference
-        ]
-    return "running cast" if trace.actual else trace.cast_name
-
-
-def _group_order(group: str) -> tuple[int, str]:
-    order = ("running cast", "result against shadow (quantization)", "result against exact (accumulation)")
-    return (order.index(group) if group in order else len(order), group)
-
-
-def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> go.Figure:
-    """Return log2 scale_inv of each cast over steps, and below it the headroom: above 1 the cast clips.
-
-    Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
-    """
-    if not any(np.isfinite(t.values).any() for t in (*scale, *headroom)):
-        return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 300)
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.55, 0.45], vertical_spacing=0.06)
-    names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
-    colors = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
-    for trace in scale:
-        _line(figure, trace, colors[trace.cast_name], row=1, col=1, legend=trace.name, in_legend=True)
-    for trace in headroom:
-        _line(figure, trace, colors[trace.cast_name], row=2, col=1, legend=trace.name)
-        clips = trace.values > 1
-        if clips.any():
-            figure.add_trace(
-                go.Scatter(
-                    x=trace.steps[clips],
-                    y=trace.values[clips],
-                    mode="markers",
-                    marker={"symbol": "x", "size": 6, "color": VERMILLION},
-                    hovertemplate="clips: headroom %{y:.4g} · step %{x}<extra></extra>",
-                    showlegend=False,
-                ),
-                row=2,
-                col=1,
-            )
-    figure.add_hline(y=0, line={"color": VERMILLION, "width": 1, "dash": "dash"}, row=2, col=1)
-    if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
-    _styled(figure, 340, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"t": 54})
-    figure.update_yaxes(title_text="log2 scale_inv", title_standoff=4, row=1, col=1)
-    figure.update_yaxes(title_text="headroom", type="log", dtick=1, title_standoff=4, row=2, col=1)
-    figure.update_xaxes(title_text="step", title_standoff=2, row=2, col=1)
-    return figure
-
-
-def histogram(hist: Histogram | None) -> go.Figure:
-    """Return the exponents of one tensor with the range drawn in that the chosen cast can represent."""
-    if hist is None or not hist.counts.any():
-        return empty("No exponent histogram was recorded at this site and step", 340)
-    share = (hist.counts / hist.counts.sum()).astype(np.float32)
-    exponents = hist.first_log2 + np.arange(len(share), dtype=np.int32)
-    filled = np.flatnonzero(hist.counts)
-    left, right = float(exponents[filled[0]]) - 1, float(exponents[filled[-1]]) + 2
-    figure = go.Figure(
-        go.Bar(
-            x=exponents[filled].astype(np.float32) + 0.5,
-            y=share[filled],
-            width=0.92,
-            customdata=exponents[filled],
-            marker={"color": LINES[0]},
-            hovertemplate="2^%{customdata} to twice that: %{y:.3%}<extra></extra>",
-        )
-    )
-    if hist.cast is not None:
-        low, high = _draw_range(figure, hist.cast)
-        left, right = min(left, low - 1), max(right, high + 1)
-    _styled(figure, 340, bargap=0)
-    figure.update_layout(margin={"t": 40})
-    figure.update_xaxes(title_text=f"log2 of magnitude at step {hist.step}", title_standoff=2, range=[left, right])
-    floor = float(np.log10(share[filled].min())) - 0.4
-    figure.update_yaxes(title_text="share of nonzeros", type="log", range=[floor, 0.1], dtick=1, title_standoff=4)
-    return figure
-
-
-def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
-    """Shade normals and subnormals at the mean scale, with a line at both ends of what blocks differ by."""
-    fmt = FORMATS[cast.format]
-    lowest, mean, highest = cast.scale_inv_log2
-    zero, normal, top = (float(np.log2(v)) for v in (fmt.min_subnormal / 2, fmt.min_normal, fmt.max))
-    for a, b, color, text in (
-        (zero, normal, "rgba(230,159,0,0.16)", "subnormal"),
-        (normal, top, "rgba(0,158,115,0.13)", "normal"),
-    ):
-        figure.add_vrect(x0=mean + a, x1=mean + b, fillcolor=color, line_width=0, layer="below")
-        figure.add_annotation(
-            x=mean + (a + b) / 2, y=1.0, yref="paper", yanchor="bottom", text=text, showarrow=False, font={"size": 10}
-        )
-    for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
-        figure.add_vline(x=mean + edge, line={"color": VERMILLION, "width": 1.2})
-        figure.add_annotation(
-            x=mean + edge,
-            y=1.0,
-            yref="paper",
-            yanchor="bottom",
-            xanchor=anchor,
-            text=text,
-            showarrow=False,
-            font={"size": 10},
-        )
-        for other in {lowest, highest} - {mean}:
-            figure.add_vline(x=other + edge, line={"color": VERMILLION, "width": 0.8, "dash": "dot"})
-    return lowest + zero, highest + top
 
 
 def mark_label(severity: str, code: str, module: str | None, message: str) -> str:

@@ -42,7 +42,7 @@ SYMBOLS = {"error": "x", "warning": "triangle-up", "info": "circle", "unknown": 
 
 def level(severity: object) -> str:
     """Return ``error``, ``warning``, ``info`` or ``ok`` for a severity or verdict in whatever form it comes."""
-    word = str(getattr(severity, "value", severity)).lower()
+    word = str(severity).lower()
     if word in ("none", "clean", "healthy", "ok"):
         return "ok"
     return word if word in ICONS else "unknown"

@@ -10,6 +10,7 @@ import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships n
 from dash import dcc, html
 from dash.development.base_component import Component
 
+from .envelopes import envelope
 from .theme import ICONS, WORDS
 
 Child = Component | str | None
@@ -17,7 +18,6 @@ Child = Component | str | None
 #: PNG export stays, what nobody uses goes; the logo would link to a site.
 GRAPH_CONFIG = {
     "displaylogo": False,
-    "responsive": True,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
     "toImageButtonOptions": {"scale": 2},
 }
@@ -135,3 +135,14 @@ def number(value: object, digits: int = 4) -> str:
 def percent(value: float | None) -> str:
     """Return a share in percent."""
     return "–" if value is None else f"{value:.1%}" if value >= 0.001 or value == 0 else f"{value:.2g}"
+
+
+def graded(metric: str, value: float | None, kind: int) -> Child:
+    """Return a value of a column, with an icon where it lies outside its healthy range; rates are in percent."""
+    text = percent(value) if metric.endswith("_rate") else number(value, 6 if metric in ("cosine", "gain") else 4)
+    found = envelope(metric, kind)
+    if value is None or found is None:
+        return text
+    severity = found.at_value(value)
+    grade = "error" if severity >= 2 else "warning" if severity >= 1 else None
+    return text if grade is None else html.Span([badge(grade, text)], title=f"{WORDS[grade]}: outside the healthy range")

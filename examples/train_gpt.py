@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     except fp8debug.Fp8DebugError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.recipe}: loss {result['losses'][-1]:.4f}, held-out {result['held_out']:.4f} nats per byte")  # type: ignore[index]  # a list
+    print(f"{args.recipe}: loss {result['losses'][-1]:.4f}, held-out {result['held_out']:.4f} nats per byte")
     if args.result:
         args.result.write_text(json.dumps(result))
     return 0

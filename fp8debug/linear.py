@@ -52,7 +52,7 @@ class _Fp8Matmul(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch ships it without annotations
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Run dgrad, then wgrad."""
         layer: Fp8Linear = ctx.layer
@@ -246,7 +246,8 @@ def convert(
         raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
     for name, module in linears.items():
         chosen = [r for pattern, r in wanted.items() if fnmatch.fnmatchcase(name, pattern)][-1]
-        module.fp8debug_request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
+        request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
+        module.fp8debug_request = request  # type: ignore[assignment]  # nn.Module takes any attribute
         if type(module) is nn.Linear and chosen is not None:
             Fp8Linear.adopt(module, chosen)
         elif isinstance(module, Fp8Linear):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Probe")
 
 #: Slots by name, of one tensor under one cast, by the cast's name.
 Tried = dict[str, dict[str, Tensor]]
@@ -46,11 +47,11 @@ class Kept:
     input_columns: Tensor
 
 
-def guarded(method: Callable[Concatenate[Probe, P], R]) -> Callable[Concatenate[Probe, P], R | None]:
+def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
     """Keep an error of ours from reaching the training step: the module is reported once and watched no more."""
 
     @wraps(method)
-    def call(probe: Probe, *args: P.args, **kwargs: P.kwargs) -> R | None:
+    def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if probe.failed:
             return None
         try:

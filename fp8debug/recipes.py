@@ -213,8 +213,8 @@ class Recipe:
         """Return the blockwise recipe that the environment of a Transformer Engine or LoongForge job asks for.
 
         Reads LoongForge's ``FP8_QUANT_{FWD_INP,FWD_WEIGHT,BWD_GRAD}_AMAX_EPS`` and
-        ``NVTE_FP8_BLOCK_SCALING_{FWD_INP,FWD_WEIGHT,BWD_GRAD}_POWER2``, and ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES``, which
-        sets all three to FP32 scales unless one of the former says otherwise. The forward input's settings hold for
+        ``NVTE_FP8_BLOCK_SCALING_{FWD_INP,FWD_WEIGHT,BWD_GRAD}_POWER2``, and ``NVTE_FP8_BLOCK_SCALING_FP32_SCALES``,
+        which sets all three to FP32 scales unless one of the former says otherwise. The forward input's settings hold for
         the input wherever it is quantized (fprop, wgrad), likewise weight and grad_output.
 
         Args:

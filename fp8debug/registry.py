@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Holds the registered extensions of one axis (metric, recipe, rule, exporter, adapter, fault) in order of registration.
+    """Holds the registered extensions of one axis (metric, recipe, rule, ...) in order of registration.
 
     Args:
         kind: what an entry is called in error messages, e.g. ``"rule"``.

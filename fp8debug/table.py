@@ -1,7 +1,7 @@
 """The device side of a recording: one row of slots per (site, cast, reference), merged in place without synchronizing.
 
-int64 counts, float64 sums and float32 extremes live in preallocated tensors, one per (kind, merge rule). A snapshot is one
-asynchronous copy of each into pinned memory; it is read when it has arrived, and nobody waits for it.
+int64 counts, float64 sums and float32 extremes live in preallocated tensors, one per (kind, merge rule). A snapshot
+is one asynchronous copy of each into pinned memory; it is read when it has arrived, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ class Table:
             buffers = self._free.pop() if self._free else self._pinned()
             for group, state in self._state.items():
                 buffers[group].copy_(state, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self.device))
-            snapshot = Snapshot(buffers, done, self._free)
+            snapshot = Snapshot(buffers, _event(self.device), self._free)
         else:
             snapshot = Snapshot({group: state.clone() for group, state in self._state.items()}, None, [])
         for (_, merge), state in self._state.items():
@@ -115,10 +113,10 @@ class Snapshot:
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
-        return self._done is None or bool(self._done.query())
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
     def read(self, rows: list[int]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the slots of some rows: ``[len(rows)]`` each, ``[len(rows), size]`` for a list slot; waits if it must."""
+        """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
         if self._done is not None:
             self._done.synchronize()
         groups = {group: buffer[rows].numpy() for group, buffer in self._buffers.items()}
@@ -138,14 +136,20 @@ class Scalar:
         value = value.detach().reshape(())
         self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
         self._host.copy_(value, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(value.device))
+        self._done = _event(value.device)
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
-        return bool(self._done.query())
+        return bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
     def read(self) -> float:
         """Return the value; waits if it must."""
         self._done.synchronize()
         return float(self._host)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    """Return an event recorded on the device's current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -11,7 +11,7 @@ from fp8debug.errors import Fp8DebugError
 
 from .. import data, figures, source
 from ..envelopes import envelope
-from ..figures import SITES
+from ..module_figures import SITES
 from ..records import Heat
 from ..source import Opened
 from ..urls import View
@@ -52,9 +52,9 @@ def layout(view: View, opened: Opened) -> Component:
     about, figure = parts(view, opened)
     controls = html.Div(
         [
-            control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "Metric", 190),
-            control("site", SITE, view.get("site", SITE), site_options(), "GEMM and tensor", 250),
-            control("cast", CAST, view.get("cast", CAST), cast_options(data.casts(opened.run)), "Cast", 260),
+            control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "metric", 230),
+            control("site", SITE, view.get("site", SITE), site_options(), "site", 290),
+            control("cast", CAST, view.get("cast", CAST), cast_options(data.casts(opened.run)), "cast", 290),
         ],
         className="controls",
     )
@@ -72,7 +72,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
     heat = _marked(heat, opened)
-    return note(_about(heat)), figures.heatmap(heat)
+    return note(_about(heat, len(opened.run.modules))), figures.heatmap(heat)
 
 
 def _marked(heat: Heat, opened: Opened) -> Heat:
@@ -81,13 +81,16 @@ def _marked(heat: Heat, opened: Opened) -> Heat:
     return replace(heat, marks=source.marks(opened.findings(), by_module=True))
 
 
-def _about(heat: Heat) -> str:
+def _about(heat: Heat, num_modules: int) -> str:
     unit, doc = data.metrics()[heat.metric]
     words = [doc[:1].upper() + doc[1:] + ("." if unit == "1" else f", in {unit}.")]
     if heat.steps_per_cell > 1:
         words.append(f"A cell is the worst of {heat.steps_per_cell} steps.")
     if envelope(heat.metric) is None:
         words.append("No healthy range is known for it: colours run from the 2nd to the 98th percentile.")
+    missing = num_modules - len(heat.modules)
+    if missing > 0:
+        words.append(f"{missing} module{'s have' if missing > 1 else ' has'} no such data.")
     return " ".join([*words, "Click a cell for the module at that step."])
 
 

@@ -9,14 +9,14 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import data, figures
+from .. import data, module_figures
 from ..coverage import in_words
-from ..envelopes import envelope
-from ..figures import SITES
+from ..figures import empty
+from ..module_figures import SITES
 from ..source import Opened
-from ..theme import WORDS, level
+from ..theme import level
 from ..urls import View, href
-from ..widgets import badge, card, control, facts, graph, note, number, percent, segments, table
+from ..widgets import badge, card, control, facts, graded, graph, note, number, segments, table
 from .base import Page
 from .heatmap import metric_options
 from .overview import module_href
@@ -38,7 +38,6 @@ COLUMNS = (
     "worst_block_sqnr_db",
     "num_zero_blocks",
 )
-_LEVELS = ((2.0, "error"), (1.0, "warning"))
 
 
 def chosen_module(view: View, opened: Opened) -> str | None:
@@ -75,6 +74,7 @@ def layout(view: View, opened: Opened) -> Component:
     steps = data.sampled_steps(opened.run, module)
     step = chosen_step(view, steps)
     site = chosen_site(view)
+    metrics = metric_options(data.recorded(opened.run))
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
     casts += [{"value": name, "label": name} for name, _ in data.casts(opened.run)]
@@ -83,20 +83,17 @@ def layout(view: View, opened: Opened) -> Component:
             html.Div(head, id="module-head"),
             card(
                 "Nine sites over steps",
-                html.Div(
-                    [control("metric", METRIC, view.get("metric", METRIC), metric_options(data.recorded(opened.run)), "Metric", 190)],
-                    className="controls",
-                ),
                 html.Div(about, id="module-about"),
                 graph("nine", nine),
+                note=html.Div([control("metric", METRIC, view.get("metric", METRIC), metrics, "metric", 240)], className="controls"),
             ),
             card(
                 "One site at one step",
                 html.Div(
                     [
-                        segments("site", SITE, ".".join(site), tensor_options, "Site"),
-                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "Step", 110),
-                        control("cast", CAST, view.get("cast", CAST), casts, "Range drawn for", 240),
+                        segments("site", SITE, ".".join(site), tensor_options, "site"),
+                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "step", 130),
+                        control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 330),
                     ],
                     className="controls",
                 ),
@@ -122,20 +119,20 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return head, a line about the metric, nine sites, casts side by side, scales and histogram."""
     module = chosen_module(view, opened)
     if module is None:
-        nothing = figures.empty("no such module")
+        nothing = empty("no such module")
         return [], [], nothing, [], nothing, nothing
     run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
     steps = data.sampled_steps(run, module)
     step = chosen_step(view, steps)
     about: Component | None = None
     try:
-        nine = figures.sites(data.module_traces(run, module, metric), metric, site, step)
+        nine = module_figures.sites(data.module_traces(run, module, metric), metric, site, step)
     except Fp8DebugError as error:
-        about, nine = note(str(error), kind="warning"), figures.empty("not recorded", 300)
+        about, nine = note(str(error), kind="warning"), empty("not recorded", 300)
     scale = data.module_traces(run, module, "scale_inv_mean_log2", site)
     headroom = data.module_traces(run, module, "headroom", site)
     if step is None:
-        return _head(view, opened, module), about, nine, note(_why_empty(opened, module)), figures.scales([], []), figures.histogram(None)
+        return _head(view, opened, module), about, nine, note(_why_empty(opened, module)), module_figures.scales([], []), module_figures.histogram(None)
     cast = view.get("cast", CAST)
     hist = data.histogram(run, module, site, step, None if cast == CAST else cast)
     return (
@@ -143,8 +140,8 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         about,
         nine,
         _casts(opened, module, site, step),
-        figures.scales(scale, headroom, step),
-        figures.histogram(hist),
+        module_figures.scales(scale, headroom, step),
+        module_figures.histogram(hist),
     )
 
 
@@ -206,7 +203,7 @@ def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Com
     for row in rows:
         running = "running" if row["actual"] else "what-if"
         what = running if row["reference"] == "operand" else f"against {row['reference']}"
-        body.append([row["cast_name"], what, *(_cell(name, row[name], row["kind"]) for name in columns)])
+        body.append([row["cast_name"], what, *(graded(name, row[name], row["kind"]) for name in columns)])
     numeric = range(2, 2 + len(columns))
     caption = f"{site[0]} {site[1]} at step {step:,}"
     return html.Div([html.H3(f"casts side by side: {caption}"), table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric))])
@@ -214,16 +211,6 @@ def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Com
 
 def _head_of(name: str) -> str:
     return name.removesuffix("_rate") if name.endswith("_rate") else name
-
-
-def _cell(name: str, value: float | None, kind: int) -> Any:
-    text = percent(value) if name.endswith("_rate") else number(value)
-    found = envelope(name, kind)
-    if value is None or found is None:
-        return text
-    severity = found.at_value(value)
-    grade = next((grade for limit, grade in _LEVELS if severity >= limit), None)
-    return text if grade is None else html.Span([badge(grade, text)], title=f"{WORDS[grade]}: outside the healthy range")
 
 
 PAGE = Page(

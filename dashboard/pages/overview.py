@@ -16,7 +16,7 @@ from ..coverage import coverage
 from ..source import Opened
 from ..theme import ICONS, WORDS, level
 from ..urls import View, href
-from ..widgets import badge, card, code, facts, graph, grid, note, number, percent, table
+from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, table
 from .base import Page
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
-    verdict, todo, loss, rows, covered = parts(view, opened)
+    verdict, todo, worst, loss, rows, covered = parts(view, opened)
     findings = opened.findings()
     return html.Div(
         [
@@ -49,7 +49,13 @@ def layout(view: View, opened: Opened) -> Component:
             html.Div(
                 [
                     card("Training", graph("loss", loss), note="findings marked where they begin", grow=True),
-                    card("What to do now", html.Div(todo, id="todo")),
+                    html.Div(
+                        [
+                            card("What to do now", html.Div(todo, id="todo")),
+                            card("Noisiest operands", html.Div(worst, id="worst"), grow=True),
+                        ],
+                        className="stack",
+                    ),
                 ],
                 className="columns columns-wide-left",
             ),
@@ -63,12 +69,13 @@ def layout(view: View, opened: Opened) -> Component:
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
-    """Return verdict, what to do, training figure, findings and coverage."""
+    """Return verdict, what to do, worst operands, training figure, findings and coverage."""
     findings = opened.findings()
     figure = figures.training(data.training(opened.run), source.marks(findings))
     return (
         _verdict(opened, findings),
         _todo(view, opened, findings),
+        _worst(view, opened),
         figure,
         [row(finding, view.run) for finding in findings],
         _coverage(view, opened),
@@ -161,8 +168,22 @@ def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Compo
     if candidates:
         text = f"{candidates} fallback candidate{'s' if candidates != 1 else ''}"
         command = code(f"fp8debug fallback {path} --to json -o fallback.json")
-        more.append(html.Li(["Or take it out of FP8: ", dcc.Link(text, href=href("fallback", view.run)), ", ", command]))
+        more.append(html.Li(["Or apply what is recommended: ", dcc.Link(text, href=href("fallback", view.run)), ", ", command]))
     return [html.Ol(items, className="todo"), html.Ul(more, className="todo"), *hints]
+
+
+def _worst(view: View, opened: Opened) -> list[Component | None]:
+    rows = data.worst_operands(opened.run) if opened.run.has("sqnr_db") else []
+    if not rows:
+        return [note("No operand's error was recorded.")]
+    body: list[list[Any]] = []
+    for worst in rows:
+        site = f"{worst['gemm']} {worst['tensor']}"
+        params = {"module": worst["module"], "site": site.replace(" ", "."), "step": worst["step"]}
+        link = dcc.Link(figures.shorten(worst["module"], 30), href=href("module", view.run, **params), title=worst["module"])
+        body.append([link, site, graded("sqnr_db", worst["sqnr_db"], worst["kind"])])
+    head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
+    return [table(head, body, numeric=(2,))]
 
 
 def _coverage(view: View, opened: Opened) -> list[Component | None]:
@@ -199,6 +220,7 @@ PAGE = Page(
     outputs=(
         ("verdict", "children"),
         ("todo", "children"),
+        ("worst", "children"),
         ("loss", "figure"),
         ("findings", "rowData"),
         ("coverage", "children"),

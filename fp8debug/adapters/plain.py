@@ -38,7 +38,9 @@ class Trial(Probe):
         x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if weight.requires_grad else None
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
         if output.requires_grad:
-            output.register_hook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
+            output.register_hook(  # type: ignore[no-untyped-call]  # torch's
+                partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad)
+            )
 
     @guarded
     def _try_backward(

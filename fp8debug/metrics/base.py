@@ -191,7 +191,7 @@ class Pair:
         assert self.cast is not None
         fill = {"sum": 0.0, "max": -math.inf, "min": math.inf}[reduction]
         block = blocked(values, block_shape(self.cast.granularity, *values.shape), fill)
-        return block.sum((1, 3)) if reduction == "sum" else getattr(block, "a" + reduction)((1, 3))  # type: ignore[no-any-return]  # amax, amin
+        return block.sum((1, 3)) if reduction == "sum" else getattr(block, "a" + reduction)((1, 3))
 
 
 def blocked(values: Tensor, block: tuple[int, int], fill: float) -> Tensor:
@@ -225,11 +225,20 @@ class Metric(Protocol):
         derived: what is computed when read, by column name.
     """
 
-    name: str
-    of_results: bool
-    present: str
-    slots: tuple[Slot, ...]
-    derived: Mapping[str, Derived]
+    @property
+    def name(self) -> str: ...  # noqa: D102  # described above, as the next four
+
+    @property
+    def of_results(self) -> bool: ...  # noqa: D102
+
+    @property
+    def present(self) -> str: ...  # noqa: D102
+
+    @property
+    def slots(self) -> tuple[Slot, ...]: ...  # noqa: D102
+
+    @property
+    def derived(self) -> Mapping[str, Derived]: ...  # noqa: D102
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Return what one non-empty tensor contributes to each slot, as tensors on its device, without synchronizing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -27,7 +27,7 @@ class Blocks:
             doc="largest log2(amax / amin) inside one block",
         ),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "worst_block_sqnr_db": Derived(
             expression="-10 * log10(worst_block_nmse)", unit="dB", doc="SQNR of the worst block"
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -29,7 +29,7 @@ class Damage:
         ),
         Slot(name="num_damage_rows", merge="sum", kind="int64", unit="1", doc="sampled rows that entered damage"),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "damage_per_row": Derived(expression="damage / num_damage_rows", unit="loss^2", doc="mean damage of a row"),
     }
 

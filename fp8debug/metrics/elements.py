@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -29,7 +29,7 @@ class Elements:
             doc="finite in the reference, NaN or Inf in the actual tensor: made by this cast or GEMM",
         ),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "zero_rate": Derived(expression="num_zero / numel", unit="1", doc="share of zeros in the reference"),
         "nonfinite_rate": Derived(
             expression="(num_nan + num_inf) / numel", unit="1", doc="share of NaN and Inf in the reference"

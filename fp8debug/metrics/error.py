@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -29,7 +29,7 @@ class Error:
         _sum("sum_err2", "x^2", "the squared error"),
         Slot(name="max_abs_err", merge="max", kind="float32", unit="x", doc="largest absolute error"),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "mse": Derived(expression="sum_err2 / numel", unit="x^2", doc="mean squared error"),
         "nmse": Derived(expression="sum_err2 / sum_x2", unit="1", doc="squared error over squared reference"),
         "sqnr_db": Derived(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 
 _FUNCTIONS: dict[str, Callable[[float], float]] = {"log2": math.log2, "log10": math.log10, "sqrt": math.sqrt}
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(expression: str) -> ast.expr:
     """Return the syntax tree of an expression; anything outside the language is a bug of the metric's author."""
     tree = ast.parse(expression, mode="eval").body

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fp8debug.metrics.base import METRICS, Pair, Slot
+from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ class Histogram:
             doc=f"nonzero finite elements by floor(log2(abs x)), bin 0 is {FIRST_LOG2} and below, stored once per site",
         ),
     )
-    derived = {}
+    derived: ClassVar[dict[str, Derived]] = {}
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Count; int64 ``[64]``. Exact: the exponent comes from frexp, not from a logarithm."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -21,7 +21,7 @@ class Magnitude:
         Slot(name="amax", merge="max", kind="float32", unit="x", doc="largest finite magnitude of the reference"),
         Slot(name="amin", merge="min", kind="float32", unit="x", doc="smallest nonzero finite magnitude"),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "range_log2": Derived(expression="log2(amax / amin)", unit="log2", doc="binades between amin and amax"),
     }
 

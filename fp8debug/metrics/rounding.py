@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.formats import FORMATS
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
@@ -31,7 +31,7 @@ class Rounding:
             doc="finite, scaled magnitude above the format's max * (1 + 2^-20), clamped to max",
         ),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "underflow_rate": Derived(expression="num_underflow / numel", unit="1", doc="share of elements that underflow"),
         "underflow_nonzero_rate": Derived(
             expression="num_underflow / (numel - num_zero - num_nan - num_inf)",

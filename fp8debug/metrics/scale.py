@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
@@ -49,7 +49,7 @@ class Scale:
             doc="largest scaled magnitude over the format's max; above 1 it clips",
         ),
     )
-    derived = {
+    derived: ClassVar[dict[str, Derived]] = {
         "scale_inv_mean_log2": Derived(
             expression="scale_inv_sum_log2 / (num_blocks - num_zero_blocks)",
             unit="log2",

@@ -68,7 +68,7 @@ class Trace:
         return replace(self, rows=rows) if rows else None
 
     def lasting(self, min_steps: int, warmup: int = 0) -> bool:
-        """Tell whether it is bad at ``min_steps`` sampled steps after the warm-up and at half of all since the first."""
+        """Tell whether it is bad at ``min_steps`` sampled steps after the warm-up and at half since the first one."""
         settled: int = sum(row["step"] >= self.start + warmup for row in self.rows)
         since = sum(step >= self.rows[0]["step"] for step in self.sampled)
         return settled >= min_steps and 2 * len(self.rows) >= since

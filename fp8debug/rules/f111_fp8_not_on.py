@@ -82,7 +82,7 @@ class Fp8NotOn(Rule):
 
     def _is_continuous(self, row: dict[str, Any]) -> bool:
         if row["log2_hist"] is not None:
-            return sum(count > 0 for count in row["log2_hist"]) >= self.min_binades
+            return len([count for count in row["log2_hist"] if count]) >= self.min_binades
         return row["range_log2"] is not None and bool(row["range_log2"] >= self.min_binades)
 
 
