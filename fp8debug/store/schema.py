@@ -190,6 +190,9 @@ manifest) and its rows replace the earlier ones from its first step on; `fp8debu
 
 _QUERIES = """## Without fp8debug
 
+The files hold the column `rank` themselves: switch off the inference of Hive partitions from `rank=00000`
+(`hive_partitioning = false` in DuckDB, `partitioning=None` in pandas and pyarrow).
+
 DuckDB:
 
 ```sql
@@ -209,7 +212,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-stats = pd.concat(pd.read_parquet(part) for part in Path("runs/exp1").glob("rank=*/stats/part-*.parquet"))
+parts = Path("runs/exp1").glob("rank=*/stats/part-*.parquet")
+stats = pd.concat(pd.read_parquet(part, partitioning=None) for part in parts)
 worst = stats[stats.actual & (stats.reference == "operand")].groupby("module")[["sum_err2", "sum_x2"]].sum()
 worst["sqnr_db"] = -10 * np.log10(worst.sum_err2 / worst.sum_x2)
 print(worst.sort_values("sqnr_db").head())

@@ -89,7 +89,7 @@ class TestDamage:
 
     def test_a_column_of_another_kind(self, path: Path) -> None:
         part = path / "rank=00001/stats/part-00000.parquet"
-        table = pq.read_table(part)
+        table = pq.ParquetFile(part).read()
         strings = pa.array(["many"] * table.num_rows)
         write_part(table.set_column(table.schema.get_field_index("numel"), "numel", strings), part)
         run = Run(path)
@@ -129,7 +129,7 @@ class TestOtherSchemas:
         path = tmp_path / "run"
         write(path, Plan(num_steps=11, world_size=2))
         part = path / "rank=00001/stats/part-00000.parquet"
-        write_part(pq.read_table(part).drop_columns(["num_underflow", "log2_hist"]), part)
+        write_part(pq.ParquetFile(part).read().drop_columns(["num_underflow", "log2_hist"]), part)
         run = Run(path)
         assert run.problems == []
         query = "SELECT rank, count(underflow_rate) AS a, count(log2_hist) AS h, count(sqnr_db) AS s FROM stats"
@@ -141,7 +141,7 @@ class TestOtherSchemas:
         write(path, Plan(num_steps=1, world_size=2))
         for rank in (0, 1):
             part = path / f"rank={rank:05d}/stats/part-00000.parquet"
-            table = pq.read_table(part)
+            table = pq.ParquetFile(part).read()
             metadata = {"unit": "1", "merge": "max", "doc": "A plug-in's."}
             field = pa.field("top_code", pa.int64(), metadata=metadata)
             table = table.append_column(field, pa.array([10 + rank] * table.num_rows, pa.int64()))
