@@ -6,7 +6,7 @@ cast on forty layers is one finding with 39 names in ``also``, and so are layers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ def triage(
     baseline: Run | str | Path | None = None,
     select: Sequence[str] = ("F",),
     ignore: Sequence[str] = (),
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Findings:
     """Judge a run by every rule.
 
@@ -31,6 +33,7 @@ def triage(
         baseline: a run (usually of BF16) to compare loss and configuration with.
         select: codes, beginnings of codes (``F10``) or names of rules to report.
         ignore: the same, not to report.
+        progress: called before each rule with rules done, rules in all, and the rule's code.
 
     Returns:
         the findings, errors first, then in order of first appearance, with ``skipped`` and ``verdict``.
@@ -45,7 +48,9 @@ def triage(
     skipped: list[tuple[str, str]] = []
     findings: list[Finding] = []
     has_running = run.sql(f"SELECT 1 AS one FROM sites WHERE {RUNNING} LIMIT 1").num_rows > 0
-    for rule in RULES:
+    for done, rule in enumerate(RULES):
+        if progress:
+            progress(done, len(RULES), rule.code)
         reason = _missing(rule, run, has_running)
         if reason is None:
             findings += _joined(rule.check(run))

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 #: Operands of casts that ran in FP8, given a finite tensor.
 RUNNING = (
-    "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0"
-    " AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
+    "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0 AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
 )
 #: The format's name is the first word of a cast's name, the scaling its third.
 IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"

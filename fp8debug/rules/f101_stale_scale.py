@@ -71,8 +71,7 @@ class StaleScaleSaturation(Rule):
         for trace in traces(run, bad, ["overflow_rate", "headroom"]):
             severe = trace.where(above("overflow_rate", self.max_rate))
             once = any(
-                row["overflow_rate"] > self.max_rate_once and row["step"] >= trace.start + self.min_steps
-                for row in trace.rows
+                row["overflow_rate"] > self.max_rate_once and row["step"] >= trace.start + self.min_steps for row in trace.rows
             )
             if once or (severe is not None and severe.lasting(self.min_steps, self.warmup)):
                 yield self._finding(severe or trace, Severity.ERROR, self.max_rate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
@@ -69,7 +69,8 @@ class ScaleRoundedDown(Rule):
             )
             severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
             threshold = self.max_rate if severity is Severity.ERROR else 0.0
-            yield trace.finding(self, severity, message, value=rate, threshold=threshold)
+            finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
+            yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
 
 
 RULES.add(ScaleRoundedDown.code, ScaleRoundedDown())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.metrics.histogram import FIRST_LOG2
@@ -87,7 +87,9 @@ class OutlierUnderflow(Rule):
             )
             severity = Severity.ERROR if rate > self.max_rate else Severity.WARNING
             threshold = self.max_rate if severity is Severity.ERROR else self.warn_rate
-            yield outlying.finding(self, severity, message, value=rate, threshold=threshold)
+            finding = outlying.finding(self, severity, message, value=rate, threshold=threshold)
+            is_fine = trace.cast is not None and "x" in trace.cast.granularity
+            yield replace(finding, cure=self.cure.partition("; else ")[2]) if is_fine else finding
 
     def _has_outlier(self, row: dict[str, Any]) -> bool:
         spread = spread_log2(row)

@@ -36,9 +36,7 @@ class CoverageGap(Rule):
 
     code = "F110"
     name = "coverage-gap"
-    cure = (
-        "convert the module, or say that BF16 is meant with overrides={FQN: None}; correct a pattern that matches none"
-    )
+    cure = "convert the module, or say that BF16 is meant with overrides={FQN: None}; correct a pattern that matches none"
     needs_fp8 = False
     is_harmful = False
 

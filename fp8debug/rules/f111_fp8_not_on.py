@@ -46,9 +46,7 @@ class Fp8NotOn(Rule):
     code = "F111"
     name = "fp8-not-on"
     columns = ("sum_err2", "sum_x2")
-    cure = (
-        "check the FP8 flag, the dimensions (multiples of 16) and the device; fp8debug coverage shows what is declared"
-    )
+    cure = "check the FP8 flag, the dimensions (multiples of 16) and the device; fp8debug coverage shows what is declared"
     is_harmful = False
 
     min_sqnr_db: float = 45.0

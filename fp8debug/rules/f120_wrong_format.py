@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,7 +46,7 @@ class WrongFormat(Rule):
     code = "F120"
     name = "wrong-format"
     columns = ("sum_err2", "sum_x2", "sum_xy", "sum_y2")
-    cure = "format='e4m3fn' for this operand; if E4M3 is declared already, check the kernel and the cached weight"
+    cure = "format='e4m3fn' for this operand"
     changes: ClassVar[Mapping[str, Any]] = {"format": "e4m3fn"}
 
     max_sqnr_db: float = 27.0
@@ -68,19 +68,18 @@ class WrongFormat(Rule):
         )
         for trace in traces(run, measured, ["sqnr_db"]):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
-                yield self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
+                finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
+                yield replace(finding, cure="check the kernel and the cached weight; else BF16 for this GEMM")
 
     def _declared(self, run: Run) -> Iterable[Finding]:
         found = traces(run, "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')", ["sqnr_db"])
         if not found:
             return
-        query = (
-            "SELECT gemm, tensor, count(DISTINCT module) AS num FROM sites"
-            f" WHERE {RUNNING} AND cast_name LIKE 'e4m3fn %' GROUP BY gemm, tensor"
-        )
-        peers = {(row["gemm"], row["tensor"]): row["num"] for row in run.sql(query).to_pylist()}
+        query = f"SELECT DISTINCT gemm, tensor, module FROM sites WHERE {RUNNING} AND cast_name LIKE 'e4m3fn %'"
+        peers = {(row["gemm"], row["tensor"], row["module"]) for row in run.sql(query).to_pylist()}
+        accused = {(trace.gemm, trace.tensor, trace.module) for trace in found}
         for trace in found:
-            num = peers.get((trace.gemm, trace.tensor), 0)
+            num = sum(peer[:2] == (trace.gemm, trace.tensor) for peer in peers - accused)
             others = f"where {num} other module{'s run' if num > 1 else ' runs'} E4M3" if num else "as in every module"
             severity = Severity.ERROR if num else Severity.WARNING
             yield self._finding(trace, severity, f"runs {trace.cast_name} {others}")

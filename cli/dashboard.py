@@ -1,0 +1,20 @@
+"""``fp8debug dashboard RUN_OR_FOLDER``: the pages in a browser."""
+
+from __future__ import annotations
+
+import click
+
+from fp8debug.errors import UsageError
+
+
+@click.command("dashboard")
+@click.argument("path", metavar="RUN_OR_FOLDER")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Any but a loopback address demands a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8050, show_default=True, help="0 takes a free one.")
+def command(path: str, host: str, port: int) -> None:
+    """Show a run, or every run of a folder, in the browser, until interrupted."""
+    try:
+        from fp8debug_dashboard import serve
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the dashboard needs {error.name}, which is not installed: pip install 'fp8debug[dashboard]'") from None
+    serve(path, host, port)

@@ -1,0 +1,31 @@
+"""``fp8debug explain CODE``: a rule's manual page, from its docstring."""
+
+from __future__ import annotations
+
+import click
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.rules import RULES, Rule
+
+
+@click.command("explain")
+@click.argument("code", required=False)
+@click.option("--list", "wants_list", is_flag=True, help="List every rule.")
+def command(code: str | None, wants_list: bool) -> None:
+    """Print the manual page of the rule CODE (F101, or its name): what it detects, why it matters, the cure."""
+    if wants_list or code is None:
+        for rule in RULES:
+            click.echo(f"{rule.code}  {rule.name:24}  {rule.summary}")
+        return
+    rule = _rule(code)
+    click.echo(f"{click.style(f'{rule.code} {rule.name}', bold=True)}\n\n{rule.summary}")
+    for heading, text in rule.manual().items():
+        indented = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+        click.echo(f"\n{click.style(heading, bold=True)}\n{indented}")
+
+
+def _rule(name: str) -> Rule:
+    for rule in RULES:
+        if name.upper() == rule.code or name.lower() == rule.name:
+            return rule
+    raise UnknownNameError("rule", name.upper(), [*RULES.names(), *(rule.name for rule in RULES)])

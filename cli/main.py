@@ -1,0 +1,106 @@
+"""The entry point: commands are loaded when they are called, and a user's mistake is one line and an exit code.
+
+Exit codes: 0 fine; 1 findings at or above --fail-on; 2 usage; 3 the run is unreadable or empty; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from fp8debug.errors import Fp8DebugError, RunError, suggest
+
+#: Command -> what it does. Its module in this package has its name and holds a command called ``command``.
+COMMANDS = {
+    "run": "Train: run an unmodified script and record it.",
+    "triage": "Name the sick layer and the cause.",
+    "show": "Print recorded statistics.",
+    "coverage": "Say which modules run in FP8, under which casts, and why not.",
+    "fallback": "List what to run in another cast or in BF16.",
+    "explain": "Print a rule's manual page.",
+    "dashboard": "Show a run, or a folder of runs, in the browser.",
+}
+
+EXIT_USAGE, EXIT_RUN, EXIT_INTERRUPTED = 2, 3, 130
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported by name, so that --help and a typo cost nothing."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of ``COMMANDS``."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command; None when there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f".{cmd_name}", __package__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which one was meant."""
+        name = str(args[0]) if args else ""
+        if args and name not in COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"unknown command {name!r}: {suggest(name, COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="fp8debug", prog_name="fp8debug")
+def cli() -> None:
+    """A numerics debugger for FP8 training: record every cast, name the sick layer, say what to run in BF16.
+
+    Data go to stdout, progress and warnings to stderr. Exit codes: 0 fine, 1 findings at or above --fail-on, 2 usage, 3
+    the run is unreadable or empty.
+    """
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit."""
+    sys.exit(status(sys.argv[1:] if args is None else args))
+
+
+def status(args: list[str]) -> int:
+    """Run the command line; return its exit code."""
+    try:
+        code = cli.main(args, prog_name="fp8debug", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except RunError as error:
+        return _fail(str(error), EXIT_RUN)
+    except Fp8DebugError as error:
+        return _fail(str(error), EXIT_USAGE)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        return _fail(error.format_message(), EXIT_USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has gone; nothing is left to say, not even by the interpreter's flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        return _fail(f"{error.strerror or error}{':' + where if where else ''}", EXIT_USAGE)
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    click.echo(f"error: {line}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()
