@@ -16,10 +16,10 @@ import sysconfig
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fp8debug
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (f(x).view(batch, length, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        y = functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         out: Tensor = self.proj(y.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -64,7 +64,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return out
 
 
@@ -130,7 +130,7 @@ def batch(data: Tensor, rows: int, length: int, step: int, seed: int) -> tuple[T
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per byte."""
-    return F.cross_entropy(model(tokens).reshape(-1, VOCABULARY).float(), targets.reshape(-1))
+    return functional.cross_entropy(model(tokens).reshape(-1, VOCABULARY).float(), targets.reshape(-1))
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -24,6 +24,10 @@ from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.store.writer import RunWriter
 
 
+#: Called when a watch begins; how ``fp8debug run`` learns that a script attaches itself.
+on_watch: list[Callable[[], None]] = []
+
+
 def watch(
     target: object,
     path: str | Path,
@@ -78,6 +82,8 @@ def watch(
         what_if=tuple(_recipe(r) for r in what_if),
         plain_recipe=_recipe(plain_recipe),
     )
+    for told in list(on_watch):
+        told()
     roots = roots_of(target)
     candidates = candidates_of(roots)
     filters = choose(candidates, include, exclude)
