@@ -15,7 +15,7 @@ def _sum(name: str, unit: str, doc: str) -> Slot:
 
 
 class Error:
-    """Float64 sums over the pairs whose both sides are finite (NUMERICS.md, 3)."""
+    """Float64 sums over the pairs whose both sides are finite (numerics.md, 3)."""
 
     name = "error"
     of_results = True
