@@ -10,7 +10,7 @@ from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: One ulp of the scale must not make every block's amax look clipped (NUMERICS.md, 3).
+#: One ulp of the scale must not make every block's amax look clipped (numerics.md, 3).
 SATURATION_GUARD = 1 + 2.0**-20
 
 
