@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Damage:
-    """Sum over sampled rows of (grad_output . (actual - shadow))^2, the Fisher/Taylor score of NUMERICS.md, 3 and 6.
+    """Sum over sampled rows of (grad_output . (actual - shadow))^2, the Fisher/Taylor score of numerics.md, 3 and 6.
 
     Only fprop's output has it, and only once the backward pass has brought grad_output.
     """
