@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 GEMMS = tuple(gemm.value for gemm in Gemm)
 TENSORS = ("*", *dict.fromkeys(tensor.value for _, tensor in OPERAND_SITES))
 
-#: fprop output against the shadow, in dB, below which a layer's error is outside the healthy envelope (NUMERICS.md, 4).
+#: fprop output against the shadow, in dB, below which a layer's error is outside the healthy envelope (numerics.md, 4).
 MATERIAL_SQNR_DB = 25.0
-#: Sampled steps that must show it (NUMERICS.md, 4), and the share of all damage that a candidate must have (no
+#: Sampled steps that must show it (numerics.md, 4), and the share of all damage that a candidate must have (no
 #: published basis: a layer that does a hundredth of the damage is not the one to pay for).
 MATERIAL_STEPS, MATERIAL_SHARE = 3, 0.01
 
@@ -108,7 +108,7 @@ def recommend(run: Run | str | Path, findings: Iterable[Finding], budget: float 
     tensor under the same one. Otherwise an error gives BF16 for the GEMMs that show it, whatever the budget; a warning
     gives it within the budget.
 
-    Damage (NUMERICS.md, 6) ranks layers but says nothing by itself: every layer of a healthy FP8 run has some, and no
+    Damage (numerics.md, 6) ranks layers but says nothing by itself: every layer of a healthy FP8 run has some, and no
     threshold on it has a published basis. So it counts only where the layer's output error lies outside the healthy
     envelope: fprop output against the shadow below 25 dB in the median of at least three sampled steps. An error inside
     the envelope is the price of FP8 that all layers pay. Those layers go to BF16 in fprop by damage per cost, while
