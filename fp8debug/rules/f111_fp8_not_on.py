@@ -36,7 +36,7 @@ class Fp8NotOn(Rule):
         Check the flag, the dimensions (multiples of 16) and the device; fp8debug coverage RUN shows what was declared.
 
     Thresholds
-        min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; NUMERICS.md, 4.
+        min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; numerics.md, 4.
         min_binades 8: occupied bins of the exponent histogram (or log2(amax / amin) without one). No published basis:
             a trained operand fills twenty.
         min_elements 256: elements; a small tensor may be exact by chance. No published basis.
