@@ -134,7 +134,7 @@ class Rule(ABC):
     """Base of every rule; a subclass is a frozen dataclass whose fields are its thresholds.
 
     Attributes:
-        code: ``F1NN``, NN the number in the catalogue of NUMERICS.md, 5.
+        code: ``F1NN``, NN the number in the catalogue of numerics.md, 5.
         name: slug that names the fault.
         columns: slots or derived columns without which the rule cannot judge.
         cure: what helps, cheapest first, in one line.
