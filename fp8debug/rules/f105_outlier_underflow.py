@@ -38,7 +38,7 @@ class OutlierUnderflow(Rule):
         up (Smooth-SwiGLU); BF16 for the fprop of this module.
 
     Thresholds
-        max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; NUMERICS.md, 4 (act above 5 %, warn
+        max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %, warn
             above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16).
         min_spread_log2 10: log2(amax / median magnitude). No published basis: 3 for a Gaussian, 6 for a product of
             two; E4M3 holds 18.8 binades from amax to the first underflow.
