@@ -35,7 +35,7 @@ class ZeroTileNan(Rule):
         for a zero block; BF16 for this GEMM until then.
 
     Thresholds
-        max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (NUMERICS.md, 2). Seen in
+        max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (numerics.md, 2). Seen in
             lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
     """
 
