@@ -50,7 +50,7 @@ class Format:
 
     @property
     def gaussian_sqnr_db(self) -> float | None:
-        """SQNR of Gaussian data in dB, in closed form (NUMERICS.md, 4); None for a format of scales."""
+        """SQNR of Gaussian data in dB, in closed form (numerics.md, 4); None for a format of scales."""
         return {"e4m3fn": 31.5, "e5m2": 25.55}.get(self.name)
 
 
