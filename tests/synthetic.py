@@ -1,6 +1,6 @@
 """Hand-made runs without torch: a healthy blockwise E4M3 GPT by default, with slots to override to make it sick.
 
-The healthy values are the middle of the envelope of NUMERICS.md, section 4: operands 31.7 dB, cosine 0.99966, underflow
+The healthy values are the middle of the envelope of numerics.md, section 4: operands 31.7 dB, cosine 0.99966, underflow
 2e-4, results 28.6 dB against the shadow and 55 dB against the exact GEMM, nothing clipped, loss falling smoothly with
 noise.
 
