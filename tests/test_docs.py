@@ -47,9 +47,7 @@ def test_every_format_and_cast_option_is_defined() -> None:
     for fmt in FORMATS.values():
         largest = f"{fmt.max:.0f}" if fmt.max < 1e6 else "2^127"
         sqnr = f"{fmt.gaussian_sqnr_db} dB" if fmt.gaussian_sqnr_db else "-"
-        assert re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE), (
-            fmt.name
-        )
+        assert re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE), fmt.name
     assert [word for word in (*SCALINGS, *SCALE_ROUNDINGS) if not re.search(rf"^\| {word}\b", text, re.MULTILINE)] == []
 
 
@@ -66,13 +64,21 @@ def test_the_catalogue_names_the_rules_that_there_are() -> None:
     assert all(code in ("-", f"F{100 + int(number)}") for number, code in rows)
 
 
+def test_sections_that_docstrings_cite_are_there() -> None:
+    """Docstrings cite ``numerics.md, 4``: the section's number."""
+    sources = [path for folder in ("fp8debug", "cli", "dashboard") for path in (ROOT / folder).rglob("*.py")]
+    cited = {n for p in sources for n in re.findall(r"numerics\.md, (\d)", p.read_text(encoding="utf-8"))}
+    numbers = {heading[0] for heading in headings("numerics.md")}
+    assert cited <= numbers
+
+
 def test_the_log_is_dated_newest_first() -> None:
     text = re.sub(r"<!--.*?-->", "", (DOCS / "log.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     days = [date.fromisoformat(h[:10]) for h in re.findall(r"^## (.+)$", text, re.MULTILINE)]
     assert days == sorted(days, reverse=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+@pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []

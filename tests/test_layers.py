@@ -15,7 +15,7 @@ PACKAGES = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard":
 
 #: A module or package, and all below it, by layer. Within one layer nothing imports anything but its own package.
 #: Half steps order what the design draws as one layer: the registry raises an error, the observer fills a table, a
-#: probe reports to an observer, a fault is planted in a linear.
+#: probe reports to an observer, a fault is planted in a linear, a command starts the pages.
 LAYERS = {
     "fp8debug.errors": 0,
     "fp8debug.types": 0,
@@ -37,8 +37,8 @@ LAYERS = {
     "fp8debug.exporters": 7,
     "fp8debug.run": 7.5,
     "fp8debug": 7.5,
-    "fp8debug_cli": 8,
     "fp8debug_dashboard": 8,
+    "fp8debug_cli": 8.5,
 }
 
 READING = (
