@@ -29,7 +29,6 @@ from .widgets import card, note
 PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, fallback)}
 #: How often the browser asks whether a run's files have grown.
 REFRESH_MS = 4000
-_JS = "fp8debug"
 
 #: What is on screen: the place it was laid out for, and the state of the files then.
 Here = dict[str, Any]
@@ -60,8 +59,13 @@ def make_app(path: str | Path) -> dash.Dash:
     return app
 
 
+def _in_browser(app: dash.Dash, function: str, *dependencies: Any, **options: Any) -> None:
+    """Register a callback that assets/fp8debug.js answers without asking the server."""
+    app.clientside_callback(ClientsideFunction("fp8debug", function), *dependencies, **options)  # type: ignore[no-untyped-call]  # untyped in dash
+
+
 def _shell() -> Component:
-    return dmc.MantineProvider(
+    shell: Component = dmc.MantineProvider(
         [
             dcc.Location(id="url", refresh="callback-nav"),
             dcc.Store(id="stamp"),
@@ -89,6 +93,7 @@ def _shell() -> Component:
         defaultColorScheme="auto",
         theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
     )
+    return shell
 
 
 def _route(app: dash.Dash, source: Source) -> None:
@@ -111,8 +116,9 @@ def _route(app: dash.Dash, source: Source) -> None:
         now = {"place": list(view.place), "stamp": source.stamp(view.run)}
         return navigation(view, source), page_of(view, source), now
 
-    app.clientside_callback(
-        ClientsideFunction(_JS, "sync"),
+    _in_browser(
+        app,
+        "sync",
         Output("url", "search"),
         Input({"control": ALL, "default": ALL}, "value"),
         State({"control": ALL, "default": ALL}, "id"),
@@ -164,7 +170,7 @@ def navigation(view: View, source: Source) -> Component:
     else:
         links.append(html.Span(source.path.resolve().name, className="run-name"))
     for page in PAGES.values():
-        current = {"aria-current": "page"} if page.name == view.page else {}
+        current: dict[str, Any] = {"aria-current": "page"} if page.name == view.page else {}
         classes = "tab tab-current" if current else "tab"
         links.append(html.Span(dcc.Link(page.title, href=href(page.name, view.run), className=classes), **current))
     return html.Div([*links, _search(view, source)], className="nav")
@@ -175,7 +181,7 @@ def _search(view: View, source: Source) -> Component:
         modules = [str(m["fqn"]) for m in source.open(view.run).run.modules]
     except Fp8DebugError:
         modules = []
-    return dmc.Select(
+    search: Component = dmc.Select(
         id="module-search",
         data=list(dict.fromkeys(modules)),
         value=view.get("module") if view.page == "module" and view.get("module") in modules else None,
@@ -187,6 +193,7 @@ def _search(view: View, source: Source) -> Component:
         nothingFoundMessage="no such module",
         **{"aria-label": "find a module"},
     )
+    return search
 
 
 def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
@@ -239,7 +246,7 @@ def _refresh(app: dash.Dash, source: Source) -> None:
             raise PreventUpdate
         return runs.parts(source)
 
-    app.clientside_callback(ClientsideFunction(_JS, "pause"), Output("tick", "disabled"), Input("follow", "checked"))
+    _in_browser(app, "pause", Output("tick", "disabled"), Input("follow", "checked"))
 
 
 def live_text(view: View, source: Source) -> str:
@@ -270,16 +277,18 @@ def _clicks(app: dash.Dash, source: Source) -> None:
             raise PreventUpdate
         return "/module", query(view.run, params)
 
-    app.clientside_callback(
-        ClientsideFunction(_JS, "open_module"),
+    _in_browser(
+        app,
+        "open_module",
         Output("url", "pathname", allow_duplicate=True),
         Output("url", "search", allow_duplicate=True),
         Input("module-search", "value"),
         State("url", "search"),
         prevent_initial_call=True,
     )
-    app.clientside_callback(
-        ClientsideFunction(_JS, "open_run"),
+    _in_browser(
+        app,
+        "open_run",
         Output("url", "search", allow_duplicate=True),
         Input("run-choice", "value"),
         State("url", "search"),

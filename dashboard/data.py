@@ -60,6 +60,11 @@ def ints(table: pa.Table, name: str) -> Ints:
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
 
 
+def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.sql(query, list(params)).to_pylist()
+    return found
+
+
 def _width(run: Run, view: str, first: int, last: int, most: int) -> int:
     """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows."""
     if last - first < most:
@@ -139,7 +144,9 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     values: list[Any] = []
     gemm, _, tensor = site.partition(".")
     if site in ("operands", "results", "exact"):
-        conditions.append({"operands": "reference = 'operand'", "results": "reference = 'shadow'"}.get(site, "reference = 'exact'"))
+        conditions.append(
+            {"operands": "reference = 'operand'", "results": "reference = 'shadow'"}.get(site, "reference = 'exact'")
+        )
     else:
         conditions.append("gemm = ? AND tensor = ?")
         values += [gemm, tensor]
@@ -173,7 +180,9 @@ def heat(
     shown = step_range(run, *steps)
     nothing = np.zeros((0, 0), dtype=np.float32)
     if shown is None:
-        return Heat(metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32))
+        return Heat(
+            metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32)
+        )
     first, last = shown
     width = _width(run, "raw", first, last, MAX_CELLS)
     table = run.sql(
@@ -200,9 +209,7 @@ def _grid(table: pa.Table, metric: str, unit: str, modules: list[str], width: in
     values[rows, index] = floats(table, "v")
     kinds[rows, index] = ints(table, "kind")
     np.minimum.at(steps, index, ints(table, "step"))
-    return Heat(
-        metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width
-    )
+    return Heat(metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width)
 
 
 def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
@@ -211,12 +218,13 @@ def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
     badness = badness_sql("sqnr_db")
-    return run.sql(
+    return _rows(
+        run,
         f"WITH last AS (SELECT * FROM sites WHERE step = (SELECT max(step) FROM raw) AND actual AND reference = 'operand'"
         f" AND sqnr_db IS NOT NULL) SELECT max(step) AS step, module, max_by(gemm, {badness}) AS gemm,"
         f" max_by(tensor, {badness}) AS tensor, max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind"
-        f" FROM last GROUP BY module ORDER BY max({badness}) DESC, module LIMIT {int(count)}"
-    ).to_pylist()
+        f" FROM last GROUP BY module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
+    )
 
 
 def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[Trace]:
@@ -279,26 +287,29 @@ def _traces(table: pa.Table, banded: bool) -> list[Trace]:
 
 def sampled_steps(run: Run, module: str) -> list[int]:
     """Return the steps at which the module has statistics."""
-    return run.sql("SELECT DISTINCT step FROM sites WHERE module = ? ORDER BY step", [module]).column("step").to_pylist()
+    found = _rows(run, "SELECT DISTINCT step FROM sites WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
+    return [int(row["step"]) for row in found]
 
 
 def side_by_side(run: Run, module: str, site: tuple[str, str], step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return one row per cast (or reference, of a result) of a site at one step, the running cast first."""
     names = ", ".join(column(name) for name in columns)
-    return run.sql(
+    return _rows(
+        run,
         f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {names} FROM sites"
         " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
         [module, *site, step],
-    ).to_pylist()
+    )
 
 
 def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> Histogram | None:
     """Return the exponent histogram of a site at one step, with the range of a cast (the running one by default)."""
-    rows = run.sql(
+    rows = _rows(
+        run,
         "SELECT cast_name, actual, log2_hist, scale_inv_min, scale_inv_max, scale_inv_mean_log2 FROM sites"
         " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND reference = 'operand' ORDER BY actual DESC, cast_name",
         [module, *site, step],
-    ).to_pylist()
+    )
     counts = next((row["log2_hist"] for row in rows if row["log2_hist"]), None)
     if counts is None:
         return None

@@ -26,7 +26,6 @@ KIND_SQL = (
 )
 
 
-
 def kind_of(gemm: str, tensor: str, cast_name: str, reference: str) -> int:
     """Return the same bits as ``KIND_SQL`` for one site."""
     return (

@@ -12,10 +12,8 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
 from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
-from fp8debug.formats import FORMATS
-
 from .envelopes import envelope, severities
-from .records import CastRange, Heat, Histogram, Mark, Trace
+from .records import Floats, Heat, Mark, Trace
 from .theme import (
     COLORS,
     FAINT,
@@ -25,7 +23,6 @@ from .theme import (
     SEVERITY_RANGE,
     SEVERITY_SCALE,
     SYMBOLS,
-    VERMILLION,
 )
 
 MAX_LABELS = 48
@@ -52,6 +49,7 @@ def empty(message: str, height: int = 220) -> go.Figure:
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
+    """Give a figure the look of all: small grey text, faint grid, no background."""
     figure.update_layout(
         height=height,
         margin={"l": 56, "r": 12, "t": 8, "b": 34},
@@ -203,8 +201,7 @@ def heatmap(heat: Heat) -> go.Figure:
         colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}},
     )
     if colors is None:
-        low, high = np.nanpercentile(heat.values, [2, 98])
-        cells.update(zmin=float(low), zmax=float(high), colorscale="Cividis")
+        cells.update(colorscale="Cividis", **_robust(heat.values))
     else:
         cells.update(zmin=SEVERITY_RANGE[0], zmax=SEVERITY_RANGE[1], colorscale=SEVERITY_SCALE)
         cells.colorbar.update(**_severity_ticks(heat))
@@ -225,6 +222,18 @@ def heatmap(heat: Heat) -> go.Figure:
         ticktext=[plain(shorten(heat.modules[i])) for i in labelled],
     )
     return figure
+
+
+def _robust(values: Floats) -> dict[str, object]:
+    """Return z and its range from the 2nd to the 98th percentile, as log2 where values span many binades."""
+    finite = values[np.isfinite(values)]
+    low, high = (float(v) for v in np.percentile(finite, [2, 98])) if len(finite) else (0.0, 1.0)
+    if len(finite) and finite.min() > 0 and high > 32 * low:
+        low, high, values = float(np.log2(low)), float(np.log2(high)), np.log2(values)
+        ticks = np.unique(np.linspace(np.ceil(low), np.floor(high), 7).round())
+        words = {"tickvals": ticks.tolist(), "ticktext": [f"2^{int(t)}" for t in ticks]}
+        return {"z": values, "zmin": low, "zmax": high, "colorbar": words}
+    return {"z": values, "zmin": low, "zmax": high if high > low else low + 1}
 
 
 def _severity_ticks(heat: Heat) -> dict[str, object]:

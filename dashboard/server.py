@@ -75,7 +75,7 @@ def guard(app: dash.Dash, token: str | None) -> None:
     Without a token only requests that name a loopback host are answered: a web page that points its own name at 127.0.0.1
     (DNS rebinding) gets nothing.
     """
-    server = app.server
+    server: flask.Flask = app.server
 
     @server.before_request
     def check() -> flask.Response | None:

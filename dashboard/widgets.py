@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dash_ag_grid as dag  # type: ignore[import-untyped]  # ships no types
@@ -11,12 +11,13 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from .envelopes import envelope
-from .theme import ICONS, WORDS
+from .theme import ICONS, NO_DATA, WORDS
 
 Child = Component | str | None
+_DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 
 #: PNG export stays, what nobody uses goes; the logo would link to a site.
-GRAPH_CONFIG = {
+GRAPH_CONFIG: Any = {
     "displaylogo": False,
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
     "toImageButtonOptions": {"scale": 2},
@@ -25,7 +26,7 @@ GRAPH_CONFIG = {
 
 def badge(level: str, text: str = "") -> Component:
     """Return a severity or verdict as icon and word, never as colour alone."""
-    words = [html.Span(ICONS[level], className="icon", **{"aria-hidden": "true"}), html.Span(text or WORDS[level])]
+    words = [html.Span(ICONS[level], className="icon", **_DECORATION), html.Span(text or WORDS[level])]
     return html.Span(words, className=f"badge badge-{level}")
 
 
@@ -34,7 +35,8 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
     head = [html.H2(title), html.Div(note, className="note")] if note is not None else [html.H2(title)]
     body = [child for child in children if child is not None]
     name = "card grow" if grow else "card"
-    return html.Section([html.Header(head), *body], className=name, **({"id": id} if id else {}))
+    named: dict[str, Any] = {"id": id} if id else {}
+    return html.Section([html.Header(head), *body], className=name, **named)
 
 
 def graph(id: str, figure: Any) -> Component:
@@ -60,16 +62,23 @@ def code(text: str) -> Component:
 def table(head: Sequence[str], rows: Sequence[Sequence[Child]], numeric: Sequence[int] = ()) -> Component:
     """Return a small plain table; columns in ``numeric`` are aligned right."""
 
-    def cells(tag: type[Component], row: Sequence[Child]) -> list[Component]:
+    def cells(tag: Callable[..., Component], row: Sequence[Child]) -> list[Component]:
         return [tag(cell, className="num" if i in numeric else None) for i, cell in enumerate(row)]
 
     body = [html.Tr(cells(html.Td, row)) for row in rows]
     return html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table")
 
 
-def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Component:
-    """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets."""
-    return dag.AgGrid(
+def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], none: str) -> Component:
+    """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets.
+
+    Args:
+        id: component id.
+        columns: AG Grid's column definitions.
+        rows: one mapping per row.
+        none: what it says without rows.
+    """
+    component: Component = dag.AgGrid(
         id=id,
         columnDefs=list(columns),
         rowData=list(rows),
@@ -78,6 +87,7 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
             "domLayout": "autoHeight" if len(rows) <= 12 else "normal",
             "rowHeight": 28,
             "headerHeight": 30,
+            "localeText": {"noRowsToShow": none},
             "animateRows": False,
             "tooltipShowDelay": 300,
             "enableCellTextSelection": True,
@@ -87,14 +97,15 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
         },
         csvExportParams={"fileName": f"{id}.csv"},
         columnSize="responsiveSizeToFit",
-        style={"height": None if len(rows) <= 12 else "400px", "width": "100%"},
+        style={"height": "400px" if len(rows) > 12 else "64px" if not rows else None, "width": "100%"},
         dangerously_allow_code=False,
     )
+    return component
 
 
 def control(name: str, default: str, value: str, options: Sequence[Any], label: str, width: int = 180) -> Component:
     """Return a choice that lives in the URL: its id carries the default, which the URL leaves out."""
-    return dmc.Select(
+    component: Component = dmc.Select(
         id={"control": name, "default": default},
         value=value,
         data=list(options),
@@ -107,6 +118,7 @@ def control(name: str, default: str, value: str, options: Sequence[Any], label: 
         maxDropdownHeight=420,
         className="control",
     )
+    return component
 
 
 def segments(name: str, default: str, value: str, options: Sequence[Any], label: str) -> Component:
@@ -124,17 +136,19 @@ def segments(name: str, default: str, value: str, options: Sequence[Any], label:
 def number(value: object, digits: int = 4) -> str:
     """Return a number for people: four significant digits, never 0.0000; an en dash for no data."""
     if value is None:
-        return "–"
+        return NO_DATA
     if isinstance(value, (int, float)):
         if value != value:
-            return "–"
+            return NO_DATA
         return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
     return str(value)
 
 
 def percent(value: float | None) -> str:
     """Return a share in percent."""
-    return "–" if value is None else f"{value:.1%}" if value >= 0.001 or value == 0 else f"{value:.2g}"
+    if value is None or value == 0:
+        return NO_DATA if value is None else "0%"
+    return f"{value:.1%}" if value >= 0.001 else f"{value * 100:.2g}%"
 
 
 def graded(metric: str, value: float | None, kind: int) -> Child:

@@ -9,6 +9,7 @@ from dash.development.base_component import Component
 
 from .. import source
 from ..source import Opened
+from ..theme import NO_DATA
 from ..urls import View, href
 from ..widgets import card, code, grid, note, number, percent
 from .base import Page
@@ -39,7 +40,7 @@ def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
         "reasons": " ".join(fallback.reasons),
         "damage": number(fallback.damage),
         "cost": percent(fallback.cost),
-        "cheaper": fallback.cheaper or "–",
+        "cheaper": fallback.cheaper or NO_DATA,
     }
 
 
@@ -50,12 +51,15 @@ def layout(view: View, opened: Opened) -> Component:
     apply = f"import fp8debug\n\nfp8debug.apply(model, {'fallback.json'!r})"
     return html.Div(
         [
-            card("Candidates", html.Div(about, id="fallback-about"), grid("candidates", COLUMNS, rows)),
+            card("Candidates", html.Div(about, id="fallback-about"), grid("candidates", COLUMNS, rows, "No candidate")),
             html.Div(
                 [
                     card(
                         "The file",
-                        html.Div([dcc.Clipboard(target_id="exported", title="Copy", className="copy"), html.Pre(text, id="exported")]),
+                        html.Div(
+                            [dcc.Clipboard(target_id="exported", title="Copy", className="copy"), html.Pre(text, id="exported")],
+                            className="exported",
+                        ),
                         note="as fp8debug fallback --to json writes it",
                         grow=True,
                     ),
@@ -64,7 +68,10 @@ def layout(view: View, opened: Opened) -> Component:
                         html.P(["Write it: ", code(f"fp8debug fallback {path} --to json -o fallback.json")]),
                         html.P("Apply it after convert():"),
                         html.Pre(apply),
-                        html.P("These are candidates: hard faults first, then measured damage per speed given back. Run again to see what they buy."),
+                        html.P(
+                            "These are candidates: hard faults first, then measured damage per speed given back."
+                            " Run again to see what they buy."
+                        ),
                     ),
                 ],
                 className="columns columns-wide-left",
@@ -82,8 +89,9 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     elif not fallbacks:
         about = note("No candidate: no finding calls for another cast.")
     else:
-        cost = sum(f.cost for f in fallbacks if f.cost is not None)
-        about = note(f"{len(fallbacks)} candidate{'s' if len(fallbacks) > 1 else ''}, giving back {percent(cost)} of the FP8 speed-up.")
+        cost = sum(f.cost for f in fallbacks)
+        count = f"{len(fallbacks)} candidate{'s' if len(fallbacks) > 1 else ''}"
+        about = note(f"{count}, giving back {percent(cost) if cost else 'nothing'} of the FP8 speed-up.")
     return [row(f, view.run) for f in fallbacks], source.exported(fallbacks, opened.run), about
 
 

@@ -58,7 +58,9 @@ def layout(view: View, opened: Opened) -> Component:
         ],
         className="controls",
     )
-    return html.Div([card("Layers by steps", controls, html.Div(about, id="heat-about"), graph("heat", figure))], className="page")
+    return html.Div(
+        [card("Layers by steps", controls, html.Div(about, id="heat-about"), graph("heat", figure))], className="page"
+    )
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
@@ -94,6 +96,4 @@ def _about(heat: Heat, num_modules: int) -> str:
     return " ".join([*words, "Click a cell for the module at that step."])
 
 
-PAGE = Page(
-    name="heatmap", title="Heatmap", layout=layout, parts=parts, outputs=(("heat-about", "children"), ("heat", "figure"))
-)
+PAGE = Page(name="heatmap", title="Heatmap", layout=layout, parts=parts, outputs=(("heat-about", "children"), ("heat", "figure")))

@@ -14,7 +14,7 @@ from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
 from ..source import Opened
-from ..theme import level
+from ..theme import NO_DATA, level
 from ..urls import View, href
 from ..widgets import badge, card, control, facts, graded, graph, note, number, segments, table
 from .base import Page
@@ -85,18 +85,13 @@ def layout(view: View, opened: Opened) -> Component:
                 "Nine sites over steps",
                 html.Div(about, id="module-about"),
                 graph("nine", nine),
-                note=html.Div([control("metric", METRIC, view.get("metric", METRIC), metrics, "metric", 240)], className="controls"),
+                note=html.Div(
+                    [control("metric", METRIC, view.get("metric", METRIC), metrics, "metric", 240)], className="controls"
+                ),
             ),
             card(
                 "One site at one step",
-                html.Div(
-                    [
-                        segments("site", SITE, ".".join(site), tensor_options, "site"),
-                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "step", 130),
-                        control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 330),
-                    ],
-                    className="controls",
-                ),
+                html.Div([segments("site", SITE, ".".join(site), tensor_options, "site")], className="controls"),
                 html.Div(table_of_casts, id="casts"),
                 html.Div(
                     [
@@ -104,6 +99,13 @@ def layout(view: View, opened: Opened) -> Component:
                         html.Div([html.H3("exponents and what the cast can represent"), graph("hist", hist)]),
                     ],
                     className="columns",
+                ),
+                note=html.Div(
+                    [
+                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "step", 140),
+                        control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 340),
+                    ],
+                    className="controls",
                 ),
             ),
         ],
@@ -132,7 +134,14 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     scale = data.module_traces(run, module, "scale_inv_mean_log2", site)
     headroom = data.module_traces(run, module, "headroom", site)
     if step is None:
-        return _head(view, opened, module), about, nine, note(_why_empty(opened, module)), module_figures.scales([], []), module_figures.histogram(None)
+        return (
+            _head(view, opened, module),
+            about,
+            nine,
+            note(_why_empty(opened, module)),
+            module_figures.scales([], []),
+            module_figures.histogram(None),
+        )
     cast = view.get("cast", CAST)
     hist = data.histogram(run, module, site, step, None if cast == CAST else cast)
     return (
@@ -162,21 +171,31 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
         _neighbour("→ ", names[at + 1] if at + 1 < len(names) else None, view, kept),
     ]
     pairs = [
-        ("kind", str(entry.get("kind") or "–")),
-        ("in × out", f"{number(entry.get('in_features'))} × {number(entry.get('out_features'))}"),
-        ("runs in", in_words(entry.get("casts")) if entry.get("fp8") else f"not FP8: {entry.get('reason') or 'no reason recorded'}"),
+        ("kind", str(entry.get("kind") or NO_DATA)),
+        ("in x out", f"{number(entry.get('in_features'))} x {number(entry.get('out_features'))}"),
+        (
+            "runs in",
+            in_words(entry.get("casts")) if entry.get("fp8") else f"not FP8: {entry.get('reason') or 'no reason recorded'}",
+        ),
     ]
     named = [f for f in opened.findings() if module in (f.module, *f.also)]
     suffers = [f for f in opened.findings() if module in f.victims]
     lines = [
         html.Div(
-            [badge(level(f.severity), f.code), html.Span(f" {f.name}: {f.message} "), dcc.Link("show", href=module_href(f, view.run))],
+            [
+                badge(level(f.severity), f.code),
+                html.Span(f" {f.name}: {f.message} "),
+                dcc.Link("show", href=module_href(f, view.run)),
+            ],
             className="named",
         )
         for f in named
     ]
     lines += [
-        html.Div([badge("info", f"victim of {f.code}"), f" of {f.module or 'the run'}: its input was bad, its arithmetic is not"], className="named")
+        html.Div(
+            [badge("info", f"victim of {f.code}"), f" of {f.module or 'the run'}: its input was bad, its arithmetic is not"],
+            className="named",
+        )
         for f in suffers
     ]
     return [
@@ -206,7 +225,9 @@ def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Com
         body.append([row["cast_name"], what, *(graded(name, row[name], row["kind"]) for name in columns)])
     numeric = range(2, 2 + len(columns))
     caption = f"{site[0]} {site[1]} at step {step:,}"
-    return html.Div([html.H3(f"casts side by side: {caption}"), table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric))])
+    return html.Div(
+        [html.H3(f"casts side by side: {caption}"), table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric))]
+    )
 
 
 def _head_of(name: str) -> str:

@@ -14,7 +14,7 @@ from fp8debug.errors import Fp8DebugError
 from .. import data, figures, source
 from ..coverage import coverage
 from ..source import Opened
-from ..theme import ICONS, WORDS, level
+from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level
 from ..urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, table
 from .base import Page
@@ -22,7 +22,6 @@ from .base import Page
 if TYPE_CHECKING:
     from fp8debug import Finding
 
-_NUMBER = {"function": "params.value == null ? '–' : d3.format('.4~g')(params.value)"}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "severity", "headerName": "Severity", "cellRenderer": "Severity", "width": 96, "maxWidth": 110},
     {"field": "code", "headerName": "Code", "width": 72, "maxWidth": 84},
@@ -31,8 +30,22 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "site", "headerName": "Site", "width": 130},
     {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 92, "maxWidth": 110},
     {"field": "until", "headerName": "Until", "type": "rightAligned", "width": 76, "maxWidth": 100},
-    {"field": "value", "headerName": "Value", "type": "rightAligned", "valueFormatter": _NUMBER, "width": 84, "maxWidth": 110},
-    {"field": "threshold", "headerName": "Limit", "type": "rightAligned", "valueFormatter": _NUMBER, "width": 80, "maxWidth": 110},
+    {
+        "field": "value",
+        "headerName": "Value",
+        "type": "rightAligned",
+        "valueFormatter": GRID_NUMBER,
+        "width": 84,
+        "maxWidth": 110,
+    },
+    {
+        "field": "threshold",
+        "headerName": "Limit",
+        "type": "rightAligned",
+        "valueFormatter": GRID_NUMBER,
+        "width": 80,
+        "maxWidth": 110,
+    },
     {"field": "unit", "headerName": "Unit", "width": 62, "maxWidth": 76},
     {"field": "message", "headerName": "Evidence", "width": 360, "tooltipField": "message"},
     {"field": "others", "headerName": "Also / victims", "width": 120, "tooltipField": "others"},
@@ -42,7 +55,6 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     verdict, todo, worst, loss, rows, covered = parts(view, opened)
-    findings = opened.findings()
     return html.Div(
         [
             html.Div(verdict, id="verdict"),
@@ -59,10 +71,14 @@ def layout(view: View, opened: Opened) -> Component:
                 ],
                 className="columns columns-wide-left",
             ),
-            card("Findings", grid("findings", COLUMNS, rows), note="culprit first; click a module to see its numbers")
-            if findings
-            else html.Div(grid("findings", COLUMNS, rows), hidden=True),
-            card("Coverage", html.Div(covered, id="coverage"), note="what runs in FP8, under which cast, and why the rest does not"),
+            card(
+                "Findings",
+                grid("findings", COLUMNS, rows, "No finding"),
+                note="culprit first; click a module to see its numbers",
+            ),
+            card(
+                "Coverage", html.Div(covered, id="coverage"), note="what runs in FP8, under which cast, and why the rest does not"
+            ),
         ],
         className="page",
     )
@@ -94,14 +110,14 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
         "name": finding.name,
         "module": finding.module or "(no layer)",
         "href": module_href(finding, run) if finding.module else None,
-        "site": site or "–",
+        "site": site or NO_DATA,
         "since": finding.steps[0],
         "until": finding.steps[1],
         "value": None if finding.value is None else float(finding.value),
         "threshold": None if finding.threshold is None else float(finding.threshold),
         "unit": finding.unit,
         "message": finding.message,
-        "others": ", ".join(others) or "–",
+        "others": ", ".join(others) or NO_DATA,
     }
 
 
@@ -116,7 +132,7 @@ def _verdict(opened: Opened, findings: Sequence[Finding]) -> list[Component | No
     steps = run.steps_range
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
-        ("steps", f"{steps[0]:,} – {steps[1]:,}"),
+        ("steps", f"{steps[0]:,} to {steps[1]:,}"),
         ("every", number(run.manifest.get("every"))),
         ("ranks", number(len(run.ranks))),
         ("last loss", number(data.last_loss(run))),
@@ -154,7 +170,7 @@ def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Compo
     if data.last_loss(opened.run) is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
-        return [html.P("Nothing. " if opened.verdict == "ok" else "Nothing can be said yet."), *hints]
+        return [html.P("Nothing: no rule found a fault." if opened.verdict == "ok" else "Nothing can be said yet."), *hints]
     items: list[Component] = []
     for finding in list(dict.fromkeys(f for f in findings if level(f.severity) != "info"))[:3] or [findings[0]]:
         name = finding.module or "the whole run"

@@ -12,7 +12,7 @@ from fp8debug.errors import Fp8DebugError
 
 from ..records import Summary
 from ..source import Source
-from ..theme import ICONS, WORDS
+from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS
 from ..urls import href
 from ..widgets import card, grid
 
@@ -32,7 +32,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "headerName": "Last loss",
         "type": "rightAligned",
         "width": 96,
-        "valueFormatter": {"function": "params.value == null ? '–' : d3.format('.4~g')(params.value)"},
+        "valueFormatter": GRID_NUMBER,
     },
     {"field": "state", "headerName": "State", "width": 96},
     {"field": "problems", "headerName": "Not readable", "width": 160, "tooltipField": "problems"},
@@ -43,7 +43,13 @@ def layout(source: Source) -> Component:
     """Return the page."""
     rows = parts(source)
     return html.Div(
-        [card(f"Runs in {source.path.resolve().name}", grid("runs", COLUMNS, rows), note="newest first; click one to open it")],
+        [
+            card(
+                f"Runs in {source.path.resolve().name}",
+                grid("runs", COLUMNS, rows, "No run"),
+                note="newest first; click one to open it",
+            )
+        ],
         className="page",
     )
 
@@ -73,12 +79,12 @@ def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
         "severity": verdict,
         "icon": ICONS[verdict],
         "word": WORDS[verdict],
-        "finding": finding or "–",
+        "finding": finding or NO_DATA,
         "recipe": summary.recipe,
         "last": summary.last,
         "sampled": summary.sampled,
         "ranks": summary.ranks,
         "loss": summary.loss,
         "state": summary.state or "unreadable",
-        "problems": summary.error or "; ".join(summary.problems) or "–",
+        "problems": summary.error or "; ".join(summary.problems) or NO_DATA,
     }

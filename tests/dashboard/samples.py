@@ -32,7 +32,7 @@ def gpt_modules(num_blocks: int = 6, width: int = 384) -> list[tuple[str, int, i
 def _drift(row: Slots) -> float:
     """Return how many powers of two amax has outgrown the stale scale: slow growth, then a plateau."""
     noise = random.Random(f"drift {row['step']} {row['tensor']}")
-    return min(3.2, (row["step"] - SICK_STEP) / 28) + noise.uniform(0, 0.25)
+    return min(3.2, (int(row["step"]) - SICK_STEP) / 28) + noise.uniform(0, 0.25)
 
 
 def _stale(row: Slots) -> Slots:

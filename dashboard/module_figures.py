@@ -1,0 +1,213 @@
+"""The plots of one module: nine sites over steps, scales and headroom of every cast, exponents under a cast's range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
+
+from fp8debug.formats import FORMATS
+
+from .envelopes import envelope, kind_of
+from .figures import empty, line, styled
+from .records import CastRange, Histogram, Trace
+from .theme import GREY, LINES, ORANGE, VERMILLION
+
+#: The three by three sites of a Linear as they are laid out: one row per GEMM, operands then result.
+SITES: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("fprop", "input"), ("fprop", "weight"), ("fprop", "output")),
+    (("dgrad", "grad_output"), ("dgrad", "weight"), ("dgrad", "grad_input")),
+    (("wgrad", "grad_output"), ("wgrad", "input"), ("wgrad", "grad_weight")),
+)
+
+
+def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> go.Figure:
+    """Return the nine sites of one module, one small plot each: the running cast solid, what-ifs dotted.
+
+    Where a healthy range is known the axis reaches at least to the warn threshold, so that noise looks like noise.
+    """
+    if not any(np.isfinite(t.values).any() for t in traces):
+        return empty(f"{metric} was not recorded for this module", 300)
+    flat = [site for row in SITES for site in row]
+    figure = make_subplots(
+        rows=3,
+        cols=3,
+        shared_xaxes=True,
+        subplot_titles=[f"{gemm} · {tensor}" for gemm, tensor in flat],
+        vertical_spacing=0.085,
+        horizontal_spacing=0.04,
+    )
+    for title, site in zip(figure.layout.annotations, flat, strict=True):
+        title.update(font={"size": 11}, text=f"<b>▸ {title.text}</b>" if site == selected else title.text, yshift=-2)
+    groups = sorted({_group(trace) for trace in traces}, key=_group_order)
+    colors = {group: LINES[i % len(LINES)] for i, group in enumerate(groups)}
+    shown: set[str] = set()
+    for i, site in enumerate(flat):
+        row, col = divmod(i, 3)
+        here = [t for t in traces if (t.gemm, t.tensor) == site]
+        for trace in sorted(here, key=lambda t: t.actual):
+            group = _group(trace)
+            width = 1.6 if trace.actual else 1.2
+            legend: dict[str, Any] = {"legend": group, "in_legend": group not in shown, "rank": groups.index(group)}
+            line(figure, trace, colors[group], row=row + 1, col=col + 1, width=width, **legend)
+            shown.add(group)
+        if here:
+            _thresholds(figure, here, metric, row + 1, col + 1)
+        else:
+            words = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
+            figure.add_annotation(**words, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row + 1, col=col + 1)
+    if step is not None:
+        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    styled(figure, 480, showlegend=True, legend={"orientation": "h", "y": 1.055, "yanchor": "bottom", "x": 0})
+    figure.update_layout(margin={"l": 44, "r": 12, "t": 42, "b": 34})
+    figure.update_xaxes(title_text="step", title_standoff=2, row=3)
+    return figure
+
+
+def _thresholds(figure: go.Figure, traces: Sequence[Trace], metric: str, row: int, col: int) -> None:
+    """Set the range of an axis such that the nearest warn threshold is in it, and draw the thresholds that are."""
+    main = next((t for t in traces if t.actual and t.reference != "exact"), traces[0])
+    found = envelope(metric, kind_of(main.gemm, main.tensor, main.cast_name, main.reference))
+    values = np.concatenate([part[np.isfinite(part)] for t in traces for part in (t.values, t.low, t.high) if part is not None])
+    if found is None or not len(values):
+        return
+    low, high = float(values.min()), float(values.max())
+    warn, act = found.at(1), found.at(2)
+    below, above = [v for v in warn if v < high], [v for v in warn if v > low]
+    low, high = min(low, *below[-1:], low), max(high, *above[:1], high)
+    pad = 0.06 * (high - low) or 0.5
+    figure.update_yaxes(range=[low - pad, high + pad], row=row, col=col)
+    for limits, color in ((warn, ORANGE), (act, VERMILLION)):
+        for value in limits:
+            if low - pad <= value <= high + pad:
+                figure.add_hline(y=value, line={"color": color, "width": 1, "dash": "dash"}, opacity=0.7, row=row, col=col)
+
+
+def _group(trace: Trace) -> str:
+    if trace.reference in ("shadow", "exact"):
+        return {"shadow": "result against shadow (quantization)", "exact": "result against exact (accumulation)"}[trace.reference]
+    return "running cast" if trace.actual else trace.cast_name
+
+
+def _group_order(group: str) -> tuple[int, str]:
+    order = ("running cast", "result against shadow (quantization)", "result against exact (accumulation)")
+    return (order.index(group) if group in order else len(order), group)
+
+
+def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> go.Figure:
+    """Return log2 scale_inv of each cast over steps, and below it the headroom: above 1 the cast clips.
+
+    Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
+    """
+    if not any(np.isfinite(t.values).any() for t in (*scale, *headroom)):
+        return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 110)
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.55, 0.45], vertical_spacing=0.05)
+    names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
+    colors = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
+    for trace in sorted(scale, key=lambda t: t.actual):
+        legend: dict[str, Any] = {"legend": trace.name, "in_legend": True, "rank": names.index(trace.cast_name)}
+        line(figure, trace, colors[trace.cast_name], row=1, col=1, **legend)
+    for trace in sorted(headroom, key=lambda t: t.actual):
+        line(figure, trace, colors[trace.cast_name], row=2, col=1, legend=trace.name)
+        clips = trace.values > 1 + 2.0**-20
+        if clips.any():
+            figure.add_trace(_clipping(trace, clips), row=2, col=1)
+    figure.add_hline(y=1, line={"color": VERMILLION, "width": 1, "dash": "dash"}, row=2, col=1)
+    if step is not None:
+        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    style = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    styled(figure, 340, showlegend=True, legend=style)
+    figure.update_layout(margin={"t": 46})
+    figure.update_yaxes(title_text="log2 scale_inv", title_standoff=4, row=1, col=1)
+    figure.update_yaxes(title_text="headroom", title_standoff=4, row=2, col=1, **_powers_of_two(headroom))
+    figure.update_xaxes(title_text="step", title_standoff=2, row=2, col=1)
+    return figure
+
+
+def _clipping(trace: Trace, clips: NDArray[np.bool_]) -> go.Scatter:
+    return go.Scatter(
+        x=trace.steps[clips],
+        y=trace.values[clips],
+        mode="markers",
+        marker={"symbol": "x-thin", "size": 5, "line": {"width": 1, "color": VERMILLION}},
+        hovertemplate="clips: headroom %{y:.4g} · step %{x}<extra></extra>",
+        showlegend=False,
+    )
+
+
+def _powers_of_two(traces: Sequence[Trace]) -> dict[str, object]:
+    """Return a log axis that shows all traces and 1, with ticks at powers of two."""
+    values = np.concatenate([t.values[np.isfinite(t.values) & (t.values > 0)] for t in traces] or [np.ones(1, np.float32)])
+    logs = np.log2(np.append(values, 1.0))
+    low, high = float(np.floor(logs.min())), float(np.ceil(logs.max()))
+    low, high = (low - 1, high + 1) if low == high else (low, high)
+    every = max(1, round((high - low) / 4))
+    ticks = [2.0**k for k in range(int(low), int(high) + 1, every)]
+    two = float(np.log10(2))
+    words = [f"{t:g}" if t >= 0.1 else f"2^{int(np.log2(t))}" for t in ticks]
+    return {"type": "log", "range": [low * two, high * two], "tickmode": "array", "tickvals": ticks, "ticktext": words}
+
+
+def histogram(hist: Histogram | None) -> go.Figure:
+    """Return the exponents of one tensor with the range drawn in that the chosen cast can represent."""
+    if hist is None or not hist.counts.any():
+        return empty("No exponent histogram was recorded at this site and step", 110)
+    share = (hist.counts / hist.counts.sum()).astype(np.float32)
+    exponents = hist.first_log2 + np.arange(len(share), dtype=np.int32)
+    filled = np.flatnonzero(hist.counts)
+    left, right = float(exponents[filled[0]]) - 1, float(exponents[filled[-1]]) + 2
+    figure = go.Figure(
+        go.Bar(
+            x=exponents[filled].astype(np.float32) + 0.5,
+            y=share[filled],
+            width=0.92,
+            customdata=exponents[filled],
+            marker={"color": LINES[0]},
+            hovertemplate="2^%{customdata} to twice that: %{y:.3%}<extra></extra>",
+        )
+    )
+    if hist.cast is not None:
+        low, high = _draw_range(figure, hist.cast)
+        left, right = min(left, low - 1), max(right, high + 1)
+    styled(figure, 340, bargap=0)
+    figure.update_layout(margin={"t": 40})
+    figure.update_xaxes(title_text=f"log2 of magnitude at step {hist.step}", title_standoff=2, range=[left, right])
+    floor = float(np.log10(share[filled].min())) - 0.4
+    figure.update_yaxes(
+        title_text="share of nonzeros", type="log", range=[floor, 0.1], dtick=1, title_standoff=4, tickfont_size=10
+    )
+    return figure
+
+
+def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
+    """Shade normals and subnormals at the mean scale, with a line at both ends of what blocks differ by."""
+    fmt = FORMATS[cast.format]
+    lowest, mean, highest = cast.scale_inv_log2
+    zero, normal, top = (float(np.log2(v)) for v in (fmt.min_subnormal / 2, fmt.min_normal, fmt.max))
+    for a, b, color, text in (
+        (zero, normal, "rgba(230,159,0,0.16)", "subnormal"),
+        (normal, top, "rgba(0,158,115,0.13)", "normal"),
+    ):
+        figure.add_vrect(x0=mean + a, x1=mean + b, fillcolor=color, line_width=0, layer="below")
+        figure.add_annotation(
+            x=mean + (a + b) / 2, y=1.0, yref="paper", yanchor="bottom", text=text, showarrow=False, font={"size": 10}
+        )
+    for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
+        figure.add_vline(x=mean + edge, line={"color": VERMILLION, "width": 1.2})
+        figure.add_annotation(
+            x=mean + edge,
+            y=1.0,
+            yref="paper",
+            yanchor="bottom",
+            xanchor=anchor,
+            text=text,
+            showarrow=False,
+            font={"size": 10},
+        )
+        for other in {lowest, highest} - {mean}:
+            figure.add_vline(x=other + edge, line={"color": VERMILLION, "width": 0.8, "dash": "dot"})
+    return lowest + zero, highest + top
