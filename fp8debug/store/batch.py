@@ -52,9 +52,7 @@ def _is_column(values: Any) -> bool:
 
 def _array(values: Any, field: pa.Field, *, is_statistic: bool) -> pa.Array:
     if isinstance(values, np.ndarray):
-        mask = (
-            np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
-        )
+        mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
         values = np.asarray(np.ma.getdata(values))
         if pa.types.is_integer(field.type) and np.issubdtype(values.dtype, np.floating):
             mask = mask | np.isnan(values)
@@ -80,9 +78,7 @@ def _lists(values: Any, field: pa.Field) -> pa.Array:
     """Return a list column from a list of (sequence | None) or an array ``[rows, size]``; a masked row is null."""
     if isinstance(values, np.ndarray) and values.ndim == 2:
         rows, size = values.shape
-        masked = (
-            np.ma.getmaskarray(values).all(1) if isinstance(values, np.ma.MaskedArray) else np.zeros(rows, dtype=bool)
-        )
+        masked = np.ma.getmaskarray(values).all(1) if isinstance(values, np.ma.MaskedArray) else np.zeros(rows, dtype=bool)
         offsets = np.concatenate([[0], np.cumsum(np.where(masked, 0, size))]).astype(np.int32)
         flat = pa.array(np.ma.getdata(values)[~masked].reshape(-1)).cast(field.type.value_type)
         return pa.ListArray.from_arrays(pa.array(offsets), flat, type=field.type, mask=pa.array(masked))

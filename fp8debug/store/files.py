@@ -156,9 +156,7 @@ def _sources(folder: Path, table: str, rank: int, damaged: set[Path], problems: 
         else:
             if rows.num_rows and _fits(rows.schema, table, path, problems):
                 first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
-                yield Source(
-                    path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first
-                )
+                yield Source(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
     for number, path in sorted(parts.items()):
         if path in damaged:
             continue

@@ -314,9 +314,7 @@ def _columns(table: str, files: RunFiles) -> list[Column]:
 
 def _typed(columns: Sequence[Column], sources: Sequence[Source]) -> str:
     there = {name for source in sources for name in source.schema.names}
-    return ", ".join(
-        f"CAST({c.name if c.name in there else 'NULL'} AS {SQL_TYPES[c.type]}) AS {c.name}" for c in columns
-    )
+    return ", ".join(f"CAST({c.name if c.name in there else 'NULL'} AS {SQL_TYPES[c.type]}) AS {c.name}" for c in columns)
 
 
 def _path_literal(path: Path) -> str:

@@ -74,8 +74,7 @@ _SITE = (
         "string",
         "",
         "key",
-        "How the operand was quantized, as str(Cast); of a result, 'FIRST @ SECOND' of its operands; bf16 for one not"
-        " cast.",
+        "How the operand was quantized, as str(Cast); of a result, 'FIRST @ SECOND' of its operands; bf16 for one not cast.",
     ),
     Column(
         "reference",
@@ -86,16 +85,13 @@ _SITE = (
         " same operands) or exact (the FP32 GEMM of the dequantized operands).",
     ),
     Column("actual", "bool", "", "key", "True for the cast that ran, false for a what-if."),
-    Column(
-        "call_index", "int32", "1", "min", "Place of the module's first call in the step's forward: execution order."
-    ),
+    Column("call_index", "int32", "1", "min", "Place of the module's first call in the step's forward: execution order."),
     Column(
         "replicated",
         "bool",
         "",
         "all",
-        "Every rank describes the same whole tensor (a weight under data parallelism): the lowest rank counts, not the"
-        " sum.",
+        "Every rank describes the same whole tensor (a weight under data parallelism): the lowest rank counts, not the sum.",
     ),
     Column("num_tensors", "int64", "1", "sum", "Observations (microbatches) merged into the row."),
 )
@@ -219,7 +215,7 @@ worst["sqnr_db"] = -10 * np.log10(worst.sum_err2 / worst.sum_x2)
 print(worst.sort_values("sqnr_db").head())
 ```
 
-Spark (before 4.2 its vectorized reader does not know BYTE_STREAM_SPLIT, SPARK-56894; the other one does):
+Spark, by its row reader, because the vectorized one of many versions does not know BYTE_STREAM_SPLIT (SPARK-56894):
 
 ```python
 spark.conf.set("spark.sql.parquet.enableVectorizedReader", "false")

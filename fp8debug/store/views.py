@@ -50,9 +50,7 @@ def derived_sql(columns: Iterable[Column]) -> str:
     """Return ``, expression AS name`` for every derived column whose slots are all there."""
     there = {column.name for column in columns}
     derived = derived_columns().items()
-    return "".join(
-        f",\n  {to_sql(d.expression)} AS {name}" for name, d in derived if there.issuperset(names(d.expression))
-    )
+    return "".join(f",\n  {to_sql(d.expression)} AS {name}" for name, d in derived if there.issuperset(names(d.expression)))
 
 
 def stats_sql(columns: Sequence[Column]) -> str:
@@ -62,19 +60,20 @@ def stats_sql(columns: Sequence[Column]) -> str:
 
 def sites_sql(columns: Sequence[Column], dialect: Dialect, *, is_single_rank: bool) -> str:
     """Return the view ``sites``: one row per step, site, cast and reference, ranks joined, with all derived columns."""
+    own = ", ".join(c.name for c in columns if c.merge != "list")
     if is_single_rank:
-        own = ", ".join(c.name for c in columns if c.merge != "list")
         rows = f"SELECT {own}, {dialect.array(['rank'])} AS ranks FROM raw"
     else:
         keys = ", ".join(SITE_KEYS)
         joined = ", ".join(_joined(c, dialect) for c in columns if c.merge in _AGGREGATES)
+        # Named columns, because raw.* after USING has another order in Spark.
         rows = f"""
 WITH lowest AS (
   SELECT {keys}, min(rank) AS rank, array_agg(rank) AS ranks FROM raw WHERE replicated GROUP BY {keys}
 ), once AS (
-  SELECT raw.*, {dialect.array(["rank"])} AS ranks FROM raw WHERE NOT coalesce(replicated, FALSE)
+  SELECT {own}, {dialect.array(["rank"])} AS ranks FROM raw WHERE NOT coalesce(replicated, FALSE)
   UNION ALL
-  SELECT raw.*, lowest.ranks FROM raw JOIN lowest USING ({keys}, rank) WHERE raw.replicated
+  SELECT {own}, ranks FROM raw JOIN lowest USING ({keys}, rank) WHERE replicated
 )
 SELECT {keys}, {joined}, array_sort(flatten(array_agg(ranks))) AS ranks FROM once GROUP BY {keys}"""
     return f"SELECT *{derived_sql(columns)}\nFROM ({rows})"

@@ -215,9 +215,7 @@ class RunWriter:
             batch = record_batch(arrow_schema(table), {"rank": self.rank, **columns})
             if self._must_tell_resume and table != "events" and batch.num_rows:
                 self._must_tell_resume = False
-                event = _event(
-                    batch["step"][0].as_py(), "resume", None, "recording goes on in a folder that held a run"
-                )
+                event = _event(batch["step"][0].as_py(), "resume", None, "recording goes on in a folder that held a run")
                 self._put("events", record_batch(arrow_schema("events"), {"rank": self.rank, **event}))
             self._put(table, batch)
 

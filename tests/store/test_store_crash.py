@@ -152,9 +152,7 @@ class TestFailingDisk:
         num_steps = Run(tmp_path / "run").sql("SELECT DISTINCT step FROM raw").num_rows
         assert num_steps + opened.num_dropped == limit + 10 and opened.num_dropped >= 9
         first, last = capfd.readouterr().err.splitlines()
-        assert (
-            first == f"fp8debug: a step was not recorded: {tmp_path}/run is too slow; more such steps are only counted"
-        )
+        assert first == f"fp8debug: a step was not recorded: {tmp_path}/run is too slow; more such steps are only counted"
         assert last == f"fp8debug: {opened.num_dropped} writings were dropped because {tmp_path}/run is too slow"
 
 
@@ -168,9 +166,7 @@ class TestResume:
             opened.steps({"step": step, "loss": 100.0})
         opened.close()
         run = Run(path)
-        numel = run.sql(
-            "SELECT step, min(numel) AS a, sum(numel) AS n FROM raw GROUP BY step ORDER BY step"
-        ).to_pylist()
+        numel = run.sql("SELECT step, min(numel) AS a, sum(numel) AS n FROM raw GROUP BY step ORDER BY step").to_pylist()
         assert [(row["step"], row["a"], row["n"]) for row in numel] == [
             *((step, 100, 300) for step in range(4)),
             *((step, 7, 21) for step in range(4, 8)),

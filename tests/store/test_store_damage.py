@@ -102,8 +102,7 @@ class TestDamage:
         run = Run(path)
         assert run.manifest == {} and len(run.modules) == 6
         assert run.problems == [
-            f"{path}/manifest.json cannot be read: Expecting property name enclosed in double quotes:"
-            " line 1 column 2 (char 1)",
+            f"{path}/manifest.json cannot be read: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
             f"{path}/rank=00001/manifest.json is missing",
         ]
 

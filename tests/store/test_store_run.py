@@ -183,9 +183,7 @@ class TestTable:
 
     def test_all_columns_but_the_histogram(self, healthy: Run) -> None:
         assert healthy.table(steps="0:1").column_names == [c for c in healthy.columns if c != "log2_hist"]
-        (row,) = healthy.table(
-            ["log2_hist"], module="*qkv", gemm="fprop", tensor="input", steps=":1", actual=True
-        ).to_pylist()
+        (row,) = healthy.table(["log2_hist"], module="*qkv", gemm="fprop", tensor="input", steps=":1", actual=True).to_pylist()
         assert len(row["log2_hist"]) == 64
 
     @pytest.mark.parametrize(
@@ -223,9 +221,7 @@ class TestTable:
             ({"steps": (1, 2, 3)}, UsageError, "steps must be a range like 100:200, 100: or :200, got (1, 2, 3)"),
         ],
     )
-    def test_wrong_arguments(
-        self, healthy: Run, arguments: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
+    def test_wrong_arguments(self, healthy: Run, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
         with pytest.raises(error) as caught:
             healthy.table(**arguments)
         assert str(caught.value) == message
@@ -354,16 +350,14 @@ class TestHealthyRun:
         assert 54 <= exact["low"] and exact["high"] <= 56
 
     def test_overrides_hit_only_what_they_name(self, tmp_path: Path) -> None:
-        sick = Override(
-            module="blocks.1.mlp.up", gemm="fprop", tensor="input", steps=(50, None), slots={"sqnr_db": 12.0}
-        )
+        sick = Override(module="blocks.1.mlp.up", gemm="fprop", tensor="input", steps=(50, None), slots={"sqnr_db": 12.0})
         scaled = Override(module="blocks.0.*", tensor="weight", slots={"gain": 2.0})
         run = build(tmp_path / "run", overrides=[sick, scaled])
         rows = run.sql("SELECT DISTINCT module, gemm, tensor FROM sites WHERE sqnr_db < 20 AND gain < 1.5").to_pylist()
         assert rows == [{"module": "blocks.1.mlp.up", "gemm": "fprop", "tensor": "input"}]
-        assert run.sql(
-            "SELECT min(step) AS s FROM sites WHERE module = 'blocks.1.mlp.up' AND sqnr_db < 20"
-        ).to_pylist() == [{"s": 50}]
+        assert run.sql("SELECT min(step) AS s FROM sites WHERE module = 'blocks.1.mlp.up' AND sqnr_db < 20").to_pylist() == [
+            {"s": 50}
+        ]
         rows = run.sql("SELECT DISTINCT tensor, gain FROM sites WHERE gain > 1.5").to_pylist()
         assert rows == [{"tensor": "weight", "gain": 2.0}]
 

@@ -35,9 +35,7 @@ class TestFiles:
         }
         assert json.loads((folder / "manifest.json").read_text())["ended"]
 
-    def test_a_long_stream_becomes_a_part_while_it_goes_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_long_stream_becomes_a_part_while_it_goes_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(writer, "PART_ROWS", 10)
         opened = record(tmp_path / "run", range(7))
         folder = tmp_path / "run" / "rank=00000"
@@ -164,9 +162,7 @@ class TestRefusals:
     def test_a_folder_that_cannot_be_written(self) -> None:
         with pytest.raises(RecordError) as caught:
             RunWriter("/proc/exp1", manifest={})
-        assert str(caught.value) == (
-            "cannot write to /proc/exp1: No such file or directory; choose a folder that can be written"
-        )
+        assert str(caught.value) == ("cannot write to /proc/exp1: No such file or directory; choose a folder that can be written")
 
     def test_a_file_above(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
