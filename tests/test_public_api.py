@@ -17,10 +17,10 @@ import fp8debug
 #: Every public name; for a function or class its parameters. A change here is a change for users: CHANGELOG.md says so.
 PUBLIC = {
     "Cast": "format granularity scaling scale_rounding amax_eps history algo margin scale_inv",
-    "Fallback": None,
-    "Finding": None,
+    "Fallback": "module gemms tensor cast reasons damage cost cheaper",
+    "Finding": "code name severity module gemm tensor cast steps ranks value threshold unit message cure also victims",
     "Fp8DebugError": None,
-    "Fp8Linear": None,
+    "Fp8Linear": "in_features out_features bias device dtype recipe",
     "Quantized": "data scale_inv",
     "Recipe": "name casts",
     "Run": "path",
