@@ -12,6 +12,7 @@ where not (E4M3), so that it can never pass for a large finite value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantize
     block = block_shape(cast.granularity, rows, columns)
     if scale_inv is None and cast.scaling == "static":
         assert cast.scale_inv is not None
-        scale_inv = source.value.new_tensor(cast.scale_inv)
+        scale_inv = source.value.new_full((), cast.scale_inv)
     if scale_inv is None:
         scale, inverse = scale_of(block_amax(source, cast), cast)
     else:
@@ -58,7 +59,8 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantize
         inverse = scale_inv.to(source.value.device, torch.float32).reshape(1, 1).expand(grid).contiguous()
         scale = inverse.reciprocal().clamp(max=FLOAT32_MAX)
     scaled = source.value * spread(scale, *block, rows, columns)
-    return Quantized(round_to_format(scaled, FORMATS[cast.format]).reshape(x.shape), inverse)
+    inf = None if source.nonfinite is None else source.value.isinf()
+    return Quantized(round_to_format(scaled, FORMATS[cast.format], inf).reshape(x.shape), inverse)
 
 
 def block_amax(source: Source, cast: Cast) -> Tensor:
@@ -80,22 +82,30 @@ def scale_of(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
         exponent = (fmt.emax + 1 - a.frexp().exponent).clamp(max=127)
         scale = torch.ldexp(torch.ones_like(a), exponent)
     else:
-        scale = (fmt.max / a).clamp(max=FLOAT32_MAX)
+        # Not fmt.max / a: torch computes number / tensor as reciprocal times number, which rounds twice.
+        scale = (torch.full_like(a, fmt.max) / a).clamp(max=FLOAT32_MAX)
         if cast.scale_rounding == "pow2_ceil":
             scale = torch.ldexp(torch.ones_like(a), scale.frexp().exponent - 1)
     if cast.scaling == "delayed" and cast.margin:
-        scale = scale * 2.0**-cast.margin
+        scale = (scale * 2.0**-cast.margin).clamp(2.0**-127, FLOAT32_MAX)
     scale = scale.masked_fill(zero, 1.0)
     return scale, scale.reciprocal()
 
 
-def round_to_format(scaled: Tensor, fmt: Format) -> Tensor:
-    """Round to nearest even after an explicit clamp; torch's own cast of values beyond max changed between releases."""
+def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None) -> Tensor:
+    """Round to nearest even after an explicit clamp; torch's own cast of values beyond max changed between releases.
+
+    Args:
+        scaled: FP32; a finite x times its scale may be Inf here, and saturates like any other.
+        fmt: format of the result.
+        inf: bool, where x itself is infinite; None is nowhere.
+    """
     data = scaled.clamp(-fmt.max, fmt.max).to(getattr(torch, fmt.torch_dtype))
+    if inf is None:
+        return data
     code = data.view(torch.uint8)
     special = 0x7C if fmt.has_inf else 0x7F
-    inf = (scaled.signbit().to(torch.uint8) << 7) | special
-    return torch.where(scaled.isinf(), inf, code).view(data.dtype)
+    return torch.where(inf, (scaled.signbit().to(torch.uint8) << 7) | special, code).view(data.dtype)
 
 
 def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -193,17 +203,20 @@ def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[s
     """
     source = Source(_checked(x))
     scale_inv = None
-    known = [a for a in amax_history[-cast.history :] if a > 0]
+    known = [a for a in amax_history[-cast.history :] if 0 < a < float("inf")]
     if cast.scaling == "delayed" and known:
         a = known[-1] if cast.algo == "most_recent" else max(known)
         scale_inv = scale_of(torch.tensor(a, dtype=torch.float32), cast)[1]
-    pair = operand_pair(source, cast, quantize(x, cast, scale_inv))
-    found = statistics(pair)
+    q = quantize(x, cast, scale_inv)
+    if cast.scaling == "delayed" and scale_inv is None:  # which is current scaling with a margin
+        cast = replace(cast, scaling="current")
+    found = statistics(operand_pair(source, cast, q))
     values: dict[str, object] = {}
     for metric in METRICS:
         for slot in metric.slots:
             if not int(found.get(metric.present, torch.tensor(0))):
-                values[slot.name] = 0 if slot.kind == "int64" and slot.size == 1 else None
+                none: object = [0] * slot.size if slot.size > 1 else 0
+                values[slot.name] = none if slot.kind == "int64" else None
             else:
                 values[slot.name] = readable(found[slot.name].tolist())
     return {**values, **derive(values)}  # type: ignore[arg-type]  # lists are never named in an expression
