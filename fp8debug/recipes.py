@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import index
 from typing import Any
 
 from fp8debug.errors import UnknownNameError, UsageError
@@ -19,6 +20,7 @@ from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, TensorRole
 SCALINGS = ("current", "delayed", "static")
 SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
 ALGOS = ("max", "most_recent")
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +60,28 @@ class Cast:
         _known("scaling", self.scaling, SCALINGS)
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("algo", self.algo, ALGOS)
-        if not (math.isfinite(self.amax_eps) and self.amax_eps >= 0):
-            raise UsageError(f"amax_eps must be finite and >= 0, got {self.amax_eps}")
+        # A NumPy or torch scalar would print differently, and the printed cast is its name.
+        object.__setattr__(self, "amax_eps", float(self.amax_eps))
+        object.__setattr__(self, "history", index(self.history))
+        object.__setattr__(self, "margin", index(self.margin))
+        if not 0 <= self.amax_eps <= _FLOAT32_MAX:
+            raise UsageError(f"amax_eps must be finite in FP32 and >= 0, got {self.amax_eps}")
         if self.history < 1:
             raise UsageError(f"history must hold at least one amax, got {self.history}")
+        if abs(self.margin) > 127:
+            raise UsageError(f"margin is a power of two between -127 and 127, got {self.margin}")
         if self.scaling == "delayed" and self.granularity != "tensorwise":
             raise UsageError(f"delayed scaling needs granularity 'tensorwise', got {self.granularity!r}")
         if self.scaling == "static":
-            if self.scale_inv is None or not (math.isfinite(self.scale_inv) and self.scale_inv > 0):
-                raise UsageError(f"static scaling needs scale_inv=, finite and > 0, got {self.scale_inv}")
+            # 1 / scale_inv must be finite in FP32 too: 2^-127 is E8M0's smallest scale.
+            if self.scale_inv is None or not 2.0**-127 <= self.scale_inv <= _FLOAT32_MAX:
+                raise UsageError(f"static scaling needs scale_inv=, between 2^-127 and FP32's max, got {self.scale_inv}")
+            object.__setattr__(self, "scale_inv", float(self.scale_inv))
         elif self.scale_inv is not None:
             raise UsageError(f"scale_inv is for scaling='static', not {self.scaling!r}")
 
     def __str__(self) -> str:
-        """Return the name under which the cast is stored as ``cast_name``: two casts are equal when their names are."""
+        """Return the name under which the cast is stored as ``cast_name``: what has the same name quantizes alike."""
         scaling = self.scaling
         if scaling == "delayed":
             margin = f",margin={self.margin}" if self.margin else ""
@@ -116,12 +126,21 @@ class Cast:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Cast:
-        """Build a cast from :meth:`to_dict`; a key that is no field raises ``UnknownNameError``."""
+        """Build a cast from :meth:`to_dict`.
+
+        Raises:
+            UsageError: a key that is no field, or a value that no cast has.
+        """
         known = {f.name for f in fields(cls)}
         for key in values:
             if key not in known:
                 raise UnknownNameError("cast field", key, known)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except UsageError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"not a cast: {error} in {str(dict(values))[:80]}") from None
 
 
 def _known(kind: str, name: str, known: Any) -> None:
@@ -148,11 +167,13 @@ class Recipe:
     casts: dict[tuple[Gemm, TensorRole], Cast | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {(Gemm(g), TensorRole(t)): cast for (g, t), cast in self.casts.items()}
-        if set(given) != set(OPERAND_SITES):
-            odd = ", ".join(f"({g}, {t})" for g, t in sorted(set(given) ^ set(OPERAND_SITES)))
+        if set(self.casts) != set(OPERAND_SITES):  # a Gemm equals its name, so strings do as keys
+            odd = ", ".join(f"({g}, {t})" for g, t in sorted(set(self.casts) ^ set(OPERAND_SITES)))
             raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {odd}")
-        oriented = {key: _oriented(given[key], key) for key in OPERAND_SITES}
+        for (gemm, tensor), cast in self.casts.items():
+            if not isinstance(cast, Cast | None):
+                raise UsageError(f"({gemm}, {tensor}) of recipe {self.name!r} needs a Cast or None, got {cast!r}")
+        oriented = {key: _oriented(self.casts[key], key) for key in OPERAND_SITES}
         object.__setattr__(self, "casts", oriented)
 
     def replace(self, gemm: str = "*", tensor: str = "*", *, name: str | None = None, **changes: Any) -> Recipe:
@@ -174,6 +195,8 @@ class Recipe:
             raise UsageError(f"no operand ({gemm}, {tensor}); the six are {known}")
         if not changes:
             raise UsageError("replace() needs a field of Cast to change, or cast=")
+        if "cast" in changes and len(changes) > 1:
+            raise UsageError(f"replace() takes cast= or fields of Cast, not both: {', '.join(sorted(changes))}")
         casts = dict(self.casts)
         for key in keys:
             if "cast" in changes:
@@ -200,12 +223,14 @@ class Recipe:
             UsageError: a key or value that no recipe has.
         """
         try:
-            casts = {
-                (Gemm(key.split(".")[0]), TensorRole(key.split(".")[1])): None if cast is None else Cast.from_dict(cast)
+            casts: Any = {
+                tuple(key.split(".")): None if cast is None else Cast.from_dict(cast)
                 for key, cast in values["casts"].items()
             }
             return cls(values["name"], casts)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"not a recipe: {error!r} in {str(values)[:80]}") from None
 
     @classmethod

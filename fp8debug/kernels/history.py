@@ -47,8 +47,13 @@ class AmaxHistory:
         self.num_calls = max(self.num_calls, 1)
 
     def state(self) -> Tensor:
-        """Return FP32 ``[2 + history]``: scale_inv, number of calls, amaxes by ring position; for checkpoints."""
-        head = torch.stack([self._scale_inv, self._scale_inv.new_tensor(float(self.num_calls))])
+        """Return FP32 ``[2 + history]``: scale_inv, number of calls, amaxes by ring position; for checkpoints.
+
+        Once the ring is full the number is stored modulo its length (plus one length), which FP32 holds exactly.
+        """
+        length = self.cast.history
+        calls = self.num_calls if self.num_calls < length else length + self.num_calls % length
+        head = torch.stack([self._scale_inv, self._scale_inv.new_full((), calls)])
         return torch.cat([head, self._amaxes])
 
     def load_state(self, state: Tensor) -> None:

@@ -10,6 +10,8 @@ from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 if TYPE_CHECKING:
     from torch import Tensor
 
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+
 
 class Scale:
     """Over the blocks with a nonzero amax, but ``num_blocks`` and ``num_zero_blocks``; a zero block's scale_inv says nothing.
@@ -71,7 +73,7 @@ class Scale:
         amax = pair.per_block(pair.source.magnitude, "max")
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
-        lifted = (amax < pair.cast.amax_eps) | (pair.format_max / amax).isinf()
+        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf()
         if pair.cast.scaling != "current":
             lifted = lifted & False
         return {
@@ -81,7 +83,10 @@ class Scale:
             "num_blocks": nonzero.sum().new_full((), amax.numel()),
             "num_zero_blocks": (~nonzero).sum(),
             "num_eps_blocks": (nonzero & lifted).sum(),
-            "headroom": (pair.scaled.amax() / pair.format_max).masked_fill(~nonzero.any(), -math.inf),
+            # Infinity would read as "no data".
+            "headroom": (pair.scaled.amax() / pair.format_max)
+            .clamp(max=FLOAT32_MAX)
+            .masked_fill(~nonzero.any(), -math.inf),
         }
 
 
