@@ -319,7 +319,7 @@ def _typed(columns: Sequence[Column], sources: Sequence[Source]) -> str:
 
 def _path_literal(path: Path) -> str:
     """Return a path as SQL text, its glob characters escaped."""
-    text = "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+    text = "".join(f"[{char}]" if char in "*?[" else char for char in str(path.absolute()))
     return "'" + text.replace("'", "''") + "'"
 
 

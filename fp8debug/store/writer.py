@@ -69,7 +69,8 @@ class RunWriter:
         self.path, self.rank = Path(path), rank
         self.stopped: str | None = None
         self.num_dropped = 0
-        self._folder = self.path / f"rank={rank:05d}"
+        self._root = self.path.absolute()  # the training script may change its directory
+        self._folder = self._root / f"rank={rank:05d}"
         self._pid = os.getpid()
         self._streams: dict[str, stream.Stream] = {}
         self._waiting = dict.fromkeys(TABLES, 0)
@@ -77,7 +78,7 @@ class RunWriter:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._must_tell_resume = False
-        self._manifest = {"schema_version": SCHEMA_VERSION, "name": self.path.name, "created": _now(), **manifest}
+        self._manifest = {"schema_version": SCHEMA_VERSION, "name": self._root.name, "created": _now(), **manifest}
         self._rank_manifest = {
             "schema_version": SCHEMA_VERSION,
             "rank": rank,
@@ -101,7 +102,7 @@ class RunWriter:
     def _open(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"{self.path} is a file; a run needs a folder of its own")
-        own = self.path / "manifest.json" if self.rank == 0 else self._folder / "manifest.json"
+        own = self._root / "manifest.json" if self.rank == 0 else self._folder / "manifest.json"
         holds = own.exists() or self._folder.exists()
         if holds and not resume:
             raise RecordError(f"{self.path} already holds a run; choose another folder or delete it")
@@ -110,7 +111,7 @@ class RunWriter:
         self._number = max(taken, default=-1) + 1
         writings: list[Any] = []
         if holds:
-            earlier, earlier_own = _read_json(self.path / "manifest.json"), _read_json(self._folder / "manifest.json")
+            earlier, earlier_own = _read_json(self._root / "manifest.json"), _read_json(self._folder / "manifest.json")
             self._manifest["created"] = earlier.get("created", self._manifest["created"])
             writings = earlier_own["writings"] if isinstance(earlier_own.get("writings"), list) else []
             self._must_tell_resume = bool(taken)
@@ -122,7 +123,7 @@ class RunWriter:
         self._numbers = dict.fromkeys(TABLES, self._number)
         self._write_json(self._folder / "manifest.json", self._rank_manifest)
         if self.rank == 0:
-            self._write_json(self.path / "manifest.json", self._manifest)
+            self._write_json(self._root / "manifest.json", self._manifest)
 
     def stats(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
         """Append the rows of one sampled step.
@@ -150,7 +151,7 @@ class RunWriter:
 
         def job() -> None:
             self._manifest.update(changes)
-            self._write_json(self.path / "manifest.json", self._manifest)
+            self._write_json(self._root / "manifest.json", self._manifest)
 
         if self.rank == 0 and self._is_open():
             self._jobs.put(job)

@@ -45,6 +45,22 @@ class TestFiles:
         opened.close()
         assert [pq.read_metadata(p).num_rows for p in stream.parts(folder, "stats").values()] == [12, 9]
 
+    def test_the_training_script_may_change_its_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path)
+        opened = RunWriter("run", manifest={})
+        opened.steps({"step": 0})
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        opened.update_manifest({"every": 5})
+        opened.steps({"step": 1})
+        opened.close()
+        assert opened.stopped is None and names_below(tmp_path / "elsewhere") == set()
+        monkeypatch.chdir(tmp_path)
+        run = Run("run")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert run.sql("SELECT count(*) AS n FROM steps").to_pylist() == [{"n": 2}]
+        assert run.manifest["every"] == 5
+
     def test_manifests(self, tmp_path: Path) -> None:
         opened = RunWriter(
             tmp_path / "run",
