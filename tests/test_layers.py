@@ -109,8 +109,7 @@ class Tree:
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.imports = {
-            name.removesuffix(".__init__"): list(imports(text, name.rpartition(".")[0]))
-            for name, text in sources.items()
+            name.removesuffix(".__init__"): list(imports(text, name.rpartition(".")[0])) for name, text in sources.items()
         }
 
     def module(self, target: str) -> str | None:
