@@ -111,7 +111,8 @@ def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None) -> T
 def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return data * scale_inv, multiplied in FP32 and rounded to ``dtype``; shape of ``q.data``."""
     data = q.data.float()
-    flat = data.reshape(-1, data.shape[-1] if data.dim() else 1)
+    columns = data.shape[-1] if data.dim() else 1
+    flat = data.reshape(data.numel() // max(columns, 1), columns)
     block = block_shape(cast.granularity, *flat.shape)
     return (flat * spread(q.scale_inv, *block, *flat.shape)).reshape(data.shape).to(dtype)
 
