@@ -113,3 +113,11 @@ def write_healthy(path: Path, num_steps: int = 120, **plan: Any) -> Path:
     given: dict[str, Any] = {"num_steps": num_steps, "modules": gpt_modules(2), "steps": losses(num_steps), **plan}
     write(path, Plan(**given))
     return path
+
+
+#: Module names that are markup in HTML, in plotly's labels and in hover templates.
+HOSTILE_MODULES: list[tuple[str, int, int]] = [
+    ("<img src=x onerror=alert(1)>", 256, 256),
+    ("<a href='javascript:alert(1)'>a</a>", 256, 256),
+    ("a&b %{x} `c` *d* ?e=f#g/../h", 256, 256),
+]

@@ -1,0 +1,79 @@
+"""One folder of runs and one server for all browser tests; a page fails its test on any console message of a bug."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from werkzeug.serving import make_server
+
+from fp8debug_dashboard import make_app
+from fp8debug_dashboard.server import guard
+from tests.dashboard import samples
+
+if TYPE_CHECKING:
+    from playwright.sync_api import ConsoleMessage, Page
+
+#: A container has a small /dev/shm, no GPU and no proxy that could reach a server of ours.
+BROWSER_ARGS = ["--disable-dev-shm-usage", "--enable-unsafe-swiftshader", "--no-proxy-server"]
+
+
+@pytest.fixture(scope="session")
+def browser_type_launch_args(browser_type_launch_args: dict[str, Any]) -> dict[str, Any]:
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]
+    return {**browser_type_launch_args, "args": [*sandbox, *BROWSER_ARGS]}
+
+
+@pytest.fixture(scope="session")
+def browser_context_args(browser_context_args: dict[str, Any]) -> dict[str, Any]:
+    return {**browser_context_args, "viewport": {"width": 1440, "height": 900}}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sick run, a healthy one, one without a loss, one with names that look like HTML, and a folder that is no run."""
+    root = tmp_path_factory.mktemp("runs")
+    samples.write_sick(root / "sick", num_steps=400, every=10)
+    samples.write_healthy(root / "healthy")
+    nothing = {"loss": None, "grad_norm": None, "lr": None}
+    samples.write_healthy(root / "no-loss", num_steps=40, steps=dict.fromkeys(range(40), nothing))
+    samples.write_healthy(root / "<b>hostile<b>", num_steps=40, modules=samples.HOSTILE_MODULES)
+    (root / "empty").mkdir()
+    (root / "empty" / "manifest.json").write_text('{"schema_version": 1}')
+    (root / "notes").mkdir()
+    return root
+
+
+@pytest.fixture(scope="session")
+def site(folder: Path) -> Iterator[str]:
+    """Address of a server that serves the folder."""
+    app = make_app(folder)
+    guard(app, None)
+    server = make_server("127.0.0.1", 0, app.server, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def clean_page(page: Page) -> Iterator[Page]:
+    """A page; the test fails when the console had an error or a warning, or a request failed or left this machine."""
+    said: list[str] = []
+
+    def listen(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            said.append(f"{message.type}: {message.text}")
+
+    page.on("console", listen)
+    page.on("pageerror", lambda error: said.append(f"exception: {error}"))
+    page.on("response", lambda r: said.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+    page.on("request", lambda r: None if "127.0.0.1" in r.url or not r.url.startswith("http") else said.append(f"left: {r.url}"))
+    yield page
+    assert said == []

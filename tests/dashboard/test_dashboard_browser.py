@@ -1,0 +1,208 @@
+"""Every page in Chromium: what it shows, that its controls and links work, and that the console stays silent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from werkzeug.serving import make_server
+
+from fp8debug.store.writer import RunWriter
+from fp8debug_dashboard import make_app
+from fp8debug_dashboard.server import guard
+from tests.dashboard import samples
+from tests.synthetic import Plan, manifest_of, stats_rows, steps_row
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+pytestmark = pytest.mark.browser
+
+
+def go(page: Page, address: str) -> None:
+    page.goto(address)
+    expect(page.locator(".page")).to_be_visible(timeout=30_000)
+
+
+@contextmanager
+def served(path: Path, token: str | None = None) -> Iterator[str]:
+    app = make_app(path)
+    guard(app, token)
+    server = make_server("127.0.0.1", 0, app.server, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_list_of_runs_names_verdicts_and_opens_a_run(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/")
+    grid = clean_page.locator("#runs")
+    expect(grid.get_by_text("Error", exact=True)).to_be_visible()
+    expect(grid.get_by_text("Healthy", exact=True).first).to_be_visible()
+    expect(grid.get_by_text("unreadable")).to_be_visible()
+    grid.get_by_role("link", name="sick").click()
+    expect(clean_page.locator("#verdict")).to_contain_text(samples.SICK)
+    assert clean_page.url == f"{site}/?run=sick"
+
+
+def test_the_overview_says_what_is_ill_since_when_and_what_to_do(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    expect(clean_page.locator("#verdict .badge").first).to_have_text("✖Error")
+    expect(clean_page.locator("#verdict")).to_contain_text(f"{samples.SICK} is the first culprit")
+    expect(clean_page.locator("#todo")).to_contain_text("fp8debug explain F101")
+    expect(clean_page.locator("#coverage")).to_contain_text("30 of 31")
+    expect(clean_page.locator("#coverage")).to_contain_text("an override left it in BF16")
+    expect(clean_page.locator("#loss .scatterlayer .trace").first).to_be_attached()
+    clean_page.locator("#findings").get_by_role("link", name=samples.SICK).click()
+    expect(clean_page.locator("h1")).to_have_text(samples.SICK)
+    assert "module=blocks.3.mlp.gate" in clean_page.url and "step=" in clean_page.url
+
+
+def test_the_heatmap_answers_its_controls_keeps_them_in_the_url_and_leads_to_the_module(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/heatmap?run=sick")
+    expect(clean_page.locator("#heat .hm image")).to_be_attached()
+    clean_page.get_by_role("combobox", name="metric").or_(clean_page.get_by_label("metric")).first.click()
+    clean_page.get_by_role("option", name="overflow_rate").click()
+    expect(clean_page.locator("#heat-about")).to_contain_text("elements that saturate")
+    assert clean_page.url == f"{site}/heatmap?run=sick&metric=overflow_rate"
+    clean_page.reload()
+    expect(clean_page.locator("#heat-about")).to_contain_text("elements that saturate")
+    plot = clean_page.locator("#heat .nsewdrag")
+    expect(clean_page.locator("#heat .hm image")).to_be_attached()
+    box = plot.bounding_box()
+    assert box is not None
+    row = [name for name, _, _ in samples.gpt_modules()].index(samples.SICK)
+    clean_page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * (row + 0.5) / 30)
+    expect(clean_page.locator("#heat .hoverlayer")).to_contain_text(samples.SICK)
+    clean_page.mouse.down()
+    clean_page.mouse.up()
+    expect(clean_page.locator("h1")).to_have_text(samples.SICK)
+    assert "/module?" in clean_page.url and "metric=overflow_rate" in clean_page.url
+    clean_page.go_back()
+    expect(clean_page.locator("#heat-about")).to_contain_text("elements that saturate")
+
+
+def test_the_module_page_shows_nine_sites_casts_scales_and_exponents(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/module?run=sick&module={samples.SICK}&step=300")
+    expect(clean_page.locator("#module-head")).to_contain_text("stale-scale-saturation")
+    expect(clean_page.locator("#nine .subplot")).to_have_count(9)
+    expect(clean_page.locator("#casts tbody tr")).to_have_count(3)
+    expect(clean_page.locator("#casts tbody tr").first.locator(".badge-error").first).to_be_visible()
+    expect(clean_page.locator("#scales .scatterlayer .trace").first).to_be_attached()
+    expect(clean_page.locator("#hist .barlayer .point").first).to_be_attached()
+    clean_page.get_by_text("dgrad weight", exact=True).click()
+    expect(clean_page.locator("#casts h3")).to_contain_text("dgrad weight at step 300")
+    assert "site=dgrad.weight" in clean_page.url
+    clean_page.get_by_role("link", name="blocks.3.mlp.up").click()
+    expect(clean_page.locator("h1")).to_have_text("blocks.3.mlp.up")
+    expect(clean_page.locator("#casts h3")).to_contain_text("dgrad weight at step 300")
+    expect(clean_page.locator("#module-head")).to_contain_text("names this module")
+
+
+def test_a_module_outside_fp8_says_why_it_is_empty(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/module?run=sick&module=lm_head")
+    expect(clean_page.locator("#module-head")).to_contain_text("an override left it in BF16")
+    expect(clean_page.locator("#casts")).to_contain_text("Nothing was recorded for lm_head")
+
+
+def test_the_fallback_page_shows_candidates_and_the_file(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/fallback?run=sick")
+    expect(clean_page.locator("#candidates")).to_contain_text(samples.SICK)
+    expect(clean_page.locator("#exported")).to_contain_text('"reasons"')
+    go(clean_page, f"{site}/fallback?run=healthy")
+    expect(clean_page.locator("#fallback-about")).to_contain_text("No candidate")
+
+
+def test_a_healthy_run_and_one_without_a_loss_say_so(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=healthy")
+    expect(clean_page.locator("#verdict")).to_contain_text("Healthy")
+    expect(clean_page.locator("#findings")).to_contain_text("No finding")
+    go(clean_page, f"{site}/?run=no-loss")
+    expect(clean_page.locator("#loss")).to_contain_text("No loss was recorded")
+
+
+@pytest.mark.parametrize(
+    "address", ["/?run=nope", "/module?run=sick&module=nope", "/nowhere?run=sick", "/?run=empty", "/?run=../x"]
+)
+def test_what_is_not_there_is_said_in_words(clean_page: Page, site: str, address: str) -> None:
+    go(clean_page, site + address)
+    expect(clean_page.locator(".hint-error")).to_be_visible()
+
+
+def test_hostile_names_are_shown_as_text(clean_page: Page, site: str, folder: Path) -> None:
+    clean_page.on("dialog", lambda dialog: pytest.fail(f"a name ran as code: {dialog.message}"))
+    go(clean_page, f"{site}/heatmap?run=%3Cb%3Ehostile%3Cb%3E")
+    for name, _, _ in samples.HOSTILE_MODULES:
+        expect(clean_page.locator("#heat .ytick").get_by_text(name, exact=True)).to_be_attached()
+    assert clean_page.locator("#heat a, #heat b, #heat img").count() == 0
+    clean_page.locator("#module-search").fill("img")
+    clean_page.get_by_role("option").first.click()
+    expect(clean_page.locator("h1")).to_have_text(samples.HOSTILE_MODULES[0][0])
+    go(clean_page, f"{site}/")
+    expect(clean_page.locator("#runs").get_by_role("link", name="<b>hostile<b>")).to_be_visible()
+
+
+def test_slash_finds_a_module(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    clean_page.keyboard.press("/")
+    expect(clean_page.locator("#module-search")).to_be_focused()
+    clean_page.keyboard.type("5.mlp.down")
+    clean_page.get_by_role("option", name="blocks.5.mlp.down").click()
+    expect(clean_page.locator("h1")).to_have_text("blocks.5.mlp.down")
+
+
+def test_dark_and_light_are_one_click_apart(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    html = clean_page.locator("html")
+    before = html.get_attribute("data-mantine-color-scheme")
+    clean_page.get_by_label("dark or light").click()
+    after = "dark" if before == "light" else "light"
+    expect(html).to_have_attribute("data-mantine-color-scheme", after)
+
+
+def test_a_token_is_asked_for_once(page: Page, folder: Path) -> None:
+    with served(folder / "healthy", token="abc") as address:
+        assert page.goto(address).status == 403  # type: ignore[union-attr]  # a response, for http
+        go(page, f"{address}/?token=abc")
+        assert page.url == f"{address}/"
+        go(page, f"{address}/heatmap")
+        cookie = page.context.cookies()[0]
+        assert cookie["httpOnly"] and cookie["sameSite"] == "Lax"
+
+
+def test_a_run_that_is_being_written_grows_on_the_page(clean_page: Page, tmp_path: Path) -> None:
+    plan = Plan(num_steps=40, every=5, modules=samples.gpt_modules(1))
+    writer = RunWriter(tmp_path / "live", manifest=manifest_of(plan), rank_manifest={"device": "cpu"})
+
+    def write(first: int, end: int) -> None:
+        for step in range(first, end):
+            if step % plan.every == 0:
+                rows = stats_rows(plan, step)
+                writer.stats({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
+            writer.steps(steps_row(plan, step, is_sampled=step % plan.every == 0))
+        writer.flush()
+
+    write(0, 11)
+    with served(tmp_path / "live") as address:
+        go(clean_page, address)
+        expect(clean_page.locator("#live")).to_have_text("● writing")
+        expect(clean_page.locator("#verdict")).to_contain_text("0 to 10")
+        write(11, 31)
+        expect(clean_page.locator("#verdict")).to_contain_text("0 to 30", timeout=15_000)
+        clean_page.get_by_text("follow").click()
+        write(31, 40)
+        clean_page.get_by_role("button", name="Refresh").click()
+        expect(clean_page.locator("#verdict")).to_contain_text("0 to 39", timeout=15_000)
+        writer.close()
+        clean_page.get_by_role("button", name="Refresh").click()
+        expect(clean_page.locator("#live")).to_have_text("ended", timeout=15_000)

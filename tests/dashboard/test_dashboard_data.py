@@ -1,0 +1,268 @@
+"""What the dashboard reads from runs: values against numpy, reduction, coverage, URLs, sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8debug import Run
+from fp8debug.errors import RunError, UnknownNameError
+from fp8debug.recipes import get_recipe
+from fp8debug_dashboard import data, urls
+from fp8debug_dashboard.coverage import coverage, in_words
+from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRAD_OUTPUT, envelope, kind_of, severities
+from fp8debug_dashboard.source import Opened, Source, file_stamp, is_run, marks, state
+from tests.dashboard import samples
+from tests.synthetic import Override, build
+
+SITE = ("fprop", "input")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return Run(folder / "sick")
+
+
+def test_heat_is_the_worst_of_all_operands_in_execution_order(run: Run) -> None:
+    heat = data.heat(run, "sqnr_db")
+    assert heat.modules == tuple(name for name, _, _ in samples.gpt_modules())
+    row = heat.modules.index(samples.SICK)
+    assert heat.values[row, -1] < 10 and heat.values.dtype == np.float32 and heat.steps.tolist() == list(range(0, 400, 10))
+    # The healthy modules' worst is E5M2's grad_output relative to its format, not in plain dB.
+    colors = severities("sqnr_db", heat.values, heat.kinds)
+    assert colors is not None and colors[0].max() == 0 and colors[row, -1] > 2
+
+
+def test_heat_of_one_site_and_cast_equals_the_table(run: Run) -> None:
+    heat = data.heat(run, "gain", "fprop.input", "e4m3fn tensorwise current")
+    table = run.table(["module", "step", "gain", "cast_name"], module=samples.SICK, gemm="fprop", tensor="input").to_pylist()
+    wanted = [row["gain"] for row in table if row["cast_name"] == "e4m3fn tensorwise current"]
+    assert heat.values[heat.modules.index(samples.SICK)].tolist() == pytest.approx(wanted)
+
+
+def test_heat_reduces_in_sql_to_the_worst_of_each_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_CELLS", 10)
+    heat = data.heat(run, "overflow_rate", "fprop.input")
+    assert heat.steps_per_cell == 40 and heat.values.shape == (30, 10)
+    full = run.table(["step", "overflow_rate", "actual"], module=samples.SICK, gemm="fprop", tensor="input", actual=True)
+    last = max(row["overflow_rate"] for row in full.to_pylist() if row["step"] >= 360)
+    assert heat.values[heat.modules.index(samples.SICK), -1] == pytest.approx(last)
+
+
+def test_heat_of_a_range_is_finer(run: Run) -> None:
+    assert data.heat(run, "sqnr_db", steps=(100, 150)).steps.tolist() == [100, 110, 120, 130, 140, 150]
+    assert data.heat(run, "sqnr_db", steps=(5000, 6000)).modules == ()
+
+
+@pytest.mark.parametrize("name", ["sqnr", "sqnr_db; DROP TABLE raw", "module", ""])
+def test_only_columns_of_the_schema_enter_a_query(run: Run, name: str) -> None:
+    with pytest.raises(UnknownNameError):
+        data.heat(run, name)
+    with pytest.raises(UnknownNameError):
+        data.module_traces(run, samples.SICK, name)
+
+
+def test_training_leaves_out_what_was_not_recorded_or_never_moves(folder: Path) -> None:
+    assert [t.name for t in data.training(Run(folder / "sick"))] == ["loss", "grad_norm", "lr"]
+    assert data.training(Run(folder / "no-loss")) == [] and data.last_loss(Run(folder / "no-loss")) is None
+
+
+def test_training_is_reduced_with_a_band(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_POINTS", 50)
+    loss = data.training(run)[0]
+    assert len(loss.values) == 50 and loss.low is not None and loss.high is not None
+    assert (loss.low <= loss.values).all() and (loss.values <= loss.high).all()
+
+
+def test_module_traces_have_one_line_per_site_cast_and_reference(run: Run) -> None:
+    traces = data.module_traces(run, samples.SICK, "sqnr_db")
+    assert len({(t.gemm, t.tensor) for t in traces}) == 9
+    assert {t.reference for t in traces if t.tensor == "output"} == {"shadow", "exact"}
+    at_site = data.module_traces(run, samples.SICK, "sqnr_db", SITE)
+    assert [t.actual for t in at_site] == [True, False, False]
+    assert data.module_traces(run, "no.such", "sqnr_db") == []
+
+
+def test_casts_side_by_side_start_with_the_running_one(run: Run) -> None:
+    rows = data.side_by_side(run, samples.SICK, SITE, 390, ["sqnr_db", "headroom"])
+    assert [row["actual"] for row in rows] == [True, False, False]
+    assert rows[0]["headroom"] > 1 and rows[0]["kind"] == DELAYED and rows[1]["kind"] == 0
+
+
+def test_histogram_has_the_range_of_the_chosen_cast(run: Run) -> None:
+    hist = data.histogram(run, samples.SICK, SITE, 390)
+    other = data.histogram(run, samples.SICK, SITE, 390, "e4m3fn tensorwise current")
+    assert hist is not None and hist.cast is not None and other is not None and other.cast is not None
+    assert hist.cast.actual and hist.cast.format == "e4m3fn"
+    assert other.cast.scale_inv_log2[1] - hist.cast.scale_inv_log2[1] == pytest.approx(3.3, abs=0.3)
+    assert data.histogram(run, samples.SICK, ("fprop", "output"), 390) is None
+    assert data.histogram(run, samples.SICK, SITE, 391) is None
+
+
+def test_worst_operands_are_measured_against_their_format(run: Run) -> None:
+    rows = data.worst_operands(run, 3)
+    assert [rows[0]["module"], rows[0]["tensor"], len(rows)] == [samples.SICK, "input", 3]
+
+
+def test_a_column_that_nobody_recorded_is_not_offered(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=20, overrides=[Override(slots={"headroom": None}, actual=None)])
+    assert "headroom" not in data.recorded(run) and "sqnr_db" in data.recorded(run)
+    assert np.isnan(data.heat(run, "headroom").values).all()
+
+
+@pytest.mark.parametrize(
+    ("gemm", "tensor", "cast", "reference", "kind"),
+    [
+        ("fprop", "input", "e4m3fn 1x128 current", "operand", 0),
+        ("wgrad", "grad_output", "e5m2 tensorwise delayed(16,max)", "operand", E5M2 | DELAYED | WGRAD_GRAD_OUTPUT),
+        ("fprop", "output", "e4m3fn 1x128 current @ e4m3fn 128x128 current", "shadow", SHADOW),
+        ("dgrad", "grad_input", "e5m2 tensorwise current @ bf16", "exact", EXACT | E5M2),
+    ],
+)
+def test_kind_is_the_same_in_sql_and_python(gemm: str, tensor: str, cast: str, reference: str, kind: int) -> None:
+    import duckdb
+
+    from fp8debug_dashboard.envelopes import KIND_SQL
+
+    query = f"SELECT {KIND_SQL} FROM (SELECT ? AS gemm, ? AS tensor, ? AS cast_name, ? AS reference)"
+    row = duckdb.connect().execute(query, [gemm, tensor, cast, reference]).fetchone()
+    assert kind_of(gemm, tensor, cast, reference) == kind and row == (kind,)
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind", "value", "severity"),
+    [
+        # NUMERICS.md, section 4: the borders of ok, warn and act, and what is healthy for E5M2 and for results.
+        ("sqnr_db", 0, 31.0, 0),
+        ("sqnr_db", 0, 33.0, 0),
+        ("sqnr_db", 0, 30.0, 1),
+        ("sqnr_db", 0, 25.0, 2),
+        ("sqnr_db", 0, 55.6, -2),
+        ("sqnr_db", E5M2, 25.5, 0),
+        ("sqnr_db", SHADOW, 27.3, 0),
+        ("sqnr_db", SHADOW, 20.0, 2),
+        ("sqnr_db", SHADOW | E5M2, 24.6, 0),
+        ("sqnr_db", EXACT, 55.0, 0),
+        ("sqnr_db", EXACT, 35.0, 2),
+        ("cosine", 0, 0.99965, 0),
+        ("cosine", E5M2, 0.9986, 0),
+        ("cosine", 0, 0.99, 2),
+        ("underflow_rate", 0, 0.0006, 0),
+        ("underflow_rate", 0, 0.05, 2),
+        ("underflow_rate", WGRAD_GRAD_OUTPUT, 0.05, 1),
+        ("overflow_rate", 0, 0.0, 0),
+        ("overflow_rate", DELAYED, 1e-4, 0),
+        ("overflow_rate", DELAYED, 1e-2, 2),
+        ("gain", 0, 1.0, 0),
+        ("gain", 0, 0.5, 2.473),
+        ("gain", 0, 1.05, 2),
+        ("headroom", DELAYED, 1.0, 0),
+        ("nonfinite_rate", 0, 1e-6, 2.0),
+    ],
+)
+def test_severity_follows_the_published_limits(metric: str, kind: int, value: float, severity: float) -> None:
+    found = envelope(metric, kind)
+    assert found is not None and found.at_value(value) == pytest.approx(severity, abs=2e-3)
+
+
+def test_wgrad_underflow_alone_never_reaches_act() -> None:
+    found = envelope("underflow_rate", WGRAD_GRAD_OUTPUT)
+    assert found is not None and found.at_value(1.0) < 2
+
+
+def test_coverage_counts_modules_and_flops(run: Run) -> None:
+    found = coverage(run.modules, run.manifest["filters"])
+    assert (found.num_fp8, found.num_linears) == (30, 31)
+    assert found.flops_share == pytest.approx(0.9928, abs=1e-3)
+    assert found.casts[0][0] == (
+        "input, weight: e4m3fn tensorwise delayed(1024,max); grad_output: e5m2 tensorwise delayed(1024,max)"
+    )
+    assert found.skipped == ((samples.SKIPPED, "Linear", "bf16", "an override left it in BF16"),)
+
+
+def test_casts_in_words_do_not_mention_that_wgrad_turns_its_tiles() -> None:
+    def words(name: str) -> str:
+        return in_words(get_recipe(name).to_dict()["casts"])
+
+    assert words("blockwise") == "input, grad_output: e4m3fn 1x128 current; weight: e4m3fn 128x128 current"
+    assert words("tensorwise_current") == "e4m3fn tensorwise current"
+    assert words("bf16") == "BF16"
+    assert in_words(None) == "casts not recorded" and in_words({"fprop.input": {"what": 1}}) == "unreadable cast"
+
+
+def test_coverage_of_an_odd_manifest_does_not_fail() -> None:
+    assert coverage([]).num_linears == 0
+    assert coverage([{"fqn": "a", "fp8": False}]).skipped == (("a", "", "nobody asked", "no reason recorded"),)
+
+
+@pytest.mark.parametrize("name", ["a", "a b", "<b>", "?x=1&y=2#z", "../../etc", "ü", "%2e%2e", "a+b"])
+def test_urls_round_trip_any_name(name: str) -> None:
+    text = urls.href("module", name, module=name, step=3, site=None)
+    path, _, search = text.partition("?")
+    assert path == "/module" and "<" not in text and "#" not in text
+    view = urls.parse(path, "?" + search)
+    assert (view.page, view.run, view.get("module"), view.get_int("step"), "site" in view.params) == (
+        "module",
+        name,
+        name,
+        3,
+        False,
+    )
+
+
+def test_urls_leave_out_what_is_default() -> None:
+    assert urls.href("overview") == "/" and urls.parse("/", "") == urls.View("overview")
+    assert urls.parse(None, None).page == "overview" and urls.parse("/heatmap/", "?step=x").get_int("step") is None
+
+
+def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
+    source = Source(folder)
+    assert source.is_folder and set(source.names()) == {"sick", "healthy", "no-loss", "empty", "<b>hostile<b>"}
+    for name in ("../runs/sick", "sick/", "/etc", "notes", None, ""):
+        with pytest.raises(UnknownNameError):
+            source.folder(name)
+    assert source.summary("empty").error and source.summary("sick").recipe == "tensorwise_delayed"
+
+
+def test_a_source_that_is_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="neither a run nor a folder of runs"):
+        Source(tmp_path)
+    with pytest.raises(RunError, match="no such folder"):
+        Source(tmp_path / "x")
+
+
+def test_a_run_is_opened_again_when_it_has_grown(folder: Path, tmp_path: Path) -> None:
+    samples.write_healthy(tmp_path / "a", num_steps=20)
+    source = Source(tmp_path / "a")
+    first = source.open(None)
+    assert not source.is_folder and source.open(None) is first and is_run(tmp_path / "a")
+    (tmp_path / "a" / "rank=00000" / "more").write_text("x")
+    assert source.open(None) is not first
+
+
+def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "healthy"
+    assert state(path, {0: {"ended": "2026-01-01"}}) == "ended"
+    assert state(path, {0: {"ended": None}}) == "writing"
+    monkeypatch.setattr("time.time", lambda: 4e9)
+    assert state(path, {}) == "not closed" and file_stamp(path) == file_stamp(path)
+
+
+def test_verdict_and_marks_come_from_triage(folder: Path, run: Run) -> None:
+    opened = Opened(run, "")
+    assert opened.verdict == "error" and opened.findings()[0].module == samples.SICK
+    (mark,) = marks(opened.findings())
+    assert mark.severity == "error" and mark.codes[0] == "F101" and samples.SICK in mark.lines[0]
+    assert Opened(Run(folder / "healthy"), "").verdict == "ok"
+
+
+def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Any) -> Any:
+        raise RunError("damaged")
+
+    monkeypatch.setattr("fp8debug.triage", fail)
+    opened = Opened(run, "")
+    assert (opened.verdict, opened.failure, opened.fallbacks()) == ("unknown", "damaged", [])

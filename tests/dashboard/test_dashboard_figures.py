@@ -1,0 +1,170 @@
+"""Figures from hand-made records, without a run and without a browser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8debug_dashboard import figures, module_figures
+from fp8debug_dashboard.envelopes import SHADOW
+from fp8debug_dashboard.records import CastRange, Heat, Histogram, Mark, Trace
+from fp8debug_dashboard.theme import SEVERITY_RANGE
+
+
+def trace(name: str = "loss", values: tuple[float, ...] = (3.0, 2.0, 1.0), **site: Any) -> Trace:
+    return Trace(name=name, steps=np.arange(len(values), dtype=np.int32) * 10, values=np.array(values, np.float32), **site)
+
+
+def heat(metric: str, values: list[list[float]], kinds: int = 0, **more: Any) -> Heat:
+    grid = np.array(values, np.float32)
+    names = tuple(f"blocks.{i}.mlp.up" for i in range(len(values)))
+    steps = np.arange(grid.shape[1], dtype=np.int32) * 10
+    return Heat(metric=metric, unit="dB", modules=names, steps=steps, values=grid, kinds=np.full(grid.shape, kinds), **more)
+
+
+def texts(figure: Any) -> str:
+    return str(json.dumps(figure.to_plotly_json(), default=str))
+
+
+def packed(figure: Any) -> list[str]:
+    """Return the dtypes of the arrays as they travel to the browser."""
+    found = []
+    for data in json.loads(figure.to_json())["data"]:
+        for key in ("x", "y", "z", "customdata"):
+            if isinstance(data.get(key), dict):
+                found.append(data[key]["dtype"])
+    return found
+
+
+MARK = Mark(step=10, severity="error", codes=("F101", "F104"), lines=("✖ F101 blocks.0.mlp.up: clips",), module="blocks.0.mlp.up")
+
+
+def test_training_draws_what_was_recorded_and_marks_findings_on_a_rail() -> None:
+    figure = figures.training([trace("loss"), trace("grad_norm")], [MARK])
+    assert [axis.title.text for axis in figure.select_yaxes()] == [None, "loss", "grad_norm"]
+    rail = figure.data[-1]
+    assert rail.text == ("F101 F104",) and rail.marker.symbol == ("x",)
+    assert [shape.x0 for shape in figure.layout.shapes] == [10]
+
+
+def test_training_without_anything_says_what_to_call() -> None:
+    assert "watch.step(loss=loss" in texts(figures.training([], []))
+
+
+def test_arrays_travel_as_float32_and_int32() -> None:
+    assert set(packed(figures.training([trace()]))) == {"i4", "f4"}
+    assert set(packed(figures.heatmap(heat("sqnr_db", [[31.0, 20.0]])))) == {"i4", "f4"}
+    assert set(packed(module_figures.scales([trace("a", cast_name="a")], []))) == {"i4", "f4"}
+
+
+def test_heatmap_colours_by_severity_and_keeps_exact_values_for_the_hover() -> None:
+    figure = figures.heatmap(heat("sqnr_db", [[32.0, 31.0, 30.0, 25.0, 3.0, float("nan")]]))
+    cells = figure.data[0]
+    assert cells.z[0, :5].tolist() == [0, 0, 1, 2, 3] and np.isnan(cells.z[0, 5])
+    assert cells.customdata[0, :5].tolist() == [32, 31, 30, 25, 3]
+    assert (cells.zmin, cells.zmax) == SEVERITY_RANGE
+    assert list(cells.colorbar.ticktext) == ["beyond", "healthy", "warn 30", "act 25", "lost"]
+
+
+def test_heatmap_of_a_result_uses_the_limits_of_results() -> None:
+    cells = figures.heatmap(heat("sqnr_db", [[28.6, 25.0, 20.0]], kinds=SHADOW)).data[0]
+    assert cells.z[0].tolist() == [0, 1, 2]
+
+
+def test_heatmap_without_an_envelope_is_robust_against_one_outlier() -> None:
+    values = [[float(i) for i in range(2, 102)]]
+    values[0][0] = 1e9
+    cells = figures.heatmap(heat("max_block_range_log2", values)).data[0]
+    assert cells.zmax < 110
+
+
+def test_heatmap_over_many_binades_is_logarithmic() -> None:
+    cells = figures.heatmap(heat("amax", [[2.0**i for i in range(-10, 11)]])).data[0]
+    assert -11 < cells.zmin < cells.zmax < 11 and cells.customdata[0, -1] == 1024
+    assert all(text.startswith("2^") for text in cells.colorbar.ticktext)
+
+
+def test_heatmap_marks_where_findings_begin_and_has_the_first_module_on_top() -> None:
+    figure = figures.heatmap(heat("sqnr_db", [[31.0, 20.0], [31.0, 31.0]], marks=(MARK,)))
+    assert figure.data[1].y == ("blocks.0.mlp.up",) and figure.data[1].marker.symbol == ("x",)
+    assert figure.layout.yaxis.autorange == "reversed"
+
+
+def test_heatmap_of_nothing_says_so() -> None:
+    assert "sqnr_db was not recorded" in texts(figures.heatmap(heat("sqnr_db", [[float("nan")]])))
+
+
+def test_long_heatmaps_label_some_modules_only() -> None:
+    figure = figures.heatmap(heat("sqnr_db", [[31.0]] * 500))
+    assert len(figure.layout.yaxis.ticktext) <= figures.MAX_LABELS and figure.layout.height <= 1400
+
+
+@pytest.mark.parametrize("name", ["<b>x</b>", "<a href='http://x'>y</a>", "%{zz}", "a & b"])
+def test_names_stay_text(name: str) -> None:
+    shown = figures.plain(name)
+    assert "<" not in shown and "%{" not in shown
+    figure = figures.heatmap(
+        Heat(
+            metric="gain",
+            unit="1",
+            modules=(name,),
+            steps=np.zeros(1, np.int32),
+            values=np.ones((1, 1), np.float32),
+            kinds=np.zeros((1, 1), np.int32),
+            marks=(Mark(step=0, severity="info", codes=("F101",), lines=(name,), module=name),),
+        )
+    )
+    assert name not in texts(figure) or name == shown
+
+
+def test_sites_reach_to_the_warn_threshold_so_that_noise_looks_like_noise() -> None:
+    site = {"gemm": "fprop", "tensor": "weight", "cast_name": "e4m3fn 128x128 current", "reference": "operand"}
+    figure = module_figures.sites([trace("w", (31.7, 31.6, 31.8), **site)], "sqnr_db", ("fprop", "weight"), step=10)
+    low, high = figure.layout.yaxis2.range
+    assert low < 30 < 31.8 < high
+    assert "<b>▸ fprop · weight</b>" in [note.text for note in figure.layout.annotations]
+    assert sum(note.text == "not recorded" for note in figure.layout.annotations) == 8
+
+
+def test_sites_tell_the_running_cast_from_what_ifs_by_line_style() -> None:
+    site: dict[str, Any] = {"gemm": "fprop", "tensor": "input", "reference": "operand"}
+    running = trace("a", cast_name="e4m3fn tensorwise delayed(4,max)", **site)
+    other = trace("b", cast_name="e4m3fn tensorwise current", actual=False, **site)
+    figure = module_figures.sites([running, other], "gain", ("fprop", "input"))
+    assert {line.name: line.line.dash for line in figure.data} == {
+        "running cast": "solid",
+        "e4m3fn tensorwise current": "dot",
+    }
+
+
+def test_scales_mark_the_steps_that_clip() -> None:
+    headroom = trace("d", (0.9, 1.0, 4.0), cast_name="d")
+    figure = module_figures.scales([trace("d", (-6.0, -6.0, -6.0), cast_name="d")], [headroom])
+    clips = [data for data in figure.data if data.mode == "markers"]
+    assert [list(data.x) for data in clips] == [[20]]
+    assert list(figure.layout.yaxis2.ticktext)[-1] == "4"
+
+
+def test_histogram_draws_the_range_of_the_cast() -> None:
+    cast = CastRange(name="e4m3fn tensorwise current", actual=True, scale_inv_log2=(-3.0, -3.0, -3.0), format="e4m3fn")
+    counts = np.zeros(64, np.int64)
+    counts[[30, 40, 45]] = 10, 80, 10
+    figure = module_figures.histogram(Histogram(first_log2=-45, counts=counts, step=7, cast=cast))
+    assert figure.data[0].x.tolist() == [-14.5, -4.5, 0.5] and figure.data[0].y.tolist() == pytest.approx([0.1, 0.8, 0.1])
+    zones = [(shape.x0, shape.x1) for shape in figure.layout.shapes if shape.type == "rect"]
+    # E4M3: what rounds to zero lies below 2^-10, subnormals end at 2^-6, the maximum is 448; all times scale_inv = 2^-3.
+    assert zones == [(-13.0, -9.0), (-9.0, pytest.approx(np.log2(448) - 3))]
+
+
+def test_histogram_of_nothing_says_so() -> None:
+    assert "No exponent histogram" in texts(module_figures.histogram(None))
+
+
+def test_a_band_shows_what_one_point_stands_for() -> None:
+    low, high = np.array([1, 1, 1], np.float32), np.array([4, 4, 4], np.float32)
+    steps = np.arange(3, dtype=np.int32)
+    figure = figures.training([Trace(name="loss", steps=steps, values=np.full(3, 2, np.float32), low=low, high=high)])
+    assert figure.data[0].fill == "toself" and max(figure.data[0].y) == 4

@@ -1,0 +1,157 @@
+"""Who may look: the token, its cookie, hosts, headers; and that looking changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from werkzeug.serving import make_server
+
+from fp8debug.errors import RunError
+from fp8debug_dashboard import make_app, serve, server
+from fp8debug_dashboard.pages import fallback, heatmap, module, overview, runs
+from fp8debug_dashboard.source import Source
+from fp8debug_dashboard.urls import View
+
+TOKEN = "s3cret-token"
+
+
+def client(path: Path, token: str | None) -> FlaskClient:
+    app = make_app(path)
+    server.guard(app, token)
+    found: FlaskClient = app.server.test_client()
+    return found
+
+
+def test_without_the_token_nothing_is_served(folder: Path) -> None:
+    for path in ("/", "/_dash-layout", "/_dash-dependencies", "/assets/style.css", "/?token=wrong", "/?token="):
+        reply = client(folder, TOKEN).get(path)
+        assert reply.status_code == 403 and b"token" in reply.data, path
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(folder: Path) -> None:
+    browser = client(folder, TOKEN)
+    reply = browser.get(f"/module?module=a%26b&run=sick&token={TOKEN}")
+    assert reply.status_code == 303 and reply.headers["Location"] == "/module?run=sick&module=a%26b"
+    cookie = reply.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Lax" in cookie
+    assert browser.get("/").status_code == 200
+    assert browser.get("/_dash-layout").status_code == 200
+
+
+def test_the_redirect_stays_on_this_server(folder: Path) -> None:
+    for path in ("//evil.example/x", "/\\evil.example/x"):
+        reply = client(folder, TOKEN).get(f"{path}?token={TOKEN}", base_url="http://localhost")
+        location = reply.headers.get("Location", "/")
+        assert location.startswith("/") and not location.startswith(("//", "/\\"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8050", "localhost", "localhost:1", "[::1]:8050"])
+def test_without_a_token_loopback_names_are_answered(folder: Path, host: str) -> None:
+    assert client(folder, None).get("/", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8050", "10.0.0.1", "127.0.0.1.evil.example"])
+def test_a_name_that_someone_points_at_us_is_not(folder: Path, host: str) -> None:
+    assert client(folder, None).get("/", headers={"Host": host}).status_code == 403
+
+
+def test_a_page_may_reach_this_server_only(folder: Path) -> None:
+    reply = client(folder, None).get("/")
+    policy = reply.headers["Content-Security-Policy"]
+    assert "connect-src 'self'" in policy and "http" not in policy
+    assert b"https://" not in reply.data and b"//cdn" not in reply.data
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True), ("node17", True)]
+)
+def test_any_other_address_gets_a_token(
+    folder: Path, host: str, is_open: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(server, "guard", lambda app, token: seen.append(token))
+
+    class Stopped:
+        server_port = 8050
+
+        def serve_forever(self) -> None:
+            raise KeyboardInterrupt
+
+        def server_close(self) -> None:
+            pass
+
+    monkeypatch.setattr(server, "make_server", lambda *args, **options: Stopped())
+    serve(folder, host)
+    said = capsys.readouterr().err
+    assert (seen[0] is not None) == is_open == ("?token=" in said)
+    assert seen[0] is None or (len(seen[0]) >= 32 and seen[0] in said)
+
+
+def test_serve_answers_and_names_its_address(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: queue.Queue[Any] = queue.Queue()
+
+    def keep(*args: Any, **options: Any) -> Any:
+        found = make_server(*args, **options)
+        made.put(found)
+        return found
+
+    monkeypatch.setattr(server, "make_server", keep)
+    thread = threading.Thread(target=serve, args=(folder / "sick",), kwargs={"port": 0, "token": TOKEN}, daemon=True)
+    thread.start()
+    running = made.get(timeout=30)
+    address = f"http://127.0.0.1:{running.server_port}/"
+    cookies = urllib.request.HTTPCookieProcessor()
+    browser = urllib.request.build_opener(urllib.request.ProxyHandler({}), cookies)
+    with browser.open(f"{address}assets/style.css?token={TOKEN}", timeout=30) as reply:
+        assert (reply.status, reply.geturl()) == (200, f"{address}assets/style.css")
+    running.shutdown()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert f"{address}?token={TOKEN}" in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_run_fails_before_anything_is_bound(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="neither a run nor a folder of runs"):
+        serve(tmp_path)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
+    before, source = digest(folder), Source(folder)
+    runs.layout(source)
+    for name in ("sick", "healthy", "no-loss", "<b>hostile<b>"):
+        for page in (overview, heatmap, module, fallback):
+            page.PAGE.layout(View(page.PAGE.name, name), source.open(name))
+    assert digest(folder) == before
+
+
+@pytest.mark.parametrize("page", [overview.PAGE, heatmap.PAGE, module.PAGE, fallback.PAGE], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"metric": "nothing", "site": "x.y", "cast": "no cast", "step": "x", "from": "1e9"},
+        {"metric": "log2_hist", "site": "fprop.output", "step": "-5", "module": "no.such"},
+        {"metric": "damage", "module": "lm_head"},
+    ],
+)
+def test_any_url_gives_a_page_that_agrees_with_its_outputs(folder: Path, page: Any, params: dict[str, str]) -> None:
+    opened = Source(folder).open("sick")
+    view = View(page.name, "sick", params)
+    text = json.dumps(page.layout(view, opened).to_plotly_json(), default=lambda o: o.to_plotly_json(), skipkeys=True)
+    assert len(page.parts(view, opened)) == len(page.outputs)
+    if params.get("module") != "no.such" or page.name != "module":
+        assert all(f'"{name}"' in text for name, _ in page.outputs)
