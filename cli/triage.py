@@ -64,8 +64,9 @@ def _print(findings: Findings) -> None:
         click.echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)
-    for code, reason in findings.skipped:
-        click.echo(f"skipped {code}: {reason}", err=True)
+    for reason in dict.fromkeys(reason for _, reason in findings.skipped):
+        codes = ", ".join(code for code, why in findings.skipped if why == reason)
+        click.echo(f"skipped {codes}: {reason}", err=True)
 
 
 def _row(finding: Finding) -> list[object]:

@@ -197,7 +197,7 @@ def _module_entry(plan: Plan, name: str, in_features: int, out_features: int, in
         "observed": True,
         "casts": casts if runs_fp8 else None,
         "reason": None if runs_fp8 else "not converted",
-        "requested": "bf16" if name in plan.recipes and not runs_fp8 else "fp8",
+        "requested": "fp8" if runs_fp8 else "bf16",
         "shared_with": None,
         "params": in_features * out_features,
     }

@@ -35,16 +35,17 @@ class StaleScaleSaturation(Rule):
         Current scaling for this operand; or a shorter amax history and a margin; or BF16 for this GEMM.
 
     Thresholds
-        max_rate 0.01: share of clipped elements; numerics.md, 4 (act above 1 % under delayed scaling: growth of 1 % a
-            step clips the maximum alone).
-        max_rate_once 0.25: the share that counts at a single sampled step. No published basis: a Gaussian tensor whose
-            amax doubles in one step clips 2.4 %, one whose amax grows fourfold 26 %.
-        warn_rate 0.001: share that is a warning when it lasts; numerics.md, 4 (warn above 0.1 %).
-        min_headroom 1.25: below, clipping costs little more than the rounding error 1/17 of E4M3. No published basis.
-        min_elements 8: clipped elements; in a small tensor a share says nothing. No published basis.
-        min_steps 2, warn_steps 3: sampled steps after the warm-up, and at least half of those since the first.
-        warmup 5: first steps of a run, in which a history that has seen little clips in healthy runs too. No published
-            basis.
+        - max_rate 0.01: share of clipped elements; numerics.md, 4 (act above 1 % under delayed scaling: growth of 1 %
+          a step clips the maximum alone).
+        - max_rate_once 0.25: the share that counts at a single sampled step. No published basis: a Gaussian tensor
+          whose amax doubles in one step clips 2.4 %, one whose amax grows fourfold 26 %.
+        - warn_rate 0.001: share that is a warning when it lasts; numerics.md, 4 (warn above 0.1 %).
+        - min_headroom 1.25: below, clipping costs little more than the rounding error 1/17 of E4M3. No published
+          basis.
+        - min_elements 8: clipped elements; in a small tensor a share says nothing. No published basis.
+        - min_steps 2, warn_steps 3: sampled steps after the warm-up, and at least half of those since the first.
+        - warmup 5: first steps of a run, in which a history that has seen little clips in healthy runs too. No
+          published basis.
     """
 
     code = "F101"

@@ -35,14 +35,14 @@ class StaleHistoryUnderflow(Rule):
         the history helps until the next spike.
 
     Thresholds
-        max_rate 0.05: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %).
-        max_rate_once 0.5: the share that counts at a single sampled step. No published basis.
-        max_headroom 0.015625: 2^-6. A scale 64 times too large takes six of the binades of E4M3, which has 15 normal
-            ones and 3 subnormal; above it underflow has another cause.
-        min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
-        min_steps 2: sampled steps after the warm-up, and at least half of those since the first.
-        warmup 5: first steps of a run, in which zero-initialised layers bring gradients that grow from nothing. No
-            published basis.
+        - max_rate 0.05: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %).
+        - max_rate_once 0.5: the share that counts at a single sampled step. No published basis.
+        - max_headroom 0.015625: 2^-6. A scale 64 times too large takes six of the binades of E4M3, which has 15 normal
+          ones and 3 subnormal; above it underflow has another cause.
+        - min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
+        - min_steps 2: sampled steps after the warm-up, and at least half of those since the first.
+        - warmup 5: first steps of a run, in which zero-initialised layers bring gradients that grow from nothing. No
+          published basis.
     """
 
     code = "F102"

@@ -35,8 +35,8 @@ class ZeroTileNan(Rule):
         for a zero block; BF16 for this GEMM until then.
 
     Thresholds
-        max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (numerics.md, 2). Seen in
-            lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
+        - max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (numerics.md, 2). Seen in
+          lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
     """
 
     code = "F103"

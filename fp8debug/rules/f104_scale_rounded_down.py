@@ -34,12 +34,12 @@ class ScaleRoundedDown(Rule):
         scale_rounding='pow2_ceil' (or 'none' where the hardware takes FP32 scales); nothing has to leave FP8.
 
     Thresholds
-        max_rate 0.001: share of clipped elements that is an error; numerics.md, 4 (act above 0.1 %).
-        warn_elements 8: clipped elements of a cast that does not declare pow2_floor; one that does warns from the
-            first. numerics.md, 4 warns above 0; a few are left to kernels that take the amax of a rounded copy.
-        min_gain 0.8: below, the scale is wrong by more than rounding (2^-1 at most one block, a factor of 0.875 at
-            worst an element): that is F113.
-        Seen in ao #2035, mlx #4353, aiter #3212.
+        - max_rate 0.001: share of clipped elements that is an error; numerics.md, 4 (act above 0.1 %).
+        - warn_elements 8: clipped elements of a cast that does not declare pow2_floor; one that does warns from the
+          first. numerics.md, 4 warns above 0; a few are left to kernels that take the amax of a rounded copy.
+        - min_gain 0.8: rounding down clips an element to 0.875 of itself at worst; below, the scale is off by more
+          (F113).
+        - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
     code = "F104"

@@ -38,13 +38,13 @@ class OutlierUnderflow(Rule):
         up (Smooth-SwiGLU); BF16 for the fprop of this module.
 
     Thresholds
-        max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %, warn
-            above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16).
-        min_spread_log2 10: log2(amax / median magnitude). No published basis: 3 for a Gaussian, 6 for a product of
-            two; E4M3 holds 18.8 binades from amax to the first underflow.
-        min_crest 6: amax / rms, in its place where no histogram was recorded. No published basis.
-        min_headroom 0.015625: below 2^-6 the scale is too old (F102).
-        min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
+        - max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %, warn
+          above 1 %; clean is at most 0.06 %, and 1 % in Ling 2.0, Fig. 16).
+        - min_spread_log2 10: log2(amax / median magnitude). No published basis: 3 for a Gaussian, 6 for a product of
+          two; E4M3 holds 18.8 binades from amax to the first underflow.
+        - min_crest 6: amax / rms, in its place where no histogram was recorded. No published basis.
+        - min_headroom 0.015625: below 2^-6 the scale is too old (F102).
+        - min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
     """
 
     code = "F105"

@@ -31,7 +31,7 @@ class CoverageGap(Rule):
         Convert it, or say that BF16 is meant: overrides={'blocks.5.mlp.up': None}. Correct the pattern.
 
     Thresholds
-        max_gaps 0: uncovered modules or empty patterns. Seen in torchtitan #4008.
+        - max_gaps 0: uncovered modules or empty patterns. Seen in torchtitan #4008.
     """
 
     code = "F110"

@@ -38,15 +38,16 @@ class Fp8NotOn(Rule):
         Check the flag, the dimensions (multiples of 16) and the device; fp8debug coverage RUN shows what was declared.
 
     Thresholds
-        min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; numerics.md, 4.
-        min_bulk_sqnr_db 40: energy of the elements below the ninth decile over the whole error. FP8 cannot exceed 31.5
-            dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent histogram;
-            without one the rule asks for max_crest.
-        max_crest 8: amax / rms, without a histogram. No published basis: 4.5 for a Gaussian of 1e5 elements.
-        min_binades 8: occupied bins of the exponent histogram (or log2(amax / amin) without one). No published basis:
-            a trained operand fills twenty.
-        min_elements 256: elements; a small tensor may be exact by chance. No published basis.
-        Seen in TransformerEngine #1422; KempnerForge's guide: "silent by default".
+        - min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; numerics.md, 4.
+        - min_bulk_sqnr_db 40: energy of the elements below the ninth decile over the whole error. FP8 cannot exceed
+          31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
+          histogram; without one the rule asks for max_crest.
+        - max_crest 8: amax / rms, without a histogram. No published basis: 4.5 for a Gaussian of 1e5 elements.
+        - max_underflow_rate 0.01: share of nonzero elements that underflow; BF16 has FP32's range and flushes nothing.
+        - min_binades 8: occupied bins of the exponent histogram (or log2(amax / amin) without one). No published
+          basis: a trained operand fills twenty.
+        - min_elements 256: elements; a small tensor may be exact by chance. No published basis.
+        - Seen in TransformerEngine #1422; KempnerForge's guide: "silent by default".
     """
 
     code = "F111"
@@ -58,12 +59,16 @@ class Fp8NotOn(Rule):
     min_sqnr_db: float = 45.0
     min_bulk_sqnr_db: float = 40.0
     max_crest: float = 8.0
+    max_underflow_rate: float = 0.01
     min_binades: int = 8
     min_elements: int = 256
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that were never cast."""
-        bad = f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
+        bad = (
+            f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
+            f" AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}"
+        )
         found = [
             trace
             for whole in traces(run, bad, ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"])

@@ -36,16 +36,16 @@ class WrongScale(Rule):
         until then. No other cast cures it.
 
     Thresholds
-        max_gain_error 0.05: abs(gain - 1); numerics.md, 4 (act beyond 5 %). Raised to what rounding itself can do to
-            equal values: 1/17 for E4M3, 1/9 for E5M2, with a guard of 10 %, and 1/8 for clipping under pow2_floor.
-        warn_gain_error 0.01: numerics.md, 4 (warn beyond 1 %; healthy is 0.2 %).
-        min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
-        max_cosine 0.9999: for the warning: above, there is no rounding noise and the values are few. Clean E4M3 has
-            0.99965, E5M2 0.9986.
-        max_overflow_rate 0.0001: for the warning: clipping lowers the gain too, and has its own rules.
-        min_elements 256, warn_elements 4096, warn_steps 3: elements, and sampled steps at which it lasts. No published
-            basis.
-        Seen in TransformerEngine #123 and #982, sglang #25733.
+        - max_gain_error 0.05: abs(gain - 1); numerics.md, 4 (act beyond 5 %). Raised to what rounding itself can do to
+          equal values: 1/17 for E4M3, 1/9 for E5M2, with a guard of 10 %, and 1/8 for clipping under pow2_floor.
+        - warn_gain_error 0.01: numerics.md, 4 (warn beyond 1 %; healthy is 0.2 %).
+        - min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
+        - max_cosine 0.9999: for the warning: above, there is no rounding noise and the values are few. Clean E4M3 has
+          0.99965, E5M2 0.9986.
+        - max_overflow_rate 0.0001: for the warning: clipping lowers the gain too, and has its own rules.
+        - min_elements 256, warn_elements 4096, warn_steps 3: elements, and sampled steps at which it lasts. No
+          published basis.
+        - Seen in TransformerEngine #123 and #982, sglang #25733.
     """
 
     code = "F113"

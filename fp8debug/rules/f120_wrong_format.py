@@ -34,13 +34,13 @@ class WrongFormat(Rule):
         format='e4m3fn' for this operand; where E4M3 is declared already, the kernel or the cached weight is at fault.
 
     Thresholds
-        max_sqnr_db 27, min_sqnr_db 24: E5M2 gives 25.55 dB on Gaussian data, E4M3 31.5 dB; numerics.md, 4 ("a 6 dB
-            deficit means the wrong format"). Below 24 dB there is more wrong than the format.
-        max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
-            without losing cosine, and are healthy.
-        max_gain_error 0.01: beyond it the scale is at fault (F113).
-        min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
-        Seen in TransformerEngine #2754.
+        - max_sqnr_db 27, min_sqnr_db 24: E5M2 gives 25.55 dB on Gaussian data, E4M3 31.5 dB; numerics.md, 4 ("a 6 dB
+          deficit means the wrong format"). Below 24 dB there is more wrong than the format.
+        - max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
+          without losing cosine, and are healthy.
+        - max_gain_error 0.01: beyond it the scale is at fault (F113).
+        - min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
+        - Seen in TransformerEngine #2754.
     """
 
     code = "F120"

@@ -38,12 +38,12 @@ class LossSpikeNotFp8(Rule):
         If it remains suspect, record every step around it (every=1).
 
     Thresholds
-        min_noise 8: distance from the median in standard deviations of the noise. No published basis: a Gaussian never
-            gets there, and heavy-tailed batches hardly.
-        min_rise 0.1: distance relative to the median. No published basis.
-        window 16: steps of which the noise is taken; the median is of their later half.
-        min_history 10: finite losses before the first that is judged.
-        The talk's first class of cases; pytorch #150859.
+        - min_noise 8: distance from the median in standard deviations of the noise. No published basis: a Gaussian
+          never gets there, and heavy-tailed batches hardly.
+        - min_rise 0.1: distance relative to the median. No published basis.
+        - window 16: steps of which the noise is taken; the median is of their later half.
+        - min_history 10: finite losses before the first that is judged.
+        - The talk's first class of cases; pytorch #150859.
     """
 
     code = "F125"

@@ -1,0 +1,40 @@
+"""The ratchet: every rule has its manual page, its thresholds' sources, a firing and a silent run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from sick_runs import FIRES, SILENT
+
+from fp8debug.recipes import Cast
+from fp8debug.rules import RULES, SECTIONS, Rule
+
+
+def test_codes_are_those_of_the_catalogue() -> None:
+    assert RULES.names() == ["F101", "F102", "F103", "F104", "F105", "F110", "F111", "F113", "F120", "F125"]
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_rule_has_a_manual_page(rule: Rule) -> None:
+    manual = rule.manual()
+    assert tuple(manual) == SECTIONS
+    assert all(manual.values())
+    assert rule.summary.endswith(".")
+    for name, value in rule.thresholds.items():
+        stated = re.search(rf"\b{name} ([\d.e-]+)", manual["Thresholds"])
+        assert stated, f"{name} is not in the manual page"
+        assert float(stated[1].rstrip(".,:")) == pytest.approx(value), f"the page states another {name}"
+    assert re.search(r"numerics\.md, \d|#\d{2,}", manual["Thresholds"]), "no threshold has a source"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_a_rule_has_fixtures(rule: Rule) -> None:
+    assert rule.code in FIRES, "a run that fires"
+    assert SILENT.get(rule.code), "a run that stays silent"
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.changes], ids=lambda rule: rule.code)
+def test_what_a_rule_changes_is_a_cast(rule: Rule) -> None:
+    assert Cast.from_dict({**Cast(format="e5m2", scale_rounding="pow2_floor").to_dict(), **rule.changes})

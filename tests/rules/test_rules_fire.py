@@ -1,0 +1,104 @@
+"""Every rule fires on its fault, alone and at the right place, and stays silent on its near misses and on healthy runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sick_runs import CULPRIT, FIRES, INPUT, SILENT, share
+from synthetic import Override, build
+
+from fp8debug.recipes import list_recipes
+from fp8debug.rules import RULES, Severity, triage
+
+
+@pytest.mark.parametrize("code", FIRES)
+def test_a_rule_fires_alone_at_the_culprit(tmp_path: Path, code: str) -> None:
+    findings = triage(build(tmp_path / "run", **FIRES[code]))
+    assert [finding.code for finding in findings] == [code]
+    assert findings[0].module == (None if code == "F125" else CULPRIT)
+    first = {"F110": 0, "F125": 55}.get(code, 40)
+    assert findings[0].steps[0] == first
+    assert findings[0].also == ()
+    assert findings.skipped == []
+
+
+@pytest.mark.parametrize(("code", "case"), [(code, case) for code, cases in SILENT.items() for case in cases])
+def test_a_near_miss_is_silent(tmp_path: Path, code: str, case: str) -> None:
+    findings = triage(build(tmp_path / "run", **SILENT[code][case]))
+    assert [finding.message for finding in findings] == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_a_healthy_run_has_no_finding(tmp_path: Path, recipe: str, every: int) -> None:
+    run = build(tmp_path / "run", recipe=recipe, num_steps=30, every=every, seed=every, what_if=["mxfp8"])
+    assert list(triage(run)) == []
+
+
+#: The edge of the healthy envelope of numerics.md, 4.
+ENVELOPE: dict[str, dict[str, Any]] = {
+    "worst SQNR of an operand": {"slots": {"sqnr_db": 31.0}, "reference": "operand"},
+    "best SQNR of an operand": {"slots": {"sqnr_db": 33.0}, "reference": "operand"},
+    "results dip": {"slots": {"sqnr_db": 27.3}, "reference": "shadow"},
+    "underflow": {"slots": {"num_underflow": share(6e-4)}, "reference": "operand"},
+    "no gradient at first": {
+        "slots": {"num_zero": lambda row: row["numel"], "sum_x2": 0.0, "sum_xy": 0.0, "sum_y2": 0.0, "sum_err2": 0.0,
+                  "amax": 0.0, "num_zero_blocks": lambda row: row.get("num_blocks"), "headroom": None},
+        "tensor": "grad_output", "steps": (0, 1),
+    },
+    "an expert without tokens": {"slots": {"numel": 0, "num_zero": 0, "num_underflow": 0}, "module": "blocks.1.mlp.down"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed"])
+@pytest.mark.parametrize("case", ENVELOPE)
+def test_the_edge_of_the_envelope_is_healthy(tmp_path: Path, case: str, recipe: str) -> None:
+    if recipe == "tensorwise_delayed" and "SQNR of an operand" in case:
+        pytest.skip("its gradients are E5M2, 6 dB lower")
+    assert list(triage(build(tmp_path / "run", recipe=recipe, overrides=[Override(**ENVELOPE[case])]))) == []
+
+
+def test_a_small_tensor_is_not_judged_by_its_rates(tmp_path: Path) -> None:
+    tiny = {"numel": 64, "num_zero": 0, "num_saturated": 4, "headroom": 1.4, "num_underflow": 6}
+    run = build(tmp_path / "run", recipe="tensorwise_delayed", overrides=[Override(slots=tiny, reference="operand")])
+    assert list(triage(run)) == []
+
+
+def test_only_a_cast_that_ran_is_accused(tmp_path: Path) -> None:
+    sick = {"num_saturated": share(0.9), "headroom": 99.0, "num_actual_nonfinite": 5}
+    what_if = Override(actual=False, slots=sick, reference="operand")
+    assert list(triage(build(tmp_path / "fp8", what_if=["tensorwise_delayed"], overrides=[what_if]))) == []
+    findings = triage(build(tmp_path / "bf16", recipe="bf16", what_if=["tensorwise_delayed"], overrides=[what_if]))
+    assert list(findings) == []
+    assert ("F101", "no operand ran in FP8: the run has what-if rows only") in findings.skipped
+    needy = {rule.code for rule in RULES if rule.needs_fp8}
+    assert {code for code, _ in findings.skipped} == needy
+
+
+def test_a_lasting_slight_clipping_is_a_warning(tmp_path: Path) -> None:
+    slots = {"cast_name": "e4m3fn tensorwise delayed(16,max)", "num_saturated": share(0.004), "headroom": 1.6}
+    findings = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=slots)]))
+    assert [(f.code, f.severity) for f in findings] == [("F101", Severity.WARNING)]
+
+
+def test_e5m2_by_its_noise_alone(tmp_path: Path) -> None:
+    findings = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots={"sqnr_db": 25.5})]))
+    assert [(f.code, f.message) for f in findings] == [
+        ("F120", "the fprop input is declared E4M3 and has the noise of E5M2 (25.5 dB, E4M3 gives 31.5 dB)")
+    ]
+
+
+def test_a_nan_loss_without_a_sick_cast(tmp_path: Path) -> None:
+    losses = {step: {"loss": float("nan")} for step in range(55, 100)}
+    findings = triage(build(tmp_path / "run", steps=losses))
+    assert [(f.code, f.module, f.severity) for f in findings] == [("F125", None, Severity.WARNING)]
+    assert findings[0].message == "the loss is nan from step 55 on; 7 sampled steps up to step 60 show no fault of a cast"
+
+
+def test_a_spike_after_a_sick_cast_is_not_acquitted(tmp_path: Path) -> None:
+    plan = {**FIRES["F101"], "steps": {55: {"loss": 6.0}}}
+    assert [f.code for f in triage(build(tmp_path / "run", **plan))] == ["F101"]
+    only = triage(build(tmp_path / "selected", **plan), select=["F125"])
+    assert list(only) == [], "rules that nobody selected still bear witness"
