@@ -1,0 +1,85 @@
+"""The statistics of several casts of one tensor in as few reads as their blocks allow; for GEMMs that are not ours.
+
+One launch reads the tensor once and fills all slots of up to three casts whose blocks fit one tile: every 1x128, 128x1,
+128x128 and tensorwise cast; 1x32 and 32x1 each take a launch of their own. A tensorwise or rowwise cast under current
+scaling needs one read more, for its amax. Importable only where Triton is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.quantize import parse
+from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
+from fp8debug.kernels.triton_launch import MAX_CASTS, Job, Statistics, empty_statistics, run, tile_of, together
+from fp8debug.recipes import Cast
+
+
+@torch.library.custom_op("fp8debug::observe", mutates_args=())
+def _observe(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
+    names = casts.split("; ")
+    jobs = [Job(parse(name), "", True, scale) for name, scale in zip(names, scale_invs, strict=True)]
+    merged = empty_statistics(x, len(jobs), histogram)
+    if not x.numel():
+        return list(merged)
+    groups = _groups(jobs)
+    counted = not histogram
+    if len(groups) == 1 and counted:
+        return list(run(x, jobs)[1] or ())
+    for group in groups:
+        members = [jobs[i] for i in group]
+        count = not counted and tile_of(members).warps == HISTOGRAM_WARPS
+        found = run(x, members, count)[1]
+        assert found is not None
+        if len(groups) == 1 and count:
+            return list(found)
+        for into, values in zip(merged[:4], found[:4], strict=True):
+            into[group] = values
+        if count:
+            merged.log2_hist.copy_(found.log2_hist)
+            counted = True
+    if not counted:
+        found = run(x, [Job(Cast(granularity="1x128"), "", True)], True)[1]
+        assert found is not None
+        merged.log2_hist.copy_(found.log2_hist)
+    return list(merged)
+
+
+@_observe.register_fake
+def _(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
+    return list(empty_statistics(x, len(scale_invs), histogram))
+
+
+def _groups(jobs: list[Job]) -> list[list[int]]:
+    """Return the indices of jobs by launch."""
+    groups: list[list[int]] = []
+    for i, job in enumerate(jobs):
+        for group in groups:
+            fits = all(together(jobs[k].cast.granularity, job.cast.granularity) for k in group)
+            if fits and len(group) < MAX_CASTS:
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return groups
+
+
+def observe(
+    x: Tensor, casts: Sequence[Cast], scale_invs: Sequence[Tensor | None] | None = None, *, histogram: bool = False
+) -> Statistics:
+    """Fill every slot of every cast without quantizing anything to memory.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape.
+        casts: what the tensor is described under.
+        scale_invs: for each cast a given decode factor (FP32, one element), as delayed scaling has, or None.
+        histogram: the exponent histogram too.
+
+    Returns:
+        statistics, row c for cast c.
+    """
+    scales = list(scale_invs or [None] * len(casts))
+    return Statistics(*_observe(x, "; ".join(map(str, casts)), scales, histogram))

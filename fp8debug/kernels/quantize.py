@@ -1,0 +1,92 @@
+"""Quantize on the GPU, with the statistics of the cast in the same pass; importable only where Triton is.
+
+Twins of ``reference.quantize`` and ``reference.statistics``, equal bit for bit in data, scale_inv, counts and extremes (the
+code of a NaN is always 0x7f: its sign is lost, as on the hardware); sums agree to 1e-6 of the sum of magnitudes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.triton_launch import Job, Statistics, empty_statistics, new_outputs, run
+from fp8debug.recipes import Cast
+from fp8debug.types import Quantized
+
+parse = lru_cache(maxsize=None)(Cast.parse)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
+    """Return whether the kernels take this tensor and cast; else ``reference.quantize`` does."""
+    given = scale_inv is not None or cast.scaling == "static"
+    return x.dtype in DTYPES and not (given and cast.granularity in ("rowwise", "columnwise"))
+
+
+@torch.library.custom_op("fp8debug::quantize", mutates_args=())
+def _quantize(
+    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
+) -> list[Tensor]:
+    casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
+    jobs = [Job(cast, out, statistics, scale_inv) for cast, out in casts]
+    outputs, found = run(x, jobs, histogram)
+    return [tensor for pair in outputs for tensor in pair] + list(found or ())
+
+
+@_quantize.register_fake
+def _(
+    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
+) -> list[Tensor]:
+    casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
+    outputs = [tensor for cast, out in casts for tensor in new_outputs(x, cast, out)]
+    return outputs + (list(empty_statistics(x, len(casts), histogram)) if statistics else [])
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    scale_inv: Tensor | None = None,
+    *,
+    layout: str = "rows",
+    statistics: bool = False,
+    histogram: bool = False,
+) -> tuple[Quantized, Statistics | None]:
+    """Quantize a tensor.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape; blocks lie on the view ``[rows, last dimension]``.
+        cast: how.
+        scale_inv: FP32 of one element, to use in place of the tensor's own, for delayed scaling.
+        layout: "rows", or "columns" to store the data transposed, as a GEMM that contracts the rows reads it; the result has
+            x's shape either way.
+        statistics: fill the slots of the cast in the same pass.
+        histogram: the exponent histogram too.
+
+    Returns:
+        the quantized tensor as ``reference.quantize`` gives it, and the statistics or None.
+    """
+    names = (str(cast), "") if layout == "rows" else ("", str(cast))
+    data, inverse, *found = _quantize(x, *names, scale_inv, statistics, histogram)
+    return Quantized(data, inverse), Statistics(*found) if statistics else None
+
+
+def quantize_both(
+    x: Tensor, row_cast: Cast, column_cast: Cast, *, statistics: bool = False, histogram: bool = False
+) -> tuple[Quantized, Quantized, Statistics | None]:
+    """Quantize a tensor for two GEMMs from one read: along its rows, and along its columns stored transposed.
+
+    Args:
+        x: bf16, fp16 or fp32 of any shape.
+        row_cast: for the GEMM that contracts x's columns, such as 1x128.
+        column_cast: for the GEMM that contracts x's rows, such as 128x1.
+        statistics: fill the slots of both casts (rows 0 and 1).
+        histogram: the exponent histogram too.
+
+    Returns:
+        row-wise data, column-wise data of the same shape but stored transposed, and the statistics or None.
+    """
+    found = _quantize(x, str(row_cast), str(column_cast), None, statistics, histogram)
+    both = Quantized(found[0], found[1]), Quantized(found[2], found[3])
+    return (*both, Statistics(*found[4:]) if statistics else None)

@@ -1,0 +1,352 @@
+"""From tensors and casts to launches of the tile kernel: tile shapes, sources of scales, output buffers, statistics.
+
+Nothing here reads a value back from the device.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8debug.formats import FORMATS, GRANULARITIES, block_shape
+from fp8debug.kernels import triton_cast as tc
+from fp8debug.kernels import triton_common as common
+from fp8debug.kernels import triton_statistics as ts
+from fp8debug.kernels import triton_tile as tt
+from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS, NUM_BINS
+from fp8debug.recipes import Cast
+
+#: Programs per multiprocessor; each takes every n-th tile, so that partials stay few.
+PROGRAMS_PER_SM = int(os.environ.get("FP8DEBUG_PROGRAMS_PER_SM", "8"))
+MAX_CASTS = 3
+_ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
+_LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
+
+
+class Statistics(NamedTuple):
+    """What the statistics of some casts of one tensor came to, on its device; row c is cast c.
+
+    Attributes:
+        counts: int64 ``[casts, len(COUNTS)]``.
+        sums: FP64 ``[casts, len(SUMS)]``.
+        maxima: FP32 ``[casts, len(MAXIMA)]``.
+        minima: FP32 ``[casts, len(MINIMA)]``.
+        log2_hist: int64 ``[64]``, or ``[0]`` when not asked for.
+    """
+
+    counts: Tensor
+    sums: Tensor
+    maxima: Tensor
+    minima: Tensor
+    log2_hist: Tensor
+
+    def slots(self, cast: int = 0) -> dict[str, Tensor]:
+        """Return one cast's slots by name, as views: what ``reference.statistics`` returns for an operand."""
+        groups = (
+            (ts.COUNTS, self.counts),
+            (ts.SUMS, self.sums),
+            (ts.MAXIMA, self.maxima),
+            (ts.MINIMA, self.minima),
+        )
+        found = {name: values[cast, i] for names, values in groups for i, name in enumerate(names)}
+        if self.log2_hist.numel():
+            found["log2_hist"] = self.log2_hist
+        return found
+
+
+@dataclass
+class Job:
+    """One cast of a launch.
+
+    Attributes:
+        cast: how.
+        out: "" for statistics only, "rows", or "columns" for data stored transposed.
+        statistics: whether its slots are filled.
+        scale_inv: given decode factor, FP32 of one element.
+    """
+
+    cast: Cast
+    out: str = ""
+    statistics: bool = False
+    scale_inv: Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """Shape of a tile and its warps; see ``triton_cast``."""
+
+    j: int
+    h: int
+    r: int
+    lanes: int
+    warps: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.j * self.r
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return self.h * self.lanes * 8
+
+
+ACROSS = Tile(1, 4, 32, 4, 4)
+WHOLE = Tile(4, 1, 32, 16, 16)
+NARROW = Tile(4, 1, 32, 4, 4)
+FLAT = Tile(4, 1, 8, 16, 4)
+
+
+def tile_of(jobs: list[Job]) -> Tile:
+    """Return the tile that holds every block of the jobs whole."""
+    names = {job.cast.granularity for job in jobs}
+    if "1x32" in names:
+        return NARROW
+    if "32x1" in names:
+        return FLAT
+    if names & {"128x1", "128x128", "columnwise"} or any(job.out == "columns" for job in jobs):
+        return WHOLE
+    return ACROSS
+
+
+def together(first: str, second: str) -> bool:
+    """Return whether casts of these granularities can share one tile, and so one launch."""
+    small = {"1x32", "32x1"}
+    whole = {"tensorwise", "rowwise", "columnwise"}
+    return first == second or second in whole or first in whole or not ({first, second} & small)
+
+
+@lru_cache(maxsize=None)
+def is_native(device: torch.device) -> bool:
+    """Return whether the device converts FP8 in hardware and kernels run on it."""
+    return not common.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@lru_cache(maxsize=None)
+def num_sms(device: torch.device) -> int:
+    """Return the multiprocessors of a device; 2 stand for the interpreter's, so that programs take several tiles."""
+    return 2 if common.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Grid(NamedTuple):
+    """How a tensor ``[rows, columns]`` is cut and loaded."""
+
+    x: Tensor
+    stride: int
+    tile: Tile
+    num_tiles: int
+    tile_rows: int
+    tile_columns: int
+    programs: int
+    load: int
+    even: bool
+
+
+def cut(x: Tensor, tile: Tile) -> Grid:
+    """Cut a tensor of any shape into tiles."""
+    x = x.detach()
+    x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    rows, columns = x.shape
+    stride = x.stride(0) if rows > 1 else columns
+    aligned = columns % 4 == 0 and stride % 4 == 0 and x.data_ptr() % 16 == 0
+    load = _LOADS[x.dtype] if aligned else common.LOAD_SCATTERED.value
+    if aligned:
+        stride //= 2 if x.dtype == torch.float32 else 4
+    tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
+    num_tiles = tile_rows * tile_columns
+    per_sm = max(1, PROGRAMS_PER_SM * 4 // tile.warps)
+    programs = max(1, min(num_tiles, num_sms(x.device) * per_sm))
+    even = rows % tile.rows == 0 and columns % tile.columns == 0
+    return Grid(x, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
+
+
+def _kind(cast: Cast) -> int:
+    across, down = GRANULARITIES[cast.granularity][::-1]
+    if across is None:
+        return (tc.KIND_TENSOR if down is None else tc.KIND_ROWS).value
+    if down is None:
+        return tc.KIND_COLUMNS.value
+    return (tc.KIND_ROW if down == 1 else tc.KIND_COLUMN if across == 1 else tc.KIND_TILE).value
+
+
+def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
+    """Return what the kernel reads a scale from, and SOURCE; amaxes of a tensor, its rows or columns are taken here."""
+    x = grid.x
+    rows, columns = x.shape
+    scale_inv = job.scale_inv
+    if scale_inv is None and job.cast.scaling == "static":
+        scale_inv = torch.full((1,), job.cast.scale_inv or 0.0, dtype=torch.float32, device=x.device)
+    if scale_inv is not None:
+        # A granularity with a row of scales keeps its blocks, but every one has this scale.
+        return scale_inv.detach().to(x.device, torch.float32).reshape(1), tc.FROM_SCALE_INV.value
+    if kind < tc.KIND_TENSOR.value:
+        return x.new_empty(0, dtype=torch.float32), tc.FROM_TILE.value
+    shape = {tc.KIND_TENSOR.value: (grid.programs,), tc.KIND_ROWS.value: (grid.tile_columns, rows)}
+    found = x.new_empty(shape.get(kind, (grid.tile_rows, columns)), dtype=torch.float32)
+    t = grid.tile
+    tt.amax_kernel[(grid.programs,)](
+        x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, found, kind, t.j, t.h, t.r, t.lanes, grid.load,
+        grid.even, num_warps=t.warps,
+    )  # fmt: skip
+    if kind == tc.KIND_TENSOR.value:
+        return found.amax().reshape(1), tc.FROM_AMAX.value
+    tiles, n = (grid.tile_columns, rows) if kind == tc.KIND_ROWS.value else (grid.tile_rows, columns)
+    memory = x.new_empty(n * (1 + 3 * tiles), dtype=torch.float32)
+    torch.amax(found, 0, out=memory[:n])
+    return memory, tc.FROM_AMAX.value
+
+
+def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
+    """Return (data, scale_inv) to be written: shaped as the tensor and its grid of blocks, laid out as ``out`` says.
+
+    The data of "columns" is stored transposed, ``[columns, rows]``, and the scale_inv of 1 x n blocks ``[blocks, rows]``.
+    """
+    columns = x.shape[-1] if x.dim() else 1
+    rows = x.numel() // max(columns, 1)
+    dtype = getattr(torch, FORMATS[cast.format].torch_dtype)
+    block = block_shape(cast.granularity, rows, columns)
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    if out == "columns":
+        data = x.new_empty(columns, rows, dtype=dtype).t()
+        data = data if x.dim() == 2 else data.reshape(x.shape) if rows == 0 else data.unflatten(0, x.shape[:-1] or (1,))
+    else:
+        data = x.new_empty(x.shape, dtype=dtype)
+    if block[0] == 1 and columns > block[1]:
+        return data, x.new_empty(grid[::-1], dtype=torch.float32).t()
+    return data, x.new_empty(grid, dtype=torch.float32)
+
+
+def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
+    """Quantize or describe a tensor under up to three casts in one read (two for casts that need an amax first).
+
+    Returns:
+        (data, scale_inv) of every job with an ``out``, and the statistics if any job asks for them.
+    """
+    assert 0 < len(jobs) <= MAX_CASTS
+    outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
+    statistics = any(job.statistics for job in jobs)
+    if not x.numel():
+        for _, scale_inv in outputs.values():
+            scale_inv.fill_(1.0)
+        return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
+    grid = cut(x, tile_of(jobs))
+    t, device = grid.tile, grid.x.device
+    rows, columns = grid.x.shape
+    assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
+    nothing = grid.x.new_empty(1, dtype=torch.float32)
+    arguments: list[Any] = []
+    specs: list[tuple[int, ...]] = []
+    memories: list[Tensor] = []
+    for i in range(MAX_CASTS):
+        if i >= len(jobs):
+            arguments += [nothing, nothing, nothing, 0.0, 1.0]
+            specs.append((tc.KIND_NONE.value, 0, 0, 0, 0, 0, 0))
+            memories.append(nothing)
+            continue
+        job, cast = jobs[i], jobs[i].cast
+        kind = _kind(cast)
+        memory, source = _memory(job, grid, kind)
+        data, scale_inv = outputs.get(i, (nothing, nothing))
+        if not job.out and kind >= tc.KIND_TENSOR.value:
+            scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more
+        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
+        arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
+        clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
+        out = {"": 0, "rows": 1, "columns": 2}[job.out]
+        e5m2 = int(cast.format == "e5m2")
+        specs.append((kind, source, e5m2, _ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
+        memories.append(memory)
+    native = is_native(device)
+    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 32, dtype=torch.float64)
+    counted = nothing
+    if histogram:
+        new = torch.empty if native else torch.zeros
+        counted = new(grid.programs, 32 * HISTOGRAM_WARPS, dtype=torch.int32, device=device)
+    words = rows % 4 == 0 if any(job.out == "columns" for job in jobs) else True
+    tt.tile_kernel[(grid.programs,)](
+        grid.x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, partials, counted, *arguments, *specs, t.j,
+        t.h, t.r, t.lanes, grid.load, grid.even, words and columns % 4 == 0, statistics, histogram, native,
+        num_warps=t.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    if not statistics:
+        return list(outputs.values()), None
+    return list(outputs.values()), _reduce(grid, jobs, specs, arguments, memories, partials, counted, histogram)
+
+
+def _reduce(
+    grid: Grid,
+    jobs: list[Job],
+    specs: list[tuple[int, ...]],
+    arguments: list[Any],
+    memories: list[Tensor],
+    partials: Tensor,
+    counted: Tensor,
+    histogram: bool,
+) -> Statistics:
+    """Launch the second stage."""
+    rows, columns = grid.x.shape
+    t, n = grid.tile, len(jobs)
+    found = Statistics(
+        grid.x.new_empty(n, len(ts.COUNTS), dtype=torch.int64),
+        grid.x.new_empty(n, len(ts.SUMS), dtype=torch.float64),
+        grid.x.new_empty(n, len(ts.MAXIMA), dtype=torch.float32),
+        grid.x.new_empty(n, len(ts.MINIMA), dtype=torch.float32),
+        grid.x.new_empty(NUM_BINS if histogram else 0, dtype=torch.int64),
+    )
+    blocks, grids, epsilons, tops = [], [], [], []
+    for job, spec in zip(jobs, specs, strict=False):
+        block = block_shape(job.cast.granularity, rows, columns)
+        blocks.append(-(-rows // block[0]) * -(-columns // block[1]))
+        counted_blocks = grid.num_tiles * (t.rows // block[0]) * (t.columns // block[1])
+        whole = 0 if job.cast.scaling == "current" else -1
+        grids.append(counted_blocks if spec[0] < tc.KIND_TENSOR.value else whole)
+        epsilons.append(float(job.cast.amax_eps))
+        tops.append(FORMATS[job.cast.format].max)
+    pad = MAX_CASTS - n
+    inverses = [arguments[5 * min(i, n - 1) + 1] for i in range(MAX_CASTS)]
+    padding = grid.num_tiles * t.rows * t.columns - rows * columns
+    ts.reduce_kernel[(n + histogram,)](
+        partials, counted, *found, grid.programs, n, rows * columns, padding, *inverses, *blocks, *[1] * pad, *grids,
+        *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, CHUNK=16 if common.INTERPRETED else 64, HIST=histogram,
+        num_warps=8,
+    )  # fmt: skip
+    for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
+        if spec[0] > tc.KIND_TENSOR.value:
+            _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
+    return found
+
+
+def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:
+    """Fill the slots of blocks where each row or column of the tensor is one; a handful of torch ops on ``[n]``."""
+    amax, scale_inv = memory[:n], scale_inv.reshape(-1)[:n]
+    parts = memory[n:].reshape(-1, 3, n)
+    signal, noise, amin = parts[:, 0].double().sum(0), parts[:, 1].double().sum(0), parts[:, 2].amin(0)
+    inf, zero, top = float("inf"), amax == 0, FORMATS[cast.format].max
+    lifted = ((amax < cast.amax_eps) | (top / amax).isinf()) & ~zero
+    found.counts[i, 9] = zero.sum()
+    found.counts[i, 10] = lifted.sum()
+    found.sums[i, 6] = scale_inv.double().log2().masked_fill(zero, 0.0).sum()
+    found.maxima[i, 2] = scale_inv.masked_fill(zero, -inf).amax()
+    found.maxima[i, 3] = (amax / scale_inv).masked_fill(zero, -inf).amax() / top
+    found.maxima[i, 4] = (noise / signal).masked_fill(signal == 0, -inf).amax()
+    found.maxima[i, 5] = (amax.double() / amin.double()).log2().masked_fill(zero, -inf).amax()
+    found.minima[i, 1] = scale_inv.masked_fill(zero, inf).amin()
+
+
+def empty_statistics(x: Tensor, num_casts: int, histogram: bool) -> Statistics:
+    """Return the neutral statistics of an empty tensor."""
+    inf = float("inf")
+    return Statistics(
+        torch.zeros(num_casts, len(ts.COUNTS), dtype=torch.int64, device=x.device),
+        torch.zeros(num_casts, len(ts.SUMS), dtype=torch.float64, device=x.device),
+        torch.full((num_casts, len(ts.MAXIMA)), -inf, device=x.device),
+        torch.full((num_casts, len(ts.MINIMA)), inf, device=x.device),
+        torch.zeros(NUM_BINS if histogram else 0, dtype=torch.int64, device=x.device),
+    )

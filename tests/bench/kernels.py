@@ -1,0 +1,112 @@
+"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [quantize] [observe] [gemm]``; prints a table, asserts no times.
+
+Times are medians of CUDA-graph replays over rotating inputs larger than the L2 together; speeds are relative to what the
+row names. Data are random: products run faster on zeros.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fp8debug.kernels import reference
+from fp8debug.kernels.observe import observe
+from fp8debug.kernels.quantize import quantize, quantize_both
+from fp8debug.recipes import Cast
+
+ROTATE = 4
+TILE = Cast(granularity="1x128")
+DOWN = Cast(granularity="128x1")
+BLOCK = Cast(granularity="128x128")
+DELAYED = Cast(scaling="delayed")
+
+
+def microseconds(call: Callable[[int], object], repeats: int = 15, inner: int = 3) -> float:
+    """Median time of one call; ``call(i)`` works on input i."""
+    for i in range(ROTATE):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            for i in range(ROTATE):
+                call(i)
+    times = []
+    for _ in range(repeats + 2):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / (ROTATE * inner))
+    return sorted(times[2:])[repeats // 2]
+
+
+def report(name: str, time: float, base: float | None = None, unit: str = "x") -> None:
+    """Print one row."""
+    ratio = "" if base is None else f"{time / base:6.2f} {unit}"
+    print(f"{name:58} {time:9.1f} us {ratio}", flush=True)
+
+
+def casts(rows: int = 8192, columns: int = 4096) -> None:
+    """Quantize with and without statistics, and observe, on one activation."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
+    x = inputs[0]
+    q, found = quantize(x, TILE, statistics=True, histogram=True)
+    expected = reference.quantize(x, TILE)
+    assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(q.scale_inv, expected.scale_inv)
+    wanted = reference.statistics(reference.operand_pair(x, TILE, expected))
+    assert found is not None
+    for name, value in found.slots().items():
+        if not torch.equal(value, wanted[name]):
+            print("  differs:", name, value.item(), wanted[name].item())
+    del expected, wanted
+    copies = [torch.empty_like(x) for _ in range(2)]
+    copy = microseconds(lambda i: copies[i % 2].copy_(inputs[i]))
+    floor = copy / 2
+    report(f"read floor of bf16[{rows}, {columns}] (half a copy)", floor)
+    scale = torch.full((1,), 0.01, device="cuda")
+    plain = microseconds(lambda i: quantize(inputs[i], TILE))
+    report("quantize 1x128", plain, floor, "of floor")
+    report("quantize 1x128 + statistics", microseconds(lambda i: quantize(inputs[i], TILE, statistics=True)), plain, "of plain")
+    both = microseconds(lambda i: quantize_both(inputs[i], TILE, DOWN))
+    report("quantize 1x128 and 128x1 transposed", both, floor, "of floor")
+    report(
+        "quantize 1x128 and 128x1 transposed + statistics",
+        microseconds(lambda i: quantize_both(inputs[i], TILE, DOWN, statistics=True)),
+        both,
+        "of plain",
+    )
+    for cast in (DOWN, BLOCK, Cast(), Cast(granularity="rowwise"), Cast(granularity="1x32", scale_rounding="pow2_ceil")):
+        plain = microseconds(lambda i, cast=cast: quantize(inputs[i], cast))  # type: ignore[misc]  # bound in the loop
+        report(f"quantize {cast.granularity}", plain, floor, "of floor")
+        full = microseconds(lambda i, cast=cast: quantize(inputs[i], cast, statistics=True))  # type: ignore[misc]  # likewise
+        report(f"quantize {cast.granularity} + statistics", full, plain, "of plain")
+    report("observe 1x128", microseconds(lambda i: observe(inputs[i], [TILE])), floor, "of floor")
+    report(
+        "observe 1x128 + delayed what-if",
+        microseconds(lambda i: observe(inputs[i], [TILE, DELAYED], [None, scale])),
+        floor,
+        "of floor",
+    )
+    report("observe 1x128 + histogram", microseconds(lambda i: observe(inputs[i], [TILE], histogram=True)), floor, "of floor")
+    report(
+        "observe 1x128 + delayed what-if + histogram",
+        microseconds(lambda i: observe(inputs[i], [TILE, DELAYED], [None, scale], histogram=True)),
+        floor,
+        "of floor",
+    )
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or ["casts", "gemm"]
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    if "casts" in chosen:
+        casts()
