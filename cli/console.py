@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from fp8debug.errors import UsageError
 from fp8debug.store.run import Run
 
 #: Columns of a table that goes to a file or a pipe: wide enough that names do not wrap.
@@ -99,6 +100,8 @@ def write_file(path: str, text: str) -> None:
     try:
         half.write_text(text, encoding="utf-8")
         half.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
     finally:
         half.unlink(missing_ok=True)
     click.echo(f"Wrote {path}", err=True)

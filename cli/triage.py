@@ -14,6 +14,8 @@ from .console import cell, open_run, print_table, progress
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
 #: Names of other modules that a table shows; JSON has them all.
 MAX_NAMES = 4
+#: Differences from a baseline that a table shows.
+MAX_DIFFERENCES = 12
 
 
 @click.command("triage")
@@ -93,5 +95,8 @@ def _print_baseline(baseline: Mapping[str, Any]) -> None:
         click.echo(f"  median loss of steps {'-'.join(map(str, baseline['steps']))}: {loss} against {other} (gap {gap})")
     else:
         click.echo("  no step has a loss in both runs")
-    for key, (theirs, ours) in list(baseline["configuration"].items())[:20]:
+    differences = list(baseline["configuration"].items())
+    for key, (theirs, ours) in differences[:MAX_DIFFERENCES]:
         click.echo(f"  {key}: {cell(theirs)} -> {cell(ours)}")
+    if differences[MAX_DIFFERENCES:]:
+        click.echo(f"  and {len(differences[MAX_DIFFERENCES:])} more; --format json has them all")

@@ -35,7 +35,7 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
         "loss_gap": loss - baseline_loss if loss is not None and baseline_loss is not None else None,
         "configuration": {
             key: [theirs_in_force.get(key), ours_in_force.get(key)]
-            for key in sorted(ours_in_force.keys() | theirs_in_force.keys())
+            for key in dict.fromkeys([*ours_in_force, *theirs_in_force])
             if ours_in_force.get(key) != theirs_in_force.get(key)
         },
     }

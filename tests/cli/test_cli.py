@@ -1,0 +1,285 @@
+"""The command line: exit codes, messages line by line, streams, formats, and a start that imports nothing heavy."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Override, Plan, Slots, write
+
+from fp8debug_cli.main import COMMANDS, LazyGroup, cli, status
+
+CULPRIT = "blocks.1.mlp.up"
+
+
+def _clipped(row: Slots) -> int:
+    return int(row["numel"] * 0.76)
+
+
+SICK: dict[str, Any] = {
+    "overrides": [
+        Override(
+            module=CULPRIT,
+            gemm="fprop",
+            tensor="input",
+            steps=(40, None),
+            slots={
+                "cast_name": "e4m3fn tensorwise delayed(16,max)",
+                "num_saturated": _clipped,
+                "headroom": 14.0,
+                "sqnr_db": 3.0,
+                "gain": 0.4,
+            },
+        )
+    ]
+}
+UNCONVERTED: dict[str, Any] = {"module_entries": {CULPRIT: {"fp8": False, "kind": "Linear", "requested": None, "casts": None}}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write(folder / "healthy", Plan(num_steps=50))
+    write(folder / "sick", Plan(**SICK))
+    write(folder / "gap", Plan(num_steps=20, **UNCONVERTED))
+    write(folder / "spike", Plan(steps={55: {"loss": 6.0}}))
+    write(folder / "bf16", Plan(num_steps=20, recipe="bf16", what_if=["blockwise"]))
+    (folder / "empty").mkdir()
+    return folder
+
+
+class Said:
+    """What a command line answered."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], runs: Path, line: str) -> None:
+        self.code = status([word.replace("RUNS", str(runs)) for word in line.split()])
+        captured = capsys.readouterr()
+        self.out, self.err = captured.out, captured.err.replace(str(runs), "RUNS")
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("triage RUNS/healthy", 0),
+        ("triage RUNS/sick", 1),
+        ("triage RUNS/sick --fail-on error", 1),
+        ("triage RUNS/sick --fail-on never", 0),
+        ("triage RUNS/sick --ignore F101", 0),
+        ("triage RUNS/sick --format json", 1),
+        ("triage RUNS/gap", 1),
+        ("triage RUNS/gap --fail-on error", 0),
+        ("triage RUNS/spike", 0),
+        ("triage RUNS/spike --fail-on info", 1),
+        ("triage RUNS/empty", 3),
+        ("triage RUNS/missing", 3),
+        ("triage", 2),
+        ("triage RUNS/sick --nonsense", 2),
+        ("show RUNS/sick --limit 3", 0),
+        ("show RUNS/missing", 3),
+        ("coverage RUNS/gap", 0),
+        ("fallback RUNS/sick", 0),
+        ("fallback RUNS/healthy", 0),
+        ("explain F101", 0),
+        ("explain stale-scale-saturation", 0),
+        ("explain --list", 0),
+        ("--help", 0),
+        ("--version", 0),
+        ("", 2),
+        ("dashboard RUNS/empty", 3),
+    ],
+)
+def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, code: int) -> None:
+    said = Said(capsys, runs, line)
+    assert said.code == code, said.err
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("triag RUNS/sick", "error: unknown command 'triag': did you mean 'triage'?"),
+        ("triage", "error: Missing argument 'RUN'."),
+        (
+            "triage RUNS/sick --fail-on bad",
+            "error: Invalid value for '--fail-on': 'bad' is not one of 'error', 'warning', 'info', 'never'.",
+        ),
+        ("triage RUNS/sick --select F199", "error: unknown rule 'F199': did you mean 'F125' or 'F120' or 'F113'?"),
+        (
+            "triage RUNS/missing",
+            "error: RUNS/missing does not exist; give the folder that watch() or `fp8debug run --out` wrote",
+        ),
+        ("explain F1O1", "error: unknown rule 'F1O1': did you mean 'F113' or 'F111' or 'F110'?"),
+        ("show RUNS/sick --columns sqnr", "error: unknown column 'sqnr': did you mean 'sqnr_db'?"),
+        (
+            "show RUNS/sick --module blocks.1.mlp.upp",
+            "error: module 'blocks.1.mlp.upp' matches nothing: did you mean 'blocks.1.mlp.up' or 'blocks.0.mlp.up'"
+            " or 'blocks.1.mlp.down'?",
+        ),
+        ("show RUNS/sick --gemm fprob", "error: unknown gemm 'fprob': did you mean 'fprop'?"),
+        ("show RUNS/sick --steps 3-4", "error: steps must be a range like 100:200, 100: or :200, got '3-4'"),
+        ("fallback RUNS/sick --to jsn", "error: unknown exporter 'jsn': did you mean 'json'?"),
+        ("fallback RUNS/sick --budget 20x", "error: expected a share such as 10% or 0.1, got '20x'"),
+        ("fallback RUNS/sick -o list.json", "error: -o needs --to NAME, the format of the file"),
+        (
+            "fallback RUNS/sick --to json -o RUNS/no/list.json",
+            "error: cannot write RUNS/no/list.json: No such file or directory",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], runs: Path, line: str, message: str) -> None:
+    said = Said(capsys, runs, line)
+    assert said.err == message + "\n"
+    assert said.out == ""
+
+
+def test_triage_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    said = Said(capsys, runs, "triage RUNS/sick")
+    lines = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert lines == [
+        "sick: error, 1 finding, steps 0 to 99",
+        "",
+        "code severity module site steps what",
+        "F101 error blocks.1.mlp.up fprop input 40-90 76 % of the fprop input clips at step 40: its amax is 14 times what the"
+        " delayed scale can hold",
+        "cure: scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM",
+        "",
+        "fp8debug explain F101 says more; fp8debug fallback RUN lists candidates",
+    ]
+    assert said.err == ""
+    assert Said(capsys, runs, "triage RUNS/healthy").out == "healthy: ok, 0 findings, steps 0 to 49\n"
+
+
+def test_rules_that_could_not_judge_are_named_on_stderr(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    said = Said(capsys, runs, "triage RUNS/bf16")
+    assert said.err == (
+        "skipped F101, F102, F103, F104, F105, F111, F113, F120: no operand ran in FP8: the run has what-if rows only\n"
+    )
+
+
+def test_triage_for_programs(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    document = json.loads(Said(capsys, runs, "triage RUNS/sick --format json").out)
+    assert (document["verdict"], document["findings"][0]["module"]) == ("error", CULPRIT)
+    (row,) = csv.DictReader(io.StringIO(Said(capsys, runs, "triage RUNS/sick --format csv").out))
+    assert row["code"] == "F101"
+
+
+def test_a_baseline(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    said = Said(capsys, runs, "triage RUNS/healthy --baseline RUNS/bf16")
+    assert "baseline bf16:" in said.out
+    assert "median loss of steps 0-19" in said.out
+    assert "recipe: bf16 -> blockwise" in said.out
+
+
+def test_show_in_three_formats(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    line = f"show RUNS/sick --module {CULPRIT} --gemm fprop --tensor input --steps 30:50 --columns sqnr_db,damage"
+    text = Said(capsys, runs, f"{line} --format csv").out
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [(row["step"], round(float(row["sqnr_db"])), row["damage"]) for row in rows] == [("30", 32, ""), ("40", 3, "")]
+    records = json.loads(Said(capsys, runs, f"{line} --format json").out)
+    assert [record["damage"] for record in records] == [None, None]
+    table = Said(capsys, runs, line).out.splitlines()
+    assert table[0].split() == ["step", "module", "gemm", "tensor", "reference", "actual", "cast_name", "sqnr_db", "damage"]
+    assert len(table) == 3
+
+
+def test_a_long_table_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    said = Said(capsys, runs, "show RUNS/sick --limit 2 --actual --reference operand")
+    assert len(said.out.splitlines()) == 3
+    assert said.err == "warning: the first 2 of 360 rows; --limit 0 prints all\n"
+    assert Said(capsys, runs, "show RUNS/sick --steps 900:").err == "warning: no recorded row matches\n"
+
+
+def test_coverage(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    said = Said(capsys, runs, "coverage RUNS/gap")
+    assert said.out.splitlines()[0] == "gap: 5 of 6 Linears in FP8, 80.0 % of the Linear FLOPs"
+    rows = {row["module"]: row for row in json.loads(Said(capsys, runs, "coverage RUNS/gap --format json").out)}
+    assert rows[CULPRIT]["requested"] == "nobody asked"
+    assert rows["blocks.0.mlp.up"]["fp8"] is True
+    assert "weight: e4m3fn 128x128 current" in rows["blocks.0.mlp.up"]["casts"]
+
+
+def test_fallback_writes_a_file_that_loads(capsys: pytest.CaptureFixture[str], runs: Path, tmp_path: Path) -> None:
+    from fp8debug.fallback import load_fallbacks
+
+    target = tmp_path / "list.json"
+    said = Said(capsys, runs, f"fallback RUNS/sick --to json -o {target}")
+    assert (said.out, said.err) == ("", f"Wrote {target}\n")
+    assert [f.module for f in load_fallbacks(target)] == [CULPRIT]
+    assert [path.name for path in tmp_path.iterdir()] == ["list.json"], "no half-written file stays"
+    assert Said(capsys, runs, "fallback RUNS/sick --to json").out == target.read_text()
+
+
+def test_fallback_for_people_prints_the_prior_apart(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    *_, prior = Said(capsys, runs, "fallback RUNS/sick").out.splitlines()
+    assert prior.startswith("folklore (positional prior, not evidence from this run")
+    healthy = Said(capsys, runs, "fallback RUNS/healthy").out
+    assert healthy.startswith("no candidates: nothing found that another cast or BF16 would cure\n")
+
+
+def test_explain_prints_every_section(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    text = Said(capsys, runs, "explain f101").out
+    assert text.startswith("F101 stale-scale-saturation\n")
+    for heading in ("What it detects", "Why it matters", "Example", "Cure", "Thresholds"):
+        assert f"\n{heading}\n    " in text
+
+
+def test_every_command_loads_and_has_help(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
+    group = cli
+    assert isinstance(group, LazyGroup)
+    for name in COMMANDS:
+        command = group.get_command(None, name)  # type: ignore[arg-type]  # the context is not looked at
+        assert command is not None and command.name == name and command.help
+        if name != "run":
+            assert Said(capsys, runs, f"{name} --help").code == 0
+
+
+def _python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=env)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from fp8debug_cli.main import status; code = status(['--help']);"
+        " heavy = {'torch', 'dash', 'pandas', 'duckdb', 'pyarrow', 'numpy', 'rich', 'plotly'} & set(sys.modules);"
+        " sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = _python("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_triage_imports_no_torch(runs: Path) -> None:
+    script = (
+        "import sys; from fp8debug_cli.main import status; code = status(sys.argv[1:]);"
+        " heavy = {'torch', 'dash'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    for words in (["triage", f"{runs}/healthy"], ["fallback", f"{runs}/healthy"], ["show", f"{runs}/healthy"]):
+        done = _python("-c", script, *words)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_pipe_that_closes_is_no_error(runs: Path) -> None:
+    line = f"{sys.executable} -m fp8debug_cli.main show {runs}/sick --limit 0 | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.startswith("step")
+    assert done.returncode == 0
+
+
+def test_no_colour_off_a_terminal(runs: Path) -> None:
+    done = _python("-m", "fp8debug_cli.main", "triage", f"{runs}/sick")
+    assert (done.returncode, "\x1b" in done.stdout) == (1, False)
+
+
+def test_run_hands_over_to_the_recording_half(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = _python("-m", "fp8debug_cli.main", "run", str(tmp_path / "missing.py"))
+    assert done.returncode != 0
+    assert "missing.py" in done.stderr

@@ -1,0 +1,189 @@
+"""The policy: cheap cures before BF16, hard faults always, damage only where it is material; and its application."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import MODULES, Override, Slots, build
+
+from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from fp8debug.exporters import EXPORTERS
+from fp8debug.fallback import Fallback, apply, load_fallbacks, parse_share, positional_prior, recommend
+from fp8debug.recipes import Cast, list_recipes
+from fp8debug.rules import triage
+from fp8debug.store.run import Run
+
+NAMES = [name for name, _, _ in MODULES]
+CULPRIT = "blocks.1.mlp.up"
+ALL_FLOPS = 3 * sum(2 * k * n for _, k, n in MODULES)
+
+
+def share(rate: float) -> Any:
+    def count(row: Slots) -> int:
+        return int(row["numel"] * rate)
+
+    return count
+
+
+def override(slots: dict[str, Any], gemm: str | None = "fprop", tensor: str | None = "input", **where: Any) -> Override:
+    where = {"module": CULPRIT, "reference": "operand", "steps": (40, None), **where}
+    return Override(gemm=gemm, tensor=tensor, slots=slots, **where)
+
+
+def outputs(sqnr_db: float, damage: float, module: str) -> Override:
+    slots = {"sqnr_db": sqnr_db, "damage": damage}
+    return Override(module=module, tensor="output", reference="shadow", slots=slots)
+
+
+def candidates(run: Run, budget: float = 0.10) -> list[Fallback]:
+    return recommend(run, triage(run), budget)
+
+
+CLIPPED = {"num_saturated": share(0.7), "headroom": 14.0, "sqnr_db": 3.0, "gain": 0.4}
+FLOOR = {"cast_name": "e4m3fn 128x128 current pow2_floor", "num_saturated": share(0.003), "gain": 0.998}
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_a_healthy_run_needs_nothing(tmp_path: Path, recipe: str) -> None:
+    run = build(tmp_path / "run", recipe=recipe, num_steps=40, what_if=["mxfp8"])
+    assert candidates(run, budget=1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "tensor", "cured"),
+    [
+        ({"cast_name": "e4m3fn tensorwise delayed(16,max)", **CLIPPED}, "input", "e4m3fn tensorwise current"),
+        ({"cast_name": "e4m3fn tensorwise static(0.5)", **CLIPPED}, "input", "e4m3fn tensorwise current"),
+        (FLOOR, "weight", "e4m3fn 128x128 current pow2_ceil"),
+        ({"cast_name": "e5m2 1x128 current", "sqnr_db": 25.5}, "input", "e4m3fn 1x128 current"),
+    ],
+)
+def test_another_cast_costs_nothing(tmp_path: Path, slots: dict[str, Any], tensor: str, cured: str) -> None:
+    (fallback,) = candidates(build(tmp_path / "run", overrides=[override(slots, tensor=tensor)]), budget=0.0)
+    assert (fallback.module, fallback.tensor, str(fallback.cast), fallback.cost) == (CULPRIT, tensor, cured, 0.0)
+    assert fallback.gemms == ("fprop",)
+    assert fallback.damage is not None
+
+
+def test_a_cast_changes_in_every_gemm_that_runs_it(tmp_path: Path) -> None:
+    nan = override({"num_actual_nonfinite": 128, "num_zero_blocks": 1})
+    (fallback,) = candidates(build(tmp_path / "run", overrides=[nan]))
+    assert fallback.gemms == ("fprop", "wgrad"), "wgrad runs the same cast along the other axis"
+    assert fallback.cast == Cast(granularity="1x128", amax_eps=1e-12)
+
+
+def test_two_causes_at_one_operand_give_one_cast(tmp_path: Path) -> None:
+    nan = override({"num_actual_nonfinite": 128, "num_zero_blocks": 1})
+    low = override({**FLOOR, "cast_name": "e4m3fn 1x128 current pow2_floor"})
+    (fallback,) = candidates(build(tmp_path / "run", overrides=[low, nan]))
+    assert fallback.reasons == ("F103", "F104")
+    assert fallback.cast == Cast(granularity="1x128", amax_eps=1e-12, scale_rounding="pow2_ceil")
+
+
+def test_what_no_cast_cures_leaves_fp8_whatever_the_budget(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", overrides=[override({"gain": 2.0}, gemm=None, tensor="weight")])
+    (fallback,) = candidates(run, budget=0.0)
+    assert (fallback.gemms, fallback.tensor, fallback.cast) == (("fprop", "dgrad"), "*", None)
+    assert fallback.cost == pytest.approx(2 * 2 * 256 * 1024 / ALL_FLOPS)
+    assert fallback.cheaper == "recompute or reload the scale with its data (same flags and amax eps as when saved)"
+
+
+def test_a_warning_has_to_fit_the_budget(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", overrides=[override({"gain": 1.02}, tensor="weight")])
+    assert [str(f.severity) for f in triage(run)] == ["warning"]
+    assert [f.reasons for f in candidates(run, budget=0.10)] == [("F113",)]
+    assert candidates(run, budget=0.01) == []
+
+
+def test_damage_counts_only_outside_the_healthy_envelope(tmp_path: Path) -> None:
+    envelope = [outputs(27.3, 1e6, NAMES[0])]
+    assert candidates(build(tmp_path / "healthy", overrides=envelope), budget=1.0) == []
+    sick = [outputs(18.0, 1e-3, NAMES[2]), outputs(18.0, 5e-3, NAMES[3]), outputs(18.0, 1e-12, NAMES[4])]
+    run = build(tmp_path / "sick", overrides=sick)
+    found = candidates(run, budget=1.0)
+    assert [(f.module, f.gemms, f.reasons) for f in found] == [
+        (NAMES[3], ("fprop",), ("damage",)),
+        (NAMES[2], ("fprop",), ("damage",)),
+    ], "by damage per cost, and the third does no material damage"
+    one = found[0].cost
+    assert [f.module for f in candidates(run, budget=1.5 * one)] == [NAMES[3]]
+
+
+def test_a_run_of_one_module_more_is_in_also(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", overrides=[override(FLOOR, module="*", tensor="weight")])
+    assert [f.module for f in candidates(run)] == NAMES
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1.5, float("nan")])
+def test_a_budget_is_a_share(tmp_path: Path, budget: float) -> None:
+    run = build(tmp_path / "run", num_steps=3)
+    with pytest.raises(UsageError, match="budget is a share of the FP8 speed-up from 0 to 1"):
+        recommend(run, [], budget)
+
+
+def test_shares_as_people_write_them() -> None:
+    assert [parse_share(text) for text in ("10%", "0.1", " 5 % ", "0", "100%")] == [0.1, 0.1, 0.05, 0.0, 1.0]
+    for text in ("20x", "", "120%", "-1", "nan"):
+        with pytest.raises(UsageError, match=r"expected a share such as 10% or 0\.1"):
+            parse_share(text)
+
+
+def test_the_json_round_trip(tmp_path: Path) -> None:
+    run = build(tmp_path / "exp1", overrides=[override(FLOOR), override({"gain": 2.0}, gemm=None, tensor="weight")])
+    fallbacks = candidates(run)
+    text = EXPORTERS.get("json").export(run, fallbacks)
+    document = json.loads(text)
+    assert (document["schema"], document["run"]) == (1, "exp1")
+    assert document["folklore"]["modules"] == [NAMES[0], NAMES[-1]] == positional_prior(run)
+    assert document["folklore"]["about"].startswith("positional prior, not evidence")
+    (tmp_path / "fallback.json").write_text(text)
+    for source in (text, document, tmp_path / "fallback.json", str(tmp_path / "fallback.json")):
+        assert load_fallbacks(source) == fallbacks
+
+
+def test_what_is_no_fallback_list(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read fallbacks from"):
+        load_fallbacks(tmp_path / "missing.json")
+    with pytest.raises(UsageError, match="expected a fallback list: a JSON object with 'fallbacks'"):
+        load_fallbacks('{"runs": []}')
+    with pytest.raises(UsageError, match="not a fallback: KeyError"):
+        load_fallbacks('{"fallbacks": [{"gemms": ["fprop"]}]}')
+    with pytest.raises(UsageError, match="a fallback needs gemms of fprop, dgrad, wgrad"):
+        Fallback(module="m", gemms=("forward",))
+    with pytest.raises(UnknownNameError, match="unknown exporter 'jsn': did you mean 'json'"):
+        EXPORTERS.get("jsn")
+
+
+def test_apply_gives_gemms_their_casts() -> None:
+    torch = pytest.importorskip("torch")
+    from fp8debug.linear import convert
+
+    layers: Any = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128), torch.nn.ReLU())
+    model: Any = convert(layers, "blockwise", overrides={"1": "tensorwise_delayed"})
+    current = Cast.parse("e4m3fn tensorwise current")
+    fallbacks = [
+        Fallback(module="0", gemms=("dgrad",)),
+        Fallback(module="1", gemms=("fprop", "wgrad"), tensor="input", cast=current),
+    ]
+    assert apply(model, fallbacks) is model
+    first, second = (model[place].recipe.casts for place in (0, 1))
+    assert [key for key, cast in first.items() if cast is None] == [("dgrad", "grad_output"), ("dgrad", "weight")]
+    assert {key for key, cast in second.items() if cast == current} == {("fprop", "input"), ("wgrad", "input")}
+    model(torch.randn(4, 128)).sum().backward()
+
+
+def test_apply_changes_nothing_when_an_entry_is_wrong() -> None:
+    torch = pytest.importorskip("torch")
+    from fp8debug.linear import convert
+
+    model: Any = convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "blockwise", overrides={"1": None})
+    before = model[0].recipe
+    good = Fallback(module="0", gemms=("fprop",))
+    with pytest.raises(NoMatchError, match="fallback module '00' matches nothing: did you mean '0'"):
+        apply(model, [good, Fallback(module="00", gemms=("fprop",))])
+    with pytest.raises(UsageError, match="1 is a Linear, not an Fp8Linear; convert"):
+        apply(model, [good, Fallback(module="1", gemms=("fprop",))])
+    assert model[0].recipe == before
