@@ -143,7 +143,7 @@ def gemm(
     step = min(a_block[1], b_block[1], length)
     step = length if step == length else min(step, PROMOTION)
     total = a.new_zeros(a.shape[0], b.shape[0], dtype=accumulate)
-    for start in range(0, length, max(step, 1)):
+    for start in range(0, length if total.numel() else 0, max(step, 1)):
         part = a[:, start : start + step].to(accumulate) @ b[:, start : start + step].to(accumulate).t()
         if a_scale is not None:
             column = a_scale[:, start // a_block[1]].to(accumulate)[:, None]
