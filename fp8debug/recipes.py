@@ -139,7 +139,7 @@ class Cast:
             return cls(**values)
         except UsageError:
             raise
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"not a cast: {error} in {str(dict(values))[:80]}") from None
 
 
@@ -313,7 +313,7 @@ def _number(environ: Mapping[str, str], name: str) -> float | None:
         number = float(value)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number >= 0):
+    if not 0 <= number <= _FLOAT32_MAX:
         raise UsageError(f"{name} must be a finite number >= 0, got {environ[name]!r}")
     return number
 
