@@ -24,7 +24,7 @@ POLICY = (
 )
 
 
-class _Quiet(WSGIRequestHandler):
+class QuietHandler(WSGIRequestHandler):
     """Logs errors only."""
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
@@ -47,7 +47,7 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     guard(app, token)
-    server = make_server(host, port, app.server, threaded=True, request_handler=_Quiet)
+    server = make_server(host, port, app.server, threaded=True, request_handler=QuietHandler)
     shown = f"[{host}]" if ":" in host else host
     suffix = f"/?{urlencode({'token': token})}" if token else "/"
     print(f"fp8debug dashboard on http://{shown}:{server.server_port}{suffix} (Ctrl-C ends it)", file=sys.stderr, flush=True)

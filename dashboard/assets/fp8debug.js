@@ -51,7 +51,8 @@
   };
   grid.Severity = function (props) {
     const icon = window.React.createElement("span", { className: "icon", "aria-hidden": true }, props.data.icon);
-    return window.React.createElement("span", { className: "badge badge-" + props.value }, icon, props.data.word);
+    return window.React.createElement("span", { className: "badge badge-" + props.value }, icon,
+      window.React.createElement("span", null, props.data.word));
   };
 
   document.addEventListener("keydown", (event) => {

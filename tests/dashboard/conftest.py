@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from werkzeug.serving import make_server
 
-from fp8debug_dashboard import make_app
-from fp8debug_dashboard.server import guard
 from tests.dashboard import samples
+from tests.dashboard.serving import browser_args, served
 
 if TYPE_CHECKING:
     from playwright.sync_api import ConsoleMessage, Page
 
-#: A container has a small /dev/shm, no GPU and no proxy that could reach a server of ours.
-BROWSER_ARGS = ["--disable-dev-shm-usage", "--enable-unsafe-swiftshader", "--no-proxy-server"]
-
 
 @pytest.fixture(scope="session")
 def browser_type_launch_args(browser_type_launch_args: dict[str, Any]) -> dict[str, Any]:
-    sandbox = [] if os.geteuid() else ["--no-sandbox"]
-    return {**browser_type_launch_args, "args": [*sandbox, *BROWSER_ARGS]}
+    return {**browser_type_launch_args, "args": browser_args()}
+
+
+@pytest.fixture(scope="session")
+def base_url() -> None:
+    """Nothing: the fixture of pytest-base-url warns of its own end under pytest 9, and warnings are errors here."""
 
 
 @pytest.fixture(scope="session")
@@ -51,15 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def site(folder: Path) -> Iterator[str]:
     """Address of a server that serves the folder."""
-    app = make_app(folder)
-    guard(app, None)
-    server = make_server("127.0.0.1", 0, app.server, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(folder) as address:
+        yield address
 
 
 @pytest.fixture

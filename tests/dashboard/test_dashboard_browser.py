@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from werkzeug.serving import make_server
 
 from fp8debug.store.writer import RunWriter
-from fp8debug_dashboard import make_app
-from fp8debug_dashboard.server import guard
 from tests.dashboard import samples
+from tests.dashboard.serving import served
 from tests.synthetic import Plan, manifest_of, stats_rows, steps_row
 
 if TYPE_CHECKING:
@@ -27,21 +22,6 @@ pytestmark = pytest.mark.browser
 def go(page: Page, address: str) -> None:
     page.goto(address)
     expect(page.locator(".page")).to_be_visible(timeout=30_000)
-
-
-@contextmanager
-def served(path: Path, token: str | None = None) -> Iterator[str]:
-    app = make_app(path)
-    guard(app, token)
-    server = make_server("127.0.0.1", 0, app.server, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_the_list_of_runs_names_verdicts_and_opens_a_run(clean_page: Page, site: str) -> None:
@@ -199,7 +179,7 @@ def test_a_run_that_is_being_written_grows_on_the_page(clean_page: Page, tmp_pat
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 10")
         write(11, 31)
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 30", timeout=15_000)
-        clean_page.get_by_text("follow").click()
+        clean_page.get_by_role("switch", name="follow").click(force=True)
         write(31, 40)
         clean_page.get_by_role("button", name="Refresh").click()
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 39", timeout=15_000)

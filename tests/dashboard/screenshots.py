@@ -1,0 +1,60 @@
+"""Takes the pictures of README and docs: ``python -m tests.dashboard.screenshots``."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+from tests.conftest import CHROMIUM
+from tests.dashboard import samples
+from tests.dashboard.serving import browser_args, served
+
+IMAGES = Path(__file__).parents[2] / "docs" / "img"
+#: name -> (address, dark or light)
+PICTURES = {
+    "overview": ("/?run=gpt-delayed", "light"),
+    "overview-dark": ("/?run=gpt-delayed", "dark"),
+    "heatmap": ("/heatmap?run=gpt-delayed", "light"),
+    "module": (f"/module?run=gpt-delayed&module={samples.SICK}&step=300", "light"),
+    "fallback": ("/fallback?run=gpt-delayed", "light"),
+    "runs": ("/", "light"),
+}
+
+
+def take(page: Page, address: str, path: Path) -> None:
+    """Wait until a page has drawn everything, then write it as it is, no higher than its content."""
+    page.goto(address)
+    page.locator(".page").wait_for(timeout=30_000)
+    page.wait_for_load_state("networkidle")
+    page.wait_for_timeout(1500)
+    bottom = page.locator(".page > :last-child").bounding_box()
+    assert bottom is not None
+    height = min(1400, int(bottom["y"] + bottom["height"]) + 12)
+    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": 0, "width": 1440, "height": height})
+
+
+def main() -> None:
+    """Write every picture to docs/img."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp()) / "runs"
+    samples.write_sick(root / "gpt-delayed")
+    samples.write_healthy(root / "gpt-blockwise", num_steps=300)
+    try:
+        with served(root) as address, sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=browser_args())
+            for name, (place, scheme) in PICTURES.items():
+                dark = scheme == "dark"
+                page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark" if dark else "light")
+                take(page, address + place, IMAGES / f"{name}.png")
+                page.close()
+                print(f"Wrote {name}.png to {IMAGES}")
+            browser.close()
+    finally:
+        shutil.rmtree(root.parent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A server of the dashboard for tests and screenshots, and how Chromium is started to look at it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from werkzeug.serving import make_server
+
+from fp8debug_dashboard import make_app
+from fp8debug_dashboard.server import QuietHandler, guard
+
+
+def browser_args() -> list[str]:
+    """Return Chromium's flags: a container has a small /dev/shm, no GPU, and no proxy that could reach our server."""
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]
+    return [*sandbox, "--disable-dev-shm-usage", "--enable-unsafe-swiftshader", "--no-proxy-server"]
+
+
+@contextmanager
+def served(path: Path, token: str | None = None) -> Iterator[str]:
+    """Serve a run or a folder on a free port; yields the address."""
+    app = make_app(path)
+    guard(app, token)
+    server = make_server("127.0.0.1", 0, app.server, threaded=True, request_handler=QuietHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
