@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import MODULES, Override, Slots, build
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
@@ -15,6 +14,7 @@ from fp8debug.fallback import Fallback, apply, load_fallbacks, parse_share, posi
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
 from fp8debug.store.run import Run
+from tests.synthetic import MODULES, Override, Slots, build
 
 NAMES = [name for name, _, _ in MODULES]
 CULPRIT = "blocks.1.mlp.up"
@@ -168,11 +168,12 @@ def test_apply_gives_gemms_their_casts() -> None:
         Fallback(module="0", gemms=("dgrad",)),
         Fallback(module="1", gemms=("fprop", "wgrad"), tensor="input", cast=current),
     ]
-    assert apply(model, fallbacks) is model
-    first, second = (model[place].recipe.casts for place in (0, 1))
+    applied: Any = apply(model, fallbacks)
+    assert applied is model
+    first, second = (applied[place].recipe.casts for place in (0, 1))
     assert [key for key, cast in first.items() if cast is None] == [("dgrad", "grad_output"), ("dgrad", "weight")]
     assert {key for key, cast in second.items() if cast == current} == {("fprop", "input"), ("wgrad", "input")}
-    model(torch.randn(4, 128)).sum().backward()
+    applied(torch.randn(4, 128)).sum().backward()
 
 
 def test_apply_changes_nothing_when_an_entry_is_wrong() -> None:

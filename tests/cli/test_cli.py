@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Override, Plan, Slots, write
 
 from fp8debug_cli.main import COMMANDS, LazyGroup, cli, status
+from tests.synthetic import Override, Plan, Slots, write
 
 CULPRIT = "blocks.1.mlp.up"
 

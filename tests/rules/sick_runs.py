@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from synthetic import Override, Slots
-
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
+from tests.synthetic import Override, Slots
 
 CULPRIT = "blocks.1.mlp.up"
 DELAYED = "e4m3fn tensorwise delayed(16,max)"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from sick_runs import FIRES, SILENT
 
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, SECTIONS, Rule
+from tests.rules.sick_runs import FIRES, SILENT
 
 
 def test_codes_are_those_of_the_catalogue() -> None:

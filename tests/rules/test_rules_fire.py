@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sick_runs import CULPRIT, FIRES, INPUT, SILENT, share
-from synthetic import Override, build
 
 from fp8debug.recipes import list_recipes
 from fp8debug.rules import RULES, Severity, triage
+from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, share
+from tests.synthetic import Override, build
 
 
 @pytest.mark.parametrize("code", FIRES)

@@ -6,13 +6,14 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sick_runs import CLIPPED, CULPRIT, DELAYED, FIRES, FLOOR, FLUSHED, INPUT, WEIGHT, share
-from synthetic import MODULES, Override, build
 
 from fp8debug.errors import RunError, UnknownNameError
 from fp8debug.rules import Finding, Findings, Severity, triage
+from tests.rules.sick_runs import CLIPPED, CULPRIT, DELAYED, FIRES, FLOOR, FLUSHED, INPUT, WEIGHT, share
+from tests.synthetic import MODULES, Override, build
 
 NAMES = [name for name, _, _ in MODULES]
 
@@ -35,7 +36,7 @@ def test_errors_come_first_then_the_first_step_then_execution(tmp_path: Path) ->
 
 
 def test_the_backward_pass_runs_from_the_last_layer(tmp_path: Path) -> None:
-    sick = {"module": "blocks.*", "gemm": "dgrad", "tensor": "grad_output", "steps": (40, None)}
+    sick: dict[str, Any] = {"module": "blocks.*", "gemm": "dgrad", "tensor": "grad_output", "steps": (40, None)}
     findings = triage(build(tmp_path / "run", overrides=[Override(**sick, slots=CLIPPED)]))
     assert findings[0].module == NAMES[-1]
 
