@@ -138,7 +138,7 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     Args:
         site: ``operands`` or ``results`` for all of them (against the shadow), ``exact`` for results against the exact
             GEMM, or ``gemm.tensor`` for one.
-        cast: ``running``, or the name of a cast, what-if or not.
+        cast: ``running``, ``what-if`` for all that did not run, or the name of a cast.
     """
     conditions: list[str] = []
     values: list[Any] = []
@@ -151,8 +151,8 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
         conditions.append("gemm = ? AND tensor = ?")
         values += [gemm, tensor]
         conditions.append("reference = 'operand'" if tensor in OPERANDS else "reference = 'shadow'")
-    if cast == "running":
-        conditions.append("actual")
+    if cast in ("running", "what-if"):
+        conditions.append("actual" if cast == "running" else "NOT actual")
     else:
         conditions.append("cast_name = ?")
         values.append(cast)
@@ -212,18 +212,26 @@ def _grid(table: pa.Table, metric: str, unit: str, modules: list[str], width: in
     return Heat(metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width)
 
 
+def default_cast(run: Run) -> str:
+    """Return ``running``, or ``what-if`` for a run in which nothing ran in FP8."""
+    found = _rows(run, "SELECT 1 AS one FROM raw WHERE actual AND reference = 'operand' LIMIT 1")
+    return "running" if found else "what-if"
+
+
 def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
     """Return the modules with the noisiest operand at the last sampled step, measured against what its format can do.
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
-    badness = badness_sql("sqnr_db")
+    badness, (condition, _) = badness_sql("sqnr_db"), where("operands", default_cast(run))
+    last = _rows(run, "SELECT max(step) AS step FROM raw")[0]["step"]
     return _rows(
         run,
-        f"WITH last AS (SELECT * FROM sites WHERE step = (SELECT max(step) FROM raw) AND actual AND reference = 'operand'"
-        f" AND sqnr_db IS NOT NULL) SELECT max(step) AS step, module, max_by(gemm, {badness}) AS gemm,"
-        f" max_by(tensor, {badness}) AS tensor, max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind"
-        f" FROM last GROUP BY module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
+        f"SELECT step, module, max_by(gemm, {badness}) AS gemm, max_by(tensor, {badness}) AS tensor,"
+        f" max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind FROM sites"
+        f" WHERE step = ? AND {condition} AND sqnr_db IS NOT NULL"
+        f" GROUP BY step, module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
+        [last],
     )
 
 
@@ -287,7 +295,7 @@ def _traces(table: pa.Table, banded: bool) -> list[Trace]:
 
 def sampled_steps(run: Run, module: str) -> list[int]:
     """Return the steps at which the module has statistics."""
-    found = _rows(run, "SELECT DISTINCT step FROM sites WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
+    found = _rows(run, "SELECT DISTINCT step FROM raw WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
     return [int(row["step"]) for row in found]
 
 

@@ -84,7 +84,7 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
         rowData=list(rows),
         defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
         dashGridOptions={
-            "domLayout": "autoHeight" if len(rows) <= 12 else "normal",
+            "domLayout": "autoHeight",
             "rowHeight": 28,
             "headerHeight": 30,
             "localeText": {"noRowsToShow": none},
@@ -93,11 +93,12 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
             "enableCellTextSelection": True,
             "ensureDomOrder": True,
             "suppressCellFocus": False,
-            "pagination": len(rows) > 200,
+            "pagination": len(rows) > 20,
+            "paginationPageSize": 20,
         },
         csvExportParams={"fileName": f"{id}.csv"},
         columnSize="responsiveSizeToFit",
-        style={"height": "400px" if len(rows) > 12 else "64px" if not rows else None, "width": "100%"},
+        style={"height": None, "width": "100%"},
         dangerously_allow_code=False,
     )
     return component

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
@@ -47,7 +48,7 @@ def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     rows, text, about = parts(view, opened)
-    path = str(opened.run.path)
+    path = shlex.quote(str(opened.run.path))
     apply = f"import fp8debug\n\nfp8debug.apply(model, {'fallback.json'!r})"
     return html.Div(
         [

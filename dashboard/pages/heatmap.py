@@ -18,7 +18,7 @@ from ..urls import View
 from ..widgets import card, control, graph, note
 from .base import Page
 
-METRIC, SITE, CAST = "sqnr_db", "operands", "running"
+METRIC, SITE = "sqnr_db", "operands"
 
 
 def site_options() -> list[dict[str, Any]]:
@@ -43,18 +43,21 @@ def metric_options(run_metrics: list[str]) -> list[dict[str, Any]]:
 def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
     """Return the choices of cast."""
     names = [{"value": name, "label": name + ("" if running else " (what-if)")} for name, running in casts]
-    return [{"value": CAST, "label": "running cast"}, *names]
+    kinds = {running for _, running in casts}
+    many = [("running", "running cast", True), ("what-if", "all what-if casts (worst)", False)]
+    return [*({"value": value, "label": label} for value, label, running in many if running in kinds), *names]
 
 
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     metrics = data.recorded(opened.run)
+    cast = data.default_cast(opened.run)
     about, figure = parts(view, opened)
     controls = html.Div(
         [
             control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "metric", 230),
             control("site", SITE, view.get("site", SITE), site_options(), "site", 290),
-            control("cast", CAST, view.get("cast", CAST), cast_options(data.casts(opened.run)), "cast", 290),
+            control("cast", cast, view.get("cast", cast), cast_options(data.casts(opened.run)), "cast", 290),
         ],
         className="controls",
     )
@@ -65,7 +68,8 @@ def layout(view: View, opened: Opened) -> Component:
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return a line about the figure, and the figure."""
-    metric, site, cast = view.get("metric", METRIC), view.get("site", SITE), view.get("cast", CAST)
+    metric, site = view.get("metric", METRIC), view.get("site", SITE)
+    cast = view.get("cast") or data.default_cast(opened.run)
     if not opened.run.has(metric):
         text = f"{metric} is not recorded in this run; recorded are {', '.join(data.recorded(opened.run)) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)

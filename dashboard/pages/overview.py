@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
         "until": finding.steps[1],
         "value": None if finding.value is None else float(finding.value),
         "threshold": None if finding.threshold is None else float(finding.threshold),
-        "unit": finding.unit,
+        "unit": "" if finding.unit == "1" else finding.unit,
         "message": finding.message,
         "others": ", ".join(others) or NO_DATA,
     }
@@ -158,7 +159,7 @@ def sentence(opened: Opened, findings: Sequence[Finding]) -> str:
 
 
 def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Component | None]:
-    path = str(opened.run.path)
+    path = shlex.quote(str(opened.run.path))
     skipped = opened.skipped
     silent = html.Details(
         [

@@ -45,7 +45,7 @@ def layout(source: Source) -> Component:
     return html.Div(
         [
             card(
-                f"Runs in {source.path.resolve().name}",
+                "Runs",
                 grid("runs", COLUMNS, rows, "No run"),
                 note="newest first; click one to open it",
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.conftest import CHROMIUM
 from tests.dashboard import samples
 from tests.dashboard.serving import browser_args, served
 
-IMAGES = Path(__file__).parents[2] / "docs" / "img"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "img"
 #: name -> (address, dark or light)
 PICTURES = {
     "overview": ("/?run=gpt-delayed", "light"),
@@ -39,7 +40,8 @@ def take(page: Page, address: str, path: Path) -> None:
 def main() -> None:
     """Write every picture to docs/img."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp()) / "runs"
+    home, root = Path.cwd(), Path("runs")
+    os.chdir(tempfile.mkdtemp())  # the pages print commands with the path as it was given
     samples.write_sick(root / "gpt-delayed")
     samples.write_healthy(root / "gpt-blockwise", num_steps=300)
     try:
@@ -53,7 +55,8 @@ def main() -> None:
                 print(f"Wrote {name}.png to {IMAGES}")
             browser.close()
     finally:
-        shutil.rmtree(root.parent)
+        shutil.rmtree(Path.cwd())
+        os.chdir(home)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,23 @@ def test_worst_operands_are_measured_against_their_format(run: Run) -> None:
     assert [rows[0]["module"], rows[0]["tensor"], len(rows)] == [samples.SICK, "input", 3]
 
 
+def test_a_run_without_fp8_shows_its_what_ifs(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=20, recipe="bf16", what_if=("blockwise", "tensorwise_delayed"))
+    assert data.default_cast(run) == "what-if"
+    heat = data.heat(run, "sqnr_db", cast="what-if")
+    assert len(heat.modules) == 6 and np.isfinite(heat.values).all()
+    assert len(data.worst_operands(run)) == 6 and data.casts(run)[0][1] is False
+
+
+def test_ranks_are_merged(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=20, world_size=2)
+    assert data.heat(run, "underflow_rate").values.shape == (6, 2)
+    assert len(data.module_traces(run, "blocks.0.mlp.up", "sqnr_db", ("fprop", "input"))) == 1
+    assert data.worst_operands(run)[0]["step"] == 10 and data.training(run)[0].steps.tolist() == list(range(20))
+    hist = data.histogram(run, "blocks.0.mlp.up", ("fprop", "input"), 10)
+    assert hist is not None and hist.counts.sum() > 500_000
+
+
 def test_a_column_that_nobody_recorded_is_not_offered(tmp_path: Path) -> None:
     run = build(tmp_path / "run", num_steps=20, overrides=[Override(slots={"headroom": None}, actual=None)])
     assert "headroom" not in data.recorded(run) and "sqnr_db" in data.recorded(run)
