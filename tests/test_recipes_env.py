@@ -30,9 +30,7 @@ def test_amax_eps_of_the_environment(prefix: str, tensor: str) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "tensor"), PREFIXES.items())
-@pytest.mark.parametrize(
-    ("value", "rounding"), [("0", "none"), ("1", "pow2_ceil"), ("False", "none"), ("true", "pow2_ceil")]
-)
+@pytest.mark.parametrize(("value", "rounding"), [("0", "none"), ("1", "pow2_ceil"), ("False", "none"), ("true", "pow2_ceil")])
 def test_power2_switches_of_the_environment(prefix: str, tensor: str, value: str, rounding: str) -> None:
     for base in ("blockwise", "blockwise_pow2"):
         recipe = Recipe.from_env(base, {f"NVTE_FP8_BLOCK_SCALING_{prefix}_POWER2": value})
@@ -46,9 +44,7 @@ def test_fp32_scales_of_the_environment() -> None:
     assert Recipe.from_env(environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}).casts == get_recipe("blockwise").casts
     pow2 = Recipe.from_env("blockwise", {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"})
     assert pow2.casts == get_recipe("blockwise_pow2").casts
-    mixed = Recipe.from_env(
-        environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_FP8_BLOCK_SCALING_BWD_GRAD_POWER2": "1"}
-    )
+    mixed = Recipe.from_env(environ={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "NVTE_FP8_BLOCK_SCALING_BWD_GRAD_POWER2": "1"})
     found = {f"{g}.{t}": c.scale_rounding for (g, t), c in mixed.casts.items() if c}
     assert found == {site: "pow2_ceil" if "grad_output" in site else "none" for site in found}
 

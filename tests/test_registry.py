@@ -72,10 +72,7 @@ def test_suggest(name: str, known: list[str], expected: str) -> None:
 
 
 def test_no_match() -> None:
-    assert (
-        str(NoMatchError("override", "lm_hea", ["lm_head"]))
-        == "override 'lm_hea' matches nothing: did you mean 'lm_head'?"
-    )
+    assert str(NoMatchError("override", "lm_hea", ["lm_head"])) == "override 'lm_hea' matches nothing: did you mean 'lm_head'?"
 
 
 def test_the_tree() -> None:

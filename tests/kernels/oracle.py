@@ -55,7 +55,7 @@ def round_to_format(scaled: Array, number_format: str) -> Array:
     upper = np.searchsorted(table, magnitude).clip(1, len(table) - 1)
     below, above = magnitude - table[upper - 1], table[upper] - magnitude
     take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
-    return np.copysign(np.where(take_upper, table[upper], table[upper - 1]), scaled)
+    return np.asarray(np.copysign(np.where(take_upper, table[upper], table[upper - 1]), scaled))
 
 
 def scale_of(amax: float, cast: Cast) -> tuple[np.float32, np.float32, bool]:

@@ -69,7 +69,9 @@ def results(draw: st.DrawFn) -> tuple[Pair, Pair, Pair]:
 
 
 def _merged(slot: Slot, a: Tensor, b: Tensor) -> Tensor:
-    return {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[slot.merge](a, b)
+    if slot.merge == "sum":
+        return a + b
+    return torch.maximum(a, b) if slot.merge == "max" else torch.minimum(a, b)
 
 
 def _size(slot: Slot, pair: Pair) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_every_metric_says_which_count_it_needs() -> None:
 def test_small_tensor_by_hand() -> None:
     """Under scale 1: 17 ties to 16, 500 clips to 448, 2^-11 vanishes, 2^-8 is subnormal."""
     x = torch.tensor([[17.0, -500.0, 2.0**-11, 2.0**-8, 0.0, 1.0]])
-    found = measure(x, ONE)
+    found: dict[str, Any] = measure(x, ONE)
     counts = ("numel", "num_zero", "num_underflow", "num_subnormal", "num_saturated", "num_actual_nonfinite")
     assert [found[name] for name in counts] == [6, 1, 1, 1, 1, 0]
     assert (found["amax"], found["amin"], found["max_abs_err"]) == (500.0, 2.0**-11, 52.0)
@@ -84,7 +85,7 @@ def test_small_tensor_by_hand() -> None:
 def test_scales_of_blocks_by_hand() -> None:
     x = torch.zeros(4, 256)
     x[0, :128], x[0, 128:], x[1, 0] = 448.0, 7.0, 1e-13
-    found = measure(x, Cast(granularity="1x128", scale_rounding="pow2_ceil", amax_eps=7 * 2.0**-40))
+    found: dict[str, Any] = measure(x, Cast(granularity="1x128", scale_rounding="pow2_ceil", amax_eps=7 * 2.0**-40))
     assert [found[n] for n in ("num_blocks", "num_zero_blocks", "num_eps_blocks")] == [8, 5, 1]
     assert (found["scale_inv_min"], found["scale_inv_max"]) == (2.0**-46, 1.0)
     assert found["scale_inv_sum_log2"] == 0 - 6 - 46 and found["scale_inv_mean_log2"] == -52 / 3
@@ -96,7 +97,7 @@ def test_worst_block_by_hand() -> None:
     x[1, 130] = 2.0**-8
     x[1, 128:130] = 448.0  # under scale 1 the ones stay exact
     x[1, 131:] = 17.0
-    found = measure(x, Cast(granularity="1x128"))
+    found: dict[str, Any] = measure(x, Cast(granularity="1x128"))
     signal = 2 * 448**2 + 2.0**-16 + 125 * 17**2
     assert found["worst_block_nmse"] == pytest.approx(125 / signal, rel=1e-6)
     assert found["worst_block_sqnr_db"] == pytest.approx(10 * math.log10(signal / 125), abs=1e-5)
