@@ -92,9 +92,10 @@ def test_what_no_cast_cures_leaves_fp8_whatever_the_budget(tmp_path: Path) -> No
 
 
 def test_a_warning_has_to_fit_the_budget(tmp_path: Path) -> None:
-    run = build(tmp_path / "run", overrides=[override({"gain": 1.02}, tensor="weight")])
+    slots = {"num_underflow": share(0.03), "amax": 3e5, "sum_x2": 1e12, "sqnr_db": 40.0}
+    run = build(tmp_path / "run", overrides=[override(slots)])
     assert [str(f.severity) for f in triage(run)] == ["warning"]
-    assert [f.reasons for f in candidates(run, budget=0.10)] == [("F113",)]
+    assert [f.reasons for f in candidates(run, budget=0.10)] == [("F105",)]
     assert candidates(run, budget=0.01) == []
 
 

@@ -67,6 +67,16 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "recipe": "tensorwise_delayed",
             "overrides": [Override(steps=(50, 51), slots={"num_saturated": share(0.03), "headroom": 2.0})],
         },
+        "weights that grow from zero": {
+            "recipe": "tensorwise_delayed",
+            "every": 1,
+            "num_steps": 30,
+            "overrides": [
+                Override(tensor="weight", steps=(step, step + 1),
+                         slots={"num_saturated": share(1.2 - 0.15 * step), "headroom": step / (step - 1)})
+                for step in range(2, 8)
+            ],
+        },
         "the first steps": {
             "recipe": "tensorwise_delayed",
             "every": 1,
@@ -78,6 +88,10 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "a quiet gradient under E5M2": {
             "recipe": "tensorwise_delayed",
             "overrides": [Override(tensor="grad_output", slots={"headroom": 1e-3})],
+        },
+        "a gradient whose tokens are solved": {
+            "recipe": "tensorwise_delayed",
+            "overrides": [Override(tensor="grad_output", slots={"num_underflow": share(0.2), "headroom": 1e-3})],
         },
         "a gradient that grows from nothing": {
             "recipe": "tensorwise_delayed",
@@ -132,6 +146,7 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "values that round to one code": {
             "recipe": "blockwise_pow2", "overrides": [Override(**WEIGHT, slots={"gain": 0.95, "sqnr_db": 200.0})]
         },
+        "an input of few tokens": {"overrides": [Override(**INPUT, slots={"gain": 1.018, "sqnr_db": 34.0})]},
         "a gain in the envelope": {"overrides": [Override(slots={"gain": 1.002}, reference="operand")]},
     },
     "F120": {
