@@ -21,7 +21,8 @@ def rules() -> str:
     ]
     for rule in RULES:
         parts.append(f"## {rule.code} {rule.name}\n\n{rule.summary}\n")
-        parts += [f"**{heading}.** {text}\n" for heading, text in rule.manual().items()]
+        for heading, text in rule.manual().items():
+            parts.append(f"**{heading}.**" + ("\n\n" if text.startswith("- ") else " ") + f"{text}\n")
         parts += [f'Plant it with `fp8debug.inject(model, "{f.name}", ...)`.\n' for f in FAULTS if f.code == rule.code]
     return "\n".join(parts)
 

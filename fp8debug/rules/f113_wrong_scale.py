@@ -39,6 +39,8 @@ class WrongScale(Rule):
         - max_gain_error 0.05: abs(gain - 1); numerics.md, 4 (act beyond 5 %). Raised to what rounding itself can do to
           equal values: 1/17 for E4M3, 1/9 for E5M2, with a guard of 10 %, and 1/8 for clipping under pow2_floor.
         - min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
+        - max_overflow_rate 0.05: share of elements beyond the maximum by the recorded scale: with half the scale the
+          maxima of all blocks count, at most one or two of 32. Above, equal values clip together (F101).
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
         - Seen in TransformerEngine #123 and #982, sglang #25733.
     """
@@ -50,13 +52,14 @@ class WrongScale(Rule):
 
     max_gain_error: float = 0.05
     min_cosine: float = 0.999
+    max_overflow_rate: float = 0.05
     min_elements: int = 256
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
         bad = (
             f"abs(gain - 1) > {self.max_gain_error} AND cosine >= {self.min_cosine} AND numel >= {self.min_elements}"
-            " AND coalesce(underflow_nonzero_rate, 0) < 0.01"
+            f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate} AND coalesce(underflow_nonzero_rate, 0) < 0.01"
         )
         for whole in traces(run, bad, ["gain", "abs(gain - 1) AS gain_error", "cosine"]):
             limit = self._limit(whole)

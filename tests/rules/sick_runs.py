@@ -73,7 +73,8 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "num_steps": 30,
             "overrides": [
                 Override(tensor="weight", steps=(step, step + 1),
-                         slots={"num_saturated": share(1.2 - 0.15 * step), "headroom": step / (step - 1)})
+                         slots={"num_saturated": share(1.2 - 0.15 * step), "headroom": step / (step - 1),
+                                                               "gain": (step - 1) / step, "sqnr_db": 200.0})
                 for step in range(2, 8)
             ],
         },
