@@ -259,6 +259,8 @@ def test_no_data_is_none(name: str) -> None:
     found: dict[str, Any] = measure(DISTRIBUTIONS[name](), Cast(granularity="1x128"))
     for key in ("sqnr_db", "nmse", "cosine", "gain", "norm_ratio", "underflow_nonzero_rate", "amin", "headroom"):
         assert found[key] is None, key
+    for key in ("scale_inv_min", "scale_inv_max", "worst_block_nmse", "max_block_range_log2", "scale_log2_ratio"):
+        assert found[key] is None, key
     for key in ("underflow_rate", "mse", "bias", "zero_rate", "nonfinite_rate"):
         assert found[key] == (None if name == "empty" else {"zeros": "zero", "only NaN": "nonfinite"}[name] in key), key
 

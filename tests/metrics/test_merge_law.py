@@ -124,7 +124,9 @@ def test_merge_law_through_the_observers_table(pairs: tuple[Pair, Pair, Pair], w
     read = table.snapshot().read([0, 1, 2])
     assert read["num_tensors"].tolist() == [2 + with_empty, 0, 1]
     rows = [{key: torch.as_tensor(values[row]) for key, values in read.items()} for row in (0, 1, 2)]
-    _check("table", rows[0], rows[2], both)
+    whole = statistics(both)
+    _check("table", rows[0], whole, both)
+    _check("table", rows[2], whole, both)
     for slot in slots().values():
         assert (read[slot.name][1] == slot.neutral).all(), "a row that nothing was merged into is neutral"
     again = table.snapshot().read([0])
