@@ -112,6 +112,15 @@ def training(run: Run) -> list[Trace]:
     return traces
 
 
+def loss_lost_at(run: Run) -> int | None:
+    """Return the first step whose loss is NaN or infinite."""
+    # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
+    names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
+    query = f"SELECT min(step) AS step FROM steps WHERE lower(CAST(loss AS STRING)) IN {names}"
+    step = _rows(run, query)[0]["step"]
+    return None if step is None else int(step)
+
+
 def last_loss(run: Run) -> float | None:
     """Return the loss of the last step that has one."""
     rows = run.sql("SELECT step, avg(loss) AS loss FROM steps WHERE loss IS NOT NULL GROUP BY step ORDER BY step DESC LIMIT 1")
@@ -219,12 +228,13 @@ def default_cast(run: Run) -> str:
 
 
 def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
-    """Return the modules with the noisiest operand at the last sampled step, measured against what its format can do.
+    """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
     badness, (condition, _) = badness_sql("sqnr_db"), where("operands", default_cast(run))
-    last = _rows(run, "SELECT max(step) AS step FROM raw")[0]["step"]
+    query = f"SELECT max(step) AS step FROM stats WHERE {condition} AND sqnr_db IS NOT NULL"
+    last = _rows(run, query)[0]["step"]
     return _rows(
         run,
         f"SELECT step, module, max_by(gemm, {badness}) AS gemm, max_by(tensor, {badness}) AS tensor,"

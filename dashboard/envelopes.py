@@ -130,6 +130,9 @@ def badness_sql(metric: str) -> str:
             return f"-({metric} + CASE WHEN cast_name LIKE '%e5m2%' THEN 5.95 ELSE 0 END)"
         case "cosine":
             return f"(1 - {metric}) * CASE WHEN cast_name LIKE '%e5m2%' THEN 0.25 ELSE 1 END"
+        case "underflow_rate" | "underflow_nonzero_rate":
+            # wgrad's grad_output may lose five times as much; it must not hide an operand that may not.
+            return f"{metric} * CASE WHEN gemm = 'wgrad' AND tensor = 'grad_output' THEN 0.2 ELSE 1 END"
         case "gain" | "norm_ratio":
             return f"abs({metric} - 1)"
         case "scale_log2_ratio":

@@ -23,6 +23,7 @@ from .theme import (
     SEVERITY_RANGE,
     SEVERITY_SCALE,
     SYMBOLS,
+    VERMILLION,
 )
 
 MAX_LABELS = 48
@@ -69,12 +70,13 @@ def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
     return figure
 
 
-def training(series: Sequence[Trace], marks: Sequence[Mark] = ()) -> go.Figure:
+def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int | None = None) -> go.Figure:
     """Return loss (and what else of a training step was recorded) over steps, with a rail of findings above.
 
     Args:
         series: one subplot each, all over the same steps.
         marks: where findings begin; a dotted line runs from each through all subplots.
+        lost_at: first step whose loss is NaN or infinite; a line ends there, and nobody sees what is not drawn.
     """
     if not series and not marks:
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
@@ -99,6 +101,12 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = ()) -> go.Figure:
                 layer="below",
                 line={"color": COLORS[mark.severity], "width": 1, "dash": "dot"},
             )
+    if lost_at is not None:
+        words = {"text": f"loss is NaN or infinite from step {lost_at:,}", "font": {"size": 11, "color": VERMILLION}}
+        figure.add_annotation(
+            **words, x=lost_at, y=0.5, yref="y2 domain" if marks else "y domain", xanchor="left", xshift=6, showarrow=False
+        )
+        figure.add_vline(x=lost_at, line={"color": VERMILLION, "width": 1.2}, row=first, col=1)
     figure.update_xaxes(title_text="step", title_standoff=4, row=len(rows), col=1)
     styled(figure, int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
     if marks:

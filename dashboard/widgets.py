@@ -140,7 +140,7 @@ def number(value: object, digits: int = 4) -> str:
         return NO_DATA
     if isinstance(value, (int, float)):
         if value != value:
-            return NO_DATA
+            return "NaN"
         return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
     return str(value)
 

@@ -57,12 +57,20 @@ def chosen_site(view: View) -> tuple[str, str]:
     return gemm, tensor
 
 
-def chosen_step(view: View, steps: list[int]) -> int | None:
-    """Return the sampled step nearest to the URL's, the last one by default."""
+def default_step(opened: Opened, module: str, steps: list[int]) -> int | None:
+    """Return the step at which a finding that names the module begins, or the last one."""
+    begins = [f.steps[0] for f in opened.findings() if module in (f.module, *f.also)]
+    return _nearest(steps, min(begins)) if begins else steps[-1] if steps else None
+
+
+def chosen_step(view: View, opened: Opened, module: str, steps: list[int]) -> int | None:
+    """Return the sampled step nearest to the URL's, or the default."""
     asked = view.get_int("step")
-    if not steps:
-        return None
-    return steps[-1] if asked is None else min(steps, key=lambda step: abs(step - asked))
+    return default_step(opened, module, steps) if asked is None else _nearest(steps, asked)
+
+
+def _nearest(steps: list[int], wanted: int) -> int | None:
+    return min(steps, key=lambda step: abs(step - wanted)) if steps else None
 
 
 def layout(view: View, opened: Opened) -> Component:
@@ -72,8 +80,9 @@ def layout(view: View, opened: Opened) -> Component:
         return html.Div(note(f"No module {view.get('module')!r} in this run; search one above.", kind="error"), className="page")
     head, about, nine, table_of_casts, scale, hist = parts(view, opened)
     steps = data.sampled_steps(opened.run, module)
-    step = chosen_step(view, steps)
+    step = chosen_step(view, opened, module, steps)
     site = chosen_site(view)
+    default = default_step(opened, module, steps)
     metrics = metric_options(data.recorded(opened.run))
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
@@ -102,7 +111,9 @@ def layout(view: View, opened: Opened) -> Component:
                 ),
                 note=html.Div(
                     [
-                        control("step", "", "" if view.get_int("step") is None else str(step), _steps(steps), "step", 140),
+                        control(
+                            "step", "", "" if view.get_int("step") is None else str(step), _steps(steps, default), "step", 140
+                        ),
                         control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 340),
                     ],
                     className="controls",
@@ -113,8 +124,10 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def _steps(steps: list[int]) -> list[dict[str, str]]:
-    return [{"value": "", "label": "last"}, *({"value": str(step), "label": str(step)} for step in steps)]
+def _steps(steps: list[int], default: int | None) -> list[dict[str, str]]:
+    """Return the choices of step; the default comes first and follows a run that is being written."""
+    first = {"value": "", "label": "none" if default is None else f"{default} (auto)"}
+    return [first, *({"value": str(step), "label": str(step)} for step in steps)]
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
@@ -125,7 +138,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         return [], [], nothing, [], nothing, nothing
     run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
     steps = data.sampled_steps(run, module)
-    step = chosen_step(view, steps)
+    step = chosen_step(view, opened, module, steps)
     about: Component | None = None
     try:
         nine = module_figures.sites(data.module_traces(run, module, metric), metric, site, step)

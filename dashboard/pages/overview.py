@@ -88,7 +88,7 @@ def layout(view: View, opened: Opened) -> Component:
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return verdict, what to do, worst operands, training figure, findings and coverage."""
     findings = opened.findings()
-    figure = figures.training(data.training(opened.run), source.marks(findings))
+    figure = figures.training(data.training(opened.run), source.marks(findings), data.loss_lost_at(opened.run))
     return (
         _verdict(opened, findings),
         _todo(view, opened, findings),

@@ -283,3 +283,25 @@ def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr("fp8debug.triage", fail)
     opened = Opened(run, "")
     assert (opened.verdict, opened.failure, opened.fallbacks()) == ("unknown", "damaged", [])
+
+
+def test_a_loss_that_became_nan_is_told(tmp_path: Path) -> None:
+    steps = {step: {"loss": float("nan")} for step in range(12, 20)}
+    run = build(tmp_path / "run", num_steps=20, steps=steps)
+    assert data.loss_lost_at(run) == 12 and str(data.last_loss(run)) == "nan"
+    assert data.training(run)[0].steps.tolist() == list(range(12))
+
+
+def test_wgrad_underflow_does_not_hide_an_operand_that_may_lose_less(tmp_path: Path) -> None:
+    lost = {"num_underflow": lambda row: round(row["numel"] * 0.04)}
+    less = {"num_underflow": lambda row: round(row["numel"] * 0.02)}
+    overrides = [
+        Override(gemm="wgrad", tensor="grad_output", slots=lost),
+        Override(module="*.down", gemm="dgrad", tensor="grad_output", slots=less),
+    ]
+    heat = data.heat(build(tmp_path / "run", num_steps=20, overrides=overrides), "underflow_rate")
+    colors = severities("underflow_rate", heat.values, heat.kinds)
+    assert colors is not None
+    found = {name: round(float(heat.values[i, 0]), 3) for i, name in enumerate(heat.modules)}
+    assert found["blocks.0.mlp.down"] == 0.02 and found["blocks.0.mlp.up"] == 0.04
+    assert colors[heat.modules.index("blocks.0.mlp.down"), 0] > 1 > colors[heat.modules.index("blocks.0.mlp.up"), 0]

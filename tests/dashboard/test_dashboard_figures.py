@@ -168,3 +168,19 @@ def test_a_band_shows_what_one_point_stands_for() -> None:
     steps = np.arange(3, dtype=np.int32)
     figure = figures.training([Trace(name="loss", steps=steps, values=np.full(3, 2, np.float32), low=low, high=high)])
     assert figure.data[0].fill == "toself" and max(figure.data[0].y) == 4
+
+
+def test_a_lost_loss_is_said_where_the_line_ends() -> None:
+    figure = figures.training([trace("loss")], [MARK], lost_at=20)
+    assert "loss is NaN or infinite from step 20" in [note.text for note in figure.layout.annotations]
+
+
+def test_results_equal_to_the_exact_gemm_do_not_flatten_the_others() -> None:
+    site: dict[str, Any] = {"gemm": "fprop", "tensor": "output", "cast_name": "e4m3fn 1x128 current @ e4m3fn 128x128 current"}
+    shadow = trace("s", (28.0, 28.5, 28.2), reference="shadow", **site)
+    exact = trace("e", (138.0, 140.0, 139.0), reference="exact", **site)
+    figure = module_figures.sites([shadow, exact], "sqnr_db", ("fprop", "input"))
+    assert figure.layout.yaxis3.range[1] < 40
+    assert any("off the scale" in note.text for note in figure.layout.annotations)
+    normal = trace("e", (55.0, 55.0, 55.0), reference="exact", **site)
+    assert module_figures.sites([shadow, normal], "sqnr_db", ("fprop", "input")).layout.yaxis3.range[1] > 55
