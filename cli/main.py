@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -73,7 +74,8 @@ def main(args: list[str] | None = None) -> None:
 def status(args: list[str]) -> int:
     """Run the command line; return its exit code."""
     try:
-        code = cli.main(args, prog_name="fp8debug", standalone_mode=False)
+        plain: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
+        code = cli.main(args, prog_name="fp8debug", standalone_mode=False, **plain)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except RunError as error:

@@ -96,6 +96,15 @@ def test_a_lasting_slight_clipping_is_a_warning(tmp_path: Path) -> None:
     assert [(f.code, f.severity) for f in findings] == [("F101", Severity.WARNING)]
 
 
+@pytest.mark.parametrize("factor", [0.5, 240 / 448, 0.9, 1.1, 448 / 240, 2.0])
+def test_a_scale_that_is_off_by_any_factor(tmp_path: Path, factor: float) -> None:
+    """Below 1 the maxima of all blocks lie beyond the maximum by the recorded scale; that is not F104's clipping."""
+    maxima = {"num_saturated": share(0.012), "headroom": 1 / factor} if factor < 1 else {}
+    overrides = [Override(**{**INPUT, "reference": "operand"}, slots={"gain": factor, **maxima})]
+    findings = triage(build(tmp_path / "run", overrides=overrides))
+    assert [(f.code, f.module) for f in findings] == [("F113", CULPRIT)]
+
+
 def test_e5m2_by_its_noise_alone(tmp_path: Path) -> None:
     findings = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots={"sqnr_db": 25.5})]))
     assert [(f.code, f.message) for f in findings] == [
