@@ -39,8 +39,8 @@ class StaleScaleSaturation(Rule):
           a step clips the maximum alone).
         - max_rate_once 0.25: the share that counts at a single sampled step. No published basis: a Gaussian tensor
           whose amax doubles in one step clips 2.4 %, one whose amax grows fourfold 26 %.
-        - early_headroom 8: headroom that counts, with that share, even during the warm-up. No published basis: weights
-          that start at zero double from step 1 to step 2.
+        - early_headroom 8: headroom that counts, with that share, even during the warm-up and in a grad_output, which
+          one bad batch may multiply. No published basis: weights that start at zero double from step 1 to step 2.
         - warn_rate 0.001: share that is a warning when it lasts; numerics.md, 4 (warn above 0.1 %).
         - min_headroom 1.25: below, clipping costs little more than the rounding error 1/17 of E4M3. No published
           basis.
@@ -75,16 +75,16 @@ class StaleScaleSaturation(Rule):
         )
         for trace in traces(run, bad, ["overflow_rate", "headroom"]):
             severe = trace.where(above("overflow_rate", self.max_rate))
-            once = trace.where(self._is_overwhelming(trace.start))
+            once = trace.where(self._is_overwhelming(trace))
             if once is not None or (severe is not None and severe.lasting(self.min_steps, self.warmup)):
                 yield self._finding(severe or trace, Severity.ERROR, self.max_rate)
             elif trace.lasting(self.warn_steps, self.warmup):
                 yield self._finding(trace, Severity.WARNING, self.warn_rate)
 
-    def _is_overwhelming(self, start: int) -> Callable[[dict[str, Any]], bool]:
+    def _is_overwhelming(self, trace: Trace) -> Callable[[dict[str, Any]], bool]:
         def holds(row: dict[str, Any]) -> bool:
-            is_settled = row["step"] >= start + self.warmup
-            is_far = row["step"] >= start + self.min_steps and row["headroom"] > self.early_headroom
+            is_settled = row["step"] >= trace.start + self.warmup and trace.tensor != "grad_output"
+            is_far = row["step"] >= trace.start + self.min_steps and row["headroom"] > self.early_headroom
             return bool(row["overflow_rate"] > self.max_rate_once and (is_settled or is_far))
 
         return holds

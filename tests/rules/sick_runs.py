@@ -67,6 +67,12 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "recipe": "tensorwise_delayed",
             "overrides": [Override(steps=(50, 51), slots={"num_saturated": share(0.03), "headroom": 2.0})],
         },
+        "the gradient of one bad batch": {
+            "recipe": "tensorwise_delayed",
+            "overrides": [
+                Override(tensor="grad_output", steps=(50, 51), slots={"num_saturated": share(0.3), "headroom": 5.0})
+            ],
+        },
         "weights that grow from zero": {
             "recipe": "tensorwise_delayed",
             "every": 1,
