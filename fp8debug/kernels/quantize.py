@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.triton_launch import Job, Statistics, empty_statistics, new_outputs, run
+from fp8debug.kernels.triton_launch import Job, Statistics, empty_statistics, new_outputs, run, separate
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -31,8 +31,15 @@ def _quantize(
 ) -> list[Tensor]:
     casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
     jobs = [Job(cast, out, statistics, scale_inv) for cast, out in casts]
-    outputs, found = run(x, jobs, histogram)
-    return [tensor for pair in outputs for tensor in pair] + list(found or ())
+    if len(jobs) == 1 or not separate(jobs):
+        outputs, found = run(x, jobs, histogram)
+        return [tensor for pair in outputs for tensor in pair] + list(found or ())
+    both = empty_statistics(x, 2, histogram) if statistics else None
+    outputs = []
+    for i, job in enumerate(jobs):
+        part = Statistics(*(t[i : i + 1] for t in both[:4]), both.log2_hist) if both else None
+        outputs += run(x, [job], histogram and i == 0, part)[0]
+    return [tensor for pair in outputs for tensor in pair] + list(both or ())
 
 
 @_quantize.register_fake

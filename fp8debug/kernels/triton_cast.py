@@ -144,8 +144,8 @@ def observed(x, d, v, SAFE: tl.constexpr):
         valid = is_finite(x) & is_finite(y)
         made = (is_finite(x) & (is_finite(y) == 0)).to(tl.int32)
         x64 = tl.where(valid, x, 0.0).to(tl.float64)
-        e64 = tl.where(valid, y, 0.0).to(tl.float64) - x64
-        return x64, x64 + e64, e64, made
+        y64 = tl.where(valid, y, 0.0).to(tl.float64)
+        return x64, y64, y64 - x64, made
     else:
         return x, y, y - x, bits_of(x) * 0
 
@@ -156,29 +156,44 @@ def dot4(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def log2_sum(scale_inv):
-    """log2 of FP32: the exponent exactly, plus the mantissa's logarithm."""
+def log2_parts(scale_inv):
+    """Return log2 of FP32 as its exponent, exact, and its mantissa's logarithm."""
     tiny = scale_inv < 1.1754943508222875e-38
     bits = bits_of(tl.where(tiny, scale_inv * 16777216.0, scale_inv))
     exponent = (bits >> 23) - tl.where(tiny, 151, 127)
-    mantissa = float_of((bits & 0x7FFFFF) | 0x3F800000)
-    return exponent.to(tl.float64) + tl.log2(mantissa).to(tl.float64)
+    return exponent, tl.log2(float_of((bits & 0x7FFFFF) | 0x3F800000))
 
 
 @triton.jit
-def empty_cast(R: tl.constexpr, L: tl.constexpr, block):
-    """Accumulators of one cast before the first tile; ``block`` gives the shape of what is kept per block."""
+def empty_cast(R: tl.constexpr, L: tl.constexpr):
+    """Accumulators of one cast before the first tile, one number per thread each."""
     lane = tl.zeros([L, R], tl.int32)
     wide = tl.zeros([L, R], tl.float64)
-    zero = block * 0.0
-    none = (block * 0.0).to(tl.int32)
+    real = tl.zeros([L, R], tl.float32)
     return (
         wide, wide, wide, wide, wide, wide,  # x, x^2, y^2, xy, err, err^2
-        tl.zeros([L, R], tl.float32), lane, lane, lane, lane,  # max err, nonzero codes, normal codes, saturated, made
-        none, none, zero.to(tl.float64),  # zero blocks, eps blocks, sum of log2
-        zero + INF, zero - INF, zero - INF,  # scale_inv min, max, largest scaled magnitude
-        zero - INF, zero, zero + 1.0, zero + INF,  # nmse, (amax, amin) of the widest block, smallest amax > 0
+        real, lane, lane, lane, lane,  # max err, nonzero codes, normal codes, saturated, made
+        lane, lane, lane, real,  # zero blocks, eps blocks, log2 of scale_inv: exponents and mantissas
+        real - INF, real - INF, wide, real + INF,  # scaled magnitude, nmse, amax / amin, smallest amax > 0
     )  # fmt: skip
+
+
+@triton.jit
+def folded(v, KIND: tl.constexpr, OP: tl.constexpr):
+    """Fold what a cast keeps per block to ``[L, R]`` or what broadcasts to it.
+
+    A block that several threads hold counts in each of them: sums are divided by that number at the end.
+    """
+    if KIND == KIND_COLUMN:
+        v = over(over(v, 6, OP), 5, OP)
+        v = tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2], v.shape[3], v.shape[4]))
+    v = within(v, OP)
+    if OP == 0:
+        return tl.sum(v, axis=2)
+    elif OP == 1:
+        return tl.max(v, axis=2)
+    else:
+        return tl.min(v, axis=2)
 
 
 @triton.jit
@@ -198,7 +213,14 @@ def codes(x0, x1, x2, x3, s0, s1, s2, s3, E5M2: tl.constexpr, NATIVE: tl.constex
     if NATIVE and not SAFE:
         return pack(x0 * s0, x1 * s1, x2 * s2, x3 * s3, E5M2, NATIVE)
     else:
-        return pack(x0 * s0, x1 * s1, x2 * s2, x3 * s3, E5M2, False)
+        return pack(scaled(x0, s0), scaled(x1, s1), scaled(x2, s2), scaled(x3, s3), E5M2, False)
+
+
+@triton.jit
+def scaled(x, s):
+    """x * s, Inf only where x is: a finite x that overflows saturates."""
+    v = x * s
+    return tl.where(is_finite(x), tl.maximum(tl.minimum(v, FLOAT32_MAX), -FLOAT32_MAX), v)
 
 
 @triton.jit
@@ -225,8 +247,8 @@ def add_tile(
     """Add one tile's share to the accumulators of a cast."""
     kind: tl.constexpr = SPEC[0]
     e5m2: tl.constexpr = SPEC[2]
-    (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks, sum_log2,
-     inv_min, inv_max, head, nmse, wide_max, wide_min, small) = acc  # fmt: skip
+    (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
+     log2_exponent, log2_mantissa, head, nmse, wide, small) = acc  # fmt: skip
     d0, d1, d2, d3 = unpack(word, e5m2, NATIVE and not SAFE)
     a0, y0, e0, m0 = observed(x0, d0, v0, SAFE)
     a1, y1, e1, m1 = observed(x1, d1, v1, SAFE)
@@ -238,7 +260,8 @@ def add_tile(
     sx2 += tl.sum(signal, axis=2).to(tl.float64)
     se2 += tl.sum(noise, axis=2).to(tl.float64)
     sy2 += tl.sum(within(dot4(y0, y1, y2, y3, y0, y1, y2, y3), 0), axis=2).to(tl.float64)
-    sxy += tl.sum(within(dot4(a0, a1, a2, a3, y0, y1, y2, y3), 0), axis=2).to(tl.float64)
+    if SAFE or SPEC[1] == FROM_SCALE_INV:  # elsewhere y is close to x, and xy = (x^2 + y^2 - err^2) / 2 loses nothing
+        sxy += tl.sum(within(dot4(a0, a1, a2, a3, y0, y1, y2, y3), 0), axis=2).to(tl.float64)
     se += tl.sum(within((e0 + e1) + (e2 + e3), 0), axis=2).to(tl.float64)
     largest = tl.maximum(tl.maximum(tl.abs(e0), tl.abs(e1)), tl.maximum(tl.abs(e2), tl.abs(e3)))
     emax = tl.maximum(emax, tl.max(within(largest, 1), axis=2).to(tl.float32))
@@ -247,8 +270,8 @@ def add_tile(
     # Counts on four codes at once: bit 7 of (code + 0x7f) says nonzero, of (code + 0x78 or 0x7c) says normal.
     m = word & 0x7F7F7F7F
     nonzero = ((m + 0x7F7F7F7F) >> 7) & 0x01010101
-    normal = ((m + (0x7C7C7C7C if e5m2 else 0x78787878)) >> 7) & 0x01010101
-    nibbles = within(nonzero | (normal << 4), 0)  # at most 8 words: a nibble counts to 15
+    normal = ((m + (0x7C7C7C7C if e5m2 else 0x78787878)) >> 3) & 0x10101010
+    nibbles = within(nonzero | normal, 0)  # at most 8 words: a nibble counts to 15
     num_codes += tl.sum(((nibbles & 0x0F0F0F0F) * 0x01010101) >> 24, axis=2)
     num_normal += tl.sum((((nibbles >> 4) & 0x0F0F0F0F) * 0x01010101) >> 24, axis=2)
     if SPEC[6]:
@@ -263,49 +286,59 @@ def add_tile(
             block_signal = per_block(a0 * a0, a1 * a1, a2 * a2, a3 * a3, kind, 0)
             block_noise = per_block(e0 * e0, e1 * e1, e2 * e2, e3 * e3, kind, 0)
         something = amax > 0.0
-        zero_blocks += (amax == 0.0).to(tl.int32)
-        eps_blocks += lifted.to(tl.int32)
-        sum_log2 += tl.where(something, log2_sum(scale_inv), 0.0)
-        inv_min = tl.minimum(inv_min, tl.where(something, scale_inv, INF))
-        inv_max = tl.maximum(inv_max, tl.where(something, scale_inv, -INF))
-        head = tl.maximum(head, tl.where(something, tl.div_rn(amax, scale_inv), -INF))
+        zero_blocks += folded((amax == 0.0).to(tl.int32), kind, 0)
+        eps_blocks += folded(lifted.to(tl.int32), kind, 0)
+        # A zero block adds nothing: its scale_inv is 1 (else it is masked), its other values are 0.
+        exponent, mantissa = log2_parts(scale_inv)
+        if SPEC[1] == FROM_SCALE_INV:
+            exponent, mantissa = tl.where(something, exponent, 0), tl.where(something, mantissa, 0.0)
+        log2_exponent += folded(exponent, kind, 0)
+        log2_mantissa += folded(mantissa, kind, 0)
+        head = tl.maximum(head, folded(tl.div_rn(amax, scale_inv), kind, 1))
+        span = tl.div_rn(amax, tl.where(something, amin, 1.0)).to(tl.float64)
         if SAFE:
+            span = amax.to(tl.float64) / tl.where(something, amin, 1.0).to(tl.float64)
             ratio = (block_noise / tl.where(block_signal == 0.0, 1.0, block_signal)).to(tl.float32)
+            ratio = tl.where(block_signal == 0.0, -INF, ratio)
         else:
-            ratio = block_noise / tl.where(block_signal == 0.0, 1.0, block_signal)
-        nmse = tl.maximum(nmse, tl.where(block_signal == 0.0, -INF, ratio))
-        # The widest block by cross-multiplication: products of two FP32 are exact in FP64.
-        wider = amax.to(tl.float64) * wide_min.to(tl.float64) > wide_max.to(tl.float64) * amin.to(tl.float64)
-        wider = wider & something
-        wide_max = tl.where(wider, amax, wide_max)
-        wide_min = tl.where(wider, amin, wide_min)
-        small = tl.minimum(small, tl.where(something, amax, INF))
-    return (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks, sum_log2,
-            inv_min, inv_max, head, nmse, wide_max, wide_min, small)  # fmt: skip
+            ratio = block_noise / tl.maximum(block_signal, 1.0e-37)
+        nmse = tl.maximum(nmse, folded(ratio, kind, 1))
+        wide = tl.maximum(wide, folded(span, kind, 1))
+        small = tl.minimum(small, folded(tl.where(something, amax, INF), kind, 2))
+    return (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
+     log2_exponent, log2_mantissa, head, nmse, wide, small)  # fmt: skip
 
 
 @triton.jit
-def save_cast(at, acc, wide_kind: tl.constexpr):
-    """Reduce a program's accumulators and store them at ``at`` in the order that triton_statistics reads."""
-    (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks, sum_log2,
-     inv_min, inv_max, head, nmse, wide_max, wide_min, small) = acc  # fmt: skip
-    tl.store(at + 3, tl.sum(num_made).to(tl.float64))
-    tl.store(at + 4, tl.sum(num_codes).to(tl.float64))
-    tl.store(at + 5, tl.sum(num_normal).to(tl.float64))
-    tl.store(at + 6, tl.sum(num_sat).to(tl.float64))
-    tl.store(at + 9, tl.sum(sx))
-    tl.store(at + 10, tl.sum(sx2))
-    tl.store(at + 11, tl.sum(sy2))
-    tl.store(at + 12, tl.sum(sxy))
-    tl.store(at + 13, tl.sum(se))
-    tl.store(at + 14, tl.sum(se2))
-    tl.store(at + 17, tl.max(emax).to(tl.float64))
-    if wide_kind:
-        tl.store(at + 7, tl.sum(zero_blocks).to(tl.float64))
-        tl.store(at + 8, tl.sum(eps_blocks).to(tl.float64))
-        tl.store(at + 15, tl.sum(sum_log2))
-        tl.store(at + 18, tl.max(inv_max).to(tl.float64))
-        tl.store(at + 19, tl.max(head).to(tl.float64))
-        tl.store(at + 20, tl.max(nmse).to(tl.float64))
-        tl.store(at + 21, tl.max(wide_max.to(tl.float64) / wide_min.to(tl.float64)))
-        tl.store(at + 25, tl.min(inv_min).to(tl.float64))
+def stack8(v0, v1, v2, v3, v4, v5, v6, v7):
+    """Eight ``[L, R]`` -> ``[L * R, 8]``."""
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.reshape(tl.join(even, odd), (v0.shape[0] * v0.shape[1], 8))
+
+
+@triton.jit
+def summary(amax, amin, zeros, nans, infs, acc, KIND: tl.constexpr):
+    """Reduce a program's accumulators in one go: FP64 sums ``[8]`` twice, then maxima ``[8]`` (minima negated)."""
+    (sx, sx2, sy2, sxy, se, se2, emax, num_codes, num_normal, num_sat, num_made, zero_blocks, eps_blocks,
+     log2_exponent, log2_mantissa, head, nmse, wide, small) = acc  # fmt: skip
+    f64: tl.constexpr = tl.float64
+    threads: tl.constexpr = amax.shape[0] * amax.shape[1]
+    copies: tl.constexpr = amax.shape[0] if KIND == KIND_ROW else amax.shape[1] if KIND == KIND_COLUMN else threads
+    part: tl.constexpr = 1.0 / copies  # a power of two
+    sum_log2 = (log2_exponent.to(f64) + log2_mantissa.to(f64)) * part
+    counts = stack8(zeros.to(f64), nans.to(f64), infs.to(f64), num_made.to(f64), num_codes.to(f64), num_normal.to(f64),
+                    num_sat.to(f64), zero_blocks.to(f64) * part)  # fmt: skip
+    sums = stack8(eps_blocks.to(f64) * part, sx, sx2, sy2, sxy, se, se2, sum_log2)
+    bits = ((amin + 1) >> 1).to(tl.int32, bitcast=True)
+    least = tl.where(bits == 0, INF, float_of(bits)).to(f64)
+    top = tl.where(amax >= 0x7F800000, INF, float_of(amax)).to(f64)  # a maximum would lose a NaN
+    most = stack8(top, emax.to(f64), top, head.to(f64), nmse.to(f64), wide, -small.to(f64), -least)
+    return tl.sum(counts, axis=0), tl.sum(sums, axis=0), tl.max(most, axis=0)
+
+
+@triton.jit
+def one_of(values, index: tl.constexpr):
+    """Return ``values[index]`` of eight as a scalar; NaN becomes Inf."""
+    values = tl.where(values == values, values, float("inf"))
+    return tl.max(tl.where(tl.arange(0, 8) == index, values, float("-inf")), axis=0)

@@ -23,6 +23,7 @@ LOAD_BF16 = tl.constexpr(0)
 LOAD_FP16 = tl.constexpr(1)
 LOAD_FP32 = tl.constexpr(2)
 LOAD_SCATTERED = tl.constexpr(3)  # any dtype, stride and width: four masked loads
+LOAD_TRANSPOSED = tl.constexpr(4)  # the same of the transposed tensor: a quad is four rows of one column
 
 ROUND_NONE = tl.constexpr(0)
 ROUND_POW2_CEIL = tl.constexpr(1)
@@ -50,6 +51,51 @@ _UNPACK_E5M2 = tl.constexpr(
 )
 
 
+def _extremes(words: int) -> str:
+    """PTX for the extremes of BF16 words: doubling a word drops its signs, then maxima, minima and zeros go two at a time."""
+    lines = ["{ .reg .b32 t, u, m, n, z, a, b, one, ones; mov.u32 one, 0x00010001; mov.u32 ones, 0xFFFFFFFF;"]
+    lines.append(" mov.u32 m, 0; mov.u32 n, ones; mov.u32 z, 0;")
+    for i in range(words):
+        lines.append(f" add.u16x2 t, ${3 + i}, ${3 + i}; max.u16x2 m, m, t; add.u16x2 u, t, ones; min.u16x2 n, n, u;")
+        lines.append(" min.u16x2 t, t, one; add.u32 z, z, t;")
+    lines.append(" and.b32 a, m, 0xFFFF; shr.u32 b, m, 16; max.u32 a, a, b; shl.b32 $0, a, 15;")  # bits of amax
+    lines.append(" and.b32 a, n, 0xFFFF; shr.u32 b, n, 16; min.u32 a, a, b; add.u32 a, a, 1; shl.b32 a, a, 16;")
+    lines.append(" sub.u32 $1, a, 1;")  # amin's key
+    lines.append(f" and.b32 a, z, 0xFFFF; shr.u32 b, z, 16; add.u32 a, a, b; sub.u32 $2, {2 * words}, a; }}")  # zeros
+    return "".join(lines)
+
+
+_EXTREMES = tl.constexpr(_extremes(16))
+
+
+@triton.jit
+def split8(v, L: tl.constexpr, R: tl.constexpr, J: tl.constexpr):
+    """``[L, R, J, 4, 2]`` -> eight ``[L, R, J]``."""
+    a, b = tl.split(v)
+    a0, a1 = tl.split(tl.reshape(a, (L, R, J, 2, 2)))
+    b0, b1 = tl.split(tl.reshape(b, (L, R, J, 2, 2)))
+    a00, a01 = tl.split(a0)
+    a10, a11 = tl.split(a1)
+    b00, b01 = tl.split(b0)
+    b10, b11 = tl.split(b1)
+    return a00, a01, a10, a11, b00, b01, b10, b11
+
+
+@triton.jit
+def packed_extremes(low, high, L: tl.constexpr, R: tl.constexpr, J: tl.constexpr):
+    """Return (bits of amax, amin's key, number of zeros) of each thread's 32 BF16 values, ``[L, R, J]``."""
+    w0, w1, w2, w3, w4, w5, w6, w7 = split8(low, L, R, J)
+    v0, v1, v2, v3, v4, v5, v6, v7 = split8(high, L, R, J)
+    return tl.inline_asm_elementwise(
+        _EXTREMES,
+        "=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [w0, w1, w2, w3, w4, w5, w6, w7, v0, v1, v2, v3, v4, v5, v6, v7],
+        dtype=(tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
 @triton.jit
 def bits_of(x):
     return x.to(tl.int32, bitcast=True)
@@ -61,18 +107,31 @@ def float_of(bits):
 
 
 @triton.jit
-def load_quad(ptr, row, quad, stride, rows, columns, LOAD: tl.constexpr, EVEN: tl.constexpr):
+def hidden(v):
+    """The same integers, of which Triton knows nothing; on the GPU only."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def load_quad(ptr, row, quad, stride, rows, columns, LOAD: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr):
     """Load quads (row, quad) as four FP32 tensors, 0 outside the tensor.
 
-    ``stride`` is the row's: in 8-byte words, in elements for LOAD_SCATTERED.
+    ``stride`` is the row's: in 8-byte words, in elements for LOAD_SCATTERED. Also returns the raw words of a 16-bit quad.
     """
-    if LOAD == LOAD_SCATTERED:
+    if LOAD == LOAD_SCATTERED or LOAD == LOAD_TRANSPOSED:
         inside = row < rows
-        at = ptr + row.to(tl.int64) * stride + quad * 4
+        if LOAD == LOAD_TRANSPOSED:
+            # Hidden, or Triton would give each thread eight columns, and each column's scale to all threads.
+            at = ptr + (hidden(row) if NATIVE else row) + (quad * 4).to(tl.int64) * stride
+            step = stride
+        else:
+            at = ptr + row.to(tl.int64) * stride + quad * 4
+            step = 1
         x0 = load_one(at, inside & (quad * 4 < columns))
-        x1 = load_one(at + 1, inside & (quad * 4 + 1 < columns))
-        x2 = load_one(at + 2, inside & (quad * 4 + 2 < columns))
-        x3 = load_one(at + 3, inside & (quad * 4 + 3 < columns))
+        x1 = load_one(at + step, inside & (quad * 4 + 1 < columns))
+        x2 = load_one(at + 2 * step, inside & (quad * 4 + 2 < columns))
+        x3 = load_one(at + 3 * step, inside & (quad * 4 + 3 < columns))
+        low, high = bits_of(x0), bits_of(x1)  # not used
     else:
         width: tl.constexpr = 2 if LOAD == LOAD_FP32 else 1
         at = ptr.to(tl.pointer_type(tl.int64)) + row.to(tl.int64) * stride + quad * width
@@ -92,7 +151,7 @@ def load_quad(ptr, row, quad, stride, rows, columns, LOAD: tl.constexpr, EVEN: t
         else:
             x0, x1 = half_of(low), half_of(low >> 16)
             x2, x3 = half_of(high), half_of(high >> 16)
-    return x0, x1, x2, x3
+    return x0, x1, x2, x3, low, high
 
 
 @triton.jit
@@ -187,7 +246,9 @@ def scale_of(amax, eps, margin, E5M2: tl.constexpr, ROUNDING: tl.constexpr):
         # A subnormal amax has exponent field 0, which the clamp takes in; see reference.scale_of.
         exponent = tl.minimum((15 if E5M2 else 8) + 127 - (bits_of(a) >> 23), 127)
         scale = float_of((exponent + 127) << 23)
-    scale = tl.where(zero, 1.0, scale * margin)
+    least = float_of(bits_of(scale) * 0 + 0x400000)  # 2^-127; Triton takes the number itself for FP64
+    scale = tl.maximum(tl.minimum(scale * margin, FLOAT32_MAX), least)
+    scale = tl.where(zero, 1.0, scale)
     return scale, tl.div_rn(scale * 0.0 + 1.0, scale), lifted
 
 

@@ -6,14 +6,14 @@ Nothing here reads a value back from the device.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8debug.formats import FORMATS, GRANULARITIES, block_shape
+from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED, block_shape
 from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
@@ -24,6 +24,8 @@ from fp8debug.recipes import Cast
 #: Programs per multiprocessor; each takes every n-th tile, so that partials stay few.
 PROGRAMS_PER_SM = int(os.environ.get("FP8DEBUG_PROGRAMS_PER_SM", "8"))
 MAX_CASTS = 3
+#: Registers by the number of casts with statistics; see docs/performance.md.
+REGISTERS = tuple(map(int, os.environ.get("FP8DEBUG_REGS", "80,128,168").split(",")))
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
 
@@ -102,6 +104,10 @@ NARROW = Tile(4, 1, 32, 4, 4)
 FLAT = Tile(4, 1, 8, 16, 4)
 
 
+#: Granularities whose blocks run down; alone they are worked on as their transposed twins of the transposed tensor.
+DOWN = ("128x1", "32x1", "columnwise")
+
+
 def tile_of(jobs: list[Job]) -> Tile:
     """Return the tile that holds every block of the jobs whole."""
     names = {job.cast.granularity for job in jobs}
@@ -114,9 +120,16 @@ def tile_of(jobs: list[Job]) -> Tile:
     return ACROSS
 
 
+def separate(jobs: list[Job]) -> bool:
+    """Return whether rows and columns are faster in two launches than from one read; see docs/performance.md."""
+    return jobs[1].cast.granularity in DOWN
+
+
 def together(first: str, second: str) -> bool:
     """Return whether casts of these granularities can share one tile, and so one launch."""
     small = {"1x32", "32x1"}
+    if (first in DOWN) != (second in DOWN):
+        return False
     whole = {"tensorwise", "rowwise", "columnwise"}
     return first == second or second in whole or first in whole or not ({first, second} & small)
 
@@ -137,6 +150,8 @@ class Grid(NamedTuple):
     """How a tensor ``[rows, columns]`` is cut and loaded."""
 
     x: Tensor
+    rows: int
+    columns: int
     stride: int
     tile: Tile
     num_tiles: int
@@ -147,8 +162,8 @@ class Grid(NamedTuple):
     even: bool
 
 
-def cut(x: Tensor, tile: Tile) -> Grid:
-    """Cut a tensor of any shape into tiles."""
+def cut(x: Tensor, tile: Tile, transposed: bool) -> Grid:
+    """Cut a tensor of any shape, or its transpose, into tiles."""
     x = x.detach()
     x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     if x.stride(1) != 1 and x.shape[1] > 1:
@@ -159,12 +174,14 @@ def cut(x: Tensor, tile: Tile) -> Grid:
     load = _LOADS[x.dtype] if aligned else common.LOAD_SCATTERED.value
     if aligned:
         stride //= 2 if x.dtype == torch.float32 else 4
+    if transposed:
+        rows, columns, stride, load = columns, rows, x.stride(0), common.LOAD_TRANSPOSED.value
     tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
     num_tiles = tile_rows * tile_columns
     per_sm = max(1, PROGRAMS_PER_SM * 4 // tile.warps)
     programs = max(1, min(num_tiles, num_sms(x.device) * per_sm))
     even = rows % tile.rows == 0 and columns % tile.columns == 0
-    return Grid(x, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
+    return Grid(x, rows, columns, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
 
 
 def _kind(cast: Cast) -> int:
@@ -179,7 +196,7 @@ def _kind(cast: Cast) -> int:
 def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
     """Return what the kernel reads a scale from, and SOURCE; amaxes of a tensor, its rows or columns are taken here."""
     x = grid.x
-    rows, columns = x.shape
+    rows, columns = grid.rows, grid.columns
     scale_inv = job.scale_inv
     if scale_inv is None and job.cast.scaling == "static":
         scale_inv = torch.full((1,), job.cast.scale_inv or 0.0, dtype=torch.float32, device=x.device)
@@ -193,7 +210,7 @@ def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
     t = grid.tile
     tt.amax_kernel[(grid.programs,)](
         x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, found, kind, t.j, t.h, t.r, t.lanes, grid.load,
-        grid.even, num_warps=t.warps,
+        grid.even, is_native(x.device), num_warps=t.warps,
     )  # fmt: skip
     if kind == tc.KIND_TENSOR.value:
         return found.amax().reshape(1), tc.FROM_AMAX.value
@@ -223,7 +240,9 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     return data, x.new_empty(grid, dtype=torch.float32)
 
 
-def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
+def run(
+    x: Tensor, jobs: list[Job], histogram: bool = False, into: Statistics | None = None
+) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
     """Quantize or describe a tensor under up to three casts in one read (two for casts that need an amax first).
 
     Returns:
@@ -236,9 +255,12 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         for _, scale_inv in outputs.values():
             scale_inv.fill_(1.0)
         return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
-    grid = cut(x, tile_of(jobs))
+    transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
+    if transposed:
+        jobs = [replace(j, cast=_turned(j.cast), out="rows" if j.out else "") for j in jobs]
+    grid = cut(x, tile_of(jobs), transposed)
     t, device = grid.tile, grid.x.device
-    rows, columns = grid.x.shape
+    rows, columns = grid.rows, grid.columns
     assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
     nothing = grid.x.new_empty(1, dtype=torch.float32)
     arguments: list[Any] = []
@@ -264,23 +286,48 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         specs.append((kind, source, e5m2, _ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
         memories.append(memory)
     native = is_native(device)
-    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 32, dtype=torch.float64)
+    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 24, dtype=torch.float64)
     counted = nothing
     if histogram:
         new = torch.empty if native else torch.zeros
         counted = new(grid.programs, 32 * HISTOGRAM_WARPS, dtype=torch.int32, device=device)
     words = rows % 4 == 0 if any(job.out == "columns" for job in jobs) else True
+    plain_kinds = (tc.KIND_NONE.value, tc.KIND_ROW.value, tc.KIND_TENSOR.value)
+    packed = native and t == ACROSS and grid.load == common.LOAD_BF16.value and all(s[0] in plain_kinds for s in specs)
     tt.tile_kernel[(grid.programs,)](
         grid.x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, partials, counted, *arguments, *specs, t.j,
         t.h, t.r, t.lanes, grid.load, grid.even, words and columns % 4 == 0, statistics, histogram, native,
-        num_warps=t.warps, enable_fp_fusion=False,
+        packed, num_warps=t.warps, enable_fp_fusion=False, maxnreg=_registers(t.warps, specs),
     )  # fmt: skip
     if not statistics:
         return list(outputs.values()), None
-    return list(outputs.values()), _reduce(grid, jobs, specs, arguments, memories, partials, counted, histogram)
+    found = into or _new_statistics(x, len(jobs), histogram)
+    _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
+    return list(outputs.values()), found
+
+
+def _registers(warps: int, specs: list[tuple[int, ...]]) -> int:
+    """Registers of a thread: the safe pass, which runs rarely, may spill for the fast one's occupancy."""
+    busy = sum(spec[5] for spec in specs)
+    return 65536 // (32 * warps) if warps > 4 else REGISTERS[min(busy, 2)]
+
+
+def _turned(cast: Cast) -> Cast:
+    return replace(cast, granularity=TRANSPOSED[cast.granularity])
+
+
+def _new_statistics(x: Tensor, n: int, histogram: bool) -> Statistics:
+    return Statistics(
+        x.new_empty(n, len(ts.COUNTS), dtype=torch.int64),
+        x.new_empty(n, len(ts.SUMS), dtype=torch.float64),
+        x.new_empty(n, len(ts.MAXIMA), dtype=torch.float32),
+        x.new_empty(n, len(ts.MINIMA), dtype=torch.float32),
+        x.new_empty(NUM_BINS if histogram else 0, dtype=torch.int64),
+    )
 
 
 def _reduce(
+    found: Statistics,
     grid: Grid,
     jobs: list[Job],
     specs: list[tuple[int, ...]],
@@ -289,18 +336,11 @@ def _reduce(
     partials: Tensor,
     counted: Tensor,
     histogram: bool,
-) -> Statistics:
+) -> None:
     """Launch the second stage."""
-    rows, columns = grid.x.shape
+    rows, columns = grid.rows, grid.columns
     t, n = grid.tile, len(jobs)
-    found = Statistics(
-        grid.x.new_empty(n, len(ts.COUNTS), dtype=torch.int64),
-        grid.x.new_empty(n, len(ts.SUMS), dtype=torch.float64),
-        grid.x.new_empty(n, len(ts.MAXIMA), dtype=torch.float32),
-        grid.x.new_empty(n, len(ts.MINIMA), dtype=torch.float32),
-        grid.x.new_empty(NUM_BINS if histogram else 0, dtype=torch.int64),
-    )
-    blocks, grids, epsilons, tops = [], [], [], []
+    blocks, grids, epsilons, tops, roundings, margins = [], [], [], [], [], []
     for job, spec in zip(jobs, specs, strict=False):
         block = block_shape(job.cast.granularity, rows, columns)
         blocks.append(-(-rows // block[0]) * -(-columns // block[1]))
@@ -309,18 +349,22 @@ def _reduce(
         grids.append(counted_blocks if spec[0] < tc.KIND_TENSOR.value else whole)
         epsilons.append(float(job.cast.amax_eps))
         tops.append(FORMATS[job.cast.format].max)
+        roundings.append(-1 if spec[1] == tc.FROM_SCALE_INV.value else spec[3])
+        margins.append(2.0**-job.cast.margin if job.cast.scaling == "delayed" else 1.0)
     pad = MAX_CASTS - n
     inverses = [arguments[5 * min(i, n - 1) + 1] for i in range(MAX_CASTS)]
+    for i, spec in enumerate(specs):
+        if spec[1] == tc.FROM_SCALE_INV.value:
+            inverses[i] = memories[i]
     padding = grid.num_tiles * t.rows * t.columns - rows * columns
-    ts.reduce_kernel[(n + histogram,)](
+    ts.reduce_kernel[(n + 8 * histogram,)](
         partials, counted, *found, grid.programs, n, rows * columns, padding, *inverses, *blocks, *[1] * pad, *grids,
-        *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, CHUNK=16 if common.INTERPRETED else 64, HIST=histogram,
-        num_warps=8,
+        *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, *roundings, *[0] * pad, *margins, *[1.0] * pad,
+        CHUNK=16 if common.INTERPRETED else 256, HIST=histogram, num_warps=8,
     )  # fmt: skip
     for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
         if spec[0] > tc.KIND_TENSOR.value:
             _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
-    return found
 
 
 def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:

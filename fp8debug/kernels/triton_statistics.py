@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""The second stage of the reduction: partials ``[programs, 3 casts, 32]`` to the slots of ``fp8debug.metrics``.
+"""The second stage of the reduction: partials ``[programs, 3 casts, 24]`` to the slots of ``fp8debug.metrics``.
 
 Columns of a partial, FP64, in which counts below 2^53 are exact:
 
     sums     0 zeros  1 NaN  2 Inf  3 made nonfinite  4 nonzero codes  5 normal codes  6 saturated  7 zero blocks
              8 eps blocks  9 x  10 x^2  11 y^2  12 xy  13 err  14 err^2  15 log2 of scale_inv
-    maxima  16 amax  17 abs err  18 scale_inv  19 scaled magnitude  20 block nmse  21 block amax / amin
-    minima  24 amin  25 scale_inv
+    maxima  16 amax  17 abs err  18 amax  19 scaled magnitude  20 block nmse  21 block amax / amin
+            22 minus the smallest block amax above 0  23 minus amin
 
 The tiles' padding counts as zeros; the host knows how much there is.
 """
@@ -17,12 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8debug.kernels.triton_cast import one_of
+from fp8debug.kernels.triton_common import FLOAT32_MAX, bits_of, float_of
 from fp8debug.kernels.triton_histogram import BINS, THREADS
 
 #: Slots of the results, in order: counts (int64), sums (FP64), maxima and minima (FP32).
 COUNTS = (
     *("numel", "num_zero", "num_nan", "num_inf", "num_actual_nonfinite", "num_underflow", "num_subnormal", "num_saturated"),
-    *("num_blocks", "num_zero_blocks", "num_eps_blocks"),
+    *("num_blocks", "num_zero_blocks", "num_eps_blocks", "num_tensors"),
 )
 SUMS = ("sum_x", "sum_x2", "sum_y2", "sum_xy", "sum_err", "sum_err2", "scale_inv_sum_log2")
 MAXIMA = ("amax", "max_abs_err", "scale_inv_max", "headroom", "worst_block_nmse", "max_block_range_log2")
@@ -35,20 +37,14 @@ def of_cast(cast, a, b, c):
 
 
 @triton.jit
-def at_column(values, index: tl.constexpr):
-    """Return ``values[index]`` as a scalar; the others are left out as minus infinity is of a maximum."""
-    return tl.max(tl.where(tl.arange(0, 32) == index, values, float("-inf")))
-
-
-@triton.jit
 def reduce_kernel(
     partials, histograms, counts, sums, maxima, minima, log2_hist, num_programs, num_casts, numel, padding, inv_a, inv_b,
-    inv_c, blocks_a, blocks_b, blocks_c, grid_a, grid_b, grid_c, eps_a, eps_b, eps_c, top_a, top_b, top_c,
-    CHUNK: tl.constexpr, HIST: tl.constexpr,
+    inv_c, blocks_a, blocks_b, blocks_c, grid_a, grid_b, grid_c, eps_a, eps_b, eps_c, top_a, top_b, top_c, rounding_a,
+    rounding_b, rounding_c, margin_a, margin_b, margin_c, CHUNK: tl.constexpr, HIST: tl.constexpr,
 ):  # fmt: skip
-    """Program c writes the slots of cast c; one more writes the histogram, without what is no exponent.
+    """Program c writes the slots of cast c; eight more write the histogram, without what is no exponent.
 
-    ``grid``: blocks counted by the tiles, padding included; 0 for one scale of the whole tensor under current scaling, -1
+    ``rounding``: of the scale, or -1 where a scale_inv is given. ``grid``: blocks counted by the tiles, padding included; 0 for one scale of the whole tensor under current scaling, -1
     under any other. ``top``: the format's max.
     """
     cast = tl.program_id(0)
@@ -58,45 +54,63 @@ def reduce_kernel(
         grid = of_cast(cast, grid_a, grid_b, grid_c)
         eps = of_cast(cast, eps_a, eps_b, eps_c)
         top = of_cast(cast, top_a, top_b, top_c)
+        rounding = of_cast(cast, rounding_a, rounding_b, rounding_c)
+        margin = of_cast(cast, margin_a, margin_b, margin_c)
         reduce_cast(partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps,
-                    top, CHUNK)  # fmt: skip
+                    top, rounding, margin, CHUNK)  # fmt: skip
     elif HIST:
-        reduce_histogram(partials, histograms, log2_hist, num_programs, CHUNK)
+        reduce_histogram(partials, histograms, log2_hist, num_programs, (cast - num_casts) * 8, CHUNK)
+
+
+@triton.jit
+def scale_inv_of(amax, inv, eps, top, rounding, margin):
+    """Return the scale_inv of a block of that amax; ``scale_of`` with everything known at run time only."""
+    a = tl.maximum(amax, eps)
+    scale = tl.minimum(tl.div_rn(top, a), FLOAT32_MAX)
+    ceil = float_of(bits_of(scale) & 0x7F800000)
+    exponent = tl.minimum(tl.where(top > 1000.0, 15, 8) + 127 - (bits_of(a) >> 23), 127)
+    scale = tl.where(rounding == 2, float_of((exponent + 127) << 23), tl.where(rounding == 1, ceil, scale))
+    return tl.where(rounding < 0, inv, tl.div_rn(inv * 0.0 + 1.0, scale * margin))
 
 
 @triton.jit
 def reduce_cast(
-    partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps, top,
-    CHUNK: tl.constexpr,
+    partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps, top, rounding,
+    margin, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, 32)
-    of = tl.expand_dims(column, 0)
-    total = tl.zeros([CHUNK, 32], tl.float64)
-    largest = total + float("-inf")
-    least = total + float("inf")
+    n8 = tl.expand_dims(tl.arange(0, 8), 0)
+    counted = tl.zeros([CHUNK, 8], tl.float64)
+    summed = tl.zeros([CHUNK, 8], tl.float64)
+    most = tl.full([CHUNK, 8], float("-inf"), tl.float64)
     for start in range(0, num_programs, CHUNK):
         program = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
         inside = program < num_programs
-        found = tl.load(partials + program * 96 + cast * 32 + of, inside, 0.0)
-        total += found
-        largest = tl.maximum(largest, tl.where(inside, found, float("-inf")))
-        least = tl.minimum(least, tl.where(inside, found, float("inf")))
-    s = tl.sum(total, axis=0)
-    big = tl.max(largest, axis=0)
-    small = tl.min(least, axis=0)
-    zeros = at_column(s, 0)
-    sx2 = at_column(s, 10)
-    se2 = at_column(s, 14)
-    zero_blocks = at_column(s, 7) - (grid - num_blocks)
-    eps_blocks = at_column(s, 8)
-    sum_log2 = at_column(s, 15)
-    amax = at_column(big, 16)
-    amin = at_column(small, 24)
-    inv_max = at_column(big, 18)
-    head = at_column(big, 19)
-    nmse = at_column(big, 20)
-    ratio = at_column(big, 21)
-    inv_min = at_column(small, 25)
+        at = partials + program * 72 + cast * 24 + n8
+        counted += tl.load(at, inside, 0.0)
+        summed += tl.load(at + 8, inside, 0.0)
+        most = tl.maximum(most, tl.load(at + 16, inside, float("-inf")))
+    s = tl.sum(counted, axis=0)
+    t = tl.sum(summed, axis=0)
+    big = tl.max(most, axis=0)
+    zeros = one_of(s, 0)
+    sx2 = one_of(t, 2)
+    se2 = one_of(t, 6)
+    zero_blocks = one_of(s, 7) - (grid - num_blocks)
+    eps_blocks = one_of(t, 0)
+    sum_log2 = one_of(t, 7)
+    amax = one_of(big, 0)
+    amin = -one_of(big, 7)
+    head = one_of(big, 3)
+    nmse = one_of(big, 4)
+    ratio = one_of(big, 5)
+    smallest = (-one_of(big, 6)).to(tl.float32)
+    none = smallest == float("inf")
+    inv_min = scale_inv_of(tl.where(none, 1.0, smallest), inv, eps, top, rounding, margin).to(tl.float64)
+    inv_max = scale_inv_of(tl.where(none, 1.0, amax).to(tl.float32), inv, eps, top, rounding, margin).to(tl.float64)
+    inv_min = tl.where(none, float("inf"), inv_min)
+    inv_max = tl.where(none, float("-inf"), inv_max)
+    head = tl.where(none, float("-inf"), head)
+    nmse = tl.where(none, float("-inf"), nmse)
     if grid <= 0:
         zero = amax == 0.0
         amax32 = amax.to(tl.float32)
@@ -108,28 +122,29 @@ def reduce_cast(
         inv_min = tl.where(zero, float("inf"), inv.to(tl.float64))
         head = tl.where(zero, float("-inf"), tl.div_rn(amax32, inv).to(tl.float64))
         nmse = tl.where(sx2 == 0.0, float("-inf"), se2 / tl.where(sx2 == 0.0, 1.0, sx2))
-        ratio = tl.where(zero, 0.0, amax / amin)
-    nonzero_codes = at_column(s, 4)
+        ratio = tl.where(zero, 0.0, amax / tl.where(zero, 1.0, amin))
+    nonzero_codes = one_of(s, 4)
     n = tl.arange(0, 16)
     c = tl.where(n == 0, numel.to(tl.float64), 0.0)
     c = tl.where(n == 1, zeros - padding, c)
-    c = tl.where(n == 2, at_column(s, 1), c)
-    c = tl.where(n == 3, at_column(s, 2), c)
-    c = tl.where(n == 4, at_column(s, 3), c)
+    c = tl.where(n == 2, one_of(s, 1), c)
+    c = tl.where(n == 3, one_of(s, 2), c)
+    c = tl.where(n == 4, one_of(s, 3), c)
     c = tl.where(n == 5, numel + padding - nonzero_codes - zeros, c)
-    c = tl.where(n == 6, nonzero_codes - at_column(s, 5), c)
-    c = tl.where(n == 7, at_column(s, 6), c)
+    c = tl.where(n == 6, nonzero_codes - one_of(s, 5), c)
+    c = tl.where(n == 7, one_of(s, 6), c)
     c = tl.where(n == 8, num_blocks, c)
     c = tl.where(n == 9, zero_blocks, c)
     c = tl.where(n == 10, eps_blocks, c)
-    tl.store(counts + cast * 11 + n, c.to(tl.int64), n < 11)
-    first_sum = (column >= 9) & (column < 15)
-    tl.store(sums + cast * 7 + column - 9, s, first_sum)
+    c = tl.where(n == 11, 1.0, c)
+    tl.store(counts + cast * 12 + n, c.to(tl.int64), n < 12)
+    of = tl.arange(0, 8)
+    tl.store(sums + cast * 7 + of - 1, t, (of > 0) & (of < 7))
     tl.store(sums + cast * 7 + 6, sum_log2)
     tl.store(maxima + cast * 6, amax.to(tl.float32))
-    tl.store(maxima + cast * 6 + 1, at_column(big, 17).to(tl.float32))
+    tl.store(maxima + cast * 6 + 1, one_of(big, 1).to(tl.float32))
     tl.store(maxima + cast * 6 + 2, inv_max.to(tl.float32))
-    tl.store(maxima + cast * 6 + 3, tl.div_rn(head.to(tl.float32), top))
+    tl.store(maxima + cast * 6 + 3, tl.minimum(tl.div_rn(head.to(tl.float32), top), FLOAT32_MAX))
     tl.store(maxima + cast * 6 + 4, nmse.to(tl.float32))
     widest = tl.math.log2(tl.where(ratio > 0.0, ratio, 1.0))
     tl.store(maxima + cast * 6 + 5, tl.where(ratio > 0.0, widest, float("-inf")).to(tl.float32))
@@ -138,19 +153,20 @@ def reduce_cast(
 
 
 @triton.jit
-def reduce_histogram(partials, histograms, log2_hist, num_programs, CHUNK: tl.constexpr):
-    bin = tl.expand_dims(tl.arange(0, THREADS), 0)
-    total = tl.zeros([CHUNK, THREADS], tl.int64)
-    column = tl.expand_dims(tl.arange(0, 32), 0)
-    strange = tl.zeros([CHUNK, 32], tl.float64)
+def reduce_histogram(partials, histograms, log2_hist, num_programs, first, CHUNK: tl.constexpr):
+    """Add up bins ``first`` to ``first + 7``, whose counts lie twice in a program's ``[THREADS]``."""
+    bin = first + tl.arange(0, 8)
+    n8 = tl.expand_dims(tl.arange(0, 8), 0)
+    total = tl.zeros([CHUNK, 8], tl.int64)
+    strange = tl.zeros([CHUNK, 8], tl.float64)
     for start in range(0, num_programs, CHUNK):
         program = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
         inside = program < num_programs
-        total += tl.load(histograms + program * THREADS + bin, inside, 0).to(tl.int64)
-        strange += tl.load(partials + program * 96 + column, inside, 0.0)
-    counted = tl.sum(tl.reshape(tl.sum(total, axis=0), (THREADS // BINS, BINS)), axis=0)
+        at = histograms + program * THREADS + first + n8
+        total += tl.load(at, inside, 0).to(tl.int64) + tl.load(at + BINS, inside, 0).to(tl.int64)
+        strange += tl.load(partials + program * 72 + n8, inside, 0.0)
+    counted = tl.sum(total, axis=0)
     s = tl.sum(strange, axis=0)
-    at = tl.arange(0, BINS)
-    counted -= tl.where(at == 0, at_column(s, 0), 0.0).to(tl.int64)
-    counted -= tl.where(at == BINS - 1, at_column(s, 1) + at_column(s, 2), 0.0).to(tl.int64)
-    tl.store(log2_hist + at, counted)
+    counted -= tl.where(bin == 0, one_of(s, 0), 0.0).to(tl.int64)
+    counted -= tl.where(bin == BINS - 1, one_of(s, 1) + one_of(s, 2), 0.0).to(tl.int64)
+    tl.store(log2_hist + bin, counted)

@@ -31,12 +31,24 @@ from fp8debug.kernels.triton_cast import (
     magnitudes,
     observed,
     per_block,
-    save_cast,
+    one_of,
     scales,
     spread4,
+    summary,
     within,
 )
-from fp8debug.kernels.triton_common import INF, bits_of, float_of, join4, load_quad, split4, unpack
+from fp8debug.kernels.triton_common import (
+    FLOAT32_MAX,
+    INF,
+    bits_of,
+    float_of,
+    hidden,
+    join4,
+    load_quad,
+    packed_extremes,
+    split4,
+    unpack,
+)
 from fp8debug.kernels.triton_histogram import THREADS, count_exponents, start_histogram, store_histogram
 
 # OUT: where the codes go.
@@ -44,16 +56,7 @@ OUT_NONE = tl.constexpr(0)
 OUT_ROWS = tl.constexpr(1)
 OUT_COLUMNS = tl.constexpr(2)  # stored transposed, [columns, rows]
 
-COLUMNS_OF_PARTIALS = tl.constexpr(32)
-
-
-@triton.jit
-def block_shape_of(x, KIND: tl.constexpr):
-    """Return zeros in the shape of what a cast keeps per block of a tile."""
-    if KIND == KIND_ROW or KIND == KIND_COLUMN or KIND == KIND_TILE:
-        return per_block(x, x, x, x, KIND, 1) * 0.0
-    else:
-        return tl.zeros([1, 1, 1, 1, 1], tl.float32)
+COLUMNS_OF_PARTIALS = tl.constexpr(24)
 
 
 @triton.jit
@@ -98,10 +101,18 @@ def store_columns(
 
 
 @triton.jit
-def store_scale_inv(out, inv, row, quad, tile_row, tile_column, rows, columns, KIND: tl.constexpr):
+def store_scale_inv(
+    out, inv, row, quad, tile_row, tile_column, rows, columns, KIND: tl.constexpr, L: tl.constexpr, NATIVE: tl.constexpr
+):
     """1 x n blocks are stored transposed, ``[column blocks, rows]``, as blockwise GEMMs read them."""
     if KIND == KIND_ROW:
-        tl.store(out + tile_column.to(tl.int64) * rows + row, inv, row < rows)
+        if NATIVE:
+            # An index that Triton cannot see through keeps inv in its layout; else inv is worked out again in another.
+            lane = tl.arange(0, L)[:, None, None, None, None]
+            at = hidden(row) + lane * 0
+            tl.store(out + tile_column.to(tl.int64) * rows + at, inv + lane.to(tl.float32) * 0.0, (at < rows) & (lane == 0))
+        else:
+            tl.store(out + tile_column.to(tl.int64) * rows + row, inv, row < rows)
     elif KIND == KIND_COLUMN:
         store_four(out + tile_row.to(tl.int64) * columns + quad * 4, inv, quad, columns)
     elif KIND == KIND_TILE:
@@ -162,9 +173,9 @@ def store_four(at, joined, quad, columns):
 
 @triton.jit
 def cast_tile(
-    acc, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, data, inv_out, memory, eps, margin, row, quad, tile_row,
+    acc, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data, inv_out, memory, eps, margin, row, quad, tile_row,
     tile_column, rows, columns, SPEC: tl.constexpr, J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-    WORDS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr,
+    WORDS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile under one cast, store what is asked, and return the accumulators."""
     kind: tl.constexpr = SPEC[0]
@@ -172,10 +183,16 @@ def cast_tile(
     amax = tl.zeros([1, 1, 1, 1, 1], tl.float32)
     amin = amax
     if kind == KIND_ROW or kind == KIND_COLUMN or kind == KIND_TILE:
-        amax = float_of(per_block(a0, a1, a2, a3, kind, 1))
-        if SPEC[5]:
-            key = per_block(k0, k1, k2, k3, kind, 2)
-            amin = float_of(((key + 1) >> 1).to(tl.int32, bitcast=True))
+        if PACKED:
+            amax = float_of(tl.max(row_amax, axis=0, keep_dims=True)[:, :, :, None, None])
+            if SPEC[5]:
+                key = tl.min(row_key, axis=0, keep_dims=True)[:, :, :, None, None]
+                amin = float_of(((key + 1) >> 1).to(tl.int32, bitcast=True))
+        else:
+            amax = float_of(per_block(a0, a1, a2, a3, kind, 1))
+            if SPEC[5]:
+                key = per_block(k0, k1, k2, k3, kind, 2)
+                amin = float_of(((key + 1) >> 1).to(tl.int32, bitcast=True))
     elif source == FROM_AMAX and kind == KIND_TENSOR:
         amax += tl.load(memory)
     elif source == FROM_AMAX and kind == KIND_ROWS:
@@ -196,7 +213,7 @@ def cast_tile(
             data, word, row, quad, tile_row, tile_column, rows, columns, rows // 4, J, H, R, L, WORDS
         )
     if SPEC[4] != OUT_NONE or kind >= KIND_TENSOR:
-        store_scale_inv(inv_out, inv, row, quad, tile_row, tile_column, rows, columns, kind)
+        store_scale_inv(inv_out, inv, row, quad, tile_row, tile_column, rows, columns, kind, L, NATIVE)
     if SPEC[5]:
         v0, v1, v2, v3 = spread4(inv, kind)
         acc = add_tile(
@@ -211,17 +228,23 @@ def cast_tile(
 
 
 @triton.jit
+def is_zero(x):
+    return (x == 0.0).to(tl.int32)
+
+
+@triton.jit
 def all_tiles(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, data_a, inv_a, mem_a, eps_a, margin_a, data_b, inv_b, mem_b,
     eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
     J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, STATS: tl.constexpr, HIST: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Do every tile of this program in the fast or the safe pass and return the accumulators."""
-    shape = tl.zeros([L, R, J, H, 2], tl.float32)
-    acc_a = empty_cast(R, L, block_shape_of(shape, A[0]))
-    acc_b = empty_cast(R, L, block_shape_of(shape, B[0]))
-    acc_c = empty_cast(R, L, block_shape_of(shape, C[0]))
+    FAST_WORDS: tl.constexpr = PACKED and not SAFE
+    acc_a = empty_cast(R, L)
+    acc_b = empty_cast(R, L)
+    acc_c = empty_cast(R, L)
     amax = tl.zeros([L, R], tl.int32)
     amin = tl.full([L, R], 0xFFFFFFFF, tl.uint32)
     zeros = tl.zeros([L, R], tl.int32)
@@ -236,18 +259,20 @@ def all_tiles(
         tile_column = tile % tile_columns
         row = tile_row * (J * R) + r * J + j
         quad = tile_column * (H * L * 2) + h * (L * 2) + at
-        x0, x1, x2, x3 = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN)
+        x0, x1, x2, x3, low, high = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN, NATIVE)
         a0, a1, a2, a3 = magnitudes(x0, x1, x2, x3, SAFE)
         k0, k1, k2, k3 = amin_key(a0), amin_key(a1), amin_key(a2), amin_key(a3)
-        amax = tl.maximum(
-            amax, tl.max(within(tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)), 1), axis=2)
-        )
+        if FAST_WORDS:
+            row_amax, row_key, zero = packed_extremes(low, high, L, R, J)
+            row_key = row_key.to(tl.uint32, bitcast=True)
+        else:
+            row_amax = within(tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)), 1)
+            row_key = within(tl.minimum(tl.minimum(k0, k1), tl.minimum(k2, k3)), 2)
+            zero = within(is_zero(x0) + is_zero(x1) + is_zero(x2) + is_zero(x3), 0)
+        amax = tl.maximum(amax, tl.max(row_amax, axis=2))
         if STATS:
-            least = tl.minimum(tl.minimum(k0, k1), tl.minimum(k2, k3))
-            amin = tl.minimum(amin, tl.min(within(least, 2), axis=2))
-            zero = (x0 == 0.0).to(tl.int32) + (x1 == 0.0).to(tl.int32)
-            zero += (x2 == 0.0).to(tl.int32) + (x3 == 0.0).to(tl.int32)
-            zeros += tl.sum(within(zero, 0), axis=2)
+            amin = tl.minimum(amin, tl.min(row_key, axis=2))
+            zeros += tl.sum(zero, axis=2)
             if SAFE:
                 nan = (x0 != x0).to(tl.int32) + (x1 != x1).to(tl.int32) + (x2 != x2).to(tl.int32)
                 nans += tl.sum(within(nan + (x3 != x3).to(tl.int32), 0), axis=2)
@@ -258,38 +283,54 @@ def all_tiles(
             count_exponents(histogram, x0, x1, x2, x3, NATIVE)
         if A[0] != KIND_NONE:
             acc_a = cast_tile(
-                acc_a, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, data_a, inv_a, mem_a, eps_a, margin_a, row, quad,
-                tile_row, tile_column, rows, columns, A, J, H, R, L, WORDS, EVEN, NATIVE, SAFE,
+                acc_a, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_a, inv_a, mem_a, eps_a, margin_a, row, quad,
+                tile_row, tile_column, rows, columns, A, J, H, R, L, WORDS, EVEN, NATIVE,
+                SAFE, FAST_WORDS,
             )  # fmt: skip
         if B[0] != KIND_NONE:
             acc_b = cast_tile(
-                acc_b, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, data_b, inv_b, mem_b, eps_b, margin_b, row, quad,
-                tile_row, tile_column, rows, columns, B, J, H, R, L, WORDS, EVEN, NATIVE, SAFE,
+                acc_b, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_b, inv_b, mem_b, eps_b, margin_b, row, quad,
+                tile_row, tile_column, rows, columns, B, J, H, R, L, WORDS, EVEN, NATIVE,
+                SAFE, FAST_WORDS,
             )  # fmt: skip
         if C[0] != KIND_NONE:
             acc_c = cast_tile(
-                acc_c, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, data_c, inv_c, mem_c, eps_c, margin_c, row, quad,
-                tile_row, tile_column, rows, columns, C, J, H, R, L, WORDS, EVEN, NATIVE, SAFE,
+                acc_c, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_c, inv_c, mem_c, eps_c, margin_c, row, quad,
+                tile_row, tile_column, rows, columns, C, J, H, R, L, WORDS, EVEN, NATIVE,
+                SAFE, FAST_WORDS,
             )  # fmt: skip
     return amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c
 
 
 @triton.jit
-def beyond_fast(amax, acc, memory, SPEC: tl.constexpr):
+def beyond_fast(sums, most, memory, SPEC: tl.constexpr):
     """Say whether the fast pass of one cast left the range in which it is exact."""
-    bad = amax < 0.0
+    amax = one_of(most, 0)
+    bad = (amax < INF) == 0
     if SPEC[1] == FROM_SCALE_INV:
         # x * scale may be Inf, y may be Inf, and y^2 may be below what FP32 holds.
         inv = tl.load(memory)
-        bad = (amax / inv > 1.0e30) | (inv < 8.8817841970012523e-16) | (inv > SAFE_ABOVE)
+        bad = bad | (amax / inv > 1.0e30) | (inv < 8.8817841970012523e-16) | (inv > SAFE_ABOVE)
     if SPEC[5]:
-        emax = tl.max(acc[6])
-        bad = bad | (emax > SAFE_ABOVE) | ((emax > 0.0) & (emax < SAFE_BELOW * 0.0625))
-        if SPEC[1] == FROM_TILE or SPEC[0] == KIND_ROW or SPEC[0] == KIND_COLUMN or SPEC[0] == KIND_TILE:
-            bad = bad | (tl.min(acc[20]) < SAFE_BELOW)
+        emax = one_of(most, 1)
+        bad = bad | ((amax < SAFE_ABOVE) == 0) | (emax > SAFE_ABOVE) | ((emax > 0.0) & (emax < SAFE_BELOW * 0.0625))
+        if SPEC[0] < KIND_TENSOR:
+            bad = bad | (one_of(most, 6) > -SAFE_BELOW) | (one_of(most, 5) > FLOAT32_MAX)
         else:
             bad = bad | ((amax > 0.0) & (amax < SAFE_BELOW))
+        if SPEC[1] != FROM_SCALE_INV:
+            bad = bad | (one_of(sums, 3) < 0.25 * one_of(sums, 2))
     return bad
+
+
+@triton.jit
+def save(at, counts, sums, most, derive):
+    """Store one cast's partials in the order that triton_statistics reads; ``derive``: xy from the squares."""
+    n = tl.arange(0, 8)
+    product = (one_of(sums, 2) + one_of(sums, 3) - one_of(sums, 6)) * 0.5
+    tl.store(at + n, counts)
+    tl.store(at + 8 + n, tl.where((n == 4) & derive, product, sums))
+    tl.store(at + 16 + n, most)
 
 
 @triton.jit
@@ -298,48 +339,44 @@ def tile_kernel(
     data_b, inv_b, mem_b, eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, A: tl.constexpr, B: tl.constexpr,
     C: tl.constexpr, J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr, STATS: tl.constexpr, HIST: tl.constexpr, NATIVE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """x ``[rows, columns]`` -> data, scale_inv and partials ``[programs, 3 casts, 32]`` (FP64) of casts A, B, C."""
+    """x ``[rows, columns]`` -> data, scale_inv and partials ``[programs, 3 casts, 24]`` (FP64) of casts A, B, C."""
     histogram = histograms + tl.program_id(0) * THREADS
     start_histogram(HIST, NATIVE)
     amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c = all_tiles(
         x_ptr, stride, rows, columns, num_tiles, tile_columns, data_a, inv_a, mem_a, eps_a, margin_a, data_b, inv_b,
         mem_b, eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A, B, C, J, H, R, L, LOAD, EVEN, WORDS,
-        STATS, HIST, NATIVE, False,
+        STATS, HIST, NATIVE, False, PACKED,
     )  # fmt: skip
-    largest = float_of(tl.max(amax))
-    bad = (largest < INF) == 0
-    if STATS:
-        bad = (largest < SAFE_ABOVE) == 0
+    counts_a, sums_a, most_a = summary(amax, amin, zeros, nans, infs, acc_a, A[0])
+    counts_b, sums_b, most_b = summary(amax, amin, zeros, nans, infs, acc_b, B[0])
+    counts_c, sums_c, most_c = summary(amax, amin, zeros, nans, infs, acc_c, C[0])
+    bad = (one_of(most_a, 0) < INF) == 0
     if A[0] != KIND_NONE:
-        bad = bad | beyond_fast(largest, acc_a, mem_a, A)
+        bad = bad | beyond_fast(sums_a, most_a, mem_a, A)
     if B[0] != KIND_NONE:
-        bad = bad | beyond_fast(largest, acc_b, mem_b, B)
+        bad = bad | beyond_fast(sums_b, most_b, mem_b, B)
     if C[0] != KIND_NONE:
-        bad = bad | beyond_fast(largest, acc_c, mem_c, C)
+        bad = bad | beyond_fast(sums_c, most_c, mem_c, C)
     if bad:
         tl.debug_barrier()  # the safe pass writes the same addresses
         amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c = all_tiles(
             x_ptr, stride, rows, columns, num_tiles, tile_columns, data_a, inv_a, mem_a, eps_a, margin_a, data_b, inv_b,
             mem_b, eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A, B, C, J, H, R, L, LOAD, EVEN,
-            WORDS, STATS, False, NATIVE, True,
+            WORDS, STATS, False, NATIVE, True, PACKED,
         )  # fmt: skip
+        counts_a, sums_a, most_a = summary(amax, amin, zeros, nans, infs, acc_a, A[0])
+        counts_b, sums_b, most_b = summary(amax, amin, zeros, nans, infs, acc_b, B[0])
+        counts_c, sums_c, most_c = summary(amax, amin, zeros, nans, infs, acc_c, C[0])
     if STATS:
         at = partials + tl.program_id(0) * (3 * COLUMNS_OF_PARTIALS)
-        amin_bits = ((tl.min(amin) + 1) >> 1).to(tl.int32, bitcast=True)
-        for cast in tl.static_range(3):
-            to = at + cast * COLUMNS_OF_PARTIALS
-            tl.store(to + 0, tl.sum(zeros).to(tl.float64))
-            tl.store(to + 1, tl.sum(nans).to(tl.float64))
-            tl.store(to + 2, tl.sum(infs).to(tl.float64))
-            tl.store(to + 16, float_of(tl.max(amax)).to(tl.float64))
-            tl.store(to + 24, tl.where(amin_bits == 0, INF, float_of(amin_bits)).to(tl.float64))
-        if A[5]:
-            save_cast(at, acc_a, A[0] < KIND_TENSOR)
+        ok = bad == 0
+        save(at, counts_a, sums_a, most_a, ok & (A[1] != FROM_SCALE_INV))
         if B[5]:
-            save_cast(at + COLUMNS_OF_PARTIALS, acc_b, B[0] < KIND_TENSOR)
+            save(at + COLUMNS_OF_PARTIALS, counts_b, sums_b, most_b, ok & (B[1] != FROM_SCALE_INV))
         if C[5]:
-            save_cast(at + 2 * COLUMNS_OF_PARTIALS, acc_c, C[0] < KIND_TENSOR)
+            save(at + 2 * COLUMNS_OF_PARTIALS, counts_c, sums_c, most_c, ok & (C[1] != FROM_SCALE_INV))
     if HIST:
         store_histogram(histogram, NATIVE)
 
@@ -347,7 +384,7 @@ def tile_kernel(
 @triton.jit
 def amax_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, out, KIND: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Largest finite magnitudes: KIND_TENSOR ``[programs]``, KIND_ROWS ``[column tiles, rows]``, KIND_COLUMNS the like."""
     j = tl.arange(0, J)[None, None, :, None, None]
@@ -360,7 +397,7 @@ def amax_kernel(
         tile_column = tile % tile_columns
         row = tile_row * (J * R) + r * J + j
         quad = tile_column * (H * L * 2) + h * (L * 2) + at
-        x0, x1, x2, x3 = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN)
+        x0, x1, x2, x3, low, high = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN, NATIVE)
         a0, a1, a2, a3 = magnitudes(x0, x1, x2, x3, True)
         if KIND == KIND_ROWS:
             tl.store(out + tile_column * rows + row, float_of(per_block(a0, a1, a2, a3, KIND_ROW, 1)), row < rows)

@@ -6,18 +6,23 @@ row names. Data are random: products run faster on zeros.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
+from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.recipes import Cast
+from fp8debug.types import Gemm
 
 ROTATE = 4
 TILE = Cast(granularity="1x128")
@@ -105,8 +110,51 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
     )
 
 
+SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096))
+
+
+def gemms() -> None:
+    """Own GEMM against cuBLAS blockwise and BF16, for fprop (M tokens, N out, K in) and the wgrads of these layers."""
+    ratios = []
+    for which in (Gemm.FPROP, Gemm.WGRAD):
+        for tokens, n, k in SHAPES:
+            flops = 2.0 * tokens * n * k
+            left = (tokens, k) if which is Gemm.FPROP else (tokens, n)
+            right = (n, k) if which is Gemm.FPROP else (tokens, k)
+            left_cast, right_cast = (TILE, BLOCK) if which is Gemm.FPROP else (DOWN, DOWN)
+            layout = "rows" if which is Gemm.FPROP else "columns"
+            tensors = [[torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in (left, right)] for _ in range(ROTATE)]
+            pairs = [
+                (
+                    (quantize(x, left_cast, layout=layout)[0], left_cast),
+                    (quantize(y, right_cast, layout=layout)[0], right_cast),
+                )
+                for x, y in tensors
+            ]
+            times = {}
+            for backend in ("triton", "cublas"):
+                call = partial(_gemm, which, pairs, backend)
+                times[backend] = microseconds(call, inner=2)
+            own, peer = gemm(which, *pairs[0]), gemm(which, *pairs[0], backend="cublas")
+            if which is Gemm.FPROP:
+                bf16 = microseconds(lambda i, t=tensors: t[i][0] @ t[i][1].t(), inner=2)  # type: ignore[misc]  # bound in the loop
+            else:
+                bf16 = microseconds(lambda i, t=tensors: t[i][0].t() @ t[i][1], inner=2)  # type: ignore[misc]  # likewise
+            ratios.append(times["cublas"] / times["triton"])
+            speeds = ", ".join(f"{name} {flops / t / 1e6:5.0f}" for name, t in (*times.items(), ("bf16", bf16)))
+            same = float((own == peer).float().mean())
+            print(f"{which} {tokens}x{n}x{k}: TFLOP/s {speeds}; own/cublas {ratios[-1]:.2f}; equal elements {same:.4f}", flush=True)
+    print(f"own GEMM over cuBLAS blockwise, geometric mean: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
+
+
+def _gemm(which: Gemm, pairs: list[Any], backend: str, i: int) -> torch.Tensor:
+    return gemm(which, *pairs[i], backend=backend)
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ["casts", "gemm"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "casts" in chosen:
         casts()
+    if "gemm" in chosen:
+        gemms()

@@ -52,7 +52,13 @@ def sample(kind: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat1
     return x.to(dtype).to(DEVICE)
 
 
+def quantized(x: torch.Tensor, cast: Cast, scale_inv: torch.Tensor | None = None) -> Quantized:
+    """The reference on the CPU: on a GPU torch divides by a number as it multiplies by its reciprocal."""
+    return reference.quantize(x.cpu(), cast, None if scale_inv is None else scale_inv.cpu())
+
+
 def assert_same_codes(q: Quantized, expected: Quantized, x: torch.Tensor) -> None:
+    q, x = Quantized(q.data.cpu(), q.scale_inv.cpu()), x.cpu()
     assert torch.equal(q.scale_inv, expected.scale_inv)
     assert q.data.shape == expected.data.shape and q.data.dtype == expected.data.dtype
     code, wanted = q.data.view(torch.uint8), expected.data.view(torch.uint8)
@@ -62,7 +68,8 @@ def assert_same_codes(q: Quantized, expected: Quantized, x: torch.Tensor) -> Non
 
 
 def assert_same_slots(found: dict[str, torch.Tensor], x: torch.Tensor, cast: Cast, expected: Quantized) -> None:
-    pair = reference.operand_pair(x, cast, expected)
+    found = {name: value.cpu() for name, value in found.items()}
+    pair = reference.operand_pair(x.cpu(), cast, expected)
     wanted = reference.statistics(pair)
     x64, err = pair.x64.abs(), pair.error64.abs()
     scale = {"sum_x": x64.sum(), "sum_err": err.sum() + 1e-6 * x64.sum()}  # signed sums cancel
@@ -81,7 +88,7 @@ def assert_same_slots(found: dict[str, torch.Tensor], x: torch.Tensor, cast: Cas
 
 
 def check(x: torch.Tensor, cast: Cast, scale_inv: torch.Tensor | None = None, layout: str = "rows") -> None:
-    expected = reference.quantize(x, cast, scale_inv)
+    expected = quantized(x, cast, scale_inv)
     plain, nothing = quantize(x, cast, scale_inv, layout=layout)
     assert nothing is None
     assert_same_codes(plain, expected, x)
@@ -142,7 +149,7 @@ def test_both_from_one_read(kind: str) -> None:
     q, t, found = quantize_both(x, across, down, statistics=True)
     assert found is not None
     for i, (got, cast) in enumerate(((q, across), (t, down))):
-        expected = reference.quantize(x, cast)
+        expected = quantized(x, cast)
         assert_same_codes(got, expected, x)
         assert_same_slots(found.slots(i), x, cast, expected)
 
@@ -154,16 +161,16 @@ def test_observe_many_casts(kind: str) -> None:
     scales = [None, torch.tensor(0.01, device=DEVICE), None, None]
     found = observe(x, casts, scales, histogram=True)
     for i, (cast, scale) in enumerate(zip(casts, scales, strict=True)):
-        assert_same_slots(found.slots(i), x, cast, reference.quantize(x, cast, scale))
+        assert_same_slots(found.slots(i), x, cast, quantized(x, cast, scale))
 
 
 def test_strided_and_batched_input() -> None:
     x = sample("plain", (32, 256))
     cast = Cast(granularity="1x128")
-    assert_same_codes(quantize(x[:, :128], cast)[0], reference.quantize(x[:, :128], cast), x[:, :128])
-    assert_same_codes(quantize(x.t(), cast)[0], reference.quantize(x.t(), cast), x.t())
+    assert_same_codes(quantize(x[:, :128], cast)[0], quantized(x[:, :128], cast), x[:, :128])
+    assert_same_codes(quantize(x.t(), cast)[0], quantized(x.t(), cast), x.t())
     batched = x.reshape(4, 8, 256)
-    assert_same_codes(quantize(batched, cast)[0], reference.quantize(batched, cast), batched)
+    assert_same_codes(quantize(batched, cast)[0], quantized(batched, cast), batched)
 
 
 def test_empty() -> None:
@@ -183,5 +190,7 @@ def test_same_bits_in_every_run() -> None:
 
 def test_fake_matches_real() -> None:
     x = sample("plain", (64, 256))
-    for arguments in (("e4m3fn 1x128 current", "e4m3fn 128x1 current", None, True, False), ("e4m3fn 1x128 current", "", None, False, False)):
-        torch.library.opcheck(torch.ops.fp8debug.quantize.default, (x, *arguments), test_utils=("test_schema", "test_faketensor"))
+    tile, down = "e4m3fn 1x128 current", "e4m3fn 128x1 current"
+    for arguments in ((tile, down, None, True, False), (tile, "", None, False, False)):
+        operator = torch.ops.fp8debug.quantize.default
+        torch.library.opcheck(operator, (x, *arguments), test_utils=("test_schema", "test_faketensor"))

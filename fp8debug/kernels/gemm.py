@@ -1,0 +1,207 @@
+"""Scaled GEMMs on the GPU from two quantized operands; importable only where Triton is.
+
+The twin of ``reference.gemm`` for operands in FP8. Both operands must be contracted along their contiguous dimension, as
+``quantize(layout=...)`` stores them: input, grad_output and fprop's weight by rows, the other three by columns.
+
+    backend "triton"   own kernel: promotion to FP32 every 128 of K, any M and N, K padded to 16
+    backend "cublas"   torch's blockwise ``F.scaled_mm`` on Hopper: M, N and K divisible by 128 and 16 as it demands
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fp8debug.errors import UsageError
+from fp8debug.formats import TRANSPOSED
+from fp8debug.kernels import triton_gemm as tg
+from fp8debug.kernels.quantize import parse
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_launch import num_sms
+from fp8debug.recipes import Cast
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
+
+BLOCK_K = 128
+#: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group) by the second operand's scale kind.
+CONFIGS = {0: (64, 128, 4, 4, 2, 8), 1: (128, 128, 8, 5, 1, 8), 2: (128, 128, 8, 4, 1, 8)}
+
+
+def _turned(q: Quantized, cast: Cast, rows_contract: bool) -> tuple[Tensor, Tensor, int]:
+    """Return (data, scale_inv, scale kind) turned so that the contracted dimension is last.
+
+    Raises:
+        UsageError: a granularity whose blocks this GEMM cannot promote with.
+    """
+    data, scale_inv = q
+    if rows_contract:
+        data, scale_inv = data.t(), scale_inv.t()
+    granularity = TRANSPOSED[cast.granularity] if rows_contract else cast.granularity
+    if granularity in ("tensorwise", "rowwise"):
+        return data, scale_inv.expand(data.shape[0], scale_inv.shape[1]), tg.SCALE_ROWS.value
+    if granularity in ("1x128", "128x128"):
+        return data, scale_inv, (tg.SCALE_TILES if granularity == "1x128" else tg.SCALE_BLOCKS).value
+    raise UsageError(
+        f"no FP8 GEMM for an operand quantized {cast}: scales must be per row, or per 128 of the contracted dimension"
+    )
+
+
+def _aligned(data: Tensor) -> Tensor:
+    """Return data as the tensor memory accelerator reads it: contiguous along the last dimension, rows at 16 bytes."""
+    if data.shape[1] % 16:
+        padded = data.new_empty(data.shape[0], -(-data.shape[1] // 16) * 16)
+        padded.view(torch.uint8)[:, data.shape[1] :] = 0
+        padded[:, : data.shape[1]] = data
+        return padded
+    if data.stride(1) != 1 or data.stride(0) % 16 or data.data_ptr() % 16:
+        return data.contiguous()
+    return data
+
+
+@torch.library.custom_op("fp8debug::scaled_mm", mutates_args=())
+def _scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_kind: int, b_kind: int, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+    _launch(out, a, b, a_scale, b_scale, a_kind, b_kind, fast_accum, False)
+    return out
+
+
+@_scaled_mm.register_fake
+def _(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_kind: int, b_kind: int, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+@torch.library.custom_op("fp8debug::scaled_mm_add", mutates_args=("out",))
+def _scaled_mm_add(
+    out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_kind: int, b_kind: int, fast_accum: bool
+) -> None:
+    _launch(out, a, b, a_scale, b_scale, a_kind, b_kind, fast_accum, True)
+
+
+def _launch(
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_kind: int,
+    b_kind: int,
+    fast_accum: bool,
+    accumulate: bool,
+) -> None:
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    if not (m and n):
+        return
+    if not k:
+        if not accumulate:
+            out.zero_()
+        return
+    a, b = _aligned(a), _aligned(b)
+    block_m, block_n, warps, stages, per_sm, group = CONFIGS[b_kind]
+    if INTERPRETED:
+        block_m, block_n = 32, 32
+    tiles = -(-m // block_m) * -(-n // block_n)
+    tg.gemm_kernel[(min(tiles, num_sms(a.device) * per_sm),)](
+        TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]),
+        TensorDescriptor.from_tensor(b, [block_n, BLOCK_K]),
+        out, a_scale, b_scale, m, n, k, out.stride(0), *a_scale.stride(), *b_scale.stride(), a_kind, b_kind, fast_accum,
+        accumulate, block_m, block_n, BLOCK_K, group, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def gemm(
+    which: Gemm,
+    first: tuple[Quantized, Cast],
+    second: tuple[Quantized, Cast],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = False,
+    out: Tensor | None = None,
+    backend: str = "triton",
+) -> Tensor:
+    """One GEMM of a Linear from quantized operands.
+
+    Args:
+        which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
+        first: left operand and its cast.
+        second: right operand and its cast.
+        dtype: of the result, BF16, FP16 or FP32.
+        fast_accum: leave sums in the tensor core over all of K; needs one scale per row or tensor.
+        out: FP32 gradient to add to, in place; ``dtype`` is then its own.
+        backend: "triton" or "cublas".
+
+    Returns:
+        output ``[M, N]``, grad_input ``[M, K]`` or grad_weight ``[N, K]``; ``out`` if given.
+
+    Raises:
+        UsageError: scales or shapes that the backend cannot take.
+    """
+    roles = OPERANDS[which]
+    a, a_scale, a_kind = _turned(*first, (which, roles[0]) in CONTRACTS_ROWS)
+    b, b_scale, b_kind = _turned(*second, (which, roles[1]) in CONTRACTS_ROWS)
+    rows = tg.SCALE_ROWS.value
+    if (a_kind == rows) != (b_kind == rows) or (fast_accum and a_kind != rows):
+        raise UsageError(
+            f"no FP8 GEMM of {first[1]} by {second[1]}{' with fast_accum' if fast_accum else ''}:"
+            " both operands need scales per 128 of the contracted dimension, or both per row or tensor"
+        )
+    if backend == "cublas":
+        product = _cublas(a, a_scale, a_kind, b, b_scale, b_kind, dtype if out is None else out.dtype, fast_accum)
+        return product if out is None else out.add_(product)
+    if out is None:
+        found: Tensor = _scaled_mm(a, b, a_scale, b_scale, a_kind, b_kind, dtype, fast_accum)
+        return found
+    _scaled_mm_add(out, a, b, a_scale, b_scale, a_kind, b_kind, fast_accum)
+    return out
+
+
+@cache
+def _recipes() -> dict[int, object]:
+    from torch.nn.functional import ScalingType
+
+    return {
+        tg.SCALE_TILES.value: ScalingType.BlockWise1x128,
+        tg.SCALE_BLOCKS.value: ScalingType.BlockWise128x128,
+        tg.SCALE_ROWS.value: ScalingType.RowWise,
+    }
+
+
+def _outer_major(scale: Tensor, kind: int) -> Tensor:
+    """Return scales as cuBLAS wants them: 1x128 with the rows contiguous, 128x128 with blocks of K padded to 4."""
+    if kind == tg.SCALE_TILES.value:
+        return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    if kind == tg.SCALE_BLOCKS.value:
+        padded = scale.new_zeros(scale.shape[0], -(-scale.shape[1] // 4) * 4)
+        padded[:, : scale.shape[1]] = scale
+        return padded.t()
+    return scale.contiguous()
+
+
+def _cublas(
+    a: Tensor, a_scale: Tensor, a_kind: int, b: Tensor, b_scale: Tensor, b_kind: int, dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    recipes = _recipes()
+    result: Tensor = torch.nn.functional.scaled_mm(  # type: ignore[attr-defined]  # torch 2.10 and later
+        a,
+        b.t(),
+        _outer_major(a_scale, a_kind),
+        recipes[a_kind],
+        _outer_major(b_scale, b_kind),
+        recipes[b_kind],
+        output_dtype=dtype,
+        use_fast_accum=fast_accum,
+    )
+    return result
+
+
+def supports(a: Cast | str, b: Cast | str) -> bool:
+    """Return whether the own kernel takes operands of these casts, whichever the GEMM; else ``reference.gemm`` does."""
+    names = [(parse(c) if isinstance(c, str) else c).granularity for c in (a, b)]
+    lines = {"tensorwise", "rowwise", "columnwise"}
+    blocks = {"1x128", "128x1", "128x128"}
+    return set(names) <= lines or set(names) <= blocks

@@ -1,0 +1,114 @@
+"""The Triton GEMM equals the reference's: on the GPU, and on the CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fp8debug.errors import UsageError
+from fp8debug.kernels import reference
+from fp8debug.kernels.gemm import gemm
+from fp8debug.kernels.quantize import quantize
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Operands = list[tuple[Quantized, Cast]]
+
+
+def operands(which: Gemm, m: int, n: int, k: int, recipe: Recipe) -> Operands:
+    """The two operands of a Linear's GEMM with M tokens, N out_features and K in_features."""
+    generator = torch.Generator().manual_seed(m + n + k)
+    shapes = {TensorRole.INPUT: (m, k), TensorRole.WEIGHT: (n, k), TensorRole.GRAD_OUTPUT: (m, n)}
+    found = []
+    for role in OPERANDS[which]:
+        cast = recipe.casts[which, role]
+        assert cast is not None
+        x = torch.randn(shapes[role], generator=generator)
+        x *= torch.logspace(-1, 1, x.shape[0])[:, None]
+        layout = "columns" if (which, role) in CONTRACTS_ROWS else "rows"
+        found.append((quantize(x.to(torch.bfloat16).to(DEVICE), cast, layout=layout)[0], cast))
+    return found
+
+
+def sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (actual.double() - expected.double()).square().sum() / expected.double().square().sum()
+    return float(-10 * error.clamp(min=1e-30).log10())
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2", "tensorwise_current", "rowwise"])
+@pytest.mark.parametrize("which", list(Gemm), ids=str)
+def test_equals_reference(which: Gemm, recipe: str) -> None:
+    for m, n, k in ((48, 32, 256), (40, 72, 144), (37, 50, 133)):
+        first, second = operands(which, m, n, k, get_recipe(recipe))
+        wanted = reference.gemm(which, first, second, accumulate=torch.float64)
+        found = gemm(which, first, second, dtype=torch.float32)
+        assert found.shape == wanted.shape
+        # A tensor core keeps about 14 bits of a sum over 128 products; the interpreter sums in FP32.
+        assert sqnr_db(found, wanted) > (120 if INTERPRETED else 65)
+        assert sqnr_db(gemm(which, first, second, dtype=torch.bfloat16), wanted) > (45 if INTERPRETED else 50)  # it truncates
+
+
+def test_adds_to_a_gradient() -> None:
+    first, second = operands(Gemm.WGRAD, 144, 40, 24, get_recipe("blockwise"))
+    gradient = torch.ones(40, 24, device=DEVICE)
+    assert gemm(Gemm.WGRAD, first, second, out=gradient) is gradient
+    assert sqnr_db(gradient, 1 + reference.gemm(Gemm.WGRAD, first, second, accumulate=torch.float64)) > 65
+
+
+def test_fast_accum_needs_one_scale() -> None:
+    first, second = operands(Gemm.FPROP, 32, 32, 256, get_recipe("blockwise"))
+    with pytest.raises(UsageError, match="with fast_accum"):
+        gemm(Gemm.FPROP, first, second, fast_accum=True)
+    first, second = operands(Gemm.FPROP, 32, 32, 256, get_recipe("tensorwise_current"))
+    wanted = reference.gemm(Gemm.FPROP, first, second, accumulate=torch.float64)
+    assert sqnr_db(gemm(Gemm.FPROP, first, second, fast_accum=True), wanted) > 40
+
+
+def test_refuses_other_granularities() -> None:
+    first, second = operands(Gemm.FPROP, 32, 32, 256, get_recipe("mxfp8"))
+    with pytest.raises(UsageError, match="per 128 of the contracted dimension"):
+        gemm(Gemm.FPROP, first, second)
+
+
+def test_nothing_to_contract() -> None:
+    first, second = operands(Gemm.WGRAD, 0, 16, 16, get_recipe("blockwise"))
+    assert torch.equal(gemm(Gemm.WGRAD, first, second, dtype=torch.float32), torch.zeros(16, 16, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", list(Gemm), ids=str)
+def test_cublas_agrees(which: Gemm) -> None:
+    if DEVICE == "cpu":
+        pytest.skip("no GPU")
+    first, second = operands(which, 512, 256, 384, get_recipe("blockwise"))
+    own = gemm(which, first, second)
+    assert sqnr_db(gemm(which, first, second, backend="cublas"), own) > 55
+
+
+@pytest.mark.gpu
+def test_fast_accum_loses_what_promotion_keeps() -> None:
+    """numerics.md, 2: uniform operands, the error of a short accumulator grows with K."""
+    if DEVICE == "cpu":
+        pytest.skip("no GPU")
+    cast, errors = Cast(), {}
+    for k in (4096, 16384):
+        a, b = (torch.rand(256, k, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+        first, second = ((quantize(x, cast)[0], cast) for x in (a, b))
+        wanted = reference.gemm(Gemm.FPROP, first, second, accumulate=torch.float64)
+        for fast in (True, False):
+            found = gemm(Gemm.FPROP, first, second, dtype=torch.float32, fast_accum=fast)
+            errors[k, fast] = float(((found - wanted) / wanted).abs().max())
+    assert errors[4096, True] > 0.01 and errors[16384, True] > 2 * errors[4096, True]
+    assert errors[4096, False] < 2e-3 and errors[16384, False] < 2e-3
