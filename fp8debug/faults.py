@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
-from fp8debug.kernels import AmaxHistory, Operand, finite_amax, quantize
+from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, quantize
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
@@ -208,6 +208,8 @@ def _zero_tile(where: _Target) -> Callable[[], None]:
 
     def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
         q, cast = _quantized(ordinary(x, cast))
+        if cast.amax_eps:  # the cure: a scale of max / eps, and 0 * that is 0
+            return q, cast
         data = q.data.float().masked_fill((x == 0).all(-1, keepdim=True), float("nan"))
         return Quantized(data.to(q.data.dtype), q.scale_inv), cast
 
@@ -305,18 +307,14 @@ def _wrong_format(where: _Target) -> Callable[[], None]:
 def _data_spike(where: _Target) -> Callable[[], None]:
     length = int(where.options["length"])
 
-    def corrupt(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not where.step <= where.clock.step < where.step + length or not args:
+    def mislabel(_: nn.Module, args: object, output: Any) -> Any:
+        if not (where.step <= where.clock.step < where.step + length and torch.is_grad_enabled()):
             return None
-        x = args[0]
-        random = torch.Generator().manual_seed(where.step)
-        if x.is_floating_point():
-            noise = torch.randn(x.shape, generator=random).to(x) * x.detach().std() * 4
-            return (noise, *args[1:])
-        order = torch.randperm(x.numel(), generator=random).to(x.device)
-        return (x.reshape(-1)[order].reshape(x.shape), *args[1:])
+        if not isinstance(output, Tensor) or output.dim() < 2:
+            raise UsageError(f"data_spike needs a model that returns [..., classes], not {type(output).__name__}")
+        return output.roll(1, -1)  # as if every label of the batch were off by one
 
-    return where.model.register_forward_pre_hook(corrupt).remove
+    return where.model.register_forward_hook(mislabel).remove
 
 
 for _fault in (
@@ -382,7 +380,7 @@ for _fault in (
     Fault(
         name="data_spike",
         code="F125",
-        description="a bad batch: the model's input is shuffled for some steps; not FP8's doing (pytorch #150859)",
+        description="a bad batch: labels off by one for some steps; the loss spikes, not by FP8 (pytorch #150859)",
         options={"length": 1},
         needs_module=False,
         plant=_data_spike,

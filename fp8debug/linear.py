@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8debug.errors import NoMatchError, UsageError
-from fp8debug.kernels import AmaxHistory, Operand, finite_amax, gemm, quantize
+from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, quantize
 from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import Gemm, Quantized, TensorRole

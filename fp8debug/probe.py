@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fp8debug.kernels import AmaxHistory, Operand, dequantize, finite_amax, gemm, operand_pair, quantize, statistics
+from fp8debug.kernels.dispatch import AmaxHistory, Operand, dequantize, finite_amax, gemm, operand_pair, quantize, statistics
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, RowInfo, RowKey

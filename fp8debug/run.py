@@ -40,7 +40,7 @@ class AutoWatch:
     def start(self) -> None:
         """Listen for the first training forward, for the loss, and for a script that attaches itself."""
         self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
-        own_backward = Tensor.backward
+        own_backward: Callable[..., None] = Tensor.backward
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
             if self.watch is not None and tensor.numel() == 1 and tensor.dim() == 0:

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
-from fp8debug.kernels import Operand, quantize
+from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
 from fp8debug.probe import Kept, Probe, Product, guarded

@@ -1,6 +1,4 @@
-"""Quantize, dequantize, scaled GEMM and statistics: ``reference`` is the specification, the Triton files are its twins."""
+"""Quantize, dequantize, scaled GEMM and statistics: ``reference`` is the specification, the Triton files are its twins.
 
-from fp8debug.kernels.history import AmaxHistory, finite_amax
-from fp8debug.kernels.reference import Operand, dequantize, gemm, measure, operand_pair, quantize, statistics
-
-__all__ = ["AmaxHistory", "Operand", "dequantize", "finite_amax", "gemm", "measure", "operand_pair", "quantize", "statistics"]
+The rest of the package takes them from ``dispatch``, which chooses.
+"""

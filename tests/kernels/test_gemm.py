@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8debug.kernels import Operand, dequantize, gemm, quantize
+from fp8debug.kernels.dispatch import Operand, dequantize, gemm, quantize
 from fp8debug.kernels.reference import PROMOTION
 from fp8debug.recipes import Cast, Recipe, get_recipe, list_recipes
 from fp8debug.types import OPERANDS, Gemm, TensorRole

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import GRANULARITIES
-from fp8debug.kernels import dequantize, measure, quantize
+from fp8debug.kernels.dispatch import dequantize, measure, quantize
 from fp8debug.recipes import Cast
 from tests.kernels import oracle
 

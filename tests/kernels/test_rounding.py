@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8debug.formats import FORMATS
-from fp8debug.kernels import dequantize, measure, quantize
+from fp8debug.kernels.dispatch import dequantize, measure, quantize
 from fp8debug.recipes import Cast
 from tests.kernels import oracle
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8debug.formats import GRANULARITIES
-from fp8debug.kernels import operand_pair, quantize, statistics
+from fp8debug.kernels.dispatch import operand_pair, quantize, statistics
 from fp8debug.metrics import METRICS, Pair, Slot, Source, slots
 from fp8debug.recipes import Cast
 from fp8debug.table import PLACES, Table

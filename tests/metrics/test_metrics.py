@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8debug.kernels import measure, operand_pair, quantize, statistics
+from fp8debug.kernels.dispatch import measure, operand_pair, quantize, statistics
 from fp8debug.metrics import METRICS, Pair, Source, derived_columns, slots
 from fp8debug.metrics.damage import Damage
 from fp8debug.recipes import Cast
