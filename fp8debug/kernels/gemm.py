@@ -25,8 +25,8 @@ from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 BLOCK_K = 128
-#: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group) by the second operand's scale kind.
-CONFIGS = {0: (64, 128, 4, 4, 2, 8), 1: (128, 128, 8, 5, 1, 8), 2: (128, 128, 8, 4, 1, 8)}
+#: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group, registers) by the second operand's scale kind.
+CONFIGS = {0: (64, 128, 4, 4, 2, 8, 255), 1: (64, 128, 4, 3, 3, 8, 168), 2: (64, 128, 4, 3, 3, 8, 168)}
 
 
 def _turned(q: Quantized, cast: Cast, rows_contract: bool) -> tuple[Tensor, Tensor, int]:
@@ -102,7 +102,7 @@ def _launch(
             out.zero_()
         return
     a, b = _aligned(a), _aligned(b)
-    block_m, block_n, warps, stages, per_sm, group = CONFIGS[b_kind]
+    block_m, block_n, warps, stages, per_sm, group, registers = CONFIGS[b_kind]
     if INTERPRETED:
         block_m, block_n = 32, 32
     tiles = -(-m // block_m) * -(-n // block_n)
@@ -110,7 +110,7 @@ def _launch(
         TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]),
         TensorDescriptor.from_tensor(b, [block_n, BLOCK_K]),
         out, a_scale, b_scale, m, n, k, out.stride(0), *a_scale.stride(), *b_scale.stride(), a_kind, b_kind, fast_accum,
-        accumulate, block_m, block_n, BLOCK_K, group, num_warps=warps, num_stages=stages,
+        accumulate, block_m, block_n, BLOCK_K, group, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ Nothing here reads a value back from the device.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ from fp8debug.kernels import triton_tile as tt
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS, NUM_BINS
 from fp8debug.recipes import Cast
 
-#: Programs per multiprocessor; each takes every n-th tile, so that partials stay few.
-PROGRAMS_PER_SM = int(os.environ.get("FP8DEBUG_PROGRAMS_PER_SM", "8"))
+#: Programs of four warps per multiprocessor, and registers of a thread, by the number of casts with statistics; each program
+#: takes every n-th tile, so that partials stay few. Measured on an H200, see docs/performance.md.
+PROGRAMS_PER_SM = (12, 4, 3, 2)
+REGISTERS = (64, 128, 168, 255)
 MAX_CASTS = 3
-#: Registers by the number of casts with statistics; see docs/performance.md.
-REGISTERS = tuple(map(int, os.environ.get("FP8DEBUG_REGS", "80,128,168").split(",")))
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
 
@@ -162,7 +161,7 @@ class Grid(NamedTuple):
     even: bool
 
 
-def cut(x: Tensor, tile: Tile, transposed: bool) -> Grid:
+def cut(x: Tensor, tile: Tile, transposed: bool, busy: int) -> Grid:
     """Cut a tensor of any shape, or its transpose, into tiles."""
     x = x.detach()
     x = x.reshape(-1, x.shape[-1] if x.dim() else 1)
@@ -178,7 +177,7 @@ def cut(x: Tensor, tile: Tile, transposed: bool) -> Grid:
         rows, columns, stride, load = columns, rows, x.stride(0), common.LOAD_TRANSPOSED.value
     tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
     num_tiles = tile_rows * tile_columns
-    per_sm = max(1, PROGRAMS_PER_SM * 4 // tile.warps)
+    per_sm = max(1, PROGRAMS_PER_SM[busy] * 4 // tile.warps)
     programs = max(1, min(num_tiles, num_sms(x.device) * per_sm))
     even = rows % tile.rows == 0 and columns % tile.columns == 0
     return Grid(x, rows, columns, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
@@ -258,7 +257,7 @@ def run(
     transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
     if transposed:
         jobs = [replace(j, cast=_turned(j.cast), out="rows" if j.out else "") for j in jobs]
-    grid = cut(x, tile_of(jobs), transposed)
+    grid = cut(x, tile_of(jobs), transposed, sum(job.statistics for job in jobs))
     t, device = grid.tile, grid.x.device
     rows, columns = grid.rows, grid.columns
     assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
@@ -309,7 +308,7 @@ def run(
 def _registers(warps: int, specs: list[tuple[int, ...]]) -> int:
     """Registers of a thread: the safe pass, which runs rarely, may spill for the fast one's occupancy."""
     busy = sum(spec[5] for spec in specs)
-    return 65536 // (32 * warps) if warps > 4 else REGISTERS[min(busy, 2)]
+    return 65536 // (32 * warps) if warps > 4 else REGISTERS[busy]
 
 
 def _turned(cast: Cast) -> Cast:

@@ -90,9 +90,10 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         "of plain",
     )
     for cast in (DOWN, BLOCK, Cast(), Cast(granularity="rowwise"), Cast(granularity="1x32", scale_rounding="pow2_ceil")):
-        plain = microseconds(lambda i, cast=cast: quantize(inputs[i], cast))  # type: ignore[misc]  # bound in the loop
+        layout = "columns" if cast is DOWN else "rows"
+        plain = microseconds(lambda i, cast=cast, layout=layout: quantize(inputs[i], cast, layout=layout))  # type: ignore[misc]  # bound in the loop
         report(f"quantize {cast.granularity}", plain, floor, "of floor")
-        full = microseconds(lambda i, cast=cast: quantize(inputs[i], cast, statistics=True))  # type: ignore[misc]  # likewise
+        full = microseconds(lambda i, cast=cast, layout=layout: quantize(inputs[i], cast, layout=layout, statistics=True))  # type: ignore[misc]  # likewise
         report(f"quantize {cast.granularity} + statistics", full, plain, "of plain")
     report("observe 1x128", microseconds(lambda i: observe(inputs[i], [TILE])), floor, "of floor")
     report(
