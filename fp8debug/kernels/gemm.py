@@ -10,6 +10,7 @@ The twin of ``reference.gemm`` for operands in FP8. Both operands must be contra
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 BLOCK_K = 128
 #: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group, registers) by the second operand's scale kind.
-CONFIGS = {0: (64, 128, 4, 4, 2, 8, 255), 1: (64, 128, 4, 3, 3, 8, 168), 2: (64, 128, 4, 3, 3, 8, 168)}
+CONFIGS = dict.fromkeys((0, 1, 2), (64, 128, 4, 3, 3, 8, 168))
 
 
 def _turned(q: Quantized, cast: Cast, rows_contract: bool) -> tuple[Tensor, Tensor, int]:
@@ -161,7 +162,7 @@ def gemm(
 
 
 @cache
-def _recipes() -> dict[int, object]:
+def _recipes() -> dict[int, Any]:
     from torch.nn.functional import ScalingType
 
     return {
@@ -186,7 +187,7 @@ def _cublas(
     a: Tensor, a_scale: Tensor, a_kind: int, b: Tensor, b_scale: Tensor, b_kind: int, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     recipes = _recipes()
-    result: Tensor = torch.nn.functional.scaled_mm(  # type: ignore[attr-defined]  # torch 2.10 and later
+    result: Tensor = torch.nn.functional.scaled_mm(
         a,
         b.t(),
         _outer_major(a_scale, a_kind),

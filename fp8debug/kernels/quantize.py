@@ -37,7 +37,7 @@ def _quantize(
     both = empty_statistics(x, 2, histogram) if statistics else None
     outputs = []
     for i, job in enumerate(jobs):
-        part = Statistics(*(t[i : i + 1] for t in both[:4]), both.log2_hist) if both else None
+        part = both._replace(**{f: getattr(both, f)[i : i + 1] for f in Statistics._fields[:4]}) if both else None
         outputs += run(x, [job], histogram and i == 0, part)[0]
     return [tensor for pair in outputs for tensor in pair] + list(both or ())
 

@@ -19,7 +19,6 @@ import triton.language as tl
 from fp8debug.kernels.triton_common import (
     FLOAT32_MAX,
     INF,
-    ROUND_NONE,
     SIGN_OFF,
     bits_of,
     float_of,
@@ -62,6 +61,7 @@ def within(v, OP: tl.constexpr):
 
 @triton.jit
 def over(v, axis: tl.constexpr, OP: tl.constexpr):
+    """Reduce one dimension and keep it."""
     if OP == 0:
         return tl.sum(v, axis=axis, keep_dims=True)
     elif OP == 1:
@@ -84,6 +84,7 @@ def per_block(v0, v1, v2, v3, KIND: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def join_by(v0, v1, v2, v3, OP: tl.constexpr):
+    """Reduce a quad to one tensor."""
     if OP == 0:
         return (v0 + v1) + (v2 + v3)
     elif OP == 1:
@@ -114,6 +115,7 @@ def magnitudes(x0, x1, x2, x3, SAFE: tl.constexpr):
 
 @triton.jit
 def amin_key(a):
+    """Return the sort key 2 * bits - 1, unsigned: zero comes last."""
     return ((a << 1) - 1).to(tl.uint32, bitcast=True)
 
 
@@ -133,6 +135,7 @@ def saturation_limit(scale_inv, E5M2: tl.constexpr, SEARCH: tl.constexpr):
 
 @triton.jit
 def is_finite(v):
+    """Say which FP32 values are finite."""
     return (bits_of(v) & SIGN_OFF) < 0x7F800000
 
 
@@ -152,6 +155,7 @@ def observed(x, d, v, SAFE: tl.constexpr):
 
 @triton.jit
 def dot4(a0, a1, a2, a3, b0, b1, b2, b3):
+    """Return a quad's share of a sum of products."""
     return tl.fma(a0, b0, tl.fma(a1, b1, tl.fma(a2, b2, a3 * b3)))
 
 
@@ -210,6 +214,7 @@ def scales(amax, memory, eps, margin, SOURCE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def codes(x0, x1, x2, x3, s0, s1, s2, s3, E5M2: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr):
+    """Return the FP8 codes of a quad as one word."""
     if NATIVE and not SAFE:
         return pack(x0 * s0, x1 * s1, x2 * s2, x3 * s3, E5M2, NATIVE)
     else:

@@ -98,11 +98,13 @@ def packed_extremes(low, high, L: tl.constexpr, R: tl.constexpr, J: tl.constexpr
 
 @triton.jit
 def bits_of(x):
+    """FP32 to its bits."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
+    """Bits to FP32."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -156,6 +158,7 @@ def load_quad(ptr, row, quad, stride, rows, columns, LOAD: tl.constexpr, EVEN: t
 
 @triton.jit
 def load_one(at, inside):
+    """Load one column of a quad."""
     if at.dtype.element_ty == tl.bfloat16:  # by bits: the interpreter flushes BF16 subnormals
         return float_of(tl.load(at.to(tl.pointer_type(tl.int16)), inside, 0).to(tl.int32) << 16)
     else:
@@ -164,6 +167,7 @@ def load_one(at, inside):
 
 @triton.jit
 def half_of(bits):
+    """The low half of a word, as FP16, to FP32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 

@@ -73,6 +73,7 @@ def count_exponents(out, x0, x1, x2, x3, NATIVE: tl.constexpr):
 
 @triton.jit
 def count_plain(out, x):
+    """Count in device memory."""
     field = (bits_of(x) >> 23) & 0xFF
     tl.atomic_add(out + tl.minimum(tl.maximum(field - FIRST, 0), BINS - 1), tl.full(x.shape, 1, tl.int32))
 

@@ -6,18 +6,20 @@ Nothing here reads a value back from the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED, block_shape
+from fp8debug.kernels import triton_amax as ta
 from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
 from fp8debug.kernels import triton_tile as tt
-from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS, NUM_BINS
+from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
+from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
 #: Programs of four warps per multiprocessor, and registers of a thread, by the number of casts with statistics; each program
@@ -133,13 +135,13 @@ def together(first: str, second: str) -> bool:
     return first == second or second in whole or first in whole or not ({first, second} & small)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_native(device: torch.device) -> bool:
     """Return whether the device converts FP8 in hardware and kernels run on it."""
     return not common.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_sms(device: torch.device) -> int:
     """Return the multiprocessors of a device; 2 stand for the interpreter's, so that programs take several tiles."""
     return 2 if common.INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
@@ -186,10 +188,10 @@ def cut(x: Tensor, tile: Tile, transposed: bool, busy: int) -> Grid:
 def _kind(cast: Cast) -> int:
     across, down = GRANULARITIES[cast.granularity][::-1]
     if across is None:
-        return (tc.KIND_TENSOR if down is None else tc.KIND_ROWS).value
+        return int((tc.KIND_TENSOR if down is None else tc.KIND_ROWS).value)
     if down is None:
-        return tc.KIND_COLUMNS.value
-    return (tc.KIND_ROW if down == 1 else tc.KIND_COLUMN if across == 1 else tc.KIND_TILE).value
+        return int(tc.KIND_COLUMNS.value)
+    return int((tc.KIND_ROW if down == 1 else tc.KIND_COLUMN if across == 1 else tc.KIND_TILE).value)
 
 
 def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
@@ -207,7 +209,7 @@ def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
     shape = {tc.KIND_TENSOR.value: (grid.programs,), tc.KIND_ROWS.value: (grid.tile_columns, rows)}
     found = x.new_empty(shape.get(kind, (grid.tile_rows, columns)), dtype=torch.float32)
     t = grid.tile
-    tt.amax_kernel[(grid.programs,)](
+    ta.amax_kernel[(grid.programs,)](
         x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, found, kind, t.j, t.h, t.r, t.lanes, grid.load,
         grid.even, is_native(x.device), num_warps=t.warps,
     )  # fmt: skip
@@ -231,7 +233,7 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     if out == "columns":
         data = x.new_empty(columns, rows, dtype=dtype).t()
-        data = data if x.dim() == 2 else data.reshape(x.shape) if rows == 0 else data.unflatten(0, x.shape[:-1] or (1,))
+        data = data if x.dim() == 2 else data.view(x.shape) if x.dim() < 2 else data.view(*x.shape[:-1], columns)
     else:
         data = x.new_empty(x.shape, dtype=dtype)
     if block[0] == 1 and columns > block[1]:

@@ -33,6 +33,7 @@ MINIMA = ("amin", "scale_inv_min")
 
 @triton.jit
 def of_cast(cast, a, b, c):
+    """Return the value for this cast."""
     return tl.where(cast == 0, a, tl.where(cast == 1, b, c))
 
 
@@ -44,8 +45,8 @@ def reduce_kernel(
 ):  # fmt: skip
     """Program c writes the slots of cast c; eight more write the histogram, without what is no exponent.
 
-    ``rounding``: of the scale, or -1 where a scale_inv is given. ``grid``: blocks counted by the tiles, padding included; 0 for one scale of the whole tensor under current scaling, -1
-    under any other. ``top``: the format's max.
+    ``rounding``: of the scale, or -1 where a scale_inv is given. ``grid``: blocks counted by the tiles, padding included;
+    0 for one scale of the whole tensor under current scaling, -1 under any other. ``top``: the format's max.
     """
     cast = tl.program_id(0)
     if cast < num_casts:
@@ -78,6 +79,7 @@ def reduce_cast(
     partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps, top, rounding,
     margin, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Reduce and finish the slots of one cast."""
     n8 = tl.expand_dims(tl.arange(0, 8), 0)
     counted = tl.zeros([CHUNK, 8], tl.float64)
     summed = tl.zeros([CHUNK, 8], tl.float64)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp8debug.kernels.triton_amax import store_four
 from fp8debug.kernels.triton_cast import (
     FROM_AMAX,
     FROM_SCALE_INV,
-    FROM_TILE,
     KIND_COLUMN,
     KIND_COLUMNS,
     KIND_NONE,
@@ -30,8 +30,8 @@ from fp8debug.kernels.triton_cast import (
     empty_cast,
     magnitudes,
     observed,
-    per_block,
     one_of,
+    per_block,
     scales,
     spread4,
     summary,
@@ -46,7 +46,6 @@ from fp8debug.kernels.triton_common import (
     join4,
     load_quad,
     packed_extremes,
-    split4,
     unpack,
 )
 from fp8debug.kernels.triton_histogram import THREADS, count_exponents, start_histogram, store_histogram
@@ -139,10 +138,10 @@ def store_parts(
     """
     kind: tl.constexpr = SPEC[0]
     d0, d1, d2, d3 = unpack(word, SPEC[2], NATIVE and not SAFE)
-    a0, y0, e0, m0 = observed(x0, d0, v0, SAFE)
-    a1, y1, e1, m1 = observed(x1, d1, v1, SAFE)
-    a2, y2, e2, m2 = observed(x2, d2, v2, SAFE)
-    a3, y3, e3, m3 = observed(x3, d3, v3, SAFE)
+    a0, _, e0, _ = observed(x0, d0, v0, SAFE)
+    a1, _, e1, _ = observed(x1, d1, v1, SAFE)
+    a2, _, e2, _ = observed(x2, d2, v2, SAFE)
+    a3, _, e3, _ = observed(x3, d3, v3, SAFE)
     block: tl.constexpr = KIND_ROW if kind == KIND_ROWS else KIND_COLUMN
     # 2^-floor(log2 amax), within FP32's normal range
     unit = float_of(tl.maximum(254 - (bits_of(amax) >> 23), 1) << 23)
@@ -163,18 +162,9 @@ def store_parts(
 
 
 @triton.jit
-def store_four(at, joined, quad, columns):
-    v0, v1, v2, v3 = split4(joined)
-    tl.store(at, v0, quad * 4 < columns)
-    tl.store(at + 1, v1, quad * 4 + 1 < columns)
-    tl.store(at + 2, v2, quad * 4 + 2 < columns)
-    tl.store(at + 3, v3, quad * 4 + 3 < columns)
-
-
-@triton.jit
 def cast_tile(
-    acc, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data, inv_out, memory, eps, margin, row, quad, tile_row,
-    tile_column, rows, columns, SPEC: tl.constexpr, J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
+    acc, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data, inv_out, memory, eps, margin, row, quad,
+    tile_row, tile_column, rows, columns, SPEC: tl.constexpr, J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     WORDS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile under one cast, store what is asked, and return the accumulators."""
@@ -229,6 +219,7 @@ def cast_tile(
 
 @triton.jit
 def is_zero(x):
+    """1 where zero."""
     return (x == 0.0).to(tl.int32)
 
 
@@ -283,20 +274,20 @@ def all_tiles(
             count_exponents(histogram, x0, x1, x2, x3, NATIVE)
         if A[0] != KIND_NONE:
             acc_a = cast_tile(
-                acc_a, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_a, inv_a, mem_a, eps_a, margin_a, row, quad,
-                tile_row, tile_column, rows, columns, A, J, H, R, L, WORDS, EVEN, NATIVE,
+                acc_a, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_a, inv_a, mem_a,
+                eps_a, margin_a, row, quad, tile_row, tile_column, rows, columns, A, J, H, R, L, WORDS, EVEN, NATIVE,
                 SAFE, FAST_WORDS,
             )  # fmt: skip
         if B[0] != KIND_NONE:
             acc_b = cast_tile(
-                acc_b, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_b, inv_b, mem_b, eps_b, margin_b, row, quad,
-                tile_row, tile_column, rows, columns, B, J, H, R, L, WORDS, EVEN, NATIVE,
+                acc_b, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_b, inv_b, mem_b,
+                eps_b, margin_b, row, quad, tile_row, tile_column, rows, columns, B, J, H, R, L, WORDS, EVEN, NATIVE,
                 SAFE, FAST_WORDS,
             )  # fmt: skip
         if C[0] != KIND_NONE:
             acc_c = cast_tile(
-                acc_c, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_c, inv_c, mem_c, eps_c, margin_c, row, quad,
-                tile_row, tile_column, rows, columns, C, J, H, R, L, WORDS, EVEN, NATIVE,
+                acc_c, x0, x1, x2, x3, a0, a1, a2, a3, k0, k1, k2, k3, row_amax, row_key, data_c, inv_c, mem_c,
+                eps_c, margin_c, row, quad, tile_row, tile_column, rows, columns, C, J, H, R, L, WORDS, EVEN, NATIVE,
                 SAFE, FAST_WORDS,
             )  # fmt: skip
     return amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c
@@ -379,33 +370,3 @@ def tile_kernel(
             save(at + 2 * COLUMNS_OF_PARTIALS, counts_c, sums_c, most_c, ok & (C[1] != FROM_SCALE_INV))
     if HIST:
         store_histogram(histogram, NATIVE)
-
-
-@triton.jit
-def amax_kernel(
-    x_ptr, stride, rows, columns, num_tiles, tile_columns, out, KIND: tl.constexpr, J: tl.constexpr, H: tl.constexpr,
-    R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Largest finite magnitudes: KIND_TENSOR ``[programs]``, KIND_ROWS ``[column tiles, rows]``, KIND_COLUMNS the like."""
-    j = tl.arange(0, J)[None, None, :, None, None]
-    h = tl.arange(0, H)[None, None, None, :, None]
-    r = tl.arange(0, R)[None, :, None, None, None]
-    at = tl.arange(0, L)[:, None, None, None, None] * 2 + tl.arange(0, 2)[None, None, None, None, :]
-    largest = tl.zeros([L, R], tl.int32)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tile_row = tile // tile_columns
-        tile_column = tile % tile_columns
-        row = tile_row * (J * R) + r * J + j
-        quad = tile_column * (H * L * 2) + h * (L * 2) + at
-        x0, x1, x2, x3, low, high = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN, NATIVE)
-        a0, a1, a2, a3 = magnitudes(x0, x1, x2, x3, True)
-        if KIND == KIND_ROWS:
-            tl.store(out + tile_column * rows + row, float_of(per_block(a0, a1, a2, a3, KIND_ROW, 1)), row < rows)
-        elif KIND == KIND_COLUMNS:
-            found = float_of(per_block(a0, a1, a2, a3, KIND_COLUMN, 1))
-            store_four(out + tile_row * columns + quad * 4, found, quad, columns)
-        else:
-            found = tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3))
-            largest = tl.maximum(largest, tl.max(within(found, 1), axis=2))
-    if KIND == KIND_TENSOR:
-        tl.store(out + tl.program_id(0), float_of(tl.max(largest)))

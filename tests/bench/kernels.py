@@ -1,4 +1,4 @@
-"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [quantize] [observe] [gemm]``; prints a table, asserts no times.
+"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [gemm]``; prints tables, asserts no times.
 
 Times are medians of CUDA-graph replays over rotating inputs larger than the L2 together; speeds are relative to what the
 row names. Data are random: products run faster on zeros.
@@ -43,13 +43,13 @@ def microseconds(call: Callable[[int], object], repeats: int = 15, inner: int = 
                 call(i)
     times = []
     for _ in range(repeats + 2):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
         start.record()
         graph.replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / (ROTATE * inner))
-    return sorted(times[2:])[repeats // 2]
+    return float(sorted(times[2:])[repeats // 2])
 
 
 def report(name: str, time: float, base: float | None = None, unit: str = "x") -> None:
@@ -144,7 +144,7 @@ def gemms() -> None:
             ratios.append(times["cublas"] / times["triton"])
             speeds = ", ".join(f"{name} {flops / t / 1e6:5.0f}" for name, t in (*times.items(), ("bf16", bf16)))
             same = float((own == peer).float().mean())
-            print(f"{which} {tokens}x{n}x{k}: TFLOP/s {speeds}; own/cublas {ratios[-1]:.2f}; equal elements {same:.4f}", flush=True)
+            print(f"{which} {tokens}x{n}x{k}: TFLOP/s {speeds}; own/cublas {ratios[-1]:.2f}; equal {same:.4f}", flush=True)
     print(f"own GEMM over cuBLAS blockwise, geometric mean: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
 
 
