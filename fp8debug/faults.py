@@ -252,10 +252,17 @@ def _outlier(where: _Target) -> Callable[[], None]:
         gains[channels] = factor
         return (args[0] * gains, *args[1:])
 
+    def still(grad: Tensor) -> Tensor:
+        """Keep the pinned columns' gradient, ``factor`` times too large, out of the gradient norm."""
+        return grad.index_fill(1, columns.to(grad.device), 0.0) if where.active else grad
+
     hook = linear.register_forward_pre_hook(scale)
+    columns = torch.arange(linear.in_features)[channels]
+    weight_hook = linear.weight.register_hook(still)  # type: ignore[no-untyped-call]  # torch's
 
     def undo() -> None:
         hook.remove()
+        weight_hook.remove()
         if pinned:
             with torch.no_grad():
                 linear.weight[:, channels] = pinned.pop() * factor

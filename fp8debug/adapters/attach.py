@@ -23,7 +23,6 @@ from fp8debug.observer import FinishedStep, Observer, Settings
 from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.store.writer import RunWriter
 
-
 #: Called when a watch begins; how ``fp8debug run`` learns that a script attaches itself.
 on_watch: list[Callable[[], None]] = []
 

@@ -1,0 +1,196 @@
+"""Fp8Linear and convert(): arithmetic, gradients, state, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fp8debug
+from fp8debug import Cast, Fp8Linear, get_recipe, list_recipes
+from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from fp8debug.kernels.dispatch import dequantize, quantize
+from fp8debug.types import OPERANDS, Gemm
+from tests.recording.models import Net, batch, net, train
+
+
+def layer(recipe: str = "blockwise", bias: bool = True, dtype: torch.dtype = torch.float32) -> Fp8Linear:
+    torch.manual_seed(1)
+    return Fp8Linear(200, 72, bias=bias, recipe=recipe).to(dtype)
+
+
+def faithful(x: torch.Tensor, cast: Cast | None) -> torch.Tensor:
+    return x.float() if cast is None else dequantize(quantize(x, cast), cast)
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+@pytest.mark.parametrize("bias", [True, False])
+def test_three_gemms_of_six_quantized_operands(recipe: str, bias: bool) -> None:
+    linear, casts = layer(recipe, bias), get_recipe(recipe).casts
+    x, grad_output = torch.randn(150, 200, requires_grad=True), torch.randn(150, 72)
+    output = linear(x)
+    output.backward(grad_output)
+    tensors = {"input": x.detach(), "weight": linear.weight.detach(), "grad_output": grad_output}
+    (a, b), (c, d), (e, f) = ([faithful(tensors[t], casts[g, t]) for t in OPERANDS[g]] for g in Gemm)
+    expected = a @ b.t() + (linear.bias if bias else 0)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, c @ d, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear.weight.grad, e.t() @ f, rtol=1e-5, atol=1e-4)
+    if bias:
+        assert linear.bias is not None
+        torch.testing.assert_close(linear.bias.grad, grad_output.sum(0))
+
+
+def test_shapes_and_dtypes_are_those_of_linear() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((200,), (3, 200), (2, 5, 200), (0, 200)):
+            x = torch.randn(*shape, dtype=dtype, requires_grad=True)
+            output = layer()(x)
+            assert output.shape == (*shape[:-1], 72) and output.dtype == dtype
+            output.sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape and x.grad.dtype == dtype
+
+
+def test_fp32_and_bf16_masters_keep_their_gradient_dtype() -> None:
+    for master in (torch.float32, torch.bfloat16):
+        linear = layer(dtype=master)
+        linear(torch.randn(40, 200, dtype=torch.bfloat16)).sum().backward()
+        assert linear.weight.grad is not None and linear.weight.grad.dtype == master
+
+
+def test_autocast_gives_its_dtype() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer()(torch.randn(40, 200))
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+
+
+def test_gradients_accumulate_over_microbatches() -> None:
+    linear, x = layer(), torch.randn(2, 40, 200)
+    for part in x:
+        linear(part).sum().backward()
+    parts = [torch.autograd.grad(linear(part).sum(), linear.weight)[0] for part in x]
+    torch.testing.assert_close(linear.weight.grad, parts[0] + parts[1])
+
+
+def test_no_gradient_that_nobody_wants() -> None:
+    linear = layer()
+    linear(torch.randn(40, 200)).sum().backward()  # an input without gradient
+    linear.weight.requires_grad_(False)
+    linear.weight.grad = None
+    x = torch.randn(40, 200, requires_grad=True)
+    linear(x).sum().backward()
+    assert linear.weight.grad is None and x.grad is not None
+    with torch.no_grad():
+        assert not linear.eval()(x).requires_grad
+    torch.testing.assert_close(linear(x).detach(), linear.train()(x).detach(), rtol=0, atol=0)
+
+
+def test_bf16_recipe_is_nn_linear_to_the_bit() -> None:
+    linear, x = layer("bf16"), torch.randn(40, 200)
+    assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_state_dict_is_that_of_linear() -> None:
+    plain, fp8 = nn.Linear(64, 32), fp8debug.convert(nn.Linear(64, 32), "blockwise")
+    fp8(torch.randn(8, 64)).sum().backward()
+    assert list(fp8.state_dict()) == list(plain.state_dict())
+    fp8.load_state_dict(plain.state_dict())
+    assert torch.equal(fp8.weight, plain.weight)  # type: ignore[arg-type]  # a Linear's
+
+
+def test_delayed_scaling_saves_its_history_and_loads_without_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    first = net("tensorwise_delayed")
+    train(first, 3)
+    torch.save(first.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert [k for k in state if "_extra_state" in k] == [
+        f"{name}._extra_state" for name, m in first.named_modules() if isinstance(m, Fp8Linear)
+    ]
+    second = net("tensorwise_delayed")
+    second.load_state_dict(state)
+    x, _ = batch(9)
+    assert torch.equal(first(x * 3), second(x * 3))  # the same stale scales
+    bare = {k: v for k, v in state.items() if "_extra_state" not in k}
+    third = net("tensorwise_delayed")
+    third.load_state_dict(bare)
+    assert not torch.equal(first(x * 3), third(x * 3))
+    net("blockwise").load_state_dict(state)  # a recipe without history ignores it
+
+
+def test_delayed_scaling_uses_the_past() -> None:
+    linear = layer("tensorwise_delayed", bias=False)
+    x = torch.randn(64, 200)
+    linear(x)
+    clipped = linear(x * 64)
+    assert clipped.norm() < 8 * linear(x).norm()
+
+
+def test_convert_keeps_objects_parameters_and_hooks() -> None:
+    model = Net()
+    linear, weight, seen = model.head, model.head.weight, []
+    model.head.register_forward_hook(lambda *_: seen.append(1))
+    assert fp8debug.convert(model, "blockwise") is model
+    assert model.head is linear and model.head.weight is weight and isinstance(model.head, Fp8Linear)
+    model(torch.randn(4, 64))
+    assert seen == [1]
+
+
+def test_overrides_the_last_one_wins() -> None:
+    model = net("blockwise", {"blocks.0.*": "tensorwise_current", "blocks.0.down": None, "head": get_recipe("rowwise")})
+    names = {name: m.recipe.name for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    assert names == {
+        "blocks.0.gate": "tensorwise_current",
+        "blocks.0.up": "tensorwise_current",
+        **{f"blocks.1.{part}": "blockwise" for part in ("gate", "up", "down")},
+        "head": "rowwise",
+    }
+    assert type(model.get_submodule("blocks.0.down")) is nn.Linear
+
+
+def test_converting_again_changes_the_recipe() -> None:
+    model = fp8debug.convert(net(), "rowwise", overrides={"head": None})
+    assert model.get_submodule("blocks.0.up").recipe.name == "rowwise"  # type: ignore[union-attr]
+    assert model.get_submodule("head").recipe.is_high_precision  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: net("blockwise", {"blocks.0.dwon": None}),
+            NoMatchError,
+            "override 'blocks.0.dwon' matches nothing: did you mean 'blocks.0.down'",
+        ),
+        (lambda: net("blokwise"), UnknownNameError, "unknown recipe 'blokwise': did you mean 'blockwise'"),
+        (lambda: fp8debug.convert(nn.ReLU(), "blockwise"), UsageError, "ReLU has no nn.Linear to convert"),
+        (lambda: fp8debug.convert(Net(), 3), UsageError, "expected a Recipe or its name, got int"),  # type: ignore[arg-type]
+        (
+            lambda: layer()(torch.randn(4, 100)),
+            UsageError,
+            "expected input[..., 200], got float32[4, 100] at in_features=200, out_features=72",
+        ),
+    ],
+)
+def test_mistakes_are_said_in_one_line(call, error, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_copy_works_and_is_not_watched(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = net()
+    with fp8debug.watch(model, tmp_path / "run"):
+        twin = copy.deepcopy(model)
+        torch.save(model, tmp_path / "whole.pt")
+    assert all(m.probe is None for m in twin.modules() if isinstance(m, Fp8Linear))
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    x, _ = batch(0)
+    assert torch.equal(twin(x), model(x)) and torch.equal(loaded(x), model(x))
+
+
+def test_extra_repr_names_the_recipe() -> None:
+    assert repr(layer()) == "Fp8Linear(in_features=200, out_features=72, bias=True, recipe=blockwise)"
