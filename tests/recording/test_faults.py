@@ -1,0 +1,116 @@
+"""Every fault, planted in a model that trains, is found by triage: the module and the cause; and its cure helps."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8debug
+from fp8debug import Fp8Linear
+from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from tests.recording.models import Net, batch, net, train
+
+STEPS, AT = 24, 12
+
+
+def sick_run(path: Path, name: str, module: str | None, model: Net | None = None, fallbacks: object = None) -> list[float]:
+    model = model or net("blockwise", {"head": None})
+    injection = fp8debug.inject(model, name, module=module, step=AT)
+    if fallbacks is not None:
+        fp8debug.apply(model, fallbacks)  # type: ignore[arg-type]  # a list
+    with fp8debug.watch(model, path, every=3) as watch:
+        losses = train(model, STEPS, after=lambda _, loss: watch.step(loss=loss))
+    injection.remove()
+    assert all(m.distortion is None for m in model.modules() if isinstance(m, Fp8Linear))
+    return losses
+
+
+@pytest.mark.parametrize("fault", [f for f in fp8debug.list_faults() if f.needs_module], ids=lambda f: f.name)
+@pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
+def test_triage_names_the_module_and_the_cause(fault: fp8debug.faults.Fault, module: str, tmp_path: Path) -> None:  # type: ignore[name-defined]  # lazily loaded
+    sick_run(tmp_path / "run", fault.name, module)
+    findings = fp8debug.triage(tmp_path / "run")
+    assert [f.code for f in findings] == [fault.code], [f.message for f in findings]
+    assert findings[0].module == module
+    assert findings[0].steps[0] == (0 if fault.name == "unconverted" else AT)
+
+
+def test_a_bad_batch_blames_no_layer(tmp_path: Path) -> None:
+    model = net("blockwise", {"head": None})
+    fp8debug.inject(model, "data_spike", step=40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with fp8debug.watch(model, tmp_path / "run", every=5) as watch:
+        losses = train(model, 50, optimizer, after=lambda _, loss: watch.step(loss=loss))
+    assert losses[40] > 2 * losses[39]
+    (finding,) = fp8debug.triage(tmp_path / "run")
+    assert (finding.code, finding.module, finding.severity) == ("F125", None, "info")
+    assert finding.steps == (40, 40)
+
+
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    for recipe in fp8debug.list_recipes():
+        model = net(recipe)
+        with fp8debug.watch(model, tmp_path / recipe, every=3) as watch:
+            train(model, STEPS, after=lambda _, loss, watch=watch: watch.step(loss=loss))  # type: ignore[misc]  # bound now
+        assert fp8debug.triage(tmp_path / recipe) == []
+
+
+@pytest.mark.parametrize("name", ["zero_tile", "stale_scale", "stale_history", "e8m0_floor", "wrong_format", "wrong_scale"])
+def test_the_recommended_fallback_cures_the_run(name: str, tmp_path: Path) -> None:
+    sick_run(tmp_path / "sick", name, "blocks.1.down")
+    run = fp8debug.Run(tmp_path / "sick")
+    fallbacks = fp8debug.recommend(run, fp8debug.triage(run))
+    assert {f.module for f in fallbacks} == {"blocks.1.down"}
+    losses = sick_run(tmp_path / "cured", name, "blocks.1.down", fallbacks=fallbacks)
+    assert math.isfinite(losses[-1])
+    assert fp8debug.triage(tmp_path / "cured") == []
+
+
+def test_a_removed_fault_leaves_no_trace() -> None:
+    for fault in fp8debug.list_faults():
+        model = net()
+        x, _ = batch(3)
+        expected, state = model(x), {k: v.clone() for k, v in model.state_dict().items()}
+        injection = fp8debug.inject(model, fault.name, module="blocks.1.down" if fault.needs_module else None)
+        faulty = model(x)
+        injection.remove()
+        injection.remove()
+        assert torch.equal(model(x), expected), fault.name
+        assert not torch.equal(faulty, expected) or fault.name == "data_spike", fault.name
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()), fault.name
+
+
+def test_a_fault_waits_for_its_step() -> None:
+    model, twin = net(), net()
+    fp8debug.inject(model, "wrong_scale", module="head", step=3, factor=4.0)
+    sick, healthy = train(model, 5), train(twin, 5)
+    assert sick[:3] == healthy[:3] and sick[3] != healthy[3]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fp8debug.inject(net(), "stale_skale", "head"), UnknownNameError, "did you mean 'stale_scale'"),
+        (lambda: fp8debug.inject(net(), "stale_scale"), UsageError, "fault 'stale_scale' needs module=, the FQN of a Linear such as"),
+        (lambda: fp8debug.inject(net(), "stale_scale", "blocks.0.dwon"), NoMatchError, "did you mean 'blocks.0.down'"),
+        (lambda: fp8debug.inject(net(), "stale_scale", "head", ration=2), UnknownNameError, "did you mean 'ratio'"),
+        (lambda: fp8debug.inject(net(None), "stale_scale", "head"), UsageError, "head does not run in FP8 (Linear)"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(call, error, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_every_fault_has_a_rule_and_a_description() -> None:
+    from fp8debug.rules import RULES
+
+    codes = [rule.code for rule in RULES]
+    for fault in fp8debug.list_faults():
+        assert fault.code in codes and fault.description
+    assert sorted(codes) == sorted(f.code for f in fp8debug.list_faults())
