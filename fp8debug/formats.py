@@ -102,8 +102,7 @@ GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
 
 #: The same granularity for the transposed tensor.
 TRANSPOSED: dict[str, str] = {
-    name: next(other for other, o in GRANULARITIES.items() if o == (block[1], block[0]))
-    for name, block in GRANULARITIES.items()
+    name: next(other for other, o in GRANULARITIES.items() if o == (block[1], block[0])) for name, block in GRANULARITIES.items()
 }
 
 

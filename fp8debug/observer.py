@@ -82,9 +82,7 @@ class Observer:
         report: called with a module's FQN and a line of text when that module cannot be watched any more.
     """
 
-    def __init__(
-        self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str], None]) -> None:
         self.settings = settings
         self.report = report
         self.step = 0

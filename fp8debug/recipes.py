@@ -224,8 +224,7 @@ class Recipe:
         """
         try:
             casts: Any = {
-                tuple(key.split(".")): None if cast is None else Cast.from_dict(cast)
-                for key, cast in values["casts"].items()
+                tuple(key.split(".")): None if cast is None else Cast.from_dict(cast) for key, cast in values["casts"].items()
             }
             return cls(values["name"], casts)
         except UsageError:
@@ -270,8 +269,7 @@ class Recipe:
                 changes["amax_eps"] = eps
             if changes:
                 casts = {
-                    key: _replaced(cast, changes) if cast and key[1] is tensor else cast
-                    for key, cast in recipe.casts.items()
+                    key: _replaced(cast, changes) if cast and key[1] is tensor else cast for key, cast in recipe.casts.items()
                 }
                 recipe = Recipe(name + "+env", casts)
         return recipe

@@ -104,9 +104,7 @@ class Table:
 class Snapshot:
     """A table's rows on their way to the host; reading it gives its pinned buffers back."""
 
-    def __init__(
-        self, buffers: dict[Group, Tensor], done: torch.cuda.Event | None, free: list[dict[Group, Tensor]]
-    ) -> None:
+    def __init__(self, buffers: dict[Group, Tensor], done: torch.cuda.Event | None, free: list[dict[Group, Tensor]]) -> None:
         self._buffers = buffers
         self._done = done
         self._free = free

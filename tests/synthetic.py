@@ -140,9 +140,7 @@ def write(path: Path, plan: Plan) -> None:
     sampled = range(0, plan.num_steps, plan.every)
     for rank in range(plan.world_size):
         manifest = manifest_of(plan)
-        writer = RunWriter(
-            path, rank=rank, world_size=plan.world_size, manifest=manifest, rank_manifest={"device": "cpu"}
-        )
+        writer = RunWriter(path, rank=rank, world_size=plan.world_size, manifest=manifest, rank_manifest={"device": "cpu"})
         for step in range(plan.num_steps):
             if step in sampled:
                 rows = stats_rows(plan, step, rank)
@@ -234,9 +232,7 @@ def stats_rows(plan: Plan, step: int, rank: int = 0) -> list[Slots]:
             casts = [running, *(other.casts[gemm, tensor] for other in what_ifs)]
             distinct = {str(cast): cast for cast in casts if cast is not None}
             for place, (name, cast) in enumerate(distinct.items()):
-                noise = random.Random(
-                    f"{plan.seed} {step} {rank if tensor != 'weight' else 0} {module} {gemm} {tensor} {name}"
-                )
+                noise = random.Random(f"{plan.seed} {step} {rank if tensor != 'weight' else 0} {module} {gemm} {tensor} {name}")
                 row = {**common, "cast_name": name, "reference": "operand", "actual": cast == running}
                 rows.append({**row, **operand_slots(cast, tensor.value, shape, noise, with_histogram=place == 0)})
         for gemm, tensor in RESULTS.items() if plan.with_results and not recipe.is_high_precision else ():
@@ -283,18 +279,14 @@ def result_slots(tensor: str, numel: int, sqnr_db: float, noise: random.Random) 
     return row
 
 
-def operand_slots(
-    cast: Cast, tensor: str, shape: tuple[int, int], noise: random.Random, *, with_histogram: bool = True
-) -> Slots:
+def operand_slots(cast: Cast, tensor: str, shape: tuple[int, int], noise: random.Random, *, with_histogram: bool = True) -> Slots:
     """Return every slot of a healthy operand under a cast."""
     rows, columns = shape
     numel = rows * columns
     fmt_max = {"e4m3fn": 448.0, "e5m2": 57344.0}[cast.format]
     sqnr_db = OPERAND_SQNR_DB - (6.1 if cast.format == "e5m2" else 0.0) + noise.uniform(-0.1, 0.1)
     slots = result_slots(tensor, numel, sqnr_db, noise)
-    tile = {"tensorwise": numel, "rowwise": columns, "columnwise": rows, "128x128": 128 * 128}.get(
-        cast.granularity, 128
-    )
+    tile = {"tensorwise": numel, "rowwise": columns, "columnwise": rows, "128x128": 128 * 128}.get(cast.granularity, 128)
     num_blocks = max(1, numel // (32 if "32" in cast.granularity else tile))
     scale_inv = slots["amax"] / fmt_max
     spread = 1.0 if num_blocks == 1 else 0.25

@@ -12,9 +12,7 @@ from fp8debug.table import Snapshot
 from fp8debug.types import Reference, TensorRole
 
 
-def stats_columns(
-    finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]
-) -> dict[str, Any]:
+def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
     """Return equally long columns; a slot without data is masked.
 
     A slot is without data where its metric does not apply to the row, where the metric's count is 0, and where an extreme

@@ -108,9 +108,7 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
     return found
 
 
-def choose(
-    candidates: Sequence[Candidate], include: Sequence[str], exclude: Sequence[str]
-) -> list[dict[str, Any]]:
+def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Sequence[str]) -> list[dict[str, Any]]:
     """Mark the candidates that are not to be watched with the reason, and return each filter with how much it matched.
 
     In a model that has FP8 modules the plain ones are left alone: they appear in coverage.

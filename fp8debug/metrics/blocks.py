@@ -28,9 +28,7 @@ class Blocks:
         ),
     )
     derived: ClassVar[dict[str, Derived]] = {
-        "worst_block_sqnr_db": Derived(
-            expression="-10 * log10(worst_block_nmse)", unit="dB", doc="SQNR of the worst block"
-        ),
+        "worst_block_sqnr_db": Derived(expression="-10 * log10(worst_block_nmse)", unit="dB", doc="SQNR of the worst block"),
     }
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:

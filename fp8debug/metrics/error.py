@@ -32,15 +32,9 @@ class Error:
     derived: ClassVar[dict[str, Derived]] = {
         "mse": Derived(expression="sum_err2 / numel", unit="x^2", doc="mean squared error"),
         "nmse": Derived(expression="sum_err2 / sum_x2", unit="1", doc="squared error over squared reference"),
-        "sqnr_db": Derived(
-            expression="-10 * log10(sum_err2 / sum_x2)", unit="dB", doc="signal to quantization noise ratio"
-        ),
-        "cosine": Derived(
-            expression="sum_xy / sqrt(sum_x2 * sum_y2)", unit="1", doc="cosine similarity of reference and actual"
-        ),
-        "gain": Derived(
-            expression="sum_xy / sum_x2", unit="1", doc="least-squares factor of actual on reference; 1 is faithful"
-        ),
+        "sqnr_db": Derived(expression="-10 * log10(sum_err2 / sum_x2)", unit="dB", doc="signal to quantization noise ratio"),
+        "cosine": Derived(expression="sum_xy / sqrt(sum_x2 * sum_y2)", unit="1", doc="cosine similarity of reference and actual"),
+        "gain": Derived(expression="sum_xy / sum_x2", unit="1", doc="least-squares factor of actual on reference; 1 is faithful"),
         "norm_ratio": Derived(expression="sqrt(sum_y2 / sum_x2)", unit="1", doc="norm of actual over norm of reference"),
         "bias": Derived(expression="sum_err / numel", unit="x", doc="mean error"),
         "rms": Derived(expression="sqrt(sum_x2 / numel)", unit="x", doc="root mean square of the reference"),

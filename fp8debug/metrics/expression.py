@@ -85,10 +85,7 @@ def _sql(node: ast.expr) -> str:
             return f"CASE WHEN {inner} >= 0 THEN sqrt({inner}) END"
         case ast.Call(func=ast.Name(id=name), args=[argument]):
             inner = _sql(argument)
-            return (
-                f"CASE WHEN {inner} > 0 THEN {name}({inner})"
-                f" WHEN {inner} = 0 THEN CAST('-Infinity' AS DOUBLE) END"
-            )
+            return f"CASE WHEN {inner} > 0 THEN {name}({inner}) WHEN {inner} = 0 THEN CAST('-Infinity' AS DOUBLE) END"
         case ast.BinOp(left=left, op=ast.Div(), right=right):
             return f"({_sql(left)} / nullif(CAST({_sql(right)} AS DOUBLE), 0))"
         case ast.BinOp(left=left, op=operator, right=right):

@@ -84,9 +84,7 @@ class Scale:
             "num_zero_blocks": (~nonzero).sum(),
             "num_eps_blocks": (nonzero & lifted).sum(),
             # Infinity would read as "no data".
-            "headroom": (pair.scaled.amax() / pair.format_max)
-            .clamp(max=FLOAT32_MAX)
-            .masked_fill(~nonzero.any(), -math.inf),
+            "headroom": (pair.scaled.amax() / pair.format_max).clamp(max=FLOAT32_MAX).masked_fill(~nonzero.any(), -math.inf),
         }
 
 

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.errors import UnknownNameError
@@ -24,15 +24,32 @@ if TYPE_CHECKING:
 SECTIONS = ("What it detects", "Why it matters", "Example", "Cure", "Thresholds")
 
 
-class Severity(IntEnum):
-    """How bad a finding is, in rising order."""
+class Severity(str, Enum):
+    """How bad a finding is; it equals its name, and is ordered as listed here."""
 
-    INFO = 1
-    WARNING = 2
-    ERROR = 3
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def rank(self) -> int:
+        """Position in rising order, from 1."""
+        return list(Severity).index(self) + 1
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return self.value
+
+    def __lt__(self, other: str) -> bool:
+        return self.rank < Severity(other).rank
+
+    def __le__(self, other: str) -> bool:
+        return self.rank <= Severity(other).rank
+
+    def __gt__(self, other: str) -> bool:
+        return self.rank > Severity(other).rank
+
+    def __ge__(self, other: str) -> bool:
+        return self.rank >= Severity(other).rank
 
     @classmethod
     def parse(cls, name: str) -> Severity:
@@ -42,8 +59,8 @@ class Severity(IntEnum):
             UnknownNameError: there is none.
         """
         try:
-            return cls[name.upper()]
-        except KeyError:
+            return cls(name.lower())
+        except ValueError:
             raise UnknownNameError("severity", name, [str(s) for s in cls]) from None
 
 
@@ -95,7 +112,7 @@ class Finding:
     def order(self) -> tuple[int, int, int, int]:
         """Culprit order: errors first, then the first step, then execution (the backward pass from the last layer)."""
         backward = self.gemm in ("dgrad", "wgrad")
-        return (-self.severity, self.steps[0], int(backward), -self.call_index if backward else self.call_index)
+        return (-self.severity.rank, self.steps[0], int(backward), -self.call_index if backward else self.call_index)
 
     @property
     def sites(self) -> tuple[Finding, ...]:

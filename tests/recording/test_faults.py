@@ -95,7 +95,11 @@ def test_a_fault_waits_for_its_step() -> None:
     ("call", "error", "message"),
     [
         (lambda: fp8debug.inject(net(), "stale_skale", "head"), UnknownNameError, "did you mean 'stale_scale'"),
-        (lambda: fp8debug.inject(net(), "stale_scale"), UsageError, "fault 'stale_scale' needs module=, the FQN of a Linear such as"),
+        (
+            lambda: fp8debug.inject(net(), "stale_scale"),
+            UsageError,
+            "fault 'stale_scale' needs module=, the FQN of a Linear such as",
+        ),
         (lambda: fp8debug.inject(net(), "stale_scale", "blocks.0.dwon"), NoMatchError, "did you mean 'blocks.0.down'"),
         (lambda: fp8debug.inject(net(), "stale_scale", "head", ration=2), UnknownNameError, "did you mean 'ratio'"),
         (lambda: fp8debug.inject(net(None), "stale_scale", "head"), UsageError, "head does not run in FP8 (Linear)"),

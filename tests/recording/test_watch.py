@@ -203,9 +203,7 @@ def test_an_exception_keeps_what_was_recorded(tmp_path: Path) -> None:
         raise ZeroDivisionError("in the loop")
     run = fp8debug.Run(tmp_path / "run")
     assert {r["step"] for r in rows(run, "actual")} == {0, 1, 2}
-    assert "ended by ZeroDivisionError: in the loop" in [
-        r["message"] for r in run.sql("SELECT message FROM events").to_pylist()
-    ]
+    assert "ended by ZeroDivisionError: in the loop" in [r["message"] for r in run.sql("SELECT message FROM events").to_pylist()]
 
 
 def test_first_nan_is_an_event(tmp_path: Path) -> None:
