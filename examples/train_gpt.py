@@ -14,6 +14,7 @@ import math
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -89,13 +90,14 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         hidden = 128 * math.ceil(8 * width / 3 / 128)
-        self.blocks = nn.ModuleList(Block(width, max(1, width // 64), hidden) for _ in range(depth))
+        blocks = [Block(width, max(1, width // 64), hidden) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:
+        for block in blocks:
             for last in (block.attn.proj, block.mlp.down):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * depth))
         if tied:
@@ -171,7 +173,7 @@ def build(args: argparse.Namespace) -> GPT:
     return model
 
 
-def train(args: argparse.Namespace) -> dict[str, object]:
+def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train; return the loss of every step and of held-out text."""
     model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -208,13 +210,13 @@ def train(args: argparse.Namespace) -> dict[str, object]:
             progress.update(bar, advance=1, description=f"training, {args.recipe}, loss {losses[-1]:.3f}")
     if watch:
         watch.close()
+    if args.save:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
+        torch.save(state, args.save)
     model.eval()
     with torch.no_grad():
         tokens, targets = batch(held_out, 16, args.length, 0, args.seed)
         final = float(loss_of(model, tokens.to(args.device), targets.to(args.device)))
-    if args.save:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": args.steps}
-        torch.save(state, args.save)
     return {"recipe": args.recipe, "losses": losses, "held_out": final}
 
 

@@ -114,6 +114,7 @@ def test_serve_answers_and_names_its_address(
     browser = urllib.request.build_opener(urllib.request.ProxyHandler({}), cookies)
     with browser.open(f"{address}assets/style.css?token={TOKEN}", timeout=30) as reply:
         assert (reply.status, reply.geturl()) == (200, f"{address}assets/style.css")
+        assert reply.read()  # to the end: a server whose client leaves early drops the file unclosed
     running.shutdown()
     thread.join(30)
     assert not thread.is_alive()

@@ -12,6 +12,7 @@ import torch
 import fp8debug
 from fp8debug import Fp8Linear
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from fp8debug.faults import Fault
 from tests.recording.models import Net, batch, net, train
 
 STEPS, AT = 24, 12
@@ -31,7 +32,7 @@ def sick_run(path: Path, name: str, module: str | None, model: Net | None = None
 
 @pytest.mark.parametrize("fault", [f for f in fp8debug.list_faults() if f.needs_module], ids=lambda f: f.name)
 @pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
-def test_triage_names_the_module_and_the_cause(fault: fp8debug.faults.Fault, module: str, tmp_path: Path) -> None:  # type: ignore[name-defined]  # lazily loaded
+def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, tmp_path: Path) -> None:
     sick_run(tmp_path / "run", fault.name, module)
     findings = fp8debug.triage(tmp_path / "run")
     assert [f.code for f in findings] == [fault.code], [f.message for f in findings]

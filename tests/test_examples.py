@@ -1,0 +1,68 @@
+"""The examples run as a user would start them, at small sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8debug
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SMALL = ["--width", "64", "--depth", "3", "--length", "32", "--rows", "4"]
+
+
+def start(name: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, words)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, env=environment, check=False)
+
+
+def test_training_records_resumes_and_is_the_same_unwatched(tmp_path: Path) -> None:
+    def train(result: str, *words: object) -> list[float]:
+        done = start("train_gpt.py", *SMALL, "--result", result, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses: list[float] = json.loads((tmp_path / result).read_text())["losses"]
+        return losses
+
+    whole = train("whole.json", "--steps", 8, "--recipe", "tensorwise_delayed")
+    first = train("first.json", "--steps", 4, "--recipe", "tensorwise_delayed", "--out", "run", "--every", 2, "--save", "4.pt")
+    words = ("--steps", 8, "--recipe", "tensorwise_delayed", "--out", "run", "--every", 2, "--resume", "4.pt")
+    assert first + train("second.json", *words) == whole
+    run = fp8debug.Run(tmp_path / "run")
+    assert [r["loss"] for r in run.sql("SELECT loss FROM steps ORDER BY step").to_pylist()] == whole
+    assert {m["requested"] for m in run.modules if m["fqn"] == "lm_head"} == {"bf16"}
+    assert len(train("tied.json", "--steps", 2, "--tied")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--recipe", "blokwise"), "error: unknown recipe 'blokwise': did you mean 'blockwise'"),
+        (("--fault", "zero_tile", "--fault-module", "blocks.9.mlp.up"), "error: module 'blocks.9.mlp.up' matches nothing"),
+        (("--fallback", "none.json"), "error: "),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = start("train_gpt.py", *SMALL, *words, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_demo_finds_the_planted_fault_and_cures_it(tmp_path: Path) -> None:
+    done = start("demo.py", "--steps", 46, *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "F103  error     blocks.2.mlp.down  fprop input" in done.stdout
+    assert "dashboard runs/demo" in done.stdout
+    sick, cured = (json.loads((tmp_path / "runs/demo" / f"{n}.result.json").read_text()) for n in ("sick", "cured"))
+    assert sick["losses"][-1] != sick["losses"][-1]  # NaN
+    assert abs(cured["held_out"] - json.loads((tmp_path / "runs/demo/bf16.result.json").read_text())["held_out"]) < 0.1
+    assert fp8debug.triage(tmp_path / "runs/demo/cured") == []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("")
+    refused = start("demo.py", "--out", "elsewhere", cwd=tmp_path)
+    assert refused.returncode == 2 and "elsewhere exists and is no earlier demo" in refused.stderr
