@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import pytest
@@ -309,7 +309,7 @@ def unwritable(tmp_path: Path) -> Path:
         (lambda p: fp8debug.watch([], p / "r"), AttachError, "cannot watch an empty list"),
         (lambda p: fp8debug.watch(net(), unwritable(p)), RecordError, "cannot write to"),
         (lambda p: fp8debug.watch(net(), p / "r", every=0), UsageError, "every and shadow_rows must be at least 1"),
-        (lambda p: fp8debug.watch(net(), p / "r", **{"shadow": "half"}), UsageError, "shadow must be 'sample' or 'full'"),
+        (lambda p: fp8debug.watch(net(), p / "r", shadow=cast(Any, "half")), UsageError, "shadow must be 'sample' or 'full'"),
         (lambda p: fp8debug.watch(net(), p / "r", what_if=("blok",)), UsageError, "unknown recipe 'blok'"),
         (lambda p: fp8debug.watch(net(), p / "r", include=("nope",)), AttachError, "none of 7 Linear modules is left to watch"),
         (lambda p: fp8debug.watch(net(), p / "r", dump=("*",)), UsageError, "dump= is not available yet"),
