@@ -77,7 +77,7 @@ def step_range(run: Run, first: int | None = None, last: int | None = None) -> t
     """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
     low, high = run.steps_range
     if low is None:  # rows without a step, from a writer that is not ours
-        return None  # type: ignore[unreachable]
+        return None  # type: ignore[unreachable]  # the annotation believes the file
     low, high = max(low, low if first is None else first), min(high, high if last is None else last)
     return (low, high) if low <= high else None
 

@@ -215,30 +215,27 @@ def spread(grid: Tensor, block_rows: int, block_columns: int, rows: int, columns
 
 
 class Metric(Protocol):
-    """One file in ``metrics/``: the slots one tensor fills, and what is derived from them.
-
-    Attributes:
-        name: name in the registry.
-        of_results: False for a metric that needs FP8 data and scales, which a GEMM's result has not.
-        present: name of the count slot that is 0 when the metric had nothing to see, so that its slots read as "no data".
-        slots: what is stored.
-        derived: what is computed when read, by column name.
-    """
+    """One file in ``metrics/``: the slots one tensor fills, and what is derived from them; five constants and a function."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102  # described above, as the next four
+    def name(self) -> str:
+        """Name in the registry."""
 
     @property
-    def of_results(self) -> bool: ...  # noqa: D102
+    def of_results(self) -> bool:
+        """False for a metric that needs FP8 data and scales, which a GEMM's result has not."""
 
     @property
-    def present(self) -> str: ...  # noqa: D102
+    def present(self) -> str:
+        """Name of the count slot that is 0 when the metric had nothing to see, so that its slots read as "no data"."""
 
     @property
-    def slots(self) -> tuple[Slot, ...]: ...  # noqa: D102
+    def slots(self) -> tuple[Slot, ...]:
+        """What is stored."""
 
     @property
-    def derived(self) -> Mapping[str, Derived]: ...  # noqa: D102
+    def derived(self) -> Mapping[str, Derived]:
+        """What is computed when read, by column name."""
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Return what one non-empty tensor contributes to each slot, as tensors on its device, without synchronizing."""
