@@ -47,7 +47,7 @@ _HOME = {
     "list_faults": "fp8debug.faults",
     "list_recipes": "fp8debug.recipes",
     "measure": "fp8debug.kernels.reference",
-    "quantize": "fp8debug.kernels.reference",
+    "quantize": "fp8debug.kernels.dispatch",
     "recommend": "fp8debug.fallback",
     "triage": "fp8debug.rules",
     "watch": "fp8debug.adapters",
@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from fp8debug.errors import Fp8DebugError
     from fp8debug.fallback import Fallback, apply, recommend
     from fp8debug.faults import inject, list_faults
-    from fp8debug.kernels.reference import dequantize, measure, quantize
+    from fp8debug.kernels.dispatch import quantize
+    from fp8debug.kernels.reference import dequantize, measure
     from fp8debug.linear import Fp8Linear, convert
     from fp8debug.recipes import Cast, Recipe, get_recipe, list_recipes
     from fp8debug.rules import triage

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8debug.errors import NoMatchError, UsageError
-from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, quantize
+from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
-from fp8debug.types import Gemm, Quantized, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
 Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor, "Cast | None"], Operand]], Operand]
@@ -35,17 +35,17 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None) -> Tensor:
         """Run fprop and quantize for the backward what is at hand now."""
-        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x)
-        w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight)
+        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe)
+        w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight, probe)
         output = gemm(Gemm.FPROP, x_fprop, w_fprop, dtype=x.dtype)
 
         x_wgrad = None
         if ctx.needs_input_grad[1]:
-            x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, same_as=x_fprop)
+            x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, probe, same_as=x_fprop)
         kept = probe.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output) if probe else None
 
         ctx.layer, ctx.probe, ctx.kept = layer, probe, kept
-        ctx.w_fprop = w_fprop if isinstance(w_fprop, tuple) else None
+        ctx.w_fprop = w_fprop if isinstance(w_fprop, tuple) and lies_as_read(w_fprop[0], contracts_rows=True) else None
         ctx.save_for_backward(weight, *_flat(x_wgrad))
         ctx.x_cast = x_wgrad[1] if isinstance(x_wgrad, tuple) else None
         ctx.x_dtype = x.dtype
@@ -63,12 +63,12 @@ class _Fp8Matmul(torch.autograd.Function):
         wgrad: Product | None = None
         with torch.autocast(grad_output.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
-                w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, same_as=ctx.w_fprop)
+                g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
+                w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, probe, same_as=ctx.w_fprop)
                 dgrad = g_dgrad, w_dgrad, gemm(Gemm.DGRAD, g_dgrad, w_dgrad, dtype=ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 x_wgrad = _unflat(saved, ctx.x_cast)
-                g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+                g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
                 wgrad = g_wgrad, x_wgrad, gemm(Gemm.WGRAD, g_wgrad, x_wgrad, dtype=weight.dtype)
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
@@ -140,28 +140,35 @@ class Fp8Linear(nn.Linear):
         self._histories = {k: h for k, h in self._histories.items() if recipe.casts[k] == h.cast}
         self.recipe = recipe
 
-    def operand(self, which: Gemm, role: TensorRole, x: Tensor, same_as: Operand | None = None) -> Operand:
+    def operand(
+        self, which: Gemm, role: TensorRole, x: Tensor, probe: Probe | None = None, *, same_as: Operand | None = None
+    ) -> Operand:
         """Return a 2-D tensor as that GEMM reads it: quantized, or as it is where the recipe says BF16.
 
         Args:
             which: the GEMM.
             role: what x is to it.
             x: ``[rows, columns]``.
-            same_as: x already quantized for another GEMM; returned when its cast is the one wanted here.
+            probe: fills the cast's slots in the pass that quantizes, where a kernel can.
+            same_as: x already quantized for another GEMM; returned when its cast and layout are those wanted here.
         """
-        cast = self.recipe.casts[which, role]
+        key = which, role
+        cast = self.recipe.casts[key]
         if self.distortion is not None:
-            return self.distortion(which, role, x, cast, lambda x, cast: self._ordinary((which, role), x, cast))
+            return self.distortion(which, role, x, cast, lambda x, cast: self._ordinary(key, x, cast, probe))
         if isinstance(same_as, tuple) and same_as[1] == cast and same_as[1].scaling != "delayed":
-            return same_as
-        return self._ordinary((which, role), x, cast)
+            if lies_as_read(same_as[0], key in CONTRACTS_ROWS):
+                return same_as
+        return self._ordinary(key, x, cast, probe)
 
-    def _ordinary(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None) -> Operand:
+    def _ordinary(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None) -> Operand:
         if cast is None:
             return x
-        if cast.scaling != "delayed":
-            return quantize(x, cast), cast
-        return quantize(x, cast, self.history(key, cast, x.device).next_scale_inv(finite_amax(x))), cast
+        scale_inv = None
+        if cast.scaling == "delayed":
+            scale_inv = self.history(key, cast, x.device).next_scale_inv(finite_amax(x))
+        q = probe.quantize(key, x, cast, scale_inv) if probe else None
+        return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS), cast
 
     def history(self, key: tuple[Gemm, TensorRole], cast: Cast, device: torch.device) -> AmaxHistory:
         """Return the amax history of one operand, a new one where the cast changed."""
@@ -215,9 +222,7 @@ class Fp8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def convert(
-    model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str | Recipe | None] | None = None
-) -> nn.Module:
+def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str | Recipe | None] | None = None) -> nn.Module:
     """Turn every nn.Linear of a model into an Fp8Linear, in place.
 
     Args:

@@ -6,7 +6,7 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ class Observer:
         self._num_calls += 1
         return self._num_calls - 1
 
-    def record(self, row: int, info: RowInfo, partials: dict[str, Tensor], device: torch.device) -> None:
+    def record(self, row: int, info: RowInfo, partials: Mapping[Any, Tensor], device: torch.device) -> None:
         """Merge one observation into a row."""
         if device not in self._tables:
             self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)

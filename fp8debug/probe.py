@@ -14,12 +14,26 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import AmaxHistory, Operand, dequantize, finite_amax, gemm, operand_pair, quantize, statistics
+from fp8debug.formats import block_shape
+from fp8debug.kernels.dispatch import (
+    AmaxHistory,
+    Operand,
+    Slots,
+    dequantize,
+    finite_amax,
+    gemm,
+    histogram,
+    observe,
+    operand_pair,
+    quantize_observed,
+    statistics,
+)
 from fp8debug.metrics import Pair, Source
+from fp8debug.metrics.base import spread
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.recipes import Cast
-from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
@@ -28,8 +42,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 S = TypeVar("S", bound="Probe")
 
-#: Slots by name, of one tensor under one cast, by the cast's name.
-Tried = dict[str, dict[str, Tensor]]
+#: Slots of one tensor by the cast's name.
+Tried = dict[str, Slots]
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
 
@@ -102,6 +116,7 @@ class Probe:
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
         self._tried_weight: Tried = {}
         self._output_key: RowKey | None = None
+        self._ridden: dict[int, tuple[Quantized, Slots]] = {}
 
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
@@ -124,9 +139,24 @@ class Probe:
         return True
 
     @guarded
-    def fprop(
-        self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None
-    ) -> Kept:
+    def quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
+        """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
+
+        Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own.
+
+        Returns:
+            None where nothing is to be recorded of it, or an error of ours kept it from being quantized here.
+        """
+        which, role = key
+        if role is TensorRole.WEIGHT and which in self._weights_seen:
+            return None
+        q, found = quantize_observed(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS)
+        if found is not None:
+            self._ridden[id(q)] = q, found
+        return q
+
+    @guarded
+    def fprop(self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None) -> Kept:
         """Record fprop, and wgrad's input, which is quantized in the forward pass.
 
         Args:
@@ -144,7 +174,8 @@ class Probe:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
         actual = None if output is None else output[rows]
-        pair = self._result(Gemm.FPROP, (x[rows], weight), (_values(a)[rows], _values(b)), actual, (a, b))
+        pair = self._result(Gemm.FPROP, (x[rows], weight), (_values(a, 0, rows), _values(b)), actual, (a, b))
+        self._ridden.clear()
         return Kept(rows, pair, columns, x.detach()[:, columns].clone())
 
     @guarded
@@ -167,17 +198,18 @@ class Probe:
             self._weight(Gemm.DGRAD, weight, b)
             rows = self._sample(grad_output.shape[0], grad_output.device)
             actual = None if result is None else result[rows]
-            self._result(Gemm.DGRAD, (grad_output[rows], weight), (_values(a)[rows], _values(b)), actual, (a, b))
+            self._result(Gemm.DGRAD, (grad_output[rows], weight), (_values(a, 0, rows), _values(b)), actual, (a, b))
         if wgrad is not None:
             a, b, result = wgrad
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             if kept is not None:
                 actual = None if result is None else result[:, kept.columns]
-                exact = (_values(a), _values(b)[:, kept.columns])
+                exact = (_values(a), _values(b, 1, kept.columns))
                 self._result(Gemm.WGRAD, (grad_output, kept.input_columns), exact, actual, (a, b))
         if kept is not None and self._output_key is not None and kept.output.y.numel():
             pair = Pair(source=kept.output.source, y=kept.output.y, grad=grad_output.detach()[kept.rows].float())
             self._merge(self._output_key, _DAMAGE.partial(pair), pair.y.device)
+        self._ridden.clear()
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
@@ -186,27 +218,34 @@ class Probe:
 
     def _operand(self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried) -> None:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
-        running = None
+        running = str(operand[1]) if isinstance(operand, tuple) else ""
+        casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
+        casts.pop(running, None)
+        new = {name: cast for name, cast in casts.items() if name not in tried}
+        if new:
+            scales = [self.scale_inv(role, cast, source) for cast in new.values()]
+            uncounted = HISTOGRAM not in source.shared
+            tried.update(zip(new, observe(source, list(new.values()), scales, histogram=uncounted), strict=True))
+            if (counted := tried[next(iter(new))].get(HISTOGRAM)) is not None:
+                source.shared[HISTOGRAM] = counted
         if isinstance(operand, tuple):
             q, cast = operand
-            running = str(cast)
-            skip = self._skip_histogram(which, role, running)
-            key = RowKey(which, role, running, Reference.OPERAND, self.actual)
-            self._merge(key, statistics(operand_pair(source, cast, q), skip), source.x.device)
-        casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
-        for name, cast in casts.items():
-            if name == running:
-                continue
-            if name not in tried:
-                q = quantize(source.x, cast, self.scale_inv(role, cast, source))
-                tried[name] = statistics(operand_pair(source, cast, q))
-            skip = self._skip_histogram(which, role, name)
-            key = RowKey(which, role, name, Reference.OPERAND, False)
-            self._merge(key, {k: v for k, v in tried[name].items() if k != skip}, source.x.device)
+            _, found = self._ridden.get(id(q), (q, None))
+            if found is None:
+                found = statistics(operand_pair(source, cast, q), HISTOGRAM)
+            self._record(RowKey(which, role, running, Reference.OPERAND, self.actual), found, source)
+        for name in casts:
+            self._record(RowKey(which, role, name, Reference.OPERAND, False), tried[name], source)
 
-    def _skip_histogram(self, which: Gemm, role: TensorRole, cast_name: str) -> str:
-        """Return the histogram's slot for all but the first cast of a site: it describes the reference, whatever the cast."""
-        return "" if self._histogram_of.setdefault((which, role), cast_name) == cast_name else HISTOGRAM
+    def _record(self, key: RowKey, found: Slots, source: Source) -> None:
+        """Merge slots into a row; the histogram, which is the tensor's whatever the cast, with a site's first cast alone."""
+        found = {name: value for name, value in found.items() if name != HISTOGRAM}
+        first = self._histogram_of.setdefault((key.gemm, key.tensor), key.cast_name) == key.cast_name
+        if first and source.x.numel():
+            if HISTOGRAM not in source.shared:
+                source.shared[HISTOGRAM] = histogram(source)
+            found[HISTOGRAM] = source.shared[HISTOGRAM]
+        self._merge(key, found, source.x.device)
 
     def scale_inv(self, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:
         """Return the scale_inv that a cast which is not running would have used here; None unless it is delayed."""
@@ -239,7 +278,7 @@ class Probe:
             self._merge(exact_key, statistics(Pair(source=Source(exact), y=y)), y.device)
         return pair
 
-    def _merge(self, key: RowKey, partials: dict[str, Tensor], device: torch.device) -> None:
+    def _merge(self, key: RowKey, partials: Slots, device: torch.device) -> None:
         if key not in self._rows:
             if len(self._rows) == self.observer.settings.rows_per_module:
                 raise RuntimeError("the casts of this module changed too often within one step")
@@ -256,9 +295,20 @@ class Probe:
         return (torch.arange(count, device=device) * length // count + shift) % length
 
 
-def _values(operand: Operand) -> Tensor:
-    """Return what the GEMM reads, in FP32."""
-    return operand.detach().float() if isinstance(operand, Tensor) else dequantize(*operand)
+def _values(operand: Operand, dim: int = 0, index: Tensor | slice | None = None) -> Tensor:
+    """Return what the GEMM reads, in FP32; with an index tensor those rows (dim 0) or columns (dim 1) of it alone."""
+    if not isinstance(index, Tensor):
+        return operand.detach().float() if isinstance(operand, Tensor) else dequantize(*operand)
+    if isinstance(operand, Tensor):
+        return operand.detach().index_select(dim, index).float()
+    (data, scale_inv), cast = operand
+    block = block_shape(cast.granularity, *data.shape)
+    if scale_inv.shape[dim] > 1:
+        scale_inv = scale_inv.index_select(dim, index // block[dim])
+    codes = data.view(torch.uint8) if data.element_size() == 1 else data  # a fault's data are in BF16
+    values = codes.index_select(dim, index).view(data.dtype).float()
+    across, along = (1, block[1]) if dim == 0 else (block[0], 1)
+    return values * spread(scale_inv, across, along, *values.shape)
 
 
 def _shadow(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
@@ -272,5 +322,3 @@ def _shadow(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
 
 def _none() -> None:
     return None
-
-

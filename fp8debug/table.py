@@ -16,6 +16,8 @@ from torch import Tensor
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
+#: Rows whose contributions wait at most, and index tensors kept: bounds on memory, reached by no ordinary model's step.
+MAX_WAITING, MAX_INDICES = 4096, 256
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
@@ -56,39 +58,60 @@ class Table:
             (kind, merge): torch.full((num_rows, width), _NEUTRAL[merge], device=device).to(getattr(torch, kind))
             for (kind, merge), width in WIDTHS.items()
         }
-        self._columns: dict[tuple[str, ...], dict[Group, tuple[list[str], Tensor]]] = {}
+        self._waiting: dict[int, Mapping[Any, Tensor]] = {}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
 
     def _pinned(self) -> dict[Group, Tensor]:
         return {group: torch.empty_like(s, device="cpu", pin_memory=True) for group, s in self._state.items()}
 
-    def merge(self, row: int, partials: Mapping[str, Tensor]) -> None:
-        """Join one tensor's contributions to a row, each slot by its own rule."""
-        for group, (names, columns) in self._grouped(tuple(partials)).items():
-            target = self._state[group][row]
-            values = torch.cat([partials[name].reshape(-1).to(target.dtype) for name in names])
-            if group[1] == "sum":
-                target.index_add_(0, columns, values)
-            else:
-                join = torch.maximum if group[1] == "max" else torch.minimum
-                target.index_copy_(0, columns, join(target[columns], values))
+    def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
+        """Join one tensor's contributions to a row, each slot by its own rule.
 
-    def _grouped(self, names: tuple[str, ...]) -> dict[Group, tuple[list[str], Tensor]]:
-        if names not in self._columns:
-            groups: dict[Group, list[str]] = {}
-            for name in names:
-                groups.setdefault(PLACES[name].group, []).append(name)
-            self._columns[names] = {
-                group: (
-                    members,
-                    torch.tensor([c for n in members for c in range(*PLACES[n][1:])], device=self.device),
-                )
-                for group, members in groups.items()
-            }
-        return self._columns[names]
+        They wait, a row at most once, for the others of the step: a launch for all rows costs as much as one for one.
+
+        Args:
+            row: which.
+            partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]``.
+        """
+        if row in self._waiting or len(self._waiting) == MAX_WAITING:
+            self._join()
+        self._waiting[row] = partials
+
+    def _join(self) -> None:
+        """Join what waits to the state."""
+        rows_of: dict[Any, list[int]] = {}
+        for row, partials in self._waiting.items():
+            for key in partials:
+                rows_of.setdefault(key, []).append(row)
+        for key, rows in rows_of.items():
+            places = [PLACES[name] for name in ((key,) if isinstance(key, str) else key)]
+            group = places[0].group
+            state = self._state[group]
+            values = torch.stack([self._waiting[row][key].reshape(-1) for row in rows]).to(state.dtype)
+            columns = self._index(tuple(c for place in places for c in range(place.start, place.stop)))
+            at = self._index(tuple(rows))[:, None], columns[None, :]
+            before = state[at]
+            if group[1] == "sum":
+                state[at] = before + values
+            else:
+                state[at] = torch.maximum(before, values) if group[1] == "max" else torch.minimum(before, values)
+        self._waiting = {}
+
+    def _index(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return numbers as a tensor on the device, sent there without waiting and kept."""
+        if numbers not in self._indices:
+            if len(self._indices) == MAX_INDICES:
+                self._indices.clear()
+            index = torch.tensor(numbers)
+            if self.device.type == "cuda":
+                index = index.pin_memory().to(self.device, non_blocking=True)
+            self._indices[numbers] = index.to(self.device)
+        return self._indices[numbers]
 
     def snapshot(self) -> Snapshot:
         """Start copying the table to the host, set it back to neutral, and return the copy under way."""
+        self._join()
         if self.device.type == "cuda":
             buffers = self._free.pop() if self._free else self._pinned()
             for group, state in self._state.items():

@@ -1,7 +1,28 @@
-"""The kernels that the rest of the package calls."""
+"""The kernels that the rest of the package calls: the Triton twins for tensors on a GPU, ``reference`` for all others.
 
-from fp8debug.kernels.history import AmaxHistory, finite_amax
-from fp8debug.kernels.reference import Operand, dequantize, gemm, measure, operand_pair, quantize, statistics
+Triton is loaded at the first tensor on a GPU, not before. Where a twin cannot take a tensor, a cast or a GEMM, the reference
+does it by plain torch ops, far slower, and says so once a reason on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels import history, reference
+from fp8debug.kernels.history import AmaxHistory
+from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
+from fp8debug.metrics import Pair, Source
+from fp8debug.metrics.histogram import Histogram
+from fp8debug.recipes import Cast
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 __all__ = [
     "AmaxHistory",
@@ -9,8 +30,214 @@ __all__ = [
     "dequantize",
     "finite_amax",
     "gemm",
+    "histogram",
+    "lies_as_read",
     "measure",
+    "observe",
     "operand_pair",
     "quantize",
+    "quantize_observed",
     "statistics",
 ]
+
+#: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``.
+Slots = dict[Any, Tensor]
+
+
+def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False) -> Quantized:
+    """Quantize a tensor.
+
+    Args:
+        x: bf16, fp16, fp32 (fp64 is rounded to fp32) of any shape; blocks lie on the view ``[rows, last dimension]``.
+        cast: how.
+        scale_inv: FP32 ``[]`` decode factor to use in place of the tensor's own, for delayed scaling.
+        contracts_rows: the GEMM that reads it contracts its rows; on a GPU the data are then stored transposed.
+
+    Returns:
+        data of x's shape in the FP8 dtype, scale_inv FP32 ``[block rows, block columns]``.
+
+    Raises:
+        UsageError: x is not a floating-point tensor.
+    """
+    if x.is_cuda and _takes(x, cast, scale_inv):
+        with _on(x):
+            q: Quantized = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
+            return q
+    return reference.quantize(x, cast, scale_inv)
+
+
+def quantize_observed(
+    x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False
+) -> tuple[Quantized, Slots | None]:
+    """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
+
+    Args:
+        x: as for :func:`quantize`.
+        cast: how.
+        scale_inv: as for :func:`quantize`.
+        contracts_rows: as for :func:`quantize`.
+
+    Returns:
+        the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
+    """
+    if x.is_cuda and x.numel() and _takes(x, cast, scale_inv):
+        with _on(x):
+            q, found = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
+            return q, _packed(found, 0)
+    return reference.quantize(x, cast, scale_inv), None
+
+
+def observe(
+    source: Source, casts: Sequence[Cast], scale_invs: Sequence[Tensor | None], *, histogram: bool = False
+) -> list[Slots]:
+    """Return the slots of casts that are not running, one dictionary for each; the reference adds the histogram to all.
+
+    Args:
+        source: the tensor.
+        casts: what it is described under.
+        scale_invs: for each cast a given decode factor, as delayed scaling has, or None.
+        histogram: the exponent histogram too, with the first cast.
+    """
+    x = source.x
+    if x.is_cuda and x.numel() and all(_takes(x, c, s) for c, s in zip(casts, scale_invs, strict=True)):
+        with _on(x):
+            found = _twin("observe").observe(x, casts, scale_invs, histogram=histogram)
+            return [_packed(found, i) for i in range(len(casts))]
+    return [
+        statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
+        for cast, scale in zip(casts, scale_invs, strict=True)
+    ]
+
+
+def _packed(found: Any, cast: int) -> Slots:
+    """Return one cast's statistics as they lie in memory: joining them to a table takes a launch a kind, not a slot."""
+    names = _twin("triton_statistics")
+    slots: Slots = {
+        names.COUNTS: found.counts[cast],
+        names.SUMS: found.sums[cast],
+        names.MAXIMA: found.maxima[cast],
+        names.MINIMA: found.minima[cast],
+    }
+    return {**slots, "log2_hist": found.log2_hist} if found.log2_hist.numel() else slots
+
+
+def histogram(source: Source) -> Tensor:
+    """Return the exponent histogram of a tensor, int64 ``[64]``."""
+    cast = Cast(granularity="1x128")
+    if source.x.is_cuda and source.x.numel() and _takes(source.x, cast):
+        counted: Tensor = observe(source, [cast], [None], histogram=True)[0]["log2_hist"]
+        return counted
+    return Histogram().partial(Pair(source=source, y=source.x))["log2_hist"]
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
+    if x.is_cuda and x.numel() and _takes(x, Cast()):
+        with _on(x):
+            amax: Tensor = _twin("quantize").largest(x)
+            return amax
+    return history.finite_amax(x)
+
+
+def gemm(
+    which: Gemm, first: Operand, second: Operand, *, dtype: torch.dtype = torch.float32, accumulate: torch.dtype | None = None
+) -> Tensor:
+    """One GEMM of a Linear (see ``types``) from quantized or high-precision operands; the FP8 tensor cores where they can.
+
+    Args:
+        which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
+        first: left operand.
+        second: right operand.
+        dtype: of the result.
+        accumulate: dtype of products and sums, by the reference; None is that of the running GEMM, FP32 or the tensor core's.
+
+    Returns:
+        output ``[M, N]``, grad_input ``[M, K]`` or grad_weight ``[N, K]``.
+    """
+    if accumulate is None and _first_tensor(first).is_cuda:
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            if first.dtype == second.dtype == dtype and dtype in (torch.bfloat16, torch.float16):
+                return _matmul(which, first, second)
+        else:
+            reason = _why_no_fp8_gemm(first, second, dtype)
+            if reason is None:
+                twin = _twin("gemm")
+                with _on(_first_tensor(first)):
+                    backend = twin.fastest(which, first, second, dtype)
+                    product: Tensor = twin.gemm(which, first, second, dtype=dtype, backend=backend)
+                    return product
+            _say(f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}")
+    return reference.gemm(which, first, second, dtype=dtype, accumulate=accumulate)
+
+
+def lies_as_read(q: Quantized, contracts_rows: bool) -> bool:
+    """Return whether the data are stored as a GEMM on a GPU reads them: contiguous where it contracts; a CPU reads any."""
+    return not q.data.is_cuda or q.data.stride(0 if contracts_rows else -1) == 1
+
+
+def _first_tensor(operand: Operand) -> Tensor:
+    return operand if isinstance(operand, Tensor) else operand[0].data
+
+
+def _matmul(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
+    """Return the GEMM of two 16-bit tensors, summed in FP32 by the tensor cores."""
+    roles = OPERANDS[which]
+    a = first.t() if (which, roles[0]) in CONTRACTS_ROWS else first
+    return a @ (second if (which, roles[1]) in CONTRACTS_ROWS else second.t())
+
+
+def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str | None:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return "one operand is not quantized"
+    if first[0].data.element_size() > 1 or second[0].data.element_size() > 1:
+        return f"the data are {first[0].data.dtype} and {second[0].data.dtype}, not FP8"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"no FP8 GEMM has a result in {dtype}"
+    if torch.cuda.get_device_capability(first[0].data.device) < (9, 0):
+        return "the GPU is older than Hopper"
+    if _why_no_twins() is None and not _twin("gemm").supports(first[1], second[1]):
+        return "no FP8 GEMM has scales of this granularity"
+    return _why_no_twins()
+
+
+def _described(operand: Operand) -> str:
+    return str(operand.dtype).removeprefix("torch.") if isinstance(operand, Tensor) else f"({operand[1]})"
+
+
+def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
+    """Return whether the kernels quantize this tensor; where not, say so once."""
+    reason = _why_no_twins()
+    if reason is None and not _twin("quantize").supports(x, cast, scale_inv):
+        reason = "no kernel takes it"
+    if reason is not None:
+        _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}")
+    return reason is None
+
+
+@cache
+def _why_no_twins() -> str | None:
+    try:
+        import_module("triton")
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return None
+
+
+@cache
+def _twin(name: str) -> Any:
+    return import_module(f"fp8debug.kernels.{name}")
+
+
+@cache
+def _say(text: str) -> None:
+    """Print a line once in the life of the process."""
+    print(f"fp8debug: {text}", file=sys.stderr)
+
+
+def _layout(contracts_rows: bool) -> str:
+    return "columns" if contracts_rows else "rows"
+
+
+def _on(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's GPU the current one: Triton launches there."""
+    return torch.cuda.device(x.device)

@@ -26,6 +26,8 @@ from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 BLOCK_K = 128
+#: Results that cuBLAS's blockwise GEMMs have.
+CUBLAS_DTYPES = (torch.bfloat16, torch.float32)
 #: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group, registers) by the second operand's scale kind.
 CONFIGS = dict.fromkeys((0, 1, 2), (64, 128, 4, 3, 3, 8, 168))
 
@@ -188,8 +190,8 @@ def _cublas(
 ) -> Tensor:
     recipes = _recipes()
     result: Tensor = torch.nn.functional.scaled_mm(
-        a,
-        b.t(),
+        _aligned(a),
+        _aligned(b).t(),
         _outer_major(a_scale, a_kind),
         recipes[a_kind],
         _outer_major(b_scale, b_kind),
@@ -206,3 +208,20 @@ def supports(a: Cast | str, b: Cast | str) -> bool:
     lines = {"tensorwise", "rowwise", "columnwise"}
     blocks = {"1x128", "128x1", "128x128"}
     return set(names) <= lines or set(names) <= blocks
+
+
+def fastest(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> str:
+    """Return the backend that is faster among those that take these operands; see docs/performance.md.
+
+    cuBLAS has blockwise GEMMs on Hopper alone, and none of two E5M2 operands.
+    """
+    device = first[0].data.device
+    if not hasattr(torch.nn.functional, "scaled_mm") or torch.cuda.get_device_capability(device) != (9, 0):
+        return "triton"
+    a, b = (TRANSPOSED[c.granularity] if (which, r) in CONTRACTS_ROWS else c.granularity
+            for (_, c), r in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
+    blockwise = a == "1x128" and b in ("1x128", "128x128")
+    sizes = {*first[0].data.shape, *second[0].data.shape}
+    whole = all(size and size % 128 == 0 for size in sizes)
+    formats = {first[1].format, second[1].format}
+    return "cublas" if blockwise and whole and formats != {"e5m2"} and dtype in CUBLAS_DTYPES else "triton"

@@ -11,7 +11,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.triton_launch import Job, Statistics, empty_statistics, new_outputs, run, separate
+from fp8debug.kernels.triton_cast import KIND_TENSOR
+from fp8debug.kernels.triton_launch import (
+    ACROSS,
+    DOWN,
+    Job,
+    Statistics,
+    cut,
+    empty_statistics,
+    new_outputs,
+    run,
+    scale_memory,
+    separate,
+)
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -43,9 +55,7 @@ def _quantize(
 
 
 @_quantize.register_fake
-def _(
-    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
-) -> list[Tensor]:
+def _(x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool) -> list[Tensor]:
     casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
     outputs = [tensor for cast, out in casts for tensor in new_outputs(x, cast, out)]
     return outputs + (list(empty_statistics(x, len(casts), histogram)) if statistics else [])
@@ -74,6 +84,9 @@ def quantize(
     Returns:
         the quantized tensor as ``reference.quantize`` gives it, and the statistics or None.
     """
+    if layout == "columns" and not _can_turn(x, cast):
+        q, slots = quantize(x, cast, scale_inv, statistics=statistics, histogram=histogram)
+        return Quantized(_turned(q.data), q.scale_inv), slots
     names = (str(cast), "") if layout == "rows" else ("", str(cast))
     data, inverse, *found = _quantize(x, *names, scale_inv, statistics, histogram)
     return Quantized(data, inverse), Statistics(*found) if statistics else None
@@ -94,6 +107,32 @@ def quantize_both(
     Returns:
         row-wise data, column-wise data of the same shape but stored transposed, and the statistics or None.
     """
+    if not _can_turn(x, column_cast):
+        q, slots = quantize(x, row_cast, statistics=statistics, histogram=histogram)
+        t, more = quantize(x, column_cast, layout="columns", statistics=statistics)
+        if slots is None or more is None:
+            return q, t, None
+        counts, sums, maxima, minima = (torch.cat(pair) for pair in zip(slots[:4], more[:4], strict=True))
+        return q, t, Statistics(counts, sums, maxima, minima, slots.log2_hist)
     found = _quantize(x, str(row_cast), str(column_cast), None, statistics, histogram)
     both = Quantized(found[0], found[1]), Quantized(found[2], found[3])
     return (*both, Statistics(*found[4:]) if statistics else None)
+
+
+def _can_turn(x: Tensor, cast: Cast) -> bool:
+    """Return whether the kernel stores these data transposed: it writes words of four rows.
+
+    Its byte by byte variant, which ragged rows took, loses every second byte of some columns in Triton 3.6's code.
+    """
+    rows = x.numel() // max(x.shape[-1], 1) if x.dim() else 1
+    return cast.granularity in DOWN or rows % 4 == 0
+
+
+def _turned(data: Tensor) -> Tensor:
+    """Return 2-D data stored transposed, of the same shape; others, which no GEMM reads, as they are."""
+    return data if data.dim() != 2 else data.view(torch.uint8).t().contiguous().view(data.dtype).t()
+
+
+def largest(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude of a non-empty tensor in one read, FP32 ``[]``."""
+    return scale_memory(Job(Cast()), cut(x, ACROSS, False, 0), KIND_TENSOR.value)[0].reshape(())

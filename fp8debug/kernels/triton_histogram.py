@@ -35,8 +35,7 @@ _COUNT = tl.constexpr(
     "{ .reg .u32 a, t, e; mov.u32 t, %tid.x; mov.u32 a, fp8debug_counts; shl.b32 e, t, 8; and.b32 e, e, 24576;"
     " and.b32 t, t, 31; shl.b32 t, t, 2; add.u32 a, a, t; add.u32 a, a, e;"
     + "".join(
-        _COUNT_ONE.format(q, low=(FIRST_LOG2 + 127) * 128, high=(FIRST_LOG2 + 127 + NUM_BINS - 1) * 128)
-        for q in (1, 2, 3, 4)
+        _COUNT_ONE.format(q, low=(FIRST_LOG2 + 127) * 128, high=(FIRST_LOG2 + 127 + NUM_BINS - 1) * 128) for q in (1, 2, 3, 4)
     )
     + " mov.u32 $0, 0; }"
 )

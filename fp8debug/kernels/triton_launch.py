@@ -194,7 +194,7 @@ def _kind(cast: Cast) -> int:
     return int((tc.KIND_ROW if down == 1 else tc.KIND_COLUMN if across == 1 else tc.KIND_TILE).value)
 
 
-def _memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
+def scale_memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
     """Return what the kernel reads a scale from, and SOURCE; amaxes of a tensor, its rows or columns are taken here."""
     x = grid.x
     rows, columns = grid.rows, grid.columns
@@ -275,7 +275,7 @@ def run(
             continue
         job, cast = jobs[i], jobs[i].cast
         kind = _kind(cast)
-        memory, source = _memory(job, grid, kind)
+        memory, source = scale_memory(job, grid, kind)
         data, scale_inv = outputs.get(i, (nothing, nothing))
         if not job.out and kind >= tc.KIND_TENSOR.value:
             scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more

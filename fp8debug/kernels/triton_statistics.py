@@ -65,13 +65,16 @@ def reduce_kernel(
 
 @triton.jit
 def scale_inv_of(amax, inv, eps, top, rounding, margin):
-    """Return the scale_inv of a block of that amax; ``scale_of`` with everything known at run time only."""
+    """Return the scale_inv of a block of that amax; ``scale_of`` with everything known at run time only.
+
+    ``inv`` is uninitialized memory where the rounding is not negative, and must not enter into any arithmetic.
+    """
     a = tl.maximum(amax, eps)
     scale = tl.minimum(tl.div_rn(top, a), FLOAT32_MAX)
     ceil = float_of(bits_of(scale) & 0x7F800000)
     exponent = tl.minimum(tl.where(top > 1000.0, 15, 8) + 127 - (bits_of(a) >> 23), 127)
     scale = tl.where(rounding == 2, float_of((exponent + 127) << 23), tl.where(rounding == 1, ceil, scale))
-    return tl.where(rounding < 0, inv, tl.div_rn(inv * 0.0 + 1.0, scale * margin))
+    return tl.where(rounding < 0, inv, tl.div_rn(scale * 0.0 + 1.0, scale * margin))
 
 
 @triton.jit

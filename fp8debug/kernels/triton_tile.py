@@ -199,16 +199,12 @@ def cast_tile(
     if SPEC[4] == OUT_ROWS:
         store_rows(data, word, row, quad, rows, columns, columns // 4, WORDS, EVEN)
     elif SPEC[4] == OUT_COLUMNS:
-        store_columns(
-            data, word, row, quad, tile_row, tile_column, rows, columns, rows // 4, J, H, R, L, WORDS
-        )
+        store_columns(data, word, row, quad, tile_row, tile_column, rows, columns, rows // 4, J, H, R, L, WORDS)
     if SPEC[4] != OUT_NONE or kind >= KIND_TENSOR:
         store_scale_inv(inv_out, inv, row, quad, tile_row, tile_column, rows, columns, kind, L, NATIVE)
     if SPEC[5]:
         v0, v1, v2, v3 = spread4(inv, kind)
-        acc = add_tile(
-            acc, x0, x1, x2, x3, word, v0, v1, v2, v3, amax, amin, inv, lifted, SPEC, NATIVE, SAFE
-        )
+        acc = add_tile(acc, x0, x1, x2, x3, word, v0, v1, v2, v3, amax, amin, inv, lifted, SPEC, NATIVE, SAFE)
         if kind == KIND_ROWS or kind == KIND_COLUMNS:
             store_parts(
                 memory, x0, x1, x2, x3, word, v0, v1, v2, v3, k0, k1, k2, k3, amax, row, quad, tile_row, tile_column, rows,

@@ -50,7 +50,7 @@ def sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2", "tensorwise_current", "rowwise"])
 @pytest.mark.parametrize("which", list(Gemm), ids=str)
 def test_equals_reference(which: Gemm, recipe: str) -> None:
-    for m, n, k in ((48, 32, 256), (40, 72, 144), (37, 50, 133)):
+    for m, n, k in ((48, 32, 256), (40, 72, 144), (37, 50, 133))[0 if DEVICE == "cuda" else 2 :]:
         first, second = operands(which, m, n, k, get_recipe(recipe))
         wanted = reference.gemm(which, first, second, accumulate=torch.float64)
         found = gemm(which, first, second, dtype=torch.float32)

@@ -29,7 +29,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((128, 128), (96, 264), (37, 131))
 BLOCKS = ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", "columnwise")
 ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
+#: The interpreter takes a second for what a GPU does in none: on a CPU a choice stands for all combinations.
+ALL = DEVICE == "cuda"
 KINDS = ("plain", "outliers", "nonfinite", "subnormal", "huge", "zero")
+
+GIVEN = [(kind, scale_inv) for kind in KINDS for scale_inv in (1e-3, 0.37, 1e3, 1e-30)]
 
 
 def sample(kind: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -105,12 +109,12 @@ def test_granularities(granularity: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("granularity", ["1x128", "128x1", "tensorwise", "rowwise"])
+@pytest.mark.parametrize("granularity", ["1x128", "128x1", "tensorwise", "rowwise"] if ALL else ["128x1", "rowwise"])
 def test_special_values(granularity: str, kind: str) -> None:
     check(sample(kind, (40, 264)), Cast(granularity=granularity))
 
 
-@pytest.mark.parametrize("kind", ["plain", "subnormal", "huge"])
+@pytest.mark.parametrize("kind", ["plain", "subnormal", "huge"] if ALL else ["subnormal"])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("number_format", ["e4m3fn", "e5m2"])
 def test_formats_and_roundings(number_format: str, rounding: str, kind: str) -> None:
@@ -121,12 +125,11 @@ def test_formats_and_roundings(number_format: str, rounding: str, kind: str) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "nonfinite", "subnormal"])
 def test_dtypes(dtype: torch.dtype, kind: str) -> None:
-    for shape in ((32, 256), (33, 130)):
+    for shape in ((32, 256), (33, 130)) if ALL else ((33, 132),):
         check(sample(kind, shape, dtype), Cast(granularity="1x128"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale_inv", [1e-3, 0.37, 1e3, 1e-30])
+@pytest.mark.parametrize(("kind", "scale_inv"), GIVEN if ALL else GIVEN[::5])
 def test_given_scale(kind: str, scale_inv: float) -> None:
     x = sample(kind, (40, 264))
     check(x, Cast(scaling="delayed"), torch.tensor(scale_inv, device=DEVICE))
@@ -134,7 +137,7 @@ def test_given_scale(kind: str, scale_inv: float) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["128x1", "128x128", "tensorwise"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 200)], ids=str)
 def test_stored_transposed(granularity: str, shape: tuple[int, int]) -> None:
     x = sample("outliers", shape)
     check(x, Cast(granularity=granularity), layout="columns")
@@ -154,7 +157,7 @@ def test_both_from_one_read(kind: str) -> None:
         assert_same_slots(found.slots(i), x, cast, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS if ALL else ["plain", "nonfinite", "huge"])
 def test_observe_many_casts(kind: str) -> None:
     x = sample(kind, (72, 264))
     casts = [Cast(granularity="1x128"), Cast(scaling="delayed"), Cast(granularity="1x32"), Cast(granularity="128x1")]
@@ -181,7 +184,7 @@ def test_empty() -> None:
 
 
 def test_same_bits_in_every_run() -> None:
-    x = sample("outliers", (256, 264))
+    x = sample("outliers", (256, 264) if ALL else (96, 264))
     cast = Cast(granularity="1x128")
     first, second = (quantize(x, cast, statistics=True, histogram=True)[1] for _ in range(2))
     assert first is not None and second is not None
