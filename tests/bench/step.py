@@ -7,6 +7,7 @@ wall-clock time of a block, the device idle before and after it, divided by ten.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -79,6 +80,8 @@ class Job:
 
 def measure(options: argparse.Namespace, recipe: str | None, every: int | None) -> tuple[float, float]:
     """Return (milliseconds a step, peak device memory in GiB)."""
+    gc.collect()  # the last job's cycles
+    torch.cuda.empty_cache()
     job = Job(options, recipe)
     torch.cuda.reset_peak_memory_stats()
     if every is None:
@@ -121,7 +124,6 @@ def main() -> None:
     bf16 = plain = 0.0
     for name, recipe, every in rows:
         time_ms, memory = measure(options, recipe, every)
-        torch.cuda.empty_cache()
         bf16, plain = (time_ms if recipe is None else bf16), (time_ms if recipe and every is None else plain)
         against = f"{bf16 / time_ms:6.3f} x BF16's speed"
         if every is not None:
