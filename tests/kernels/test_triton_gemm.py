@@ -47,7 +47,9 @@ def sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(-10 * error.clamp(min=1e-30).log10())
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2", "tensorwise_current", "rowwise"])
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", "tensorwise_current", "rowwise", "blockwise_pow2"][: 4 if DEVICE == "cuda" else 3]
+)
 @pytest.mark.parametrize("which", list(Gemm), ids=str)
 def test_equals_reference(which: Gemm, recipe: str) -> None:
     for m, n, k in ((48, 32, 256), (40, 72, 144), (37, 50, 133))[0 if DEVICE == "cuda" else 2 :]:

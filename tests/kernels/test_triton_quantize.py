@@ -145,7 +145,7 @@ def test_stored_transposed(granularity: str, shape: tuple[int, int]) -> None:
     assert q.data.t().is_contiguous()
 
 
-@pytest.mark.parametrize("kind", ["plain", "nonfinite"])
+@pytest.mark.parametrize("kind", ["plain", "nonfinite"] if ALL else ["nonfinite"])
 def test_both_from_one_read(kind: str) -> None:
     x = sample(kind, (136, 264))
     across, down = Cast(granularity="1x128"), Cast(granularity="128x1", scale_rounding="pow2_ceil")
@@ -157,7 +157,7 @@ def test_both_from_one_read(kind: str) -> None:
         assert_same_slots(found.slots(i), x, cast, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS if ALL else ["plain", "nonfinite", "huge"])
+@pytest.mark.parametrize("kind", KINDS if ALL else ["nonfinite", "huge"])
 def test_observe_many_casts(kind: str) -> None:
     x = sample(kind, (72, 264))
     casts = [Cast(granularity="1x128"), Cast(scaling="delayed"), Cast(granularity="1x32"), Cast(granularity="128x1")]

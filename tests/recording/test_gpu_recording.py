@@ -60,7 +60,7 @@ class Training:
 
     def step(self, number: int) -> Tensor:
         loss = functional.cross_entropy(self.model(self.x[number % 4]).float(), self.classes[number % 4])
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         self.optimizer.step()
         return loss.detach()
 
@@ -180,7 +180,7 @@ def test_rows_are_those_of_the_reference(device: str, dtype: torch.dtype, recipe
     x = (torch.randn(m, k, generator=generator) * torch.logspace(-2, 1, m)[:, None]).to(dtype)
     gradient = (torch.randn(m, n, generator=generator) * 1e-3).to(dtype)
     x[3], x[5, 7] = 0.0, 300.0
-    runs = []
+    runs: list[Rows] = []
     for where in ("cpu", device):
         torch.manual_seed(0)
         layer = Fp8Linear(k, n, dtype=dtype, recipe=recipe)
