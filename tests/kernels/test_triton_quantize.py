@@ -123,13 +123,13 @@ def test_formats_and_roundings(number_format: str, rounding: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "nonfinite", "subnormal"])
+@pytest.mark.parametrize("kind", ["plain", "nonfinite", "subnormal"] if ALL else ["subnormal"])
 def test_dtypes(dtype: torch.dtype, kind: str) -> None:
     for shape in ((32, 256), (33, 130)) if ALL else ((33, 132),):
         check(sample(kind, shape, dtype), Cast(granularity="1x128"))
 
 
-@pytest.mark.parametrize(("kind", "scale_inv"), GIVEN if ALL else GIVEN[::5])
+@pytest.mark.parametrize(("kind", "scale_inv"), GIVEN if ALL else GIVEN[::7])
 def test_given_scale(kind: str, scale_inv: float) -> None:
     x = sample(kind, (40, 264))
     check(x, Cast(scaling="delayed"), torch.tensor(scale_inv, device=DEVICE))
