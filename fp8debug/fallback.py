@@ -254,6 +254,8 @@ def load_fallbacks(source: str | Path | Mapping[str, Any]) -> list[Fallback]:
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read fallbacks from {str(source)[:80]!r}: {error}") from None
     entries = document.get("fallbacks") if isinstance(document, Mapping) else document
+    if isinstance(document, Mapping) and document.get("schema", 1) != 1:
+        raise UsageError(f"fallback list of schema {document['schema']}; this version reads schema 1, so upgrade fp8debug")
     if not isinstance(entries, list):
         raise UsageError("expected a fallback list: a JSON object with 'fallbacks', as fp8debug fallback --to json writes")
     return [Fallback.from_dict(entry) for entry in entries]

@@ -319,7 +319,7 @@ def _data_spike(where: _Target) -> Callable[[], None]:
             return None
         if not isinstance(output, Tensor) or output.dim() < 2:
             raise UsageError(f"data_spike needs a model that returns [..., classes], not {type(output).__name__}")
-        return output.roll(1, -1)  # as if every label of the batch were off by one
+        return -float(where.options["factor"]) * output  # as if every label of the batch were wrong
 
     return where.model.register_forward_hook(mislabel).remove
 
@@ -387,8 +387,8 @@ for _fault in (
     Fault(
         name="data_spike",
         code="F125",
-        description="a bad batch: labels off by one for some steps; the loss spikes, not by FP8 (pytorch #150859)",
-        options={"length": 1},
+        description="a bad batch: for some steps the labels are what the model holds least likely (pytorch #150859)",
+        options={"length": 1, "factor": 8.0},
         needs_module=False,
         plant=_data_spike,
     ),

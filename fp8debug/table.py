@@ -29,7 +29,8 @@ class Place(NamedTuple):
     stop: int
 
 
-def _layout() -> tuple[dict[str, Place], dict[Group, int]]:
+def layout() -> tuple[dict[str, Place], dict[Group, int]]:
+    """Return where each slot of the metrics registered so far lies, and how many columns each group has."""
     places: dict[str, Place] = {}
     widths: dict[Group, int] = {}
     merged = Slot(name="num_tensors", merge="sum", kind="int64", unit="1", doc="observations merged into the row")
@@ -39,9 +40,6 @@ def _layout() -> tuple[dict[str, Place], dict[Group, int]]:
         widths[group] = start + slot.size
         places[slot.name] = Place(group, start, start + slot.size)
     return places, widths
-
-
-PLACES, WIDTHS = _layout()
 
 
 class Table:
@@ -54,9 +52,10 @@ class Table:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.device = device
+        self.places, widths = layout()
         self._state = {
             (kind, merge): torch.full((num_rows, width), _NEUTRAL[merge], device=device).to(getattr(torch, kind))
-            for (kind, merge), width in WIDTHS.items()
+            for (kind, merge), width in widths.items()
         }
         self._waiting: dict[int, Mapping[Any, Tensor]] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
@@ -85,7 +84,7 @@ class Table:
             for key in partials:
                 rows_of.setdefault(key, []).append(row)
         for key, rows in rows_of.items():
-            places = [PLACES[name] for name in ((key,) if isinstance(key, str) else key)]
+            places = [self.places[name] for name in ((key,) if isinstance(key, str) else key)]
             group = places[0].group
             state = self._state[group]
             values = torch.stack([self._waiting[row][key].reshape(-1) for row in rows]).to(state.dtype)
@@ -116,9 +115,9 @@ class Table:
             buffers = self._free.pop() if self._free else self._pinned()
             for group, state in self._state.items():
                 buffers[group].copy_(state, non_blocking=True)
-            snapshot = Snapshot(buffers, _event(self.device), self._free)
+            snapshot = Snapshot(self.places, buffers, _event(self.device), self._free)
         else:
-            snapshot = Snapshot({group: state.clone() for group, state in self._state.items()}, None, [])
+            snapshot = Snapshot(self.places, {group: state.clone() for group, state in self._state.items()}, None, [])
         for (_, merge), state in self._state.items():
             state.fill_(_NEUTRAL[merge])
         return snapshot
@@ -127,7 +126,14 @@ class Table:
 class Snapshot:
     """A table's rows on their way to the host; reading it gives its pinned buffers back."""
 
-    def __init__(self, buffers: dict[Group, Tensor], done: torch.cuda.Event | None, free: list[dict[Group, Tensor]]) -> None:
+    def __init__(
+        self,
+        places: dict[str, Place],
+        buffers: dict[Group, Tensor],
+        done: torch.cuda.Event | None,
+        free: list[dict[Group, Tensor]],
+    ) -> None:
+        self._places = places
         self._buffers = buffers
         self._done = done
         self._free = free
@@ -144,7 +150,7 @@ class Snapshot:
         if self._done is not None:
             self._free.append(self._buffers)
         found = {}
-        for name, (group, start, stop) in PLACES.items():
+        for name, (group, start, stop) in self._places.items():
             values = groups[group][:, start:stop]
             found[name] = values if stop - start > 1 else values[:, 0]
         return found

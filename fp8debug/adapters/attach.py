@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from fp8debug import __version__
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.rows import first_nonfinite, stats_columns
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, roots_of
-from fp8debug.errors import UsageError
+from fp8debug.errors import AttachError, UsageError
 from fp8debug.observer import FinishedStep, Observer, Settings
 from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.store.writer import RunWriter
@@ -69,6 +69,8 @@ def watch(
         RecordError: the folder holds a run already or cannot be written.
         UsageError: an argument out of range or an unknown recipe.
     """
+    if not all(isinstance(n, int) for n in (every, shadow_rows)):
+        raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
     if every < 1 or shadow_rows < 1:
         raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
     if shadow not in ("sample", "full"):
@@ -78,14 +80,18 @@ def watch(
     settings = Settings(
         every=every,
         shadow_rows=shadow_rows if shadow == "sample" else None,
-        what_if=tuple(_recipe(r) for r in what_if),
+        what_if=tuple(_recipe(r) for r in _several(what_if)),
         plain_recipe=_recipe(plain_recipe),
     )
     for told in list(on_watch):
         told()
     roots = roots_of(target)
     candidates = candidates_of(roots)
+    include, exclude = _several(include), _several(exclude)
     filters = choose(candidates, include, exclude)
+    for c in candidates:
+        if c.reason is None and getattr(c.module, "probe", None) is not None:
+            raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
     for root in roots:
         filters = [*getattr(root, "fp8debug_filters", []), *filters]
     rank, world_size = rank_and_world()
@@ -257,6 +263,10 @@ class Watch:
         for name, value in scalars.items():
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(f"{name} must be a number or a scalar tensor, got {value.dtype}{list(value.shape)}")
+            if not isinstance(value, Tensor | int | float):
+                if not isinstance(value, SupportsFloat):
+                    raise UsageError(f"{name} must be a number or a scalar tensor, got {value!r}")
+                scalars[name] = float(value)
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
@@ -283,6 +293,11 @@ class Watch:
         if missing:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             _say(None, 0, f"never called in a sampled step, no statistics: {names}")
+
+
+def _several(values: Sequence[Any] | str) -> Sequence[Any]:
+    """Return a sequence; a lone string is one value, not its letters."""
+    return (values,) if isinstance(values, str | Recipe) else values
 
 
 def _recipe(recipe: str | Recipe) -> Recipe:

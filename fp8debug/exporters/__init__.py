@@ -1,6 +1,11 @@
-"""Fallback lists in the formats of their consumers, one file each: importing the package registers them."""
+"""Fallback lists in the formats of their consumers: importing the package registers them, every file of this folder one."""
 
-from fp8debug.exporters import json
+from importlib import import_module
+from pkgutil import iter_modules
+
 from fp8debug.exporters.base import EXPORTERS, Exporter
 
-__all__ = ["EXPORTERS", "Exporter", "json"]
+for _file in sorted(found.name for found in iter_modules(__path__)):
+    import_module(f"{__name__}.{_file}")
+
+__all__ = ["EXPORTERS", "Exporter"]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8debug.errors import UnknownNameError
+from fp8debug.errors import RunError, UnknownNameError
 from fp8debug.rules.base import RULES, Finding, Rule
 from fp8debug.rules.baseline import compare
 from fp8debug.rules.evidence import RUNNING
@@ -42,11 +42,14 @@ def triage(
         UnknownNameError: a code that no rule begins with.
         RunError: the run cannot be read.
     """
-    wanted = chosen(select) - chosen(ignore)
+    wanted = chosen([select] if isinstance(select, str) else select)
+    wanted -= chosen([ignore] if isinstance(ignore, str) else ignore)
     run = run if isinstance(run, Run) else Run(run)
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
     skipped: list[tuple[str, str]] = []
     findings: list[Finding] = []
+    if run.problems and not run.sql("SELECT 1 AS one FROM sites LIMIT 1").num_rows:
+        raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
     has_running = run.sql(f"SELECT 1 AS one FROM sites WHERE {RUNNING} LIMIT 1").num_rows > 0
     for done, rule in enumerate(RULES):
         if progress:

@@ -51,12 +51,30 @@ class ZeroTileNan(Rule):
         """Return the casts that made NaN, the first with its victims."""
         bad = f"num_actual_nonfinite > {self.max_nonfinite}"
         columns = ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
-        found = sorted((self._finding(trace) for trace in traces(run, bad, columns)), key=lambda f: f.order)
+        bad_traces = traces(run, bad, columns) or self._first_of_several_calls(run, bad, columns)
+        found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
             victims = tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits)
             yield replace(finding, victims=victims)
         yield from found[1:]
+
+    def _first_of_several_calls(self, run: Run, bad: str, columns: list[str]) -> list[Trace]:
+        """Return the first poisoned operand of the run, if several calls are merged in it and one of them made the NaN.
+
+        A module called twice in a step, or once per microbatch, may make a NaN that comes back to it as its own input.
+        """
+        poisoned = "actual AND reference = 'operand' AND num_nan + num_inf > 0"
+        query = (
+            f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {bad}) AS maker,"
+            " min(call_index) FILTER (WHERE num_tensors = 1 AND gemm = 'fprop') AS single"
+            f" FROM sites WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
+        )
+        for first in run.sql(query).to_pylist():
+            if first["maker"] is not None and (first["single"] is None or first["maker"] < first["single"]):
+                merged = f"{poisoned} AND step = {first['step']} AND call_index = {first['maker']}"
+                return traces(run, bad, columns, rows=merged)
+        return []
 
     def _finding(self, trace: Trace) -> Finding:
         row = trace.rows[0]

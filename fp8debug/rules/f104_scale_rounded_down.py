@@ -41,6 +41,8 @@ class ScaleRoundedDown(Rule):
           (F113).
         - min_gain_undeclared 0.97: the same where pow2_floor is not declared: block maxima alone clip, and the gain
           stays near 1 (0.998 measured); a scale that is off by a tenth is F113's. No published basis.
+        - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds
+          by its rounding alone, 2 / 1.75 = 1.143; beyond, the scale is stale (F101).
         - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
@@ -54,11 +56,13 @@ class ScaleRoundedDown(Rule):
     warn_elements: int = 8
     min_gain: float = 0.8
     min_gain_undeclared: float = 0.97
+    max_headroom: float = 1.15
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
         bad = (
-            f"NOT {IS_DELAYED} AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
+            f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
+            " AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
             f" AND (cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
             f" OR num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared})"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,7 +23,8 @@ class LossSpikeNotFp8(Rule):
     What it detects
         A loss far above the median of the steps before it, measured in their own noise (the median absolute deviation
         of step-to-step differences, so that the initial descent and earlier spikes do not count), or one that is no
-        longer finite. It stands only when no other rule found a harmful fault up to the first sampled step after it.
+        longer finite. A loss that became NaN between two sampled steps is reported as nonfinite-loss-unseen: it blames
+        nobody and clears nobody. It stands only when no other rule found a harmful fault up to the first sampled step after it.
 
     Why it matters
         The first question to a spike is whether FP8 did it. Leaving FP8 for a bad batch, a learning rate or a data
@@ -67,7 +68,8 @@ class LossSpikeNotFp8(Rule):
         for place, loss in enumerate(losses):
             if not math.isfinite(loss):
                 message = f"the loss is {loss} from step {steps[place]} on{self._checked(sampled, steps[place])}"
-                yield self._finding(run, Severity.WARNING, steps[place], message, None, None)
+                finding = self._finding(run, Severity.WARNING, steps[place], message, None, None)
+                yield finding if steps[place] in sampled else self._unseen(finding, loss, sampled)
                 return
             before = losses[max(0, place - self.window) : place]
             if len(before) < self.min_history:
@@ -103,6 +105,17 @@ class LossSpikeNotFp8(Rule):
         ranks = tuple(run.ranks)
         return Finding(code=self.code, name=self.name, severity=severity, steps=(step, step), ranks=ranks, value=value,
                        threshold=threshold, message=message, cure=self.cure)  # fmt: skip
+
+    def _unseen(self, finding: Finding, loss: float, sampled: Sequence[int]) -> Finding:
+        """Return the finding of a loss that became NaN between two sampled steps: nobody saw where, nobody is cleared."""
+        step = finding.steps[0]
+        start = max((s for s in sampled if s < step), default=0)
+        message = (
+            f"the loss is {loss} from step {step} on, which was not sampled: whether a cast did it was not recorded, and"
+            " later everything is NaN"
+        )
+        cure = f"train again from step {start} or before with every=1: the first NaN then names its layer"
+        return replace(finding, name="nonfinite-loss-unseen", message=message, cure=cure)
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand only when no harmful finding began up to the first sampled step after the spike."""

@@ -245,6 +245,10 @@ class Run:
             NoMatchError: no module matches the glob.
             UsageError: steps is not ``a:b``.
         """
+        if isinstance(columns, str):
+            columns = [columns]
+        if columns is not None and not columns:
+            raise UsageError("columns is empty; leave it out for all columns")
         wanted = [c for c in self._columns if c != "log2_hist"] if columns is None else list(columns)
         for column in wanted:
             _known("column", column, self._columns)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fp8debug
 from fp8debug import Fp8Linear
@@ -18,7 +19,7 @@ from tests.recording.models import Net, batch, net, train
 STEPS, AT = 24, 12
 
 
-def sick_run(path: Path, name: str, module: str | None, model: Net | None = None, fallbacks: object = None) -> list[float]:
+def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None = None, fallbacks: object = None) -> list[float]:
     model = model or net("blockwise", {"head": None})
     injection = fp8debug.inject(model, name, module=module, step=AT)
     if fallbacks is not None:
@@ -38,6 +39,17 @@ def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, tmp_pa
     assert [f.code for f in findings] == [fault.code], [f.message for f in findings]
     assert findings[0].module == module
     assert findings[0].steps[0] == (0 if fault.name == "unconverted" else AT)
+
+
+def test_a_module_called_twice_that_makes_nan_is_named(tmp_path: Path) -> None:
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + self.blocks[1](x))
+
+    torch.manual_seed(0)
+    sick_run(tmp_path / "run", "zero_tile", "blocks.1.up", fp8debug.convert(Twice(), "blockwise"))
+    (finding,) = fp8debug.triage(tmp_path / "run")
+    assert (finding.code, finding.module, finding.steps[0]) == ("F103", "blocks.1.up", AT)
 
 
 def test_a_bad_batch_blames_no_layer(tmp_path: Path) -> None:

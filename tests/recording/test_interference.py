@@ -119,4 +119,6 @@ def test_a_wrong_loss_is_said_at_once_and_the_step_counts(tmp_path: Path) -> Non
     with fp8debug.watch(Net(), tmp_path / "run") as watch:
         with pytest.raises(fp8debug.Fp8DebugError, match=r"loss must be a number or a scalar tensor, got .*\[3\]"):
             watch.step(loss=torch.zeros(3))
+        with pytest.raises(fp8debug.Fp8DebugError, match=r"loss must be a number or a scalar tensor, got 'abc'"):
+            watch.step(loss="abc")  # type: ignore[arg-type]  # the mistake
         watch.step(loss=1.0)

@@ -329,7 +329,8 @@ def test_a_folder_with_a_run_and_a_model_with_a_watch_are_refused(tmp_path: Path
         fp8debug.watch(model, tmp_path / "run")
     with fp8debug.watch(model, tmp_path / "one"), pytest.raises(AttachError, match=r"blocks.0.gate is watched already"):
         fp8debug.watch(model, tmp_path / "two")
-    record(tmp_path / "three", model)  # closed: free again
+    assert not (tmp_path / "two").exists()  # and nothing is left of the attempt
+    record(tmp_path / "two", model)  # closed: free again
 
 
 def test_gradient_checkpointing_is_counted_once(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fp8debug.recipes import list_recipes
+from fp8debug.errors import RunError
+from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules import RULES, Severity, triage
 from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, share
 from tests.synthetic import Override, build
@@ -113,10 +114,26 @@ def test_e5m2_by_its_noise_alone(tmp_path: Path) -> None:
 
 
 def test_a_nan_loss_without_a_sick_cast(tmp_path: Path) -> None:
-    losses = {step: {"loss": float("nan")} for step in range(55, 100)}
+    losses = {step: {"loss": float("nan")} for step in range(50, 100)}
     findings = triage(build(tmp_path / "run", steps=losses))
     assert [(f.code, f.module, f.severity) for f in findings] == [("F125", None, Severity.WARNING)]
-    assert findings[0].message == "the loss is nan from step 55 on; 7 sampled steps up to step 60 show no fault of a cast"
+    assert findings[0].message == "the loss is nan from step 50 on; 6 sampled steps up to step 50 show no fault of a cast"
+
+
+def test_a_nan_between_sampled_steps_clears_nobody(tmp_path: Path) -> None:
+    losses = {step: {"loss": float("nan")} for step in range(55, 100)}
+    (finding,) = triage(build(tmp_path / "run", steps=losses))
+    assert (finding.code, finding.name, finding.module) == ("F125", "nonfinite-loss-unseen", None)
+    assert finding.message.startswith("the loss is nan from step 55 on, which was not sampled: whether a cast did it")
+    assert finding.cure == "train again from step 50 or before with every=1: the first NaN then names its layer"
+
+
+def test_damaged_statistics_are_no_clean_bill(tmp_path: Path) -> None:
+    build(tmp_path / "run")
+    for part in (tmp_path / "run").glob("rank=*/stats/*.parquet"):
+        part.write_bytes(part.read_bytes()[:500])
+    with pytest.raises(RunError, match="run has no statistics that can be read: "):
+        triage(tmp_path / "run")
 
 
 def test_a_spike_after_a_sick_cast_is_not_acquitted(tmp_path: Path) -> None:
@@ -124,3 +141,11 @@ def test_a_spike_after_a_sick_cast_is_not_acquitted(tmp_path: Path) -> None:
     assert [f.code for f in triage(build(tmp_path / "run", **plan))] == ["F101"]
     only = triage(build(tmp_path / "selected", **plan), select=["F125"])
     assert list(only) == [], "rules that nobody selected still bear witness"
+
+
+def test_a_delayed_scale_that_is_rounded_down_is_not_a_stale_one(tmp_path: Path) -> None:
+    recipe = get_recipe("tensorwise_delayed").replace("fprop", "input", scale_rounding="pow2_floor")
+    slots = {"num_saturated": 6, "headroom": 1.1, "gain": 0.998}
+    override = Override(module="blocks.0.mlp.up", gemm="fprop", tensor="input", steps=(20, None), slots=slots)
+    (finding,) = triage(build(tmp_path / "run", recipes={"blocks.0.mlp.up": recipe}, overrides=[override]))
+    assert (finding.code, finding.module, finding.tensor) == ("F104", "blocks.0.mlp.up", "input")
