@@ -123,6 +123,7 @@ class Fp8Linear(nn.Linear):
     def _begin(self, recipe: Recipe) -> None:
         self.probe = None
         self.distortion = None
+        self._is_evaluation = False  # inside a forward pass without gradients
         self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
         self.recipe = recipe
 
@@ -166,7 +167,8 @@ class Fp8Linear(nn.Linear):
             return x
         scale_inv = None
         if cast.scaling == "delayed":
-            scale_inv = self.history(key, cast, x.device).next_scale_inv(finite_amax(x))
+            history = self.history(key, cast, x.device)
+            scale_inv = history.next_scale_inv(finite_amax(x), keep=not self._is_evaluation)
         q = probe.quantize(key, x, cast, scale_inv) if probe else None
         return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS), cast
 
@@ -196,7 +198,9 @@ class Fp8Linear(nn.Linear):
         probe = self.probe if self.probe is not None and self.probe.begin() else None
         with torch.autocast(kind, enabled=False):
             flat = input.reshape(-1, self.in_features)
+            self._is_evaluation = not torch.is_grad_enabled()
             output: Tensor = _Fp8Matmul.apply(flat, self.weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
+            self._is_evaluation = False
             if self.bias is not None:
                 output = output + self.bias.to(output.dtype)
             return output.reshape(*input.shape[:-1], self.out_features)

@@ -27,8 +27,13 @@ class AmaxHistory:
         self._amaxes = torch.zeros(cast.history, device=device)
         self._scale_inv = torch.ones((), device=device)
 
-    def next_scale_inv(self, amax: Tensor) -> Tensor:
-        """Return the FP32 ``[]`` scale_inv for this call and add its amax (FP32 ``[]``) to the ring; no synchronization."""
+    def next_scale_inv(self, amax: Tensor, *, keep: bool = True) -> Tensor:
+        """Return the FP32 ``[]`` scale_inv for this call; no synchronization.
+
+        Args:
+            amax: FP32 ``[]``, of this call's tensor.
+            keep: add it to the ring; False for an evaluation, which leaves no trace (as in Transformer Engine).
+        """
         if self.num_calls == 0:
             known = amax
         elif self.cast.algo == "most_recent":
@@ -36,7 +41,10 @@ class AmaxHistory:
         else:
             known = self._amaxes.amax()
         usable = (known > 0) & known.isfinite()
-        self._scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
+        scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
+        if not keep:
+            return scale_inv
+        self._scale_inv = scale_inv
         self._amaxes[self.num_calls % self.cast.history] = amax
         self.num_calls += 1
         return self._scale_inv

@@ -129,6 +129,18 @@ def test_delayed_scaling_uses_the_past() -> None:
     assert clipped.norm() < 8 * linear(x).norm()
 
 
+def test_an_evaluation_leaves_no_trace_in_the_history() -> None:
+    x, outputs = torch.randn(64, 200), []
+    for evaluate in (False, True):
+        linear = layer("tensorwise_delayed")
+        linear(x)
+        if evaluate:
+            with torch.no_grad():
+                linear(x * 100)
+        outputs.append(linear(x * 3).detach())
+    assert torch.equal(*outputs)
+
+
 def test_convert_keeps_objects_parameters_and_hooks() -> None:
     model = Net()
     linear, weight, seen = model.head, model.head.weight, []
