@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from fp8debug.errors import RunError
+
 from .console import open_run, print_table, to_csv, to_json
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "casts", "reason"]
@@ -33,6 +35,8 @@ SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
 def command(run: str, form: str) -> None:
     """Say which Linears of RUN run in FP8, what share of the FLOPs they have, under which casts, and why others do not."""
     opened = open_run(run)
+    if not opened.manifest.get("modules"):
+        raise RunError(f"{opened.name}: coverage was not recorded, manifest.json is missing or lists no modules")
     rows = opened.sql(MODULES).to_pylist()
     if form != "table":
         click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)

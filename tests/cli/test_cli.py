@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fp8debug_cli.main import COMMANDS, LazyGroup, cli, status
-from tests.synthetic import Override, Plan, Slots, write
+from tests.synthetic import Override, Plan, Slots, build, write
 
 CULPRIT = "blocks.1.mlp.up"
 
@@ -283,3 +283,12 @@ def test_run_hands_over_to_the_recording_half(tmp_path: Path) -> None:
     done = _python("-m", "fp8debug_cli.main", "run", str(tmp_path / "missing.py"))
     assert done.returncode != 0
     assert "missing.py" in done.stderr
+
+
+def test_coverage_without_a_manifest_is_not_recorded(tmp_path: Path) -> None:
+    build(tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").unlink()
+    command = [sys.executable, "-m", "fp8debug_cli.main", "coverage", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "error: run: coverage was not recorded, manifest.json is missing or lists no modules" in done.stderr
