@@ -1,0 +1,183 @@
+"""Every failure mode on demand: ``inject()`` plants one in a model with Fp8Linear modules, so that rules can be seen to fire.
+
+A fault changes how one module's operands are quantized, or what reaches the module, from a given step on; nothing else. The
+numbers in brackets are those of the catalogue in docs/rules.md; each description cites where the fault was met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from fp8debug.kernels.dispatch import Operand
+from fp8debug.linear import Fp8Linear
+from fp8debug.recipes import Cast
+from fp8debug.registry import Registry
+from fp8debug.types import Gemm, Quantized, TensorRole
+
+Key = tuple[Gemm, TensorRole]
+Ordinary = Callable[[Tensor, "Cast | None"], Operand]
+#: (x, cast, the ordinary way, options) -> operand
+Change = Callable[[Tensor, Cast, Ordinary, dict[str, Any]], Operand]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One failure mode that can be planted.
+
+    Attributes:
+        name: what ``inject`` calls it.
+        code: the rule that finds it.
+        description: one sentence with the place it was seen at.
+        options: name -> default; what ``inject`` takes beside module and step.
+        needs_module: False for a fault of the whole model.
+    """
+
+    name: str
+    code: str
+    description: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs_module: bool = True
+    plant: Callable[[Target], Callable[[], None]]
+
+
+@dataclass
+class Target:
+    """Where a fault goes: the model, the module, from which step on, with which options."""
+
+    model: nn.Module
+    module: nn.Module
+    name: str
+    step: int
+    options: dict[str, Any]
+    clock: Clock
+
+    @property
+    def active(self) -> bool:
+        """Whether the step under way is one at which the fault acts."""
+        return self.clock.step >= self.step
+
+    @property
+    def linear(self) -> Fp8Linear:
+        """The module as Fp8Linear.
+
+        Raises:
+            UsageError: it is none.
+        """
+        if not isinstance(self.module, Fp8Linear) or self.module.recipe.is_high_precision:
+            raise UsageError(f"{self.name} does not run in FP8 ({type(self.module).__name__}); plant this fault in one that does")
+        return self.module
+
+
+class Clock:
+    """Counts the optimizer steps of a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step = 0
+        self._params = {id(p) for p in model.parameters()}
+        self.stop = register_optimizer_step_post_hook(self._tick).remove
+
+    def _tick(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
+            self.step += 1
+
+
+class Injection:
+    """A planted fault; ``remove()`` takes it out again."""
+
+    def __init__(self, fault: Fault, undo: list[Callable[[], None]]) -> None:
+        self.fault = fault
+        self._undo = undo
+
+    def remove(self) -> None:
+        """Restore the model; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+FAULTS: Registry[Fault] = Registry("fault")
+
+
+def list_faults() -> list[Fault]:
+    """Return every fault that can be planted."""
+    return list(FAULTS)
+
+
+def inject(model: nn.Module, name: str, module: str | None = None, step: int = 0, **options: Any) -> Injection:
+    """Plant a fault in a model, active from optimizer step ``step`` on.
+
+    Args:
+        model: a model with Fp8Linear modules; steps are those of any torch optimizer that holds one of its parameters.
+        name: a name of :func:`list_faults`.
+        module: FQN of the module; only ``data_spike`` needs none.
+        step: first step at which it acts.
+        options: those of the fault.
+
+    Raises:
+        UnknownNameError: no such fault or option; the message has the closest names.
+        NoMatchError: no such module.
+        UsageError: module is missing, or does not run in FP8.
+    """
+    fault = FAULTS.get(name)
+    for key in options:
+        if key not in fault.options:
+            raise UnknownNameError(f"option of {name}", key, fault.options)
+    target = model
+    if fault.needs_module:
+        linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        if module is None:
+            raise UsageError(f"fault {name!r} needs module=, the FQN of a Linear such as {next(iter(linears), 'none')!r}")
+        if module not in linears:
+            raise NoMatchError("module", module, linears)
+        target = linears[module]
+    clock = Clock(model)
+    where = Target(model, target, module or "", step, {**fault.options, **options}, clock)
+    try:
+        return Injection(fault, [clock.stop, fault.plant(where)])
+    except BaseException:
+        clock.stop()
+        raise
+
+
+def distort(where: Target, change: Change, *keys: Key, configured: bool = False) -> Callable[[], None]:
+    """Replace how some operands of the target are quantized, on top of what is planted there already.
+
+    With ``configured`` the fault is one of configuration: it ends for an operand that a fallback gives another cast.
+    """
+    linear = where.linear
+    inner = linear.distortion
+    planted = linear.recipe.casts
+
+    def distortion(which: Gemm, role: TensorRole, x: Tensor, cast: Cast | None, ordinary: Ordinary) -> Operand:
+        def below(x: Tensor, cast: Cast | None) -> Operand:
+            return inner(which, role, x, cast, ordinary) if inner else ordinary(x, cast)
+
+        cured = cast is None or (configured and cast is not planted[which, role])
+        if where.active and (which, role) in keys and cast is not None and not cured:
+            return change(x, cast, below, where.options)
+        return below(x, cast)
+
+    linear.distortion = distortion
+
+    def undo() -> None:
+        linear.distortion = inner
+
+    return undo
+
+
+def quantized(operand: Operand) -> tuple[Quantized, Cast]:
+    """Return an operand that is known to be quantized."""
+    assert isinstance(operand, tuple)
+    return operand
+
+
+#: The operands that faults act on.
+INPUT: Key = (Gemm.FPROP, TensorRole.INPUT)
+WEIGHTS: tuple[Key, ...] = ((Gemm.FPROP, TensorRole.WEIGHT), (Gemm.DGRAD, TensorRole.WEIGHT))
+FORWARD: tuple[Key, ...] = (INPUT, WEIGHTS[0])
