@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.reference import Operand
 from fp8debug.recipes import Recipe
 from fp8debug.table import Scalar, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
@@ -89,6 +90,8 @@ class Observer:
         self.sampling = True
         self.num_modules = 0
         self.before_forward: Callable[[], None] = _nothing
+        #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
+        self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
         self.on_end_step: list[Callable[[], None]] = []
         self._sink = sink
         self._tables: dict[torch.device, Table] = {}

@@ -218,6 +218,8 @@ class Probe:
 
     def _operand(self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried) -> None:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
+        if self.observer.on_operand is not None:
+            self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
         running = str(operand[1]) if isinstance(operand, tuple) else ""
         casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
         casts.pop(running, None)
