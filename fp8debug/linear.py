@@ -29,6 +29,10 @@ from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor, "Cast | None"], Operand]], Operand]
 
 
+#: Replaces how one GEMM sums: (gemm, first, second, dtype, the ordinary way) -> result. For the faults of a GEMM.
+Summation = Callable[[Gemm, Operand, Operand, torch.dtype, Callable[[], Tensor]], Tensor]
+
+
 class _Fp8Matmul(torch.autograd.Function):
     """input[M, K] @ weight[N, K].T and its two gradients, each operand cast by the layer's recipe."""
 
@@ -37,7 +41,7 @@ class _Fp8Matmul(torch.autograd.Function):
         """Run fprop and quantize for the backward what is at hand now."""
         x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe)
         w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight, probe)
-        output = gemm(Gemm.FPROP, x_fprop, w_fprop, dtype=x.dtype)
+        output = layer.product(Gemm.FPROP, x_fprop, w_fprop, x.dtype)
 
         x_wgrad = None
         if ctx.needs_input_grad[1]:
@@ -65,11 +69,11 @@ class _Fp8Matmul(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
                 w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, probe, same_as=ctx.w_fprop)
-                dgrad = g_dgrad, w_dgrad, gemm(Gemm.DGRAD, g_dgrad, w_dgrad, dtype=ctx.x_dtype)
+                dgrad = g_dgrad, w_dgrad, layer.product(Gemm.DGRAD, g_dgrad, w_dgrad, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 x_wgrad = _unflat(saved, ctx.x_cast)
                 g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
-                wgrad = g_wgrad, x_wgrad, gemm(Gemm.WGRAD, g_wgrad, x_wgrad, dtype=weight.dtype)
+                wgrad = g_wgrad, x_wgrad, layer.product(Gemm.WGRAD, g_wgrad, x_wgrad, weight.dtype)
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
         ctx.kept = ctx.w_fprop = None
@@ -106,6 +110,7 @@ class Fp8Linear(nn.Linear):
     recipe: Recipe
     probe: Probe | None
     distortion: Distortion | None
+    summation: Summation | None
 
     def __init__(
         self,
@@ -123,6 +128,7 @@ class Fp8Linear(nn.Linear):
     def _begin(self, recipe: Recipe) -> None:
         self.probe = None
         self.distortion = None
+        self.summation = None
         self._is_evaluation = False  # inside a forward pass without gradients
         self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
         self.recipe = recipe
@@ -161,6 +167,14 @@ class Fp8Linear(nn.Linear):
             if lies_as_read(same_as[0], key in CONTRACTS_ROWS):
                 return same_as
         return self._ordinary(key, x, cast, probe)
+
+    def product(self, which: Gemm, first: Operand, second: Operand, dtype: torch.dtype) -> Tensor:
+        """Return one GEMM's result from its operands."""
+
+        def ordinary() -> Tensor:
+            return gemm(which, first, second, dtype=dtype, fast_accum=which in self.recipe.fast_accum)
+
+        return ordinary() if self.summation is None else self.summation(which, first, second, dtype, ordinary)
 
     def _ordinary(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None) -> Operand:
         if cast is None:

@@ -158,13 +158,16 @@ class Recipe:
     Attributes:
         name: what it is called in files and on the command line.
         casts: ``{(gemm, tensor): Cast | None}`` with all six operands; treat it as read-only.
+        fast_accum: GEMMs that leave their sums in the tensor core, about 14 bits, over all of the contracted dimension;
+            only operands with one scale per row or tensor allow it (docs/accumulation.md).
 
     Raises:
-        UsageError: an operand is missing or is none of the six.
+        UsageError: an operand is missing or is none of the six, or fast_accum where the scales do not allow it.
     """
 
     name: str
     casts: dict[tuple[Gemm, TensorRole], Cast | None] = field(default_factory=dict)
+    fast_accum: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
         if set(self.casts) != set(OPERAND_SITES):  # a Gemm equals its name, so strings do as keys
@@ -175,14 +178,26 @@ class Recipe:
                 raise UsageError(f"({gemm}, {tensor}) of recipe {self.name!r} needs a Cast or None, got {cast!r}")
         oriented = {key: _oriented(self.casts[key], key) for key in OPERAND_SITES}
         object.__setattr__(self, "casts", oriented)
+        for gemm in self.fast_accum:
+            casts = {tensor: cast for (g, tensor), cast in oriented.items() if g == gemm}
+            odd = [f"{tensor} is {cast or 'BF16'}" for tensor, cast in casts.items() if not _has_one_scale(cast)]
+            if gemm not in list(Gemm) or odd:
+                raise UsageError(
+                    f"fast_accum of recipe {self.name!r} names GEMMs whose operands have one scale per row or tensor;"
+                    f" {gemm!s}: {' and '.join(odd) or 'there is no such GEMM'}"
+                )
+        object.__setattr__(self, "fast_accum", tuple(gemm for gemm in Gemm if gemm in self.fast_accum))
 
-    def replace(self, gemm: str = "*", tensor: str = "*", *, name: str | None = None, **changes: Any) -> Recipe:
+    def replace(
+        self, gemm: str = "*", tensor: str = "*", *, name: str | None = None, fast_accum: bool | None = None, **changes: Any
+    ) -> Recipe:
         """Return a recipe with some casts changed.
 
         Args:
             gemm: ``fprop``, ``dgrad``, ``wgrad`` or ``*`` for all.
             tensor: ``input``, ``weight``, ``grad_output`` or ``*``.
             name: name of the new recipe; the default adds a ``+`` to the old one.
+            fast_accum: whether those GEMMs sum in the tensor core alone; a GEMM as a whole, whatever ``tensor`` says.
             changes: fields of :class:`Cast`, or ``cast=Cast(...)`` / ``cast=None`` (BF16) as a whole. A field given for an
                 operand in BF16 starts from the default cast.
 
@@ -193,17 +208,21 @@ class Recipe:
         if not keys:
             known = ", ".join(f"({g}, {t})" for g, t in OPERAND_SITES)
             raise UsageError(f"no operand ({gemm}, {tensor}); the six are {known}")
-        if not changes:
+        if not changes and fast_accum is None:
             raise UsageError("replace() needs a field of Cast to change, or cast=")
         if "cast" in changes and len(changes) > 1:
             raise UsageError(f"replace() takes cast= or fields of Cast, not both: {', '.join(sorted(changes))}")
         casts = dict(self.casts)
-        for key in keys:
+        for key in keys if changes else ():
             if "cast" in changes:
                 casts[key] = changes["cast"]
             else:
                 casts[key] = _replaced(casts[key] or Cast(), changes)
-        return Recipe(name or self.name.rstrip("+") + "+", casts)
+        # A GEMM that another cast takes to blockwise scales or to BF16 has no short sums any more.
+        fast = {g for g in self.fast_accum if all(_has_one_scale(cast) for key, cast in casts.items() if key[0] is g)}
+        chosen = {g for g, _ in keys if fast_accum is not None}
+        fast = fast | chosen if fast_accum else fast - chosen
+        return Recipe(name or self.name.rstrip("+") + "+", casts, tuple(fast))
 
     @property
     def is_high_precision(self) -> bool:
@@ -213,7 +232,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Return name and casts as plain JSON values, casts keyed ``gemm.tensor``."""
         casts = {f"{g}.{t}": c.to_dict() if c else None for (g, t), c in self.casts.items()}
-        return {"name": self.name, "casts": casts}
+        fast = {"fast_accum": [g.value for g in self.fast_accum]} if self.fast_accum else {}
+        return {"name": self.name, "casts": casts, **fast}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -226,7 +246,7 @@ class Recipe:
             casts: Any = {
                 tuple(key.split(".")): None if cast is None else Cast.from_dict(cast) for key, cast in values["casts"].items()
             }
-            return cls(values["name"], casts)
+            return cls(values["name"], casts, tuple(values.get("fast_accum", ())))
         except UsageError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -271,7 +291,7 @@ class Recipe:
                 casts = {
                     key: _replaced(cast, changes) if cast and key[1] is tensor else cast for key, cast in recipe.casts.items()
                 }
-                recipe = Recipe(name + "+env", casts)
+                recipe = Recipe(name + "+env", casts, recipe.fast_accum)
         return recipe
 
 
@@ -283,6 +303,11 @@ def _replaced(cast: Cast, changes: Mapping[str, Any]) -> Cast:
     if changes.get("scaling", cast.scaling) != "static" and "scale_inv" not in changes:
         changes = {**changes, "scale_inv": None}
     return replace(cast, **changes)
+
+
+def _has_one_scale(cast: Cast | None) -> bool:
+    """Tell whether a GEMM can apply the cast's scales to its finished sums."""
+    return cast is not None and cast.granularity in ("tensorwise", "rowwise", "columnwise")
 
 
 def _oriented(cast: Cast | None, key: tuple[Gemm, TensorRole]) -> Cast | None:

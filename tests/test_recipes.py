@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -340,3 +341,34 @@ def test_a_recipe_of_a_bad_file(values: Any) -> None:
     with pytest.raises(UsageError) as error:
         Recipe.from_dict(values)
     assert "\n" not in str(error.value)
+
+
+def test_fast_accum_belongs_to_gemms_with_one_scale_an_operand() -> None:
+    fast = get_recipe("tensorwise_current").replace(gemm="fprop", fast_accum=True, name="fast")
+    assert (fast.name, fast.fast_accum) == ("fast", (Gemm.FPROP,))
+    assert fast.casts == get_recipe("tensorwise_current").casts
+    assert Recipe.from_dict(json.loads(json.dumps(fast.to_dict()))) == fast
+    assert fast.replace(fast_accum=False).fast_accum == ()
+    assert get_recipe("rowwise").replace(fast_accum=True).fast_accum == tuple(Gemm)
+    both = fast.replace(gemm="dgrad", amax_eps=1e-12, fast_accum=True)
+    assert both.fast_accum == (Gemm.FPROP, Gemm.DGRAD)
+    assert both.casts[Gemm.DGRAD, TensorRole.WEIGHT] == Cast(amax_eps=1e-12)
+    for change in ({"cast": None}, {"granularity": "1x128"}):
+        assert both.replace(gemm="fprop", tensor="input", **change).fast_accum == (Gemm.DGRAD,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: get_recipe("blockwise").replace(gemm="fprop", fast_accum=True),
+            "fast_accum of recipe 'blockwise+' names GEMMs whose operands have one scale per row or tensor;"
+            " fprop: input is e4m3fn 1x128 current and weight is e4m3fn 128x128 current",
+        ),
+        (lambda: get_recipe("bf16").replace(gemm="wgrad", fast_accum=True), "wgrad: grad_output is BF16 and input is BF16"),
+        (lambda: Recipe("x", get_recipe("rowwise").casts, ("prop",)), "prop: there is no such GEMM"),  # type: ignore[arg-type]
+    ],
+)
+def test_fast_accum_where_it_cannot_be_is_refused(make, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make()

@@ -26,6 +26,7 @@ class Candidate:
     adapter: Adapter | None
     reason: str | None
     shared_with: str | None = None
+    selects: int | None = None
 
     @property
     def fp8(self) -> bool:
@@ -50,9 +51,11 @@ class Candidate:
             "observed": self.adapter is not None and self.reason is None,
             "casts": casts,
             "recipe": recipe.name if recipe else None,
+            "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
             "reason": self.reason or (None if recipe else self._why_not()),
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
+            "selects": self.selects,
             "params": sum(p.numel() for p in self.module.parameters(recurse=False)),
         }
 
@@ -65,6 +68,18 @@ class Candidate:
 def _features(module: nn.Module) -> tuple[int | None, int | None]:
     weight = getattr(module, "weight", None)
     return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else (None, None)
+
+
+def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
+    """Return the number of experts held beside a Linear in 3-D weights, where it is its out_features: it may choose among them."""
+    out_features, in_features = _features(module)
+    for _ in range(2):  # a router may sit in a module of its own
+        name = name.rpartition(".")[0]
+        holder = root.get_submodule(name)
+        weights = [p for m in (holder, *holder.children()) for p in m.parameters(recurse=False) if p.dim() == 3]
+        if any(p.shape[0] == out_features and in_features in p.shape[1:] for p in weights):
+            return out_features
+    return None
 
 
 def roots_of(target: object) -> list[nn.Module]:
@@ -100,7 +115,7 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
             if adapter is None:
                 reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"
             weight = id(getattr(module, "weight", module))
-            found.append(Candidate(fqn, module, adapter, reason, by_weight.get(weight)))
+            found.append(Candidate(fqn, module, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
             by_weight.setdefault(weight, fqn)
     if not found:
         names = ", ".join(type(r).__name__ for r in roots)

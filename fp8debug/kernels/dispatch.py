@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels import history, reference
+from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.history import AmaxHistory
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
 from fp8debug.metrics import Pair, Source
@@ -140,7 +141,13 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def gemm(
-    which: Gemm, first: Operand, second: Operand, *, dtype: torch.dtype = torch.float32, accumulate: torch.dtype | None = None
+    which: Gemm,
+    first: Operand,
+    second: Operand,
+    *,
+    dtype: torch.dtype = torch.float32,
+    accumulate: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> Tensor:
     """One GEMM of a Linear (see ``types``) from quantized or high-precision operands; the FP8 tensor cores where they can.
 
@@ -150,6 +157,7 @@ def gemm(
         second: right operand.
         dtype: of the result.
         accumulate: dtype of products and sums, by the reference; None is that of the running GEMM, FP32 or the tensor core's.
+        fast_accum: sums stay in the tensor core's short accumulator; by ``accumulator.short_gemm`` where there is none.
 
     Returns:
         output ``[M, N]``, grad_input ``[M, K]`` or grad_weight ``[N, K]``.
@@ -164,9 +172,11 @@ def gemm(
                 twin = _twin("gemm")
                 with _on(_first_tensor(first)):
                     backend = twin.fastest(which, first, second, dtype)
-                    product: Tensor = twin.gemm(which, first, second, dtype=dtype, backend=backend)
+                    product: Tensor = twin.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
                     return product
             _say(f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}")
+    if fast_accum:
+        return short_gemm(which, first, second, dtype=dtype)
     return reference.gemm(which, first, second, dtype=dtype, accumulate=accumulate)
 
 

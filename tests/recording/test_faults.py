@@ -72,7 +72,8 @@ def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
         assert fp8debug.triage(tmp_path / recipe) == []
 
 
-@pytest.mark.parametrize("name", ["zero_tile", "stale_scale", "stale_history", "e8m0_floor", "wrong_format", "wrong_scale"])
+@pytest.mark.parametrize("name", ["zero_tile", "stale_scale", "stale_history", "e8m0_floor", "wrong_format", "wrong_scale",
+                                  "short_accumulator"])  # fmt: skip
 def test_the_recommended_fallback_cures_the_run(name: str, tmp_path: Path) -> None:
     sick_run(tmp_path / "sick", name, "blocks.1.down")
     run = fp8debug.Run(tmp_path / "sick")

@@ -11,6 +11,7 @@ CULPRIT = "blocks.1.mlp.up"
 DELAYED = "e4m3fn tensorwise delayed(16,max)"
 INPUT: dict[str, Any] = {"module": CULPRIT, "gemm": "fprop", "tensor": "input", "steps": (40, None)}
 WEIGHT: dict[str, Any] = {"module": CULPRIT, "tensor": "weight", "reference": "operand", "steps": (40, None)}
+RESULT: dict[str, Any] = {**INPUT, "tensor": "output", "reference": "exact"}
 NAN = float("nan")
 
 
@@ -51,6 +52,7 @@ FIRES: dict[str, dict[str, Any]] = {
     },
     "F104": {"overrides": [Override(**INPUT, slots=FLOOR)]},
     "F105": {"recipe": "tensorwise_current", "overrides": [Override(**INPUT, slots=OUTLIER)]},
+    "F108": {"overrides": [Override(**RESULT, slots={"sqnr_db": 22.0, "gain": 0.92})]},
     "F110": {"module_entries": {CULPRIT: {"fp8": False, "kind": "Linear", "requested": None, "casts": None}}},
     "F111": {"overrides": [Override(**{**INPUT, "reference": "operand"}, slots={"sum_err2": 0.0})]},
     "F113": {"overrides": [Override(**WEIGHT, slots={"gain": 2.0})]},
@@ -128,6 +130,13 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "wgrad's grad_output": {
             "overrides": [Override(gemm="wgrad", tensor="grad_output", slots={"num_underflow": share(0.16)})]
         },
+    },
+    "F108": {
+        "the rounding of BF16": {"overrides": [Override(**RESULT, slots={"sqnr_db": 52.0})]},
+        "one step of a result that cancels": {
+            "overrides": [Override(**{**RESULT, "steps": (40, 41)}, slots={"sqnr_db": 30.0})]
+        },
+        "noise of the cast": {"overrides": [Override(**{**RESULT, "reference": "shadow"}, slots={"sqnr_db": 27.5})]},
     },
     "F110": {
         "an override asked for BF16": {"recipes": {CULPRIT: None}},
