@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from fp8debug.exporters import EXPORTERS
+from fp8debug.exporters import EXPORTERS, Exporter
 from fp8debug.exporters.json import FOLKLORE
-from fp8debug.fallback import Fallback, parse_share, positional_prior, recommend
+from fp8debug.fallback import Fallback, parse_share, positional_prior, recommend, scheduled
 from fp8debug.rules import triage
+from fp8debug.store.run import Run
 
 from .console import cell, open_run, print_table, progress, write_file
 
-HEADER = ["module", "gemms", "tensor", "run in", "reasons", "costs", "damage", "cheaper"]
+HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "damage", "cheaper"]
 
 
 @click.command("fallback")
@@ -19,10 +22,16 @@ HEADER = ["module", "gemms", "tensor", "run in", "reasons", "costs", "damage", "
 @click.option("--budget", default="10%", show_default=True, help="Share of the FP8 speed-up that may be given back.")
 @click.option("--to", "name", metavar="NAME", help=f"Write it for a consumer: {', '.join(EXPORTERS.names())}.")
 @click.option("-o", "--output", metavar="FILE", default="-", help="File for --to; stdout by default.")
-def command(run: str, budget: str, name: str | None, output: str) -> None:
-    """List candidates of RUN: hard faults first and always, then what the recorded damage asks for within the budget.
+@click.option("--from-step", metavar="N", type=click.IntRange(min=0), help="BF16 entries hold from step N on: a cool-down.")
+@click.option("--until-step", metavar="N", type=click.IntRange(min=1), help="BF16 entries hold until step N: a warm-up.")
+@click.option("--fill", is_flag=True, help="Spend the whole budget, on GEMMs whose error is healthy too.")
+def command(
+    run: str, budget: str, name: str | None, output: str, from_step: int | None, until_step: int | None, fill: bool
+) -> None:
+    """List candidates of RUN: hard faults first and always, then what the recorded errors ask for within the budget.
 
-    They are candidates: run again with the list applied (fp8debug.apply) to prove them.
+    They are candidates: run again with the list applied (fp8debug.apply) to prove them. What a format cannot say is
+    printed on stderr.
     """
     exporter = EXPORTERS.get(name) if name else None
     if exporter is None and output != "-":
@@ -31,9 +40,11 @@ def command(run: str, budget: str, name: str | None, output: str) -> None:
     opened = open_run(run)
     with progress("judging") as report:
         findings = triage(opened, progress=report)
-    fallbacks = recommend(opened, findings, share)
+    fallbacks = recommend(opened, findings, share, fill=fill)
+    if from_step is not None or until_step is not None:
+        fallbacks = scheduled(fallbacks, from_step=from_step, until_step=until_step)
     if exporter is not None:
-        write_file(output, exporter.export(opened, fallbacks))
+        _write(exporter, opened, fallbacks, output)
         return
     if fallbacks:
         print_table(HEADER, [_row(fallback) for fallback in fallbacks], wrap=["cheaper", "run in"])
@@ -44,9 +55,20 @@ def command(run: str, budget: str, name: str | None, output: str) -> None:
         click.echo(f"\nfolklore ({FOLKLORE}): {', '.join(prior)}")
 
 
+def _write(exporter: Exporter, run: Run, fallbacks: list[Fallback], output: str) -> None:
+    for note in exporter.notes(run, fallbacks):
+        click.echo(f"note: {exporter.name} {note}", err=True)
+    files = exporter.files(run, fallbacks)
+    if len(files) > 1 and output == "-":
+        raise click.UsageError(f"{exporter.name} needs {len(files)} files, one per pipeline stage; give -o FILE")
+    for part, text in files.items():
+        path = Path(output)
+        write_file(str(path.with_name(path.stem + part + path.suffix)) if part else output, text)
+
+
 def _row(fallback: Fallback) -> list[object]:
     gemms = " ".join(fallback.gemms)
     tensor = "all" if fallback.tensor == "*" else fallback.tensor
     cast = str(fallback.cast) if fallback.cast else "bf16"
-    cost = f"{fallback.cost:.1%}"
-    return [fallback.module, gemms, tensor, cast, " ".join(fallback.reasons), cost, cell(fallback.damage), fallback.cheaper]
+    why, cost = " ".join(fallback.reasons), f"{fallback.cost:.1%}"
+    return [fallback.module, gemms, tensor, cast, fallback.span(), why, cost, cell(fallback.damage), fallback.cheaper]

@@ -20,6 +20,8 @@ LAYERS = {
     "fp8debug.errors": 0,
     "fp8debug.types": 0,
     "fp8debug.registry": 0.5,
+    "fp8debug.spikes": 0.5,
+    "fp8debug.selectors": 0.5,
     "fp8debug.formats": 1,
     "fp8debug.recipes": 2,
     "fp8debug.metrics": 3,
@@ -27,8 +29,13 @@ LAYERS = {
     "fp8debug.store": 4,
     "fp8debug.table": 4.5,
     "fp8debug.observer": 5,
+    "fp8debug.schedule": 5.5,
+    "fp8debug.second_look": 5.4,
     "fp8debug.probe": 5.5,
     "fp8debug.rules": 5,
+    "fp8debug.calibration": 5.5,
+    "fp8debug.dumps": 6,
+    "fp8debug.replay": 6,
     "fp8debug.linear": 6,
     "fp8debug.faults": 6.5,
     "fp8debug.fallback": 6,
@@ -43,12 +50,13 @@ LAYERS = {
 
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
+    *("fp8debug.spikes", "fp8debug.selectors", "fp8debug.calibration"),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters"),
     *("fp8debug_cli", "fp8debug_dashboard"),
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
-    *("fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
+    *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.
@@ -226,7 +234,7 @@ def test_optional_frameworks_are_imported_only_inside_functions() -> None:
 
 
 def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
-    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.run"}
+    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.run", "fp8debug.dumps", "fp8debug.replay"}
     wrong = [
         f"{name}:{i.line} {i.target}"
         for name in TREE.under(RECORDING)

@@ -1,10 +1,17 @@
-"""What an exporter is: a fallback list in one stack's own format; a new one is one file."""
+"""What an exporter is: a fallback list in one stack's own format; a new one is one file.
+
+What a format cannot say is never dropped in silence: ``notes`` has one sentence for each kind of it, which the command line
+prints on stderr and the file holds as comments where its format has comments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar
 
+from fp8debug.fallback.candidates import GEMMS
 from fp8debug.registry import Registry
 
 if TYPE_CHECKING:
@@ -12,7 +19,7 @@ if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 
-class Exporter(Protocol):
+class Exporter(ABC):
     """Writes a fallback list for one consumer.
 
     Attributes:
@@ -20,12 +27,101 @@ class Exporter(Protocol):
         suffix: of the file, with its dot.
     """
 
-    name: str
-    suffix: str
+    name: ClassVar[str]
+    suffix: ClassVar[str]
 
+    @abstractmethod
     def export(self, run: Run, fallbacks: Sequence[Fallback]) -> str:
         """Return the file's text."""
-        ...
+
+    def notes(self, run: Run, fallbacks: Sequence[Fallback]) -> list[str]:
+        """Return what the file cannot say, or says only roughly: one sentence for each kind."""
+        return []
+
+    def files(self, run: Run, fallbacks: Sequence[Fallback]) -> dict[str, str]:
+        """Return the texts of all files by what is added to the stem of the file's name; most formats have one, ``""``."""
+        return {"": self.export(run, fallbacks)}
 
 
 EXPORTERS: Registry[Exporter] = Registry("exporter")
+
+
+def in_bf16(run: Run, fallbacks: Sequence[Fallback]) -> dict[str, tuple[str, ...]]:
+    """Return by module the GEMMs that should run in BF16, globs expanded; an entry for one operand counts for its GEMMs."""
+    names = [str(module["fqn"]) for module in run.modules if module.get("fp8")]
+    found: dict[str, set[str]] = {}
+    for fallback in fallbacks:
+        if fallback.cast is None:
+            matched = [] if fallback.module in names else [name for name in names if fnmatchcase(name, fallback.module)]
+            for name in matched or [fallback.module]:
+                found.setdefault(name, set()).update(fallback.gemms)
+    return {module: tuple(gemm for gemm in GEMMS if gemm in gemms) for module, gemms in found.items()}
+
+
+def not_in_fp8(run: Run) -> list[str]:
+    """Return the modules that the recorded run left in high precision; none where nothing ran in FP8."""
+    names = [str(module["fqn"]) for module in run.modules if not module.get("fp8")]
+    return names if len(names) < len(run.modules) else []
+
+
+def limits(run: Run, fallbacks: Sequence[Fallback], *, per_gemm: bool) -> list[str]:
+    """Return the notes that a format without casts, operands and steps needs.
+
+    Args:
+        run: the run.
+        fallbacks: the list.
+        per_gemm: whether the format can leave single GEMMs of a module in BF16.
+    """
+    notes = []
+    casts = [
+        f"{f.module} {' '.join(f.gemms)} {'' if f.tensor == '*' else f.tensor + ' '}in {f.cast}" for f in fallbacks if f.cast
+    ]
+    if casts:
+        notes.append(f"cannot change a cast; make these changes in the recipe of the stack instead: {several(casts)}")
+    one = [f"{f.module} {f.tensor}" for f in fallbacks if f.cast is None and f.tensor != "*"]
+    if one:
+        notes.append(f"cannot leave one operand alone in BF16; the whole GEMM runs in it: {several(one)}")
+    partly = [f"{module} ({' '.join(gemms)})" for module, gemms in in_bf16(run, fallbacks).items() if len(gemms) < len(GEMMS)]
+    if partly and not per_gemm:
+        notes.append(f"cannot leave single GEMMs in BF16; the whole module runs in it: {several(partly)}")
+    steps = [f"{f.module} {f.span()}" for f in fallbacks if f.is_scheduled]
+    if steps:
+        notes.append(f"has no steps; start the job again, with and without the file, at these steps: {several(steps)}")
+    return notes
+
+
+def several(names: Sequence[str], most: int = 8) -> str:
+    """Return names in one line, the first few of many."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(one_line(name) for name in names[:most]) + rest
+
+
+def one_line(text: str) -> str:
+    """Return text that stays one line in any format, a comment say: a run from elsewhere may hold any name."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+def yaml_string(text: str) -> str:
+    """Return a YAML scalar in double quotes that stands for any text."""
+    plain = {'"': '\\"', "\\": "\\\\"}
+    return '"' + "".join(plain.get(c, c if " " <= c <= "~" else f"\\U{ord(c):08x}") for c in text) + '"'
+
+
+def comments(lines: Sequence[str], mark: str = "# ") -> str:
+    """Return lines as comments."""
+    return "".join(f"{mark}{one_line(line)}\n" for line in lines)
+
+
+def header(run: Run, name: str, notes: Sequence[str]) -> list[str]:
+    """Return the first comment lines of an exported file: where it comes from, and what it cannot say."""
+    about = f"fp8debug fallback {run.name} --to {name}: candidates, to be proved by a run with them"
+    return [about, *(f"{name} {note}" for note in notes)]
+
+
+def reasons(fallbacks: Sequence[Fallback]) -> Mapping[str, str]:
+    """Return by module why it should run in BF16."""
+    found: dict[str, dict[str, None]] = {}
+    for fallback in fallbacks:
+        if fallback.cast is None:
+            found.setdefault(fallback.module, {}).update(dict.fromkeys(fallback.reasons))
+    return {module: " ".join(codes) or "by hand" for module, codes in found.items()}

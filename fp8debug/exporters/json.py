@@ -5,8 +5,9 @@
                     "damage": 1.2e-9, "cost": 0.021, "cheaper": "..."}],
      "folklore": {"about": "...", "modules": ["blocks.0.attn.qkv", "head"]}}
 
-``cast`` is the name of a cast, null is BF16; ``cost`` is the share of the FP8 speed-up given back. ``apply`` ignores
-``folklore``.
+``cast`` is the name of a cast, null is BF16; ``cost`` is the share of the FP8 speed-up given back. An entry that holds in some
+steps only has ``from_step`` and ``until_step`` (first step at which it holds no more), null where that side is open; the
+schema is then 2. ``apply`` ignores ``folklore``.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8debug.exporters.base import EXPORTERS
+from fp8debug.exporters.base import EXPORTERS, Exporter
 from fp8debug.fallback import positional_prior
+from fp8debug.fallback.candidates import PLAIN_SCHEMA, SCHEMA
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
     from fp8debug.store.run import Run
-
-#: 1: first version (fp8debug 0.1).
-SCHEMA = 1
 
 FOLKLORE = (
     "positional prior, not evidence from this run: production recipes often keep the first and last layers in BF16"
@@ -31,7 +30,7 @@ FOLKLORE = (
 )
 
 
-class JsonExporter:
+class JsonExporter(Exporter):
     """The list with its reasons; the positional prior apart, labelled as folklore."""
 
     name = "json"
@@ -40,7 +39,7 @@ class JsonExporter:
     def export(self, run: Run, fallbacks: Sequence[Fallback]) -> str:
         """Return the document."""
         document = {
-            "schema": SCHEMA,
+            "schema": SCHEMA if any(fallback.is_scheduled for fallback in fallbacks) else PLAIN_SCHEMA,
             "run": run.name,
             "fallbacks": [fallback.to_dict() for fallback in fallbacks],
             "folklore": {"about": FOLKLORE, "modules": positional_prior(run)},

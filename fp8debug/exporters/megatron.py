@@ -1,0 +1,100 @@
+"""Megatron-LM and what builds on it: the file of ``--te-precision-config-file``, one per pipeline stage.
+
+The first matcher that matches a module's path decides, and ``training_recipe: {}`` is high precision inside an FP8 job. Paths
+are those below the GPTModel, and under pipeline parallelism their layer index counts from the first layer of the stage, so
+one file for all stages would hit every stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, in_bf16, limits, several, yaml_string
+
+if TYPE_CHECKING:
+    from fp8debug.fallback import Fallback
+    from fp8debug.store.run import Run
+
+CONFIGS = """configs:
+  bf16:
+    transformer_engine_config_type: "TEQuantizationParams"
+    training_recipe: {}
+"""
+
+
+class MegatronExporter(Exporter):
+    """One matcher per module; a list for several pipeline stages becomes a file for each."""
+
+    name = "megatron"
+    suffix = ".yaml"
+
+    def notes(self, run: Run, fallbacks: Sequence[Fallback]) -> list[str]:
+        """Return what the file cannot say."""
+        notes = limits(run, fallbacks, per_gemm=False)
+        stages = _stages(run)
+        shared = [m for m in in_bf16(run, fallbacks) if sum(m in names for names in stages.values()) > 1]
+        if shared:
+            notes.append(
+                "run has modules of one name on several pipeline stages and joins what they show, so the file of each of"
+                f" these stages has them: {several(shared)}"
+            )
+        if any(" delayed(" in str(r["cast_name"]) for r in run.sql("SELECT DISTINCT cast_name FROM sites").to_pylist()):
+            notes.append("takes no precision per layer beside --fp8-recipe delayed; choose another recipe for the job")
+        return notes
+
+    def export(self, run: Run, fallbacks: Sequence[Fallback]) -> str:
+        """Return the YAML document for all stages in one; what a job without pipeline parallelism wants."""
+        return self._text(run, fallbacks, list(in_bf16(run, fallbacks)), "")
+
+    def files(self, run: Run, fallbacks: Sequence[Fallback]) -> dict[str, str]:
+        """Return one document per pipeline stage; a single one where there is one stage."""
+        modules, stages = list(in_bf16(run, fallbacks)), _stages(run)
+        if len(stages) < 2:
+            return {"": self.export(run, fallbacks)}
+        return {
+            f".stage{stage}": self._text(run, fallbacks, [m for m in modules if m in names], f"pipeline stage {stage} only")
+            for stage, names in sorted(stages.items())
+        }
+
+    def _text(self, run: Run, fallbacks: Sequence[Fallback], modules: Sequence[str], about: str) -> str:
+        first, *rest = header(run, self.name, self.notes(run, fallbacks))
+        lines = [
+            comments([first, *([f"for {about}"] if about else []), *rest]),
+            CONFIGS,
+            "matchers:" if modules else "matchers: {}",
+        ]
+        lines.append("\n")
+        for number, module in enumerate(modules):
+            pattern = yaml_string(_glob(_below_model(module)))
+            lines.append(f"  fp8debug_{number}:\n    config: bf16\n    type: glob\n    pattern: {pattern}\n    enabled: true\n")
+        return "".join(lines)
+
+
+def _below_model(fqn: str) -> str:
+    """Return the path as Megatron matches it: without DDP's and Float16Module's ``module``, and without a chunk's number."""
+    return re.sub(r"^(?:\d+\.)?(?:module\.)*", "", fqn)
+
+
+def _glob(path: str) -> str:
+    """Return a pattern that fnmatch takes for this path alone."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in path)
+
+
+def _stages(run: Run) -> dict[int, set[str]]:
+    """Return by pipeline stage the modules that its ranks recorded, from the ranks' mesh coordinate ``pp``."""
+    stage_of: dict[int, int] = {}
+    for rank, manifest in run.rank_manifests.items():
+        mesh: Any = manifest.get("mesh")
+        stage = mesh.get("pp") if isinstance(mesh, Mapping) else None
+        if isinstance(stage, int):
+            stage_of[int(rank)] = stage
+    found: dict[int, set[str]] = {stage: set() for stage in stage_of.values()}
+    for row in run.sql("SELECT DISTINCT rank, module FROM raw WHERE module IS NOT NULL").to_pylist():
+        if row["rank"] in stage_of:
+            found[stage_of[row["rank"]]].add(row["module"])
+    return found
+
+
+EXPORTERS.add(MegatronExporter.name, MegatronExporter())

@@ -1,0 +1,181 @@
+"""The only policy: from findings and measured errors to a list of candidates that should leave their cast.
+
+Hard faults come first and always, each with the cheapest cure that its rule knows: another cast costs no speed, BF16
+for one GEMM costs that GEMM's share of the FLOPs. Then, within the budget, what the recorded errors ask for. The list
+names candidates; only a run with it applied proves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fp8debug.fallback.candidates import GEMMS, Fallback, parse_share
+from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
+from fp8debug.recipes import Cast
+from fp8debug.rules import RULES, Finding, Severity
+from fp8debug.store.run import Run
+from fp8debug.types import Gemm
+
+#: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
+#: give: 28.5 - 3.5 = 25 dB for two E4M3 operands (numerics.md, 4).
+MATERIAL_DEFICIT_DB = 3.5
+#: Sampled steps that must show it (numerics.md, 4), and the share of all damage that a candidate must have (no
+#: published basis: a layer that does a hundredth of the damage is not the one to pay for).
+MATERIAL_STEPS, MATERIAL_SHARE = 3, 0.01
+
+
+def recommend(
+    run: Run | str | Path, findings: Iterable[Finding], budget: float | str = 0.10, *, fill: bool = False
+) -> list[Fallback]:
+    """Return the candidates, hard faults first.
+
+    A finding whose rule knows a cast that cures it gives that cast, for every GEMM in which the module runs the same
+    tensor under the same one. Otherwise an error gives BF16 for the GEMMs that show it, whatever the budget; a warning
+    gives it within the budget.
+
+    Then measured errors, while the budget lasts. Damage (numerics.md, 6) ranks layers but says nothing by itself: every
+    layer of a healthy FP8 run has some, and no threshold on it has a published basis. So a GEMM counts only where the
+    error of its result lies outside the healthy envelope: SQNR against the shadow 3.5 dB below what its operands' formats
+    give, in the median of at least three sampled steps. An error inside the envelope is the price of FP8 that all layers
+    pay. fprop goes by damage per cost; dgrad, whose errors reach every earlier layer, comes after it, and wgrad, which is
+    a leaf, last, both by error energy per cost. A healthy run therefore gives an empty list.
+
+    Args:
+        run: the run that was judged, or its folder.
+        findings: what triage found.
+        budget: share of the FP8 speed-up that may be given back, hard faults included: ``0.1`` or ``"10%"``.
+        fill: spend the budget on the GEMMs inside the envelope too, in the same order; for a run whose loss is off
+            although its statistics are healthy, and to compare rankings. Prove such a list.
+
+    Raises:
+        UsageError: budget is no share.
+    """
+    share = parse_share(budget)
+    run = run if isinstance(run, Run) else Run(run)
+    return _Plan(run).fill(list(findings), share, everything=fill)
+
+
+class _Plan:
+    """Cast changes and BF16 GEMMs collected from findings, before they become entries."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.casts: dict[tuple[str, str, str], tuple[Cast, list[str]]] = {}
+        self.bf16: dict[tuple[str, str], list[Finding]] = {}
+        self.running = running_casts(run)
+        self.gemm_share = gemm_shares(run)
+        self.errors = result_errors(run)
+
+    def fill(self, findings: Sequence[Finding], budget: float, *, everything: bool) -> list[Fallback]:
+        sites = [site for finding in findings for site in finding.sites if _has_cure(site)]
+        later = [site for site in sites if not self._change_cast(site) and not self._leave_fp8(site)]
+        entries = self._entries(dict.fromkeys(site.module for site in sites if site.module))
+        spent = sum(entry.cost for entry in entries)
+        asked: dict[tuple[str, str], list[Finding]] = {}
+        for site in later:
+            asked.setdefault((str(site.module), str(site.gemm)), []).append(site)
+        optional = [self._bf16_entry(module, (gemm,), tuple(_codes(sites)), sites) for (module, gemm), sites in asked.items()]
+        taken = {entry.module for entry in [*entries, *optional]}
+        optional += [e for e in self._by_error(everything=everything) if everything or e.module not in taken]
+        in_bf16 = {(e.module, gemm) for e in entries if e.cast is None for gemm in e.gemms}
+        for entry in optional:
+            if spent + entry.cost <= budget + 1e-12 and (entry.module, entry.gemms[0]) not in in_bf16:
+                spent += entry.cost
+                entries.append(entry)
+                in_bf16.add((entry.module, entry.gemms[0]))
+        return entries
+
+    def _change_cast(self, site: Finding) -> bool:
+        """Collect the changed cast for the site and its twins in other GEMMs; False when no cast cures it."""
+        assert site.module and site.gemm and site.tensor
+        changes = RULES.get(site.code).changes
+        running = parsed(site.cast)
+        if running is None or changed(running, changes) == running:
+            return False
+        for gemm in GEMMS:
+            twin = self.running.get((site.module, gemm, site.tensor))
+            if gemm != site.gemm and (twin is None or not is_same(twin, running)):
+                continue
+            key = (site.module, gemm, site.tensor)
+            cast, reasons = self.casts.get(key, (running, []))
+            self.casts[key] = (changed(cast, changes), list(dict.fromkeys([*reasons, site.code])))
+        return True
+
+    def _leave_fp8(self, site: Finding) -> bool:
+        """Collect BF16 for the GEMM of an error; False for a warning, which has to fit the budget."""
+        if site.severity < Severity.ERROR:
+            return False
+        self.bf16.setdefault((str(site.module), str(site.gemm)), []).append(site)
+        return True
+
+    def _entries(self, modules: Iterable[str]) -> list[Fallback]:
+        entries = []
+        for module in modules:
+            gemms = tuple(g for g in GEMMS if (module, g) in self.bf16)
+            if gemms:
+                sites = [site for gemm in gemms for site in self.bf16[module, gemm]]
+                entries.append(self._bf16_entry(module, gemms, tuple(_codes(sites)), sites))
+            grouped: dict[tuple[str, Cast, tuple[str, ...]], list[str]] = {}
+            for (name, gemm, tensor), (cast, reasons) in self.casts.items():
+                if name == module and gemm not in gemms:
+                    grouped.setdefault((tensor, cast, tuple(reasons)), []).append(gemm)
+            damage = self._damage(module)
+            entries += [
+                Fallback(module=module, gemms=tuple(g), tensor=tensor, cast=cast, reasons=reasons, damage=damage)
+                for (tensor, cast, reasons), g in grouped.items()
+            ]
+        return entries
+
+    def _bf16_entry(
+        self, module: str, gemms: tuple[str, ...], reasons: tuple[str, ...], sites: Sequence[Finding] = ()
+    ) -> Fallback:
+        cheaper = dict.fromkeys(site.cure.split("; else BF16")[0] for site in sites)
+        return Fallback(
+            module=module,
+            gemms=gemms,
+            reasons=reasons,
+            damage=self._damage(module),
+            cost=len(gemms) * self.gemm_share.get(module, 0.0),
+            cheaper="; ".join(cheaper) or None,
+        )
+
+    def _damage(self, module: str) -> float | None:
+        found = self.errors.get((module, Gemm.FPROP.value))
+        return found.damage_per_row if found else None
+
+    def _by_error(self, *, everything: bool) -> list[Fallback]:
+        """Return one entry per GEMM whose error is material, or per GEMM: fprop by damage, dgrad and wgrad by error energy."""
+        total = sum(error.damage or 0.0 for error in self.errors.values())
+        ranked = []
+        for (module, gemm), error in self.errors.items():
+            if module not in self.gemm_share or not (everything or _is_material(gemm, error, total)):
+                continue
+            is_fprop = gemm == Gemm.FPROP.value
+            entry = self._bf16_entry(module, (gemm,), ("damage" if is_fprop else "error",))
+            worth = (error.damage_per_row or 0.0) if is_fprop else 10 ** (-error.sqnr_db / 10)
+            ranked.append((GEMMS.index(gemm), -worth / max(entry.cost, 1e-9), entry))
+        return [entry for *_, entry in sorted(ranked, key=lambda r: r[:2])]
+
+
+def _is_material(gemm: str, error: ResultError, total_damage: float) -> bool:
+    is_large = error.num_steps >= MATERIAL_STEPS and error.sqnr_db < error.expected_db - MATERIAL_DEFICIT_DB
+    if gemm == Gemm.FPROP.value:
+        return is_large and (error.damage or 0.0) >= MATERIAL_SHARE * total_damage > 0
+    return is_large
+
+
+def _codes(sites: Sequence[Finding]) -> list[str]:
+    return list(dict.fromkeys(site.code for site in sites))
+
+
+def positional_prior(run: Run) -> list[str]:
+    """Return the first and the last module in FP8 by execution: folklore (DeepSeek-V3, Nemotron-H), not evidence."""
+    names = [module["fqn"] for module in run.modules if module.get("fp8")]
+    return list(dict.fromkeys([*names[:1], *names[-1:]]))
+
+
+def _has_cure(site: Finding) -> bool:
+    """Tell whether a finding is about the cast of an operand that harms the run."""
+    is_site = bool(site.module and site.gemm and site.tensor) and site.code in RULES
+    return is_site and RULES.get(site.code).is_harmful and site.severity > Severity.INFO
