@@ -61,9 +61,16 @@ class Cast:
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("algo", self.algo, ALGOS)
         # A NumPy or torch scalar would print differently, and the printed cast is its name.
-        object.__setattr__(self, "amax_eps", float(self.amax_eps))
-        object.__setattr__(self, "history", index(self.history))
-        object.__setattr__(self, "margin", index(self.margin))
+        for name, number, wanted in (
+            ("amax_eps", float, "a number"),
+            ("history", index, "a whole number"),
+            ("margin", index, "a whole number"),
+            ("scale_inv", _optional, "a number"),
+        ):
+            try:
+                object.__setattr__(self, name, number(getattr(self, name)))
+            except (TypeError, ValueError):
+                raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}") from None
         if not 0 <= self.amax_eps <= _FLOAT32_MAX:
             raise UsageError(f"amax_eps must be finite in FP32 and >= 0, got {self.amax_eps}")
         if self.history < 1:
@@ -76,7 +83,6 @@ class Cast:
             # 1 / scale_inv must be finite in FP32 too: 2^-127 is E8M0's smallest scale.
             if self.scale_inv is None or not 2.0**-127 <= self.scale_inv <= _FLOAT32_MAX:
                 raise UsageError(f"static scaling needs scale_inv=, between 2^-127 and FP32's max, got {self.scale_inv}")
-            object.__setattr__(self, "scale_inv", float(self.scale_inv))
         elif self.scale_inv is not None:
             raise UsageError(f"scale_inv is for scaling='static', not {self.scaling!r}")
 
@@ -143,7 +149,13 @@ class Cast:
             raise UsageError(f"not a cast: {error} in {str(dict(values))[:80]}") from None
 
 
+def _optional(number: Any) -> float | None:
+    return None if number is None else float(number)
+
+
 def _known(kind: str, name: str, known: Any) -> None:
+    if not isinstance(name, str):
+        raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}")
     if name not in known:
         raise UnknownNameError(kind, name, known)
 
@@ -382,6 +394,7 @@ def get_recipe(name: str) -> Recipe:
     Raises:
         UnknownNameError: there is none; the message has the closest names.
     """
+    _known("recipe", name, list_recipes())
     return RECIPES.get(name)
 
 

@@ -18,10 +18,14 @@ from fp8debug import __version__
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.rows import first_nonfinite, stats_columns
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, roots_of
+from fp8debug.dumps import Dumper, Limits, load_safetensors
 from fp8debug.errors import AttachError, UsageError
+from fp8debug.kernels.reference import Operand
 from fp8debug.observer import FinishedStep, Observer, Settings
 from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.selectors import parse_selectors
 from fp8debug.store.writer import RunWriter
+from fp8debug.types import Gemm, TensorRole
 
 #: Called when a watch begins; how ``fp8debug run`` learns that a script attaches itself.
 on_watch: list[Callable[[], None]] = []
@@ -41,6 +45,9 @@ def watch(
     shadow: Literal["sample", "full"] = "sample",
     plain_recipe: str | Recipe = "blockwise",
     resume_from: int | None = None,
+    dump_max_bytes: int = 8 << 30,
+    dump_memory_bytes: int = 1 << 30,
+    dump_steps: int = 3,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -54,18 +61,23 @@ def watch(
         what_if: recipes whose casts are recorded beside the running one.
         include: FQN globs of the modules to watch.
         exclude: FQN globs of those not to.
-        dump: must be empty: dumps of whole tensors are not available yet.
+        dump: operands to write whole, such as ``"blocks.*.down:fprop:input@100:200"``, or the last sampled steps before a
+            NaN, an Inf or a loss spike with ``"on-finding"`` (docs/dumps.md); needs ``pip install 'fp8debug[dumps]'``.
         optimizer: steps are counted from it, and the learning rate read; without it, from any torch optimizer that holds
             a parameter of the model. ``Watch.step()`` overrides both.
         shadow: ``full`` runs the shadow and exact GEMMs on all rows.
         plain_recipe: recipe for models that have no FP8 module.
         resume_from: number of the first step, when training goes on from a checkpoint into a folder that holds a run.
+        dump_max_bytes: disk space for the dumps of each rank; the oldest are deleted, those of a finding are kept.
+        dump_memory_bytes: host memory of each rank for steps that are held and files that wait for the disk.
+        dump_steps: sampled steps that ``on-finding`` holds.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
 
     Raises:
         AttachError: nothing to watch in the target, or another watch has it.
+        NoMatchError: a dump selects no module that is watched.
         RecordError: the folder holds a run already or cannot be written.
         UsageError: an argument out of range or an unknown recipe.
     """
@@ -73,10 +85,15 @@ def watch(
         raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
     if every < 1 or shadow_rows < 1:
         raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
+    if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
+        raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
+    if not isinstance(path, str | Path):
+        raise UsageError(f"expected the path of a run's folder, got {path!r}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if shadow not in ("sample", "full"):
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
-    if dump:
-        raise UsageError("dump= is not available yet; record statistics, and save tensors from a hook of your own")
+    limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
         shadow_rows=shadow_rows if shadow == "sample" else None,
@@ -92,6 +109,9 @@ def watch(
     for c in candidates:
         if c.reason is None and getattr(c.module, "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
+    selectors = parse_selectors(_several(dump), [c.fqn for c in candidates if c.reason is None], every)
+    if selectors:
+        load_safetensors()
     for root in roots:
         filters = [*getattr(root, "fp8debug_filters", []), *filters]
     rank, world_size = rank_and_world()
@@ -102,6 +122,7 @@ def watch(
         "what_if": [recipe.name for recipe in settings.what_if],
         "include": list(include),
         "exclude": list(exclude),
+        "dump": [selector.text for selector in selectors],
         "recipe": _common_recipe(candidates),
         "plain_recipe": settings.plain_recipe.name,
         "modules": [c.describe(i) for i, c in enumerate(candidates)],
@@ -123,9 +144,14 @@ def watch(
     for f in filters:
         if not f["matched"]:
             _say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")
+    dumper = None
+    if selectors:
+        dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: _say(writer, step, text, kind="dump"))
     try:
-        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0)
+        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0, dumper)
     except BaseException:
+        if dumper is not None:
+            dumper.close()
         writer.close()
         raise
 
@@ -145,6 +171,7 @@ class Watch:
         writer: RunWriter,
         optimizer: torch.optim.Optimizer | None,
         first_step: int,
+        dumper: Dumper | None,
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
@@ -153,6 +180,9 @@ class Watch:
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
         self._observer.before_forward = self._close_counted_step
+        self._dumper = dumper
+        if dumper is not None:
+            self._observer.on_operand = self._dump
         self._explicit = False
         self._counted = False
         self._optimizer = optimizer
@@ -199,7 +229,14 @@ class Watch:
             lr: learning rate; read from the optimizer when it is not given.
             loss_scale: of a gradient scaler.
             tokens: tokens of the step.
+
+        Raises:
+            UsageError: a value is no number, or the watch is closed.
         """
+        if self._closed:
+            raise UsageError(
+                f"the watch of {self.path} is closed; call step() before close(), or watch again into another folder"
+            )
         self._explicit = True
         self._counted = False
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
@@ -232,6 +269,8 @@ class Watch:
         self.detach()
         self._observer.hand_over(wait=True)
         self._report_never_called()
+        if self._dumper is not None:
+            self._dumper.close()
         self._writer.close()
 
     def __enter__(self) -> Watch:
@@ -272,17 +311,29 @@ class Watch:
         scalars["seconds"], self._started = now - self._started, now
         self._observer.end_step(scalars)
 
+    def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
+        assert self._dumper is not None
+        self._dumper.observe(self._observer.step, module, actual, gemm, tensor, reference, operand)
+
     def _sink(self, finished: FinishedStep) -> None:
+        nonfinite = []
         for snapshot, rows, infos in finished.tables:
             columns = stats_columns(finished, snapshot, rows, infos)
             self._seen_modules.update(columns["module"])
             self._writer.stats(columns)
             for module, message in first_nonfinite(columns, self._nonfinite):
                 self._writer.event(finished.step, "nonfinite", module, message)
+                nonfinite.append(f"{module} {message}")
+        if self._dumper is not None:
+            self._dumper.judge(finished.step, nonfinite, finished.scalars.get("loss"))
         self._writer.steps({"step": finished.step, "sampled": finished.sampled, **finished.scalars})
 
-    def _report(self, module: str, text: str) -> None:
-        _say(self._writer, self._observer.step, f"{module} is not watched any more: {text}", module)
+    def _report(self, module: str, text: str, aloud: bool) -> None:
+        text = f"{module} is {text}"
+        if aloud:
+            _say(self._writer, self._observer.step, text, module)
+        else:
+            self._writer.event(self._observer.step, "skipped", module, text)
 
     def _report_never_called(self) -> None:
         if not self._seen_modules:
@@ -296,8 +347,16 @@ class Watch:
 
 
 def _several(values: Sequence[Any] | str) -> Sequence[Any]:
-    """Return a sequence; a lone string is one value, not its letters."""
-    return (values,) if isinstance(values, str | Recipe) else values
+    """Return a sequence; a lone string is one value, not its letters.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(values, str | Recipe):
+        return (values,)
+    if not isinstance(values, Sequence):
+        raise UsageError(f"expected a name or a list of names, got {values!r}")
+    return values
 
 
 def _recipe(recipe: str | Recipe) -> Recipe:
@@ -313,8 +372,8 @@ def _common_recipe(candidates: list[Candidate]) -> dict[str, Any] | None:
     return recipes[names.index(max(names, key=names.count))].to_dict()
 
 
-def _say(writer: RunWriter | None, step: int, text: str, module: str | None = None) -> None:
-    """Report something skipped: once on stderr, and as an event."""
+def _say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:
+    """Report something skipped or dumped: once on stderr, and as an event."""
     print(f"fp8debug: {text}", file=sys.stderr)
     if writer is not None:
-        writer.event(step, "skipped", module, text)
+        writer.event(step, kind, module, text)

@@ -11,7 +11,7 @@ where not (E4M3), so that it can never pass for a large finite value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -200,18 +200,27 @@ def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[s
         counts as int, other slots and rates as float, ``log2_hist`` as a list; None where there is no data.
 
     Raises:
-        UsageError: x is not a floating-point tensor.
+        UsageError: x is not a floating-point tensor, cast is no Cast, or amax_history holds no numbers.
     """
     source = Source(_checked(x))
+    if not isinstance(cast, Cast):
+        raise UsageError(f"expected a Cast such as fp8debug.Cast(granularity='1x128'), got {cast!r}")
     scale_inv = None
-    known = [a for a in amax_history[-cast.history :] if 0 < a < float("inf")]
+    try:
+        known = [a for a in map(float, amax_history[-cast.history :]) if 0 < a < float("inf")]
+    except (TypeError, ValueError):
+        raise UsageError(f"amax_history is a list of numbers, oldest first, got {amax_history!r}") from None
     if cast.scaling == "delayed" and known:
         a = known[-1] if cast.algo == "most_recent" else max(known)
         scale_inv = scale_of(torch.tensor(a, dtype=torch.float32), cast)[1]
     q = quantize(x, cast, scale_inv)
     if cast.scaling == "delayed" and scale_inv is None:  # which is current scaling with a margin
         cast = replace(cast, scaling="current")
-    found = statistics(operand_pair(source, cast, q))
+    return all_values(statistics(operand_pair(source, cast, q)))
+
+
+def all_values(found: Mapping[str, Tensor]) -> dict[str, object]:
+    """Return every slot and derived value as plain numbers; None where there is no data."""
     values: dict[str, object] = {}
     for metric in METRICS:
         for slot in metric.slots:
@@ -229,6 +238,8 @@ def readable(value: object) -> object:
 
 
 def _checked(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise UsageError(f"expected a tensor, got {type(x).__name__}; make one with torch.tensor(...)")
     if not x.is_floating_point() or x.element_size() == 1:
         raise UsageError(
             f"expected a bf16, fp16 or fp32 tensor, got {str(x.dtype).removeprefix('torch.')}{list(x.shape)};"

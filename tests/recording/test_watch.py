@@ -312,7 +312,21 @@ def unwritable(tmp_path: Path) -> Path:
         (lambda p: fp8debug.watch(net(), p / "r", shadow=cast(Any, "half")), UsageError, "shadow must be 'sample' or 'full'"),
         (lambda p: fp8debug.watch(net(), p / "r", what_if=("blok",)), UsageError, "unknown recipe 'blok'"),
         (lambda p: fp8debug.watch(net(), p / "r", include=("nope",)), AttachError, "none of 7 Linear modules is left to watch"),
-        (lambda p: fp8debug.watch(net(), p / "r", dump=("*",)), UsageError, "dump= is not available yet"),
+        (lambda p: fp8debug.watch(net(), p / "r", dump="a:b"), UsageError, "unknown gemm of dump 'a:b' 'b'"),
+        (lambda p: fp8debug.watch(net(), p / "r", dump="hed"), UsageError, "dump 'hed' matches nothing: did you mean 'head'?"),
+        (
+            lambda p: fp8debug.watch(net(), p / "r", dump=cast(Any, None)),
+            UsageError,
+            "expected a name or a list of names, got None",
+        ),
+        (lambda p: fp8debug.watch(net(), p / "r", dump_steps=0), UsageError, "dump_steps must be a whole number of at least 1"),
+        (lambda p: fp8debug.watch(net(), cast(Any, None)), UsageError, "expected the path of a run's folder, got None"),
+        (
+            lambda p: fp8debug.watch(net(), p / "r", optimizer=cast(Any, 1)),
+            UsageError,
+            "must be a torch.optim.Optimizer, got int",
+        ),
+        (lambda p: fp8debug.watch(net(), p / "r", resume_from=-1), UsageError, "resume_from is the number of the first step"),
     ],
 )
 def test_mistakes_are_said_at_watch(call, error, message, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
