@@ -158,6 +158,8 @@ class Rule(ABC):
         changes: fields of Cast that cure the fault without leaving FP8; empty where no cast does.
         needs_fp8: True for a rule that judges running casts: a run of what-if rows alone has none.
         is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
+        follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
+            another cause its findings are victims.
     """
 
     code: ClassVar[str]
@@ -167,6 +169,7 @@ class Rule(ABC):
     changes: ClassVar[Mapping[str, Any]] = {}
     needs_fp8: ClassVar[bool] = True
     is_harmful: ClassVar[bool] = True
+    follows: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, run: Run) -> Iterable[Finding]:

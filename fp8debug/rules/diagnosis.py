@@ -10,74 +10,80 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fp8debug.errors import RunError, UnknownNameError
-from fp8debug.rules.base import RULES, Finding, Rule
+from fp8debug.errors import RunError, UsageError
+from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.baseline import compare
-from fp8debug.rules.evidence import RUNNING
+from fp8debug.rules.classification import classify
+from fp8debug.rules.evidence import RUNNING, sampled_steps
 from fp8debug.rules.findings import Findings
+from fp8debug.rules.selection import Thresholds, chosen, configured
+from fp8debug.rules.victims import with_victims
+from fp8debug.store.joined import open_runs
 from fp8debug.store.run import Run
 
 
 def triage(
-    run: Run | str | Path,
+    run: Run | str | Path | Sequence[str | Path],
     baseline: Run | str | Path | None = None,
     select: Sequence[str] = ("F",),
     ignore: Sequence[str] = (),
     *,
+    thresholds: Thresholds | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Findings:
     """Judge a run by every rule.
 
     Args:
-        run: a run, or its folder.
+        run: a run, its folder, or the folders of a run and its resumed parts, which count as one.
         baseline: a run (usually of BF16) to compare loss and configuration with.
         select: codes, beginnings of codes (``F10``) or names of rules to report.
         ignore: the same, not to report.
+        thresholds: by rule (code or name), limits to use in place of the rule's own: ``{"F101": {"max_rate": 0.02}}``.
         progress: called before each rule with rules done, rules in all, and the rule's code.
 
     Returns:
-        the findings, errors first, then in order of first appearance, with ``skipped`` and ``verdict``.
+        the findings, errors first, then in order of first appearance, with ``classification``, ``skipped`` and
+        ``verdict``.
 
     Raises:
-        UnknownNameError: a code that no rule begins with.
+        UnknownNameError: a code that no rule begins with, or a threshold that a rule does not have.
+        UsageError: no rule is left to report.
         RunError: the run cannot be read.
     """
-    wanted = chosen([select] if isinstance(select, str) else select)
+    rules = configured(thresholds)
+    wanted = chosen([select] if isinstance(select, str) else select, "select")
     wanted -= chosen([ignore] if isinstance(ignore, str) else ignore)
-    run = run if isinstance(run, Run) else Run(run)
+    if not wanted:
+        raise UsageError("nothing is left to report: every rule that is selected is ignored")
+    run = run if isinstance(run, Run) else open_runs([run] if isinstance(run, str | Path) else run)
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
     skipped: list[tuple[str, str]] = []
     findings: list[Finding] = []
     if run.problems and not run.sql("SELECT 1 AS one FROM sites LIMIT 1").num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
     has_running = run.sql(f"SELECT 1 AS one FROM sites WHERE {RUNNING} LIMIT 1").num_rows > 0
-    for done, rule in enumerate(RULES):
+    for done, rule in enumerate(rules.values()):
         if progress:
-            progress(done, len(RULES), rule.code)
+            progress(done, len(rules), rule.code)
         reason = _missing(rule, run, has_running)
         if reason is None:
             findings += _joined(rule.check(run))
         elif rule.code in wanted:
             skipped.append((rule.code, reason))
     # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
-    standing = [f for f in findings if RULES.get(f.code).stands(f, [o for o in findings if o is not f], run)]
-    reported = sorted((f for f in standing if f.code in wanted), key=lambda f: (f.order, f.code))
-    return Findings(reported, run=run.name, steps=run.steps_range, skipped=skipped, baseline=comparison)
-
-
-def chosen(prefixes: Sequence[str]) -> set[str]:
-    """Return the codes that begin with one of the prefixes, or whose rule has that name.
-
-    Raises:
-        UnknownNameError: one fits no rule.
-    """
-    codes: set[str] = set()
-    for prefix in prefixes:
-        found = {r.code for r in RULES if prefix and (r.code.startswith(prefix.upper()) or r.name == prefix)}
-        if not found:
-            raise UnknownNameError("rule", prefix, [*RULES.names(), *(rule.name for rule in RULES)])
-        codes |= found
-    return codes
+    ordered = sorted(findings, key=lambda f: (f.order, f.code))
+    ordered = with_victims(ordered, rules, sampled_steps(run))
+    standing = [f for f in ordered if rules[f.code].stands(f, [o for o in ordered if o is not f], run)]
+    standing.sort(key=lambda f: (f.order, f.code))
+    return Findings(
+        [finding for finding in standing if finding.code in wanted],
+        run=run.name,
+        steps=run.steps_range,
+        skipped=skipped,
+        baseline=comparison,
+        classification=classify(run, standing, rules, comparison).to_dict(),
+        thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
+    )
 
 
 def _missing(rule: Rule, run: Run, has_running: bool) -> str | None:

@@ -55,6 +55,7 @@ class StaleScaleSaturation(Rule):
     name = "stale-scale-saturation"
     columns = ("num_saturated", "headroom")
     cure = "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM"
+    follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current", "history": 1024, "algo": "max", "margin": 0}
 
     max_rate: float = 0.01

@@ -1,4 +1,4 @@
-"""F103: a cast makes NaN of finite values, as a block whose amax is 0 does without an amax eps."""
+"""F103: a cast or GEMM makes NaN of finite values, as a block whose amax is 0 does without an amax eps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, traces
+from fp8debug.rules.nonfinite import Origin, first_poison
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -21,6 +22,8 @@ class ZeroTileNan(Rule):
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). The first such cast is the culprit; every module whose operands hold a
         NaN or Inf from that step on is its victim, and no rule accuses it. Zero blocks that stay zero are healthy.
+        A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite.
+        Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
 
     Why it matters
         One NaN reaches the loss in the same step and every weight in the next. Zero blocks are ordinary: padding,
@@ -48,11 +51,16 @@ class ZeroTileNan(Rule):
     max_nonfinite: int = 0
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return the casts that made NaN, the first with its victims."""
+        """Return the casts that made NaN, or the GEMM that did, the first with its victims."""
         bad = f"num_actual_nonfinite > {self.max_nonfinite}"
         columns = ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
         bad_traces = traces(run, bad, columns) or self._first_of_several_calls(run, bad, columns)
+        origin = first_poison(run)
+        if origin is not None and origin.kind != "cast":
+            bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
         found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
+        if origin is not None and origin.kind == "gemm" and not found:
+            yield self._of_gemm(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
             victims = tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits)
@@ -88,6 +96,19 @@ class ZeroTileNan(Rule):
         elements = "1 finite element" if count == 1 else f"{count} finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
         return trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
+
+    def _of_gemm(self, origin: Origin) -> Finding:
+        row = origin.row
+        message = (
+            f"{origin.count} of {row['numel']} sampled elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
+            f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
+        )
+        cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
+        site = {key: row[key] for key in ("module", "gemm", "tensor")}
+        return Finding(code=self.code, name="gemm-nonfinite", severity=Severity.ERROR, **site, cast=row["cast_name"],
+                       steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=float(origin.count),
+                       threshold=float(self.max_nonfinite), message=message, cure=cure, call_index=row["call_index"] or 0,
+                       victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
     def _poisoned(self, run: Run, step: int) -> list[str]:
         query = (

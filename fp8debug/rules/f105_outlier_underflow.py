@@ -51,6 +51,7 @@ class OutlierUnderflow(Rule):
     name = "outlier-underflow"
     columns = ("num_underflow", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
+    follows = True
     changes: ClassVar[Mapping[str, Any]] = {
         "granularity": "1x128",
         "scaling": "current",

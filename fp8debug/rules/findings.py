@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fp8debug.rules.base import Finding, Severity
+from fp8debug.rules.base import Finding, Severity, finite
 
-#: What each version of the JSON document changed. 1: first version (fp8debug 0.1).
+#: What each version of the JSON document changed. 1: first version (fp8debug 0.1); a new key makes no new version.
 JSON_SCHEMA = 1
 
 
@@ -23,6 +23,8 @@ class Findings(list[Finding]):
         steps: first and last recorded step.
         skipped: (code, reason) of each rule that lacked what it needs.
         baseline: comparison with another run, if one was asked for.
+        classification: which class of problem the run shows (docs/triage.md).
+        thresholds: in force, by code of each rule that was asked.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class Findings(list[Finding]):
         steps: tuple[int, int] = (0, 0),
         skipped: Iterable[tuple[str, str]] = (),
         baseline: Mapping[str, Any] | None = None,
+        classification: Mapping[str, Any] | None = None,
+        thresholds: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         super().__init__(findings)
         self.run = run
         self.steps = steps
         self.skipped = list(skipped)
         self.baseline = baseline
+        self.classification = classification
+        self.thresholds = {code: dict(limits) for code, limits in (thresholds or {}).items()}
 
     @property
     def verdict(self) -> str:
@@ -50,14 +56,16 @@ class Findings(list[Finding]):
         return any(finding.severity >= severity for finding in self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of ``triage --format json`` (docs/rules.md); ``baseline`` only where there is one."""
+        """Return the document of ``triage --format json`` (docs/triage.md); ``baseline`` only where there is one."""
         document: dict[str, Any] = {
             "schema": JSON_SCHEMA,
             "run": self.run,
             "steps": list(self.steps),
             "verdict": self.verdict,
+            "classification": dict(self.classification) if self.classification is not None else None,
             "findings": [finding.to_dict() for finding in self],
             "skipped": [{"code": code, "reason": reason} for code, reason in self.skipped],
+            "thresholds": {code: {k: finite(v) for k, v in limits.items()} for code, limits in self.thresholds.items()},
         }
         return {**document, "baseline": dict(self.baseline)} if self.baseline is not None else document
 

@@ -77,7 +77,7 @@ class Run:
             self._open()
 
     def _open(self) -> None:
-        files = scan(self.path, self._damaged)
+        files = self._scan()
         if not any(s.table != "events" for s in files.of()):
             found = "; ".join(files.problems)
             raise RunError(f"{self.path} holds no recorded step yet" + (f": {found}" if found else ""))
@@ -89,6 +89,10 @@ class Run:
         self._connection = duckdb.connect(":memory:", config=_CONFIG)
         self._connection.execute("SET TimeZone = 'UTC'")
         self._create_views(files)
+
+    def _scan(self) -> RunFiles:
+        """Look for the files; a run of several folders looks in all of them."""
+        return scan(self.path, self._damaged)
 
     def _create_views(self, files: RunFiles) -> None:
         is_single_rank = len(files.ranks) == 1
@@ -298,6 +302,8 @@ def parse_steps(steps: str | tuple[int | None, int | None] | None) -> tuple[int 
             first, end = (None if side is None else int(side) for side in steps)
     except (TypeError, ValueError):
         raise UsageError(f"steps must be a range like 100:200, 100: or :200, got {steps!r}") from None
+    if first is not None and end is not None and end <= first:
+        raise UsageError(f"the range of steps {steps!r} is empty: it goes from the first to before the second")
     return first, end
 
 

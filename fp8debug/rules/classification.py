@@ -1,0 +1,132 @@
+"""Which of the three classes of an FP8 training problem a run shows; the question to ask before any layer is looked at.
+
+(a) The loss spikes: FP8's doing, or not. (b) It diverges: at once and everywhere (software, flags, learning rate,
+warm-up), after a change of the configuration, or numerically, with an origin. (c) It is fine, and if downstream metrics
+are off all the same, training and inference differ. The division is that of the NVIDIA talk which fp8debug follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import Finding, Rule, Severity
+from fp8debug.rules.changes import Change, changes_of
+from fp8debug.rules.classes import Classification, at_first, begun_by, name_of, near_before, number_of, since
+from fp8debug.rules.losses import divergence, first_nonfinite, read_losses, spikes
+from fp8debug.rules.movements import movements_before
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Steps from the first within which a divergence is "at once"; and the share of the modules that is "everywhere".
+AT_ONCE, EVERYWHERE = 20, 0.5
+#: Codes of a run whose inference differs from its training (numerics.md, 5).
+MISMATCH = ("F121", "F122")
+
+COMPARE = "run the trained weights in BF16 and in FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16"
+
+
+def classify(
+    run: Run, findings: Sequence[Finding], rules: Mapping[str, Rule], comparison: Mapping[str, Any] | None = None
+) -> Classification:
+    """Return the class of a run.
+
+    Args:
+        run: the run.
+        findings: all that stand, the culprit first.
+        rules: by code, with the thresholds in force.
+        comparison: with a baseline, if there is one.
+    """
+    harmful = [f for f in findings if f.code in rules and rules[f.code].is_harmful and f.severity > Severity.INFO]
+    steps, losses = read_losses(run)
+    if not steps:
+        what = f"no loss was recorded; {number_of(findings)}"
+        evidence = ("give the loss to watch.step(loss=loss), so that a spike or a divergence can be told",)
+        return at_first(Classification(kind="unknown", cause="no-loss", what=what, evidence=evidence), harmful)
+    sick = first_nonfinite(losses)
+    limits = {name: value for name, value in rules["F125"].thresholds.items()}
+    found = list(spikes(steps[:sick], losses[:sick], **limits))  # type: ignore[arg-type]  # ints and floats by name
+    diverged = None if sick is not None else divergence(steps, losses)
+    if sick is not None:
+        return _divergence(
+            run, steps[0], steps[sick], f"the loss is {losses[sick]} from step {steps[sick]} on", findings, harmful
+        )
+    if diverged is not None:
+        words = f"the loss rises from {diverged.best:.4g} to {diverged.last:.4g} from step {diverged.step} on and stays there"
+        return _divergence(run, steps[0], diverged.step, words, findings, harmful)
+    if found:
+        worst = max(found, key=lambda spike: (spike.loss - spike.usual) / max(spike.noise, 1e-12))
+        more = f" (the largest of {len(found)} spikes)" if len(found) > 1 else ""
+        return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.loss:.4g}, {worst.size}", harmful)
+    if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
+        return _gap(comparison, harmful)
+    return _fine(findings, harmful)
+
+
+def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:
+    near = [f for f in begun_by(run, step, harmful) if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
+    moved = movements_before(run, step)
+    base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words,), step=step)
+    if near:
+        return at_first(replace(base, what=f"{words}. FP8's doing: {since(near[0])}"), near)
+    if moved.found or not moved.steps:
+        unclear = "a cast moved before it, but no rule found a fault" if moved.found else "too little was recorded before it"
+        return replace(base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {unclear}")
+    return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: look at the batch and the learning rate")
+
+
+def _divergence(
+    run: Run, first: int, step: int, words: str, findings: Sequence[Finding], harmful: Sequence[Finding]
+) -> Classification:
+    base = Classification(kind="divergence", cause="numerical", what=words, step=step)
+    before = begun_by(run, step, harmful)
+    sick = {name for f in before for name in (f.module, *f.also) if name}
+    num_modules = len([m for m in run.modules if m["call_index"] is not None])
+    is_everywhere = len(sick) >= max(2, EVERYWHERE * num_modules)
+    changes = [c for c in changes_of(run) if near_before(run, step) <= c.step <= step]
+    evidence = tuple(f"step {c.step}: {c.what}" for c in changes)
+    unseen = next((f for f in findings if f.code == "F125" and f.name != "loss-spike-not-fp8"), None)
+    ours = [c for c in changes if c.module is None]
+    if step - first <= AT_ONCE and (is_everywhere or not before) and unseen is None:
+        extent = f"{len(sick)} of {num_modules} modules at once" if sick else "no layer before the others"
+        what = f"{words}: at once and everywhere ({extent}). Suspect software, flags, learning rate or warm-up, not a layer"
+        return replace(base, cause="at-once", what=what, evidence=evidence)
+    if ours and (is_everywhere or not before):
+        return replace(base, cause="configuration", what=f"{words}, after a change: {_change(ours[-1])}", evidence=evidence)
+    if before:
+        return at_first(replace(base, what=f"{words}: numerical, origin {since(before[0])}", evidence=evidence), before)
+    if unseen is not None:
+        cause = "not-fp8" if unseen.name == "nonfinite-from-outside" else "undecided"
+        return replace(base, cause=cause, what=unseen.message, evidence=(*evidence, unseen.cure))
+    moved = movements_before(run, step)
+    cause = "undecided" if moved.found or not moved.steps else "not-fp8"
+    told = "no cast shows a fault: look at the data, the learning rate and the optimizer"
+    return replace(base, cause=cause, what=f"{words}; {told}", evidence=(*evidence, moved.words))
+
+
+def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classification:
+    gap, error, step = comparison["loss_gap"], comparison["loss_gap_error"], comparison["diverges_at"]
+    what = f"the loss lies {gap:.3g} (+- {error:.1g}) above that of {comparison['run']}, beyond the noise from step {step} on"
+    what += f": numerical, origin {name_of(harmful[0])}" if harmful else "; no rule found its origin"
+    cause = "numerical" if harmful else "undecided"
+    return at_first(Classification(kind="divergence", cause=cause, what=what, step=step), harmful)
+
+
+def _fine(findings: Sequence[Finding], harmful: Sequence[Finding]) -> Classification:
+    mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO]
+    if mismatch:
+        what = f"the loss is fine, and training and inference differ: {since(mismatch[0])}"
+        return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
+    advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
+    if not findings:
+        return Classification(
+            kind="loss-fine", cause="healthy", what="the loss is fine, and no rule found a fault", evidence=(advice,)
+        )
+    what = f"the loss is fine so far; {number_of(findings)}"
+    return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
+
+
+def _change(change: Change) -> str:
+    return f"{change.what} at step {change.step}"

@@ -1,0 +1,140 @@
+"""Where a loss leaves its course: spikes, a level that rises and stays, and the first value that is not finite.
+
+A clean loss falls, wanders, and has batches that are worse than others: a step counts only beyond what the steps before
+it did themselves. noise = 1.4826 median(abs(d - median(d))) / sqrt(2), d the step-to-step differences, so that a trend
+does not count as noise; excess = loss - usual, usual the median of the last half window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Steps of a level, and how far above the best one the last must lie to be a divergence, relative and in noise. No
+#: published basis: a new data mix or a restarted learning rate moves a loss by some percent.
+LEVEL, MIN_RISE, MIN_NOISE = 10, 0.15, 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spike:
+    """A loss far above those before it.
+
+    Attributes:
+        step: of the spike.
+        loss: there.
+        usual: median of the steps before it.
+        noise: standard deviation of their noise.
+        limit: what it exceeded.
+    """
+
+    step: int
+    loss: float
+    usual: float
+    noise: float
+    limit: float
+
+    @property
+    def size(self) -> str:
+        """How large it is, for people."""
+        ratio = f" ({(self.loss - self.usual) / self.noise:.0f} times their noise)" if self.noise else ""
+        return f"{self.loss - self.usual:.2g} above the {self.usual:.4g} of the steps before it{ratio}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """A loss that rose and did not come back by the end of the run.
+
+    Attributes:
+        step: first step above the limit for good.
+        best: the lowest level before.
+        last: the level at the end.
+    """
+
+    step: int
+    best: float
+    last: float
+
+
+def read_losses(run: Run) -> tuple[list[int], list[float]]:
+    """Return the steps that have a loss, and the losses; a loss may be NaN."""
+    rows = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL ORDER BY step").to_pylist()
+    return [row["step"] for row in rows], [row["loss"] for row in rows]
+
+
+def first_nonfinite(losses: Sequence[float]) -> int | None:
+    """Return the place of the first loss that is NaN or infinite."""
+    return next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), None)
+
+
+def noise_of(losses: Sequence[float]) -> float:
+    """Return the standard deviation of the noise of at least two losses."""
+    differences = [b - a for a, b in pairwise(losses)]
+    drift = median(differences)
+    return 1.4826 * median(abs(d - drift) for d in differences) / math.sqrt(2)
+
+
+def spikes(
+    steps: Sequence[int],
+    losses: Sequence[float],
+    *,
+    min_noise: float,
+    min_rise: float,
+    min_ratio: float,
+    window: int,
+    memory: int,
+    min_history: int,
+) -> Iterator[Spike]:
+    """Yield the spikes of finite losses; the steps that follow one are part of it.
+
+    Args:
+        steps: the steps.
+        losses: their losses, all finite.
+        min_noise: least excess in noise.
+        min_rise: least excess relative to the usual loss.
+        min_ratio: least excess relative to the largest of the last ``memory`` steps.
+        window: steps of which the noise is taken; the usual loss is the median of their later half.
+        memory: steps whose excesses are remembered.
+        min_history: steps before the first that is judged.
+    """
+    excesses: list[float] = []
+    last = -window
+    for place, loss in enumerate(losses):
+        before = losses[max(0, place - 2 * window) : place]
+        if len(before) < max(min_history, 2):
+            excesses.append(0.0)
+            continue
+        usual = median(before[-(window // 2) :])
+        excess, is_after = loss - usual, place - last <= window // 2
+        least = max(min_rise * abs(usual), min_ratio * max(excesses[-memory:]))
+        if excess > least and loss > max(before[-window:]) and not is_after:
+            noise = max(noise_of(before), noise_of(before[-window:]))
+            limit = usual + max(least, min_noise * noise)
+            if loss > limit:
+                last = place
+                yield Spike(step=steps[place], loss=loss, usual=usual, noise=noise, limit=limit)
+        excesses.append(0.0 if place - last <= window // 2 else excess)
+
+
+def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | None:
+    """Return where finite losses rose for good, by the median of ``LEVEL`` steps; None where they did not."""
+    if len(losses) < 2 * LEVEL:
+        return None
+    levels = [median(losses[place : place + LEVEL]) for place in range(len(losses) - LEVEL + 1)]
+    best = min(range(len(levels)), key=levels.__getitem__)
+    around = losses[max(0, best - 2 * LEVEL) : best + LEVEL]
+    spread = 1.4826 * median(abs(loss - median(around[-LEVEL:])) for loss in around[-LEVEL:])
+    limit = levels[best] + max(MIN_RISE * abs(levels[best]), MIN_NOISE * max(noise_of(around), spread))
+    above = len(levels)
+    while above > best and levels[above - 1] > limit:
+        above -= 1
+    if len(levels) - above < LEVEL:
+        return None
+    start = next(place for place in range(above, len(losses)) if losses[place] > limit)
+    return Divergence(step=steps[start], best=levels[best], last=levels[-1])

@@ -1,0 +1,135 @@
+"""What moved before the loss did: statistics of running casts that left their own past in the sampled steps up to a step.
+
+Only what ran before the loss counts: the forward pass of that step and everything before it. The backward pass of the
+step answers to the loss, and so do all later steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.evidence import sampled_steps
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Sampled steps that count as "just before", as the past, and the fewest that make a past.
+RECENT, PAST, MIN_PAST = 2, 16, 3
+#: Column -> how far outside the range of its past it must lie. No published basis: a binade of amax, 3 dB of SQNR and
+#: the warning limits of numerics.md, 4.
+FLOORS = {"amax": 1.0, "sqnr_db": 3.0, "underflow_nonzero_rate": 0.01, "overflow_rate": 0.001, "gain": 0.02}
+#: And in standard deviations of that past, by its median absolute deviation.
+MIN_NOISE = 6.0
+WORDS = {"underflow_nonzero_rate": "underflow", "overflow_rate": "clipping", "sqnr_db": "SQNR"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """A statistic of a site that left its past.
+
+    Attributes:
+        module: FQN.
+        gemm: GEMM.
+        tensor: operand.
+        column: the statistic.
+        step: sampled step at which it first lay outside.
+        before: median of its past.
+        now: value there.
+    """
+
+    module: str
+    gemm: str
+    tensor: str
+    column: str
+    step: int
+    before: float
+    now: float
+
+    def __str__(self) -> str:
+        word = WORDS.get(self.column, self.column)
+        return f"{self.module} {self.gemm} {self.tensor}: {word} {self.before:.3g} -> {self.now:.3g} at step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movements:
+    """What was looked at, and what moved.
+
+    Attributes:
+        steps: the sampled steps just before, the last one included; empty where there was no past to compare with.
+        found: what moved, in order of step and execution.
+    """
+
+    steps: tuple[int, ...]
+    found: tuple[Movement, ...]
+
+    @property
+    def words(self) -> str:
+        """One clause for people."""
+        if not self.steps:
+            return f"fewer than {MIN_PAST + 1} steps were sampled by then, so what moved before it was not recorded"
+        at = " and ".join(map(str, self.steps))
+        if not self.found:
+            return f"nothing moved before it: no cast's statistics left their past at the sampled steps {at}"
+        more = len(self.found) - 3
+        shown = "; ".join(map(str, self.found[:3])) + (f"; and {more} more" if more > 0 else "")
+        return f"before it moved: {shown}"
+
+
+def movements_before(run: Run, step: int) -> Movements:
+    """Return what of the operands of running casts moved up to the forward pass of a step."""
+    sampled = [s for s in sampled_steps(run) if s <= step]
+    recent, past = sampled[-RECENT:], sampled[-RECENT - PAST : -RECENT]
+    if len(past) < MIN_PAST:
+        recent, past = sampled[-1:], sampled[-1 - PAST : -1]
+    if len(past) < MIN_PAST:
+        return Movements(steps=(), found=())
+    columns = [column for column in FLOORS if run.has(column)]
+    query = (
+        f"SELECT step, module, gemm, tensor, min(call_index) AS call_index, {', '.join(f'max({c}) AS {c}' for c in columns)}"
+        " FROM sites WHERE actual AND reference = 'operand' AND numel > 0"
+        f" AND step >= {past[0]} AND step <= {step} AND (gemm = 'fprop' OR step < {step})"
+        " GROUP BY step, module, gemm, tensor ORDER BY step, call_index, module"
+    )
+    series: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in run.sql(query).to_pylist():
+        series.setdefault((row["module"], row["gemm"], row["tensor"]), []).append(row)
+    found = [
+        (row["step"], row["call_index"] or 0, movement)
+        for site, rows in series.items()
+        for row in [row for row in rows if row["step"] in recent]
+        if (movement := _movement(site, columns, [r for r in rows if r["step"] in past], row)) is not None
+    ]
+    first: dict[tuple[str, str, str], Movement] = {}
+    for _, _, movement in sorted(found, key=lambda entry: entry[:2]):
+        first.setdefault((movement.module, movement.gemm, movement.tensor), movement)
+    return Movements(steps=tuple(recent), found=tuple(first.values()))
+
+
+def _movement(
+    site: tuple[str, str, str], columns: Sequence[str], past: Sequence[dict[str, Any]], row: dict[str, Any]
+) -> Movement | None:
+    """Return the first statistic of a row that left its past, the causes of an error before the error."""
+    for column in sorted(columns, key=lambda name: name == "sqnr_db"):
+        known = [value for r in past if (value := _scaled(column, r[column])) is not None]
+        now = _scaled(column, row[column])
+        if len(known) < MIN_PAST or now is None:
+            continue
+        usual = median(known)
+        noise = 1.4826 * median(abs(value - usual) for value in known)
+        outside = max(min(known) - now, now - max(known))
+        if outside > FLOORS[column] and abs(now - usual) > MIN_NOISE * noise:
+            module, gemm, tensor = site
+            before, value = (2.0**usual, 2.0**now) if column == "amax" else (usual, now)
+            return Movement(module=module, gemm=gemm, tensor=tensor, column=column, step=row["step"], before=before, now=value)
+    return None
+
+
+def _scaled(column: str, value: float | None) -> float | None:
+    """Return a value on the scale on which it moves: an amax in binades; None where it says nothing."""
+    if value is None or not math.isfinite(value) or (column == "amax" and value <= 0):
+        return None
+    return math.log2(value) if column == "amax" else value

@@ -1,0 +1,102 @@
+"""The first NaN or Inf of a run: which cast or GEMM made it, or whether it came to the Linears from outside.
+
+All tensors of the first sampled step that holds one are put in the order in which they were computed: forward by
+execution, backward in reverse; of one GEMM the operands before their casts, then the casts, then the result. The first
+that is not finite is the origin, everything after it a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
+NEXT_STEPS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where the first NaN or Inf appeared.
+
+    Attributes:
+        kind: ``cast`` (finite before it), ``gemm`` (a result of finite operands), ``weight`` (the weight held it when the
+            step began) or ``outside`` (it came with the input, or with the gradient).
+        row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts.
+        before: the Linear that was computed before; None for the first.
+        poisoned: modules whose operands held a NaN or Inf in that step or later, in execution order.
+    """
+
+    kind: str
+    row: Mapping[str, Any]
+    before: str | None
+    poisoned: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """The sampled step."""
+        return int(self.row["step"])
+
+    @property
+    def count(self) -> int:
+        """Elements that are NaN or Inf there."""
+        return int(self.row["num_nan"] + self.row["num_inf"] + self.row["num_made"])
+
+
+def first_poison(run: Run) -> Origin | None:
+    """Return the origin of the first NaN or Inf that mattered; None where all was finite, or counts were not recorded."""
+    if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
+        return None
+    query = (
+        "SELECT step, module, gemm, tensor, reference, cast_name, call_index, ranks, numel, num_tensors, num_nan, num_inf,"
+        " coalesce(num_actual_nonfinite, 0) AS num_made FROM sites WHERE actual"
+        " AND num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0"
+    )
+    rows = sorted(run.sql(query).to_pylist(), key=lambda row: (row["step"], *_place(row)))
+    sick_steps = {r["step"] for r in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}
+    for step, group in groupby(rows, key=lambda row: row["step"]):
+        row = next(group)
+        kind = _kind(row)
+        is_backward = row["gemm"] != "fprop"
+        follows = any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
+        if kind == "cast" or follows or not is_backward:
+            later = [r for r in rows if r["step"] >= step and r["reference"] == "operand" and r["num_nan"] + r["num_inf"]]
+            return Origin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
+    return None
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
+    """Order within a step: forward before backward, execution, dgrad before wgrad, then operand, cast, result."""
+    at = row["call_index"] or 0
+    is_backward = row["gemm"] != "fprop"
+    stage = 2 if row["reference"] != "operand" else 1 if row["num_made"] and not row["num_nan"] + row["num_inf"] else 0
+    return int(is_backward), -at if is_backward else at, int(row["gemm"] == "wgrad"), stage, row["tensor"]
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    if row["reference"] != "operand":
+        return "gemm"
+    # Of several calls or microbatches in one row, one may have made what came back to the others.
+    if row["num_made"] and (row["num_tensors"] > 1 or not row["num_nan"] + row["num_inf"]):
+        return "cast"
+    return "weight" if row["tensor"] == "weight" else "outside"
+
+
+def _before(run: Run, row: Mapping[str, Any]) -> str | None:
+    """Return the module that was computed just before a row's own."""
+    called = [m for m in run.modules if m["call_index"] is not None]
+    order = called if row["gemm"] == "fprop" else called[::-1]
+    names = [m["fqn"] for m in order]
+    place = names.index(row["module"]) if row["module"] in names else 0
+    return names[place - 1] if place else None
+
+
+def _in_order(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    first: dict[str, int] = {}
+    for row in rows:
+        first[row["module"]] = min(first.get(row["module"], row["call_index"] or 0), row["call_index"] or 0)
+    return tuple(sorted(first, key=lambda module: (first[module], module)))
