@@ -73,9 +73,7 @@ def limits(run: Run, fallbacks: Sequence[Fallback], *, per_gemm: bool) -> list[s
         per_gemm: whether the format can leave single GEMMs of a module in BF16.
     """
     notes = []
-    casts = [
-        f"{f.module} {' '.join(f.gemms)} {'' if f.tensor == '*' else f.tensor + ' '}in {f.cast}" for f in fallbacks if f.cast
-    ]
+    casts = [f"{f.module} {' '.join(f.gemms)} {f.tensor.replace('*', 'operands')} in {f.cast}" for f in fallbacks if f.cast]
     if casts:
         notes.append(f"cannot change a cast; make these changes in the recipe of the stack instead: {several(casts)}")
     one = [f"{f.module} {f.tensor}" for f in fallbacks if f.cast is None and f.tensor != "*"]

@@ -1,8 +1,8 @@
 """LoongForge: a callback for its adaptive FP8, which decides by the kind of a module and not by its name.
 
-``selective_fp8_init_decision(config, *, te_cls, ub_name, init_kwargs) -> bool`` is asked once for each Transformer Engine module
-while the model is built; True keeps FP8. ``ub_name`` is Megatron's ``tp_comm_buffer_name`` (qkv, proj, fc1, fc2, ...), the same in
-every layer, so a whole kind leaves FP8 where one layer should.
+``selective_fp8_init_decision(config, *, te_cls, ub_name, init_kwargs) -> bool`` is asked once for each Transformer Engine
+module while the model is built; True keeps FP8. ``ub_name`` is Megatron's ``tp_comm_buffer_name`` (qkv, proj, fc1, fc2, ...),
+the same in every layer, so a whole kind leaves FP8 where one layer should.
 """
 
 from __future__ import annotations

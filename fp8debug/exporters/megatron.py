@@ -60,12 +60,8 @@ class MegatronExporter(Exporter):
 
     def _text(self, run: Run, fallbacks: Sequence[Fallback], modules: Sequence[str], about: str) -> str:
         first, *rest = header(run, self.name, self.notes(run, fallbacks))
-        lines = [
-            comments([first, *([f"for {about}"] if about else []), *rest]),
-            CONFIGS,
-            "matchers:" if modules else "matchers: {}",
-        ]
-        lines.append("\n")
+        lines = [comments([first, *([f"for {about}"] if about else []), *rest]), CONFIGS]
+        lines.append("matchers:\n" if modules else "matchers: {}\n")
         for number, module in enumerate(modules):
             pattern = yaml_string(_glob(_below_model(module)))
             lines.append(f"  fp8debug_{number}:\n    config: bf16\n    type: glob\n    pattern: {pattern}\n    enabled: true\n")

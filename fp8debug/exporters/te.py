@@ -33,6 +33,8 @@ class TransformerEngineExporter(Exporter):
     def notes(self, run: Run, fallbacks: Sequence[Fallback]) -> list[str]:
         """Return what the file cannot say."""
         notes = limits(run, fallbacks, per_gemm=True)
+        if not in_bf16(run, fallbacks):
+            return notes
         notes.append(
             "matches Transformer Engine's module.name, so call nvdlfw_inspect.api.infer_and_assign_layer_names(model) first;"
             " in Megatron these names count layers from 1 and over all pipeline stages; and the debug path, which is slower,"

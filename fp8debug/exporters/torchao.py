@@ -69,7 +69,7 @@ def _names(names: dict[str, str]) -> str:
     """Return a frozenset as Python text, one name a line with its reason."""
     if not names:
         return "frozenset()"
-    lines = [f"    {ascii(fqn)},{comments([why], '  # ').rstrip() if why else ''}" for fqn, why in names.items()]
+    lines = [f"    {fqn!a},{comments([why], '  # ').rstrip() if why else ''}" for fqn, why in names.items()]
     return "frozenset((\n" + "\n".join(lines) + "\n))"
 
 

@@ -53,9 +53,8 @@ class TorchtitanExporter(Exporter):
         why = reasons(fallbacks)
         chosen = {plain_name(module): why.get(module, "") for module in in_bf16(run, fallbacks)}
         recorded = {plain_name(m): "left in high precision by the recorded run" for m in not_in_fp8(run)}
-        lines = [
-            f"    {ascii(fqn)},{comments([about], '  # ') if about else chr(10)}" for fqn, about in {**recorded, **chosen}.items()
-        ]
+        entries = {**recorded, **chosen}
+        lines = [f"    {fqn!a},{comments([about], '  # ') if about else chr(10)}" for fqn, about in entries.items()]
         notes = header(run, self.name, self.notes(run, fallbacks))
         return comments(notes) + USAGE + "FILTER_FQNS = [\n" + "".join(lines) + "]\n"
 
