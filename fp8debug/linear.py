@@ -111,6 +111,7 @@ class Fp8Linear(nn.Linear):
     probe: Probe | None
     distortion: Distortion | None
     summation: Summation | None
+    fqn: str
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Fp8Linear(nn.Linear):
         self.probe = None
         self.distortion = None
         self.summation = None
+        self.fqn = type(self).__name__
         self._is_evaluation = False  # inside a forward pass without gradients
         self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
         self.recipe = recipe
@@ -172,7 +174,7 @@ class Fp8Linear(nn.Linear):
         """Return one GEMM's result from its operands."""
 
         def ordinary() -> Tensor:
-            return gemm(which, first, second, dtype=dtype, fast_accum=which in self.recipe.fast_accum)
+            return gemm(which, first, second, dtype=dtype, fast_accum=which in self.recipe.fast_accum, where=(self.fqn,))
 
         return ordinary() if self.summation is None else self.summation(which, first, second, dtype, ordinary)
 
@@ -184,7 +186,7 @@ class Fp8Linear(nn.Linear):
             history = self.history(key, cast, x.device)
             scale_inv = history.next_scale_inv(finite_amax(x), keep=not self._is_evaluation)
         q = probe.quantize(key, x, cast, scale_inv) if probe else None
-        return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS), cast
+        return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.fqn, *key)), cast
 
     def history(self, key: tuple[Gemm, TensorRole], cast: Cast, device: torch.device) -> AmaxHistory:
         """Return the amax history of one operand, a new one where the cast changed."""
@@ -275,6 +277,8 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
             Fp8Linear.adopt(module, chosen)
         elif isinstance(module, Fp8Linear):
             module.set_recipe(chosen or "bf16")
+        if isinstance(module, Fp8Linear):
+            module.fqn = name
     model.fp8debug_filters = filters  # type: ignore[assignment]  # a plain list, not a module
     return model
 

@@ -80,10 +80,12 @@ class Observer:
     Args:
         settings: what is sampled.
         sink: called with every finished step, in order, its scalars as numbers.
-        report: called with a module's FQN and a line of text when that module cannot be watched any more.
+        report: called with a module's FQN, what is wrong with it (``not watched any more: ...``) and whether to say it aloud.
     """
 
-    def __init__(self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, settings: Settings, sink: Callable[[FinishedStep], None], report: Callable[[str, str, bool], None]
+    ) -> None:
         self.settings = settings
         self.report = report
         self.step = 0

@@ -62,19 +62,25 @@ class Kept:
 
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
-    """Keep an error of ours from reaching the training step: the module is reported once and watched no more."""
+    """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
+
+    Too little memory for a sample ends the sample alone: the module is watched again from the next step on.
+    """
 
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if probe.failed:
+        if probe.failed or probe.starved:
             return None
         try:
             with torch.no_grad():
                 return method(probe, *args, **kwargs)
+        except (torch.OutOfMemoryError, MemoryError):
+            probe.starve()
+            return None
         except Exception as error:  # whatever it is, the user's step goes on
             probe.failed = True
             lines = str(error).splitlines() or [""]
-            probe.observer.report(probe.module, f"{type(error).__name__}: {lines[0]}"[:300])
+            probe.observer.report(probe.module, f"not watched any more: {type(error).__name__}: {lines[0]}"[:300], True)
             return None
 
     return call
@@ -94,6 +100,7 @@ class Probe:
         self.module = module
         self.actual = actual
         self.failed = False
+        self._told_of_memory = False
         self.num_calls = 0
         self._first_row = observer.num_modules * observer.settings.rows_per_module
         observer.num_modules += 1
@@ -110,6 +117,7 @@ class Probe:
 
     def _forget(self) -> None:
         self.call_index = -1
+        self.starved = False  # a sample of this step ran out of memory
         self._rows: dict[RowKey, int] = {}
         self._weights_seen: set[Gemm] = set()
         self._seen_outside_backward = False
@@ -117,6 +125,14 @@ class Probe:
         self._tried_weight: Tried = {}
         self._output_key: RowKey | None = None
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
+
+    def starve(self) -> None:
+        """Give up the sample of this step for want of memory; the first time is said aloud."""
+        self.starved = True
+        self._ridden.clear()
+        text = f"not recorded in full at step {self.observer.step}: out of memory in a sample; training goes on"
+        self.observer.report(self.module, text, not self._told_of_memory)
+        self._told_of_memory = True
 
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
@@ -127,7 +143,7 @@ class Probe:
         if not torch.is_grad_enabled():
             return False
         self.observer.before_forward()
-        if not self.observer.sampling or self.failed:
+        if not self.observer.sampling or self.failed or self.starved:
             return False
         if torch._C._current_graph_task_id() == -1:
             self._seen_outside_backward = True
@@ -150,7 +166,7 @@ class Probe:
         which, role = key
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
-        q, found = quantize_observed(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS)
+        q, found = quantize_observed(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.module, *key))
         if found is not None:
             self._ridden[id(q)] = q, found
         return q

@@ -1,7 +1,7 @@
 """The kernels that the rest of the package calls: the Triton twins for tensors on a GPU, ``reference`` for all others.
 
 Triton is loaded at the first tensor on a GPU, not before. Where a twin cannot take a tensor, a cast or a GEMM, the reference
-does it by plain torch ops, far slower, and says so once a reason on stderr.
+does it by plain torch ops, far slower, and says so once a reason on stderr, naming the first site that met it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,15 @@ __all__ = [
 
 #: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``.
 Slots = dict[Any, Tensor]
+#: Where a tensor belongs, for warnings: (module, gemm, tensor), or as much of it as is known.
+Where = Sequence[str]
+#: Warnings that were given.
+_said: set[str] = set()
 
 
-def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False) -> Quantized:
+def quantize(
+    x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False, where: Where = ()
+) -> Quantized:
     """Quantize a tensor.
 
     Args:
@@ -53,6 +59,7 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contract
         cast: how.
         scale_inv: FP32 ``[]`` decode factor to use in place of the tensor's own, for delayed scaling.
         contracts_rows: the GEMM that reads it contracts its rows; on a GPU the data are then stored transposed.
+        where: the tensor's site, for a warning.
 
     Returns:
         data of x's shape in the FP8 dtype, scale_inv FP32 ``[block rows, block columns]``.
@@ -60,7 +67,7 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contract
     Raises:
         UsageError: x is not a floating-point tensor.
     """
-    if x.is_cuda and _takes(x, cast, scale_inv):
+    if x.is_cuda and _takes(x, cast, scale_inv, where):
         with _on(x):
             q: Quantized = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
             return q
@@ -68,7 +75,7 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contract
 
 
 def quantize_observed(
-    x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False
+    x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False, where: Where = ()
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
 
@@ -77,11 +84,12 @@ def quantize_observed(
         cast: how.
         scale_inv: as for :func:`quantize`.
         contracts_rows: as for :func:`quantize`.
+        where: as for :func:`quantize`.
 
     Returns:
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
-    if x.is_cuda and x.numel() and _takes(x, cast, scale_inv):
+    if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with _on(x):
             q, found = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
             return q, _packed(found, 0)
@@ -148,6 +156,7 @@ def gemm(
     dtype: torch.dtype = torch.float32,
     accumulate: torch.dtype | None = None,
     fast_accum: bool = False,
+    where: Where = (),
 ) -> Tensor:
     """One GEMM of a Linear (see ``types``) from quantized or high-precision operands; the FP8 tensor cores where they can.
 
@@ -158,6 +167,7 @@ def gemm(
         dtype: of the result.
         accumulate: dtype of products and sums, by the reference; None is that of the running GEMM, FP32 or the tensor core's.
         fast_accum: sums stay in the tensor core's short accumulator; by ``accumulator.short_gemm`` where there is none.
+        where: FQN of the module, for a warning.
 
     Returns:
         output ``[M, N]``, grad_input ``[M, K]`` or grad_weight ``[N, K]``.
@@ -174,7 +184,8 @@ def gemm(
                     backend = twin.fastest(which, first, second, dtype)
                     product: Tensor = twin.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
                     return product
-            _say(f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}")
+            text = f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}"
+            _say(text, where)
     if fast_accum:
         return short_gemm(which, first, second, dtype=dtype)
     return reference.gemm(which, first, second, dtype=dtype, accumulate=accumulate)
@@ -203,7 +214,7 @@ def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str
         return f"the data are {first[0].data.dtype} and {second[0].data.dtype}, not FP8"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"no FP8 GEMM has a result in {dtype}"
-    if torch.cuda.get_device_capability(first[0].data.device) < (9, 0):
+    if _capability(first[0].data.device.index) < (9, 0):
         return "the GPU is older than Hopper"
     if _why_no_twins() is None and not _twin("gemm").supports(first[1], second[1]):
         return "no FP8 GEMM has scales of this granularity"
@@ -214,18 +225,27 @@ def _described(operand: Operand) -> str:
     return str(operand.dtype).removeprefix("torch.") if isinstance(operand, Tensor) else f"({operand[1]})"
 
 
-def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
+def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, where: Where = ()) -> bool:
     """Return whether the kernels quantize this tensor; where not, say so once."""
     reason = _why_no_twins()
+    if reason is None and _capability(x.device.index) < (8, 9):
+        reason = "the GPU is older than Ada and has no FP8"
     if reason is None and not _twin("quantize").supports(x, cast, scale_inv):
         reason = "no kernel takes it"
     if reason is not None:
-        _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}")
+        _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}", where)
     return reason is None
 
 
 @cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
 def _why_no_twins() -> str | None:
+    if torch.version.hip:
+        return "the kernels are written for GPUs of NVIDIA"
     try:
         import_module("triton")
     except ImportError as error:
@@ -238,10 +258,11 @@ def _twin(name: str) -> Any:
     return import_module(f"fp8debug.kernels.{name}")
 
 
-@cache
-def _say(text: str) -> None:
-    """Print a line once in the life of the process."""
-    print(f"fp8debug: {text}", file=sys.stderr)
+def _say(text: str, where: Where = ()) -> None:
+    """Print a line once in the life of the process, with the site that met it first."""
+    if text not in _said:
+        _said.add(text)
+        print(f"fp8debug: {' '.join([*where, ''])}{text}", file=sys.stderr)
 
 
 def _layout(contracts_rows: bool) -> str:

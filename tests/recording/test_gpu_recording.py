@@ -234,13 +234,13 @@ def test_operands_are_the_references_to_the_bit(device: str) -> None:
 def test_what_no_kernel_takes_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     from fp8debug.kernels import dispatch
 
-    dispatch._say.cache_clear()
+    dispatch._said.clear()
     layer = Fp8Linear(256, 256, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     layer(x)
     layer(x)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [
-        "fp8debug: fprop of (e4m3fn 1x32 current pow2_ceil) by (e4m3fn 1x32 current pow2_ceil) runs in plain torch ops, slowly:"
-        " no FP8 GEMM has scales of this granularity"
+        "fp8debug: Fp8Linear fprop of (e4m3fn 1x32 current pow2_ceil) by (e4m3fn 1x32 current pow2_ceil) runs in plain torch"
+        " ops, slowly: no FP8 GEMM has scales of this granularity"
     ]
