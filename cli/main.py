@@ -20,6 +20,8 @@ COMMANDS = {
     "triage": "Name the sick layer and the cause.",
     "show": "Print recorded statistics.",
     "coverage": "Say which modules run in FP8, under which casts, and why not.",
+    "measure": "Replay any cast on a dump.",
+    "calibrate": "Turn a recorded window into static scales.",
     "fallback": "List what to run in another cast or in BF16.",
     "explain": "Print a rule's manual page.",
     "dashboard": "Show a run, or a folder of runs, in the browser.",

@@ -224,13 +224,13 @@ class Dumper:
             nonfinite: a sentence for each site that shows its first NaN or Inf.
             loss: None when it is not known.
         """
+        self._judged = step
         if self.stopped is not None or not any(s.on_finding for s in self._selectors):
             return
         reason = nonfinite[0] if nonfinite else self._about(loss)
         if loss is not None and isfinite(loss):
             self._losses.append(loss)
         with self._lock:
-            self._judged = step
             if reason:
                 if step > self._quiet_until:
                     self._write_ring(step, reason)

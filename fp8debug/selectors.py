@@ -116,9 +116,12 @@ def parse_selectors(texts: Iterable[str], modules: Sequence[str], every: int) ->
     for selector in selectors:
         if not any(fnmatchcase(name, selector.module) for name in modules):
             raise NoMatchError("dump", selector.module, modules)
-        last = selector.end if selector.end is not None else (selector.first or 0) + every * selector.every
-        if not any(selector.takes_step(step) for step in range(0, last, every)):
-            below = (selector.first or 0) // every * every
+        first = selector.first or 0
+        below = first // every * every
+        # Steps repeat after every * selector.every at the latest.
+        last = first + every * selector.every
+        last = last if selector.end is None else min(last, selector.end)
+        if not any(selector.takes_step(step) for step in range(below, last, every)):
             raise UsageError(
                 f"dump {selector.text!r} selects no sampled step with every={every};"
                 f" sampled are {below}, {below + every}, ... or watch with another every="

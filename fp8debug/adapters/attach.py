@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug import __version__
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
-from fp8debug.adapters.rows import first_nonfinite, stats_columns
+from fp8debug.adapters.inference import compare_paths
+from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, roots_of
 from fp8debug.dumps import Dumper, Limits, load_safetensors
 from fp8debug.errors import AttachError, UsageError
@@ -316,16 +317,17 @@ class Watch:
         self._dumper.observe(self._observer.step, module, actual, gemm, tensor, reference, operand)
 
     def _sink(self, finished: FinishedStep) -> None:
-        nonfinite = []
+        nonfinite: list[tuple[str, str]] = []
         for snapshot, rows, infos in finished.tables:
             columns = stats_columns(finished, snapshot, rows, infos)
             self._seen_modules.update(columns["module"])
             self._writer.stats(columns)
             for module, message in first_nonfinite(columns, self._nonfinite):
                 self._writer.event(finished.step, "nonfinite", module, message)
-                nonfinite.append(f"{module} {message}")
+                nonfinite.append((module, message))
         if self._dumper is not None:
-            self._dumper.judge(finished.step, nonfinite, finished.scalars.get("loss"))
+            reasons = [f"{module} {message}" for module, message in by_execution(nonfinite)]
+            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
         self._writer.steps({"step": finished.step, "sampled": finished.sampled, **finished.scalars})
 
     def _report(self, module: str, text: str, aloud: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from fp8debug.metrics import METRICS
 from fp8debug.observer import FinishedStep, RowInfo
 from fp8debug.table import Snapshot
-from fp8debug.types import Reference, TensorRole
+from fp8debug.types import Gemm, Reference, TensorRole
 
 
 def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
@@ -58,3 +58,9 @@ def first_nonfinite(columns: dict[str, Any], seen: set[tuple[str, str, str]]) ->
             where = f"made by the cast or GEMM: {num_made}" if num_made else f"in the high-precision tensor: {num_before}"
             found.append((site[0], f"{site[1]} {site[2]}: first NaN or Inf, {where}"))
     return found
+
+
+def by_execution(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return what :func:`first_nonfinite` found with the forward pass first, and the backward pass from its end."""
+    forward = [one for one in found if one[1].startswith(Gemm.FPROP.value)]
+    return forward + [one for one in reversed(found) if one not in forward]

@@ -1,0 +1,84 @@
+"""What the strings of ``watch(dump=...)`` select, their mistakes line by line, and when a loss is a spike."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fp8debug.errors import Fp8DebugError
+from fp8debug.selectors import Selector, parse_selectors
+from fp8debug.spikes import is_spike
+
+MODULES = ["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mlp.down", "head"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sites", "steps"),
+    [
+        ("blocks.0.mlp.up", {("blocks.0.mlp.up", g, t) for g, t in [("fprop", "input"), ("wgrad", "grad_output")]}, {0, 10, 90}),
+        ("*.down:fprop:input", {("blocks.0.mlp.down", "fprop", "input"), ("blocks.1.mlp.down", "fprop", "input")}, {0, 10, 90}),
+        ("head::weight", {("head", "fprop", "weight"), ("head", "dgrad", "weight")}, {0, 10, 90}),
+        (":wgrad", {(m, "wgrad", "grad_output") for m in MODULES}, {0, 10, 90}),
+        ("head:fprop:input@10", {("head", "fprop", "input")}, {10}),
+        ("head:fprop:input@:50", {("head", "fprop", "input")}, {0, 10}),
+        ("head:fprop:input@50:", {("head", "fprop", "input")}, {90}),
+        ("head:fprop:input@10:100:40", {("head", "fprop", "input")}, {10, 90}),
+        ("head:fprop:input@::90", {("head", "fprop", "input")}, {0, 90}),
+    ],
+)
+def test_what_is_selected(text: str, sites: set[tuple[str, str, str]], steps: set[int]) -> None:
+    (selector,) = parse_selectors([text], MODULES, 10)
+    keys = [("fprop", "input"), ("fprop", "weight"), ("dgrad", "weight"), ("wgrad", "grad_output")]
+    found = {(m, g, t) for m in MODULES for g, t in keys if selector.takes_site(m, g, t)}
+    assert found & sites == sites and len(found) >= len(sites)
+    assert {step for step in (0, 10, 90) if selector.takes_step(step)} == steps
+    assert not selector.on_finding
+
+
+def test_on_finding_alone_and_with_sites() -> None:
+    for text, others in (("on-finding", True), ("head@on-finding", False), ("head:fprop@ on-finding ", False)):
+        (selector,) = parse_selectors([text], MODULES, 10)
+        assert selector.on_finding
+        assert selector.takes_site("head", "fprop", "input")
+        assert selector.takes_site("blocks.0.mlp.up", "fprop", "input") is others
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("blocks.0.mlp.don", "dump 'blocks.0.mlp.don' matches nothing: did you mean 'blocks.0.mlp.down' or 'blocks.1.mlp.down'"),
+        ("head:fprob", "unknown gemm of dump 'head:fprob' 'fprob': did you mean 'fprop'?"),
+        ("head:fprop:output", "unknown operand of dump 'head:fprop:output' 'output': did you mean 'input'?"),
+        ("head:dgrad:input", "unknown operand of dump 'head:dgrad:input' 'input': known are grad_output, weight"),
+        ("a:b:c:d", "dump 'a:b:c:d' has too many parts; expected MODULE:GEMM:TENSOR@STEPS"),
+        ("head@", "dump 'head@': steps are a number, a range A:B or A:B:EVERY, or on-finding; got ''"),
+        ("head@-1", "dump 'head@-1': steps are a number, a range A:B or A:B:EVERY, or on-finding; got '-1'"),
+        ("head@0:9:0", "dump 'head@0:9:0': steps are a number, a range A:B or A:B:EVERY, or on-finding; got '0:9:0'"),
+        ("head@onfinding", "dump 'head@onfinding': steps are a number, a range A:B or A:B:EVERY, or on-finding; got 'onfinding'"),
+        ("head@30:10", "dump 'head@30:10': the range '30:10' is empty; the first step comes first and the end is not in it"),
+        (
+            "head@105",
+            "dump 'head@105' selects no sampled step with every=10; sampled are 100, 110, ... or watch with another every=",
+        ),
+        ("", "expected a selector such as 'blocks.2.mlp.down:fprop:input@100:200', got ''"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_way_out(text: str, message: str) -> None:
+    with pytest.raises(Fp8DebugError) as raised:
+        parse_selectors([text], MODULES, 10)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_selector_is_a_value() -> None:
+    assert Selector.parse("head@5") == Selector.parse("head@5")
+    assert Selector.parse("head@5").text == "head@5"
+
+
+def test_a_spike_stands_out_of_the_noise_and_a_descent_does_not() -> None:
+    noise = random.Random(0)
+    descent = [3.0 * 0.97**i + noise.gauss(0, 0.02) for i in range(200)]
+    assert not any(is_spike(descent[:i], loss) for i, loss in enumerate(descent))
+    assert is_spike(descent, descent[-1] + 1.0)
+    assert not is_spike(descent[:5], 100.0), "too few to know the noise"
+    assert not is_spike([*descent, 9.0], 8.0), "coming down from a spike is none"
