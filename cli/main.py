@@ -18,11 +18,14 @@ from fp8debug.errors import Fp8DebugError, RunError, suggest
 COMMANDS = {
     "run": "Train: run an unmodified script and record it.",
     "triage": "Name the sick layer and the cause.",
+    "diff": "Compare two runs: configuration, loss, and the first site that parts.",
     "show": "Print recorded statistics.",
-    "coverage": "Say which modules run in FP8, under which casts, and why not.",
     "measure": "Replay any cast on a dump.",
     "calibrate": "Turn a recorded window into static scales.",
+    "coverage": "Say which modules run in FP8, under which casts, and why not.",
     "fallback": "List what to run in another cast or in BF16.",
+    "verify": "Re-run a window with the candidates and say what they buy.",
+    "bisect": "Find by the loss alone what must leave FP8.",
     "explain": "Print a rule's manual page.",
     "dashboard": "Show a run, or a folder of runs, in the browser.",
 }

@@ -1,25 +1,92 @@
 """``python -m fp8debug.run [--out DIR] [--every N] train.py ARGS``: record an unmodified training script.
 
 The script runs as ``__main__``. The model is taken to be the outermost module with a Linear whose forward runs with gradients
-on, the loss the scalar on which ``backward()`` is called, and a step ends with ``optimizer.step()``. A script that calls
-``fp8debug.watch()`` itself is left to it.
+on, the loss the scalar on which ``backward()`` is called (the mean where a step has several), and a step ends with
+``optimizer.step()``. A script that calls ``fp8debug.watch()`` itself is left to it.
+
+With ``--arm`` the same script is one training of an experiment: see ``arms`` and ``fp8debug verify``.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
+import random
 import runpy
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fp8debug import adapters
 from fp8debug.adapters import attach
+from fp8debug.adapters.environment import rank_and_world
+from fp8debug.adapters.targets import roots_of
+from fp8debug.arms import Arm, apply_arm, convert_plain
 from fp8debug.errors import Fp8DebugError, UsageError
+
+#: In an arm the loss is what counts: statistics only of step 0, unless ``--every`` asks for more.
+_SELDOM = 10**9
+
+
+class LossMeter:
+    """Sees every scalar on which ``backward()`` is called, before a gradient scaler multiplied it.
+
+    Args:
+        watch: returns the watch that is to be told, None before there is one.
+    """
+
+    def __init__(self, watch: Callable[[], attach.Watch | None]) -> None:
+        self._watch = watch
+        self._step = -1
+        self._total: Tensor | None = None
+        self._num = 0
+        self._scaled: Tensor | None = None
+
+    def start(self) -> Callable[[], None]:
+        """Begin; return what ends it."""
+        own_backward: Callable[..., None] = Tensor.backward
+        own_scale: Callable[..., Any] = torch.amp.GradScaler.scale
+
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if tensor is not self._scaled:
+                self._note(tensor)
+            self._scaled = None
+            own_backward(tensor, *args, **kwargs)
+
+        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            scaled = own_scale(scaler, outputs)
+            if isinstance(outputs, Tensor) and scaled is not outputs:
+                self._note(outputs)
+                self._scaled = scaled
+            return scaled
+
+        def restore() -> None:
+            Tensor.backward = own_backward  # type: ignore[method-assign]  # put back
+            torch.amp.GradScaler.scale = own_scale  # type: ignore[method-assign]  # put back
+
+        Tensor.backward = backward  # type: ignore[assignment,method-assign]  # the one way to see a script's loss
+        torch.amp.GradScaler.scale = scale  # type: ignore[assignment,method-assign]  # as above
+        return restore
+
+    def _note(self, loss: Tensor) -> None:
+        watch = self._watch()
+        if watch is None or loss.dim() != 0:
+            return
+        if watch.current_step != self._step or self._total is None:
+            self._step, self._total, self._num = watch.current_step, loss.detach(), 1
+            watch.note(loss=loss.detach())
+        else:
+            self._total, self._num = self._total + loss.detach(), self._num + 1
+            watch.note(loss=self._total / self._num)
 
 
 class AutoWatch:
@@ -40,18 +107,7 @@ class AutoWatch:
     def start(self) -> None:
         """Listen for the first training forward, for the loss, and for a script that attaches itself."""
         self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
-        own_backward: Callable[..., None] = Tensor.backward
-
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if self.watch is not None and tensor.numel() == 1 and tensor.dim() == 0:
-                self.watch.note(loss=tensor)
-            own_backward(tensor, *args, **kwargs)
-
-        def restore() -> None:
-            Tensor.backward = own_backward  # type: ignore[method-assign]  # put back
-
-        Tensor.backward = backward  # type: ignore[assignment,method-assign]  # the one way to see a script's loss
-        self._undo.append(restore)
+        self._undo.append(LossMeter(lambda: self.watch).start())
         attach.on_watch.append(self.stop)
 
     def stop(self) -> None:
@@ -63,7 +119,7 @@ class AutoWatch:
             attach.on_watch.remove(self.stop)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
-        if not torch.is_grad_enabled() or not any(isinstance(m, nn.Linear) for m in module.modules()):
+        if not _trains(module):
             return
         self.found = True
         self._undo.pop(0)()
@@ -75,30 +131,137 @@ class AutoWatch:
             print(f"fp8debug: not recorded: {error}", file=sys.stderr)
 
 
+class ArmWatch(AutoWatch):
+    """Records one arm: gives the model its arm at the first training forward, and ends the script after some steps.
+
+    What the script itself hands to ``fp8debug.watch`` is recorded into the arm's folder instead of the script's.
+
+    Args:
+        out: the run directory.
+        options: keyword arguments of :func:`fp8debug.watch` that override the script's.
+        arm: what to change.
+        steps: the script ends before the step after so many; None lets it run to its end.
+    """
+
+    def __init__(self, out: Path, options: dict[str, Any], arm: Arm, steps: int | None) -> None:
+        super().__init__(out, options)
+        self._arm, self._steps = arm, steps
+        self._root: nn.Module | None = None  # the module whose forward begins a step
+        self._targets: list[nn.Module] = []
+        self._first = self._num_watches = 0
+        self._own_watch = attach.watch
+
+    def start(self) -> None:
+        """Listen, and stand in for ``fp8debug.watch``."""
+        self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
+        self._undo.append(LossMeter(lambda: self.watch).start())
+        for place in (attach, adapters, sys.modules["fp8debug"]):
+            vars(place)["watch"] = self._redirected
+            self._undo.append(partial(vars(place).__setitem__, "watch", self._own_watch))
+
+    def _redirected(self, target: object, path: str | Path, **options: Any) -> attach.Watch:
+        out = self._out if self._num_watches == 0 else self._out / f"watch-{self._num_watches}"
+        self._num_watches += 1
+        roots = roots_of(target)
+        if not self._targets:
+            self._targets = roots
+            convert_plain(self._arm, roots)
+        watch = self._own_watch(target, out, **{**options, **self._options})
+        if self.watch is None:
+            self.watch, self._first = watch, watch.current_step
+        return watch
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if self._root is not None:
+            if module is self._root and torch.is_grad_enabled():
+                self._begin_step()
+        elif _trains(module):
+            self._root, self.found = module, True
+            try:
+                self._begin(module)
+            except Fp8DebugError as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise SystemExit(2) from None  # another arm than the one asked for must not go on
+
+    def _begin(self, module: nn.Module) -> None:
+        roots = self._targets or roots_of(module)
+        applied = apply_arm(self._arm, roots, self._first)
+        if self.watch is None:
+            self._num_watches += 1
+            self.watch = self._own_watch(module, self._out, **self._options)
+            self._first = self.watch.current_step
+        if rank_and_world()[0] == 0:
+            (self._out / "arm.json").write_text(json.dumps({**self._arm.to_dict(), "applied": applied}), encoding="utf-8")
+
+    def _begin_step(self) -> None:
+        assert self.watch is not None
+        self.watch._close_counted_step()  # modules in BF16 do not tell it that the next step begins
+        if self._steps is not None and self.watch.current_step - self._first >= self._steps:
+            raise SystemExit(0)
+
+
+def _trains(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(m, nn.Linear) for m in module.modules())
+
+
+def shift_seeds(offset: int) -> None:
+    """Seed torch, NumPy and ``random`` alike in every arm, and add an offset to the seeds that the script sets.
+
+    A ``torch.Generator`` that the script makes and seeds is out of reach: its data stay the same.
+    """
+    own_torch, own_random, own_numpy = torch.manual_seed, random.seed, np.random.seed
+    own_torch(offset)
+    own_random(offset)
+    own_numpy(offset)
+    if not offset:
+        return
+
+    def shifted(seed: Any) -> Any:
+        return seed + offset if isinstance(seed, int) else seed
+
+    def manual_seed(seed: int) -> torch.Generator:
+        return own_torch(shifted(seed))
+
+    torch.manual_seed = torch.random.manual_seed = manual_seed
+    random.seed = lambda a=None, version=2: own_random(shifted(a), version)
+    np.random.seed = lambda seed=None: own_numpy(shifted(seed))
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when the one that started it dies: a killed ``verify`` leaves no training behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a script under the recorder; return its exit code.
 
     Raises:
         SystemExit: as the script does.
     """
-    parser = argparse.ArgumentParser(prog="fp8debug run", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=None, help="run directory (default: runs/SCRIPT)")
-    parser.add_argument("--every", type=int, default=10, help="record every that many steps")
-    parser.add_argument("script", type=Path, help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     out = options.out or Path("runs") / options.script.stem
     try:
         if not options.script.is_file():
             raise UsageError(f"no script {options.script}; expected the path of a Python file")
-        if options.every < 1:
-            raise UsageError(f"--every must be at least 1, got {options.every}")
-        if (out / "manifest.json").exists():
+        for name in ("every", "steps"):
+            if (value := getattr(options, name)) is not None and value < 1:
+                raise UsageError(f"--{name} must be at least 1, got {value}")
+        arm = Arm.read(options.arm) if options.arm else None
+        if options.steps is not None and arm is None:
+            raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
+        if (out / "manifest.json").exists() and not options.child:
             raise UsageError(f"{out} already holds a run; choose another --out or delete it")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    auto = AutoWatch(out, {"every": options.every})
+    if options.child:
+        end_with_parent()
+    auto = AutoWatch(out, {"every": options.every or 10})
+    if arm is not None:
+        # absolute, because the script may change its directory
+        auto = ArmWatch(out.absolute(), {"every": options.every or _SELDOM, "what_if": (), "dump": ()}, arm, options.steps)
+        shift_seeds(options.seed_offset)
     auto.start()
     sys.argv = [str(options.script), *options.args]
     sys.path.insert(0, str(options.script.resolve().parent))
@@ -112,6 +275,25 @@ def main(argv: list[str] | None = None) -> int:
         elif not found:
             print("fp8debug: nothing recorded: no module with a Linear ran forward with gradients on", file=sys.stderr)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fp8debug run",
+        usage="fp8debug run [--out DIR] [--every N] [--arm ARM [--steps N]] train.py ARGS...",
+        description="Run a training script unchanged and record the numerics of its FP8 GEMMs.",
+        epilog="Several processes: torchrun ... -m fp8debug.run train.py ARGS. What follows the script's name is the script's.",
+    )
+    add = parser.add_argument
+    add("--out", metavar="DIR", type=Path, help="run directory (default: runs/SCRIPT)")
+    add("--every", metavar="N", type=int, help="record every that many steps (default: 10; with --arm: only the loss)")
+    add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")
+    add("--steps", metavar="N", type=int, help="with --arm: end the script after N optimizer steps")
+    add("--seed-offset", metavar="K", type=int, default=0, help="with --arm: added to the seeds that the script sets")
+    add("--child", action="store_true", help=argparse.SUPPRESS)  # started by verify or bisect: ends when they do
+    add("script", type=Path, help="the training script")
+    add("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser
 
 
 if __name__ == "__main__":

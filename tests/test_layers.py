@@ -30,6 +30,7 @@ LAYERS = {
     "fp8debug.table": 4.5,
     "fp8debug.observer": 5,
     "fp8debug.schedule": 5.5,
+    "fp8debug.guard": 5.5,
     "fp8debug.second_look": 5.4,
     "fp8debug.probe": 5.5,
     "fp8debug.rules": 5,
@@ -42,7 +43,10 @@ LAYERS = {
     "fp8debug.adapters": 7,
     "fp8debug.trainers": 7,
     "fp8debug.exporters": 7,
+    "fp8debug.reports": 7,
+    "fp8debug.arms": 7.2,
     "fp8debug.run": 7.5,
+    "fp8debug.trials": 7.5,
     "fp8debug": 7.5,
     "fp8debug_dashboard": 8,
     "fp8debug_cli": 8.5,
@@ -51,12 +55,13 @@ LAYERS = {
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
     *("fp8debug.spikes", "fp8debug.selectors", "fp8debug.calibration"),
-    *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters"),
-    *("fp8debug_cli", "fp8debug_dashboard"),
+    *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
+    *("fp8debug.arms", "fp8debug.trials", "fp8debug_cli", "fp8debug_dashboard"),
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
     *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
+    "fp8debug.arms",
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.

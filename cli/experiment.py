@@ -1,0 +1,145 @@
+"""What ``verify`` and ``bisect`` share: the options of a training script, and progress over trainings."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fp8debug.errors import UsageError
+from fp8debug.fallback import parse_share
+from fp8debug.store.run import Run
+from fp8debug.trials import Script
+from fp8debug.trials.gap import CLOSED, MIN_GAP
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Steps of a window when nobody says how many: those of the recorded run, at most these.
+DEFAULT_STEPS = 200
+
+
+class ScriptCommand(click.Command):
+    """A command whose words after ``--script FILE`` are the script's; up to a ``--``, if there is one, still the command's."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return the pieces of the usage line."""
+        return ["[OPTIONS]", "RUN", "--script FILE", "[SCRIPT'S ARGS]..."]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the script's words off before the options are read."""
+        own, rest = args, list[str]()
+        for place, word in enumerate(args):
+            if word == "--script" or word.startswith("--script="):
+                end = place + (1 if "=" in word else 2)
+                own, rest = args[:end], args[end:]
+                if "--" in rest:
+                    cut = rest.index("--")
+                    own, rest = own + rest[:cut], rest[cut + 1 :]
+                break
+        ctx.meta["script_args"] = tuple(rest)
+        return super().parse_args(ctx, own)
+
+
+def script_options(function: F) -> F:
+    """Add the options that say what is trained, how often, and what counts."""
+    for option in reversed(
+        (
+            click.argument("run"),
+            click.option("--script", required=True, metavar="FILE", help="Training script; its own arguments follow."),
+            click.option("--steps", type=int, help=f"End each training after so many steps [RUN's, at most {DEFAULT_STEPS}]."),
+            click.option("--last", type=int, help="Compare the mean loss of so many last steps [a quarter of them]."),
+            click.option("--seed-arg", metavar="NAME", help="The script's seed argument, e.g. --seed [its seeds are shifted]."),
+            click.option("--recipe", help="Recipe of the FP8 arms if the script's model is plain [the one RUN tried]."),
+            click.option("--launcher", metavar="WORDS", help="In place of python: 'torchrun --nproc-per-node 2'."),
+            click.option("--timeout", type=float, metavar="S", help="Seconds that one training may take."),
+            click.option("--min-gap", default=f"{MIN_GAP:.2%}", show_default=True, help="Less, of BF16's loss, is no gap."),
+            click.option("--closed", default=f"{CLOSED:.0%}", show_default=True, help="Share of the gap that counts as closed."),
+            click.option("--out", metavar="DIR", help="Folder for the trainings."),
+            click.option("--fresh", is_flag=True, help="Forget the trainings that the folder holds."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def make_script(run: Run, options: dict[str, Any]) -> Script:
+    """Return the script with what the options leave open taken from the run."""
+    recipe = options["recipe"]
+    if recipe is None and not any(module.get("fp8") for module in run.modules):
+        recipe = str(run.manifest.get("plain_recipe") or "blockwise")
+    steps = options["steps"]
+    if steps is None:
+        first, last = run.steps_range
+        steps = min(last - first + 1, DEFAULT_STEPS)
+    if options["last"] is not None and not 1 <= options["last"] <= steps:
+        raise UsageError(f"--last must be between 1 and the {steps} steps of the window, got {options['last']}")
+    return Script(
+        path=Path(options["script"]),
+        args=click.get_current_context().meta["script_args"],
+        steps=steps,
+        recipe=recipe,
+        launcher=tuple(shlex.split(options["launcher"] or "")),
+        seed_arg=options["seed_arg"],
+        timeout_s=options["timeout"],
+    )
+
+
+def shares(options: dict[str, Any]) -> dict[str, float]:
+    """Return the thresholds."""
+    return {"min_gap": parse_share(options["min_gap"]), "closed": parse_share(options["closed"])}
+
+
+def describe(script: Script) -> str:
+    """Return the script's command line for people."""
+    launcher = shlex.join(script.launcher) or "python"
+    return f"{launcher} {shlex.join([str(script.path), *script.args])}"
+
+
+def lasting(seconds: float) -> str:
+    """Write a duration for people."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Trainings:
+    """Shows trainings on stderr: a bar on a terminal, elsewhere a line each; SIGTERM ends them as Ctrl-C does."""
+
+    def __enter__(self) -> Trainings:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        left = (TextColumn("left"), TimeRemainingColumn())
+        self._bar = Progress(*columns, *left, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task("training", total=None)
+        self._bar.start()
+        self._began = time.monotonic()
+        self._handler = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
+        self._bar.stop()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Say that a training begins: those done, of how many, and what it is."""
+        if self._bar.disable:
+            click.echo(f"[{done + 1}/{total}] {what} (after {lasting(time.monotonic() - self._began)})", err=True)
+        self._bar.update(self._task, completed=done, total=total, description=what)
+
+    def ask(self, question: str) -> None:
+        """Ask a question in place of the bar.
+
+        Raises:
+            Abort: the answer is no.
+        """
+        self._bar.stop()
+        click.confirm(question, default=True, abort=True, err=True)
+        self._bar.start()

@@ -1,0 +1,103 @@
+"""``fp8debug verify RUN --script train.py ARGS``: re-run a window with the candidates, and say what they buy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.fallback import load_fallbacks, parse_share, recommend
+from fp8debug.rules import triage
+from fp8debug.trials import Trials, arms_of, verify_run
+from fp8debug.trials.hints import prior_of
+from fp8debug.trials.verify import ARMS
+
+from .console import open_run, print_table, warn
+from .experiment import ScriptCommand, Trainings, describe, make_script, script_options, shares
+
+HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
+#: Verdicts with which a script of the user's may go on.
+FINE = ("closed", "nothing_to_close")
+
+
+@click.command("verify", cls=ScriptCommand)
+@script_options
+@click.option("--repeats", type=int, default=3, show_default=True, help="Seeds; they give the noise band.")
+@click.option("--fallbacks", metavar="FILE", help="Fallback list to try [what `fp8debug fallback RUN` recommends].")
+@click.option("--budget", default="10%", show_default=True, help="Of that recommendation.")
+@click.option("--arms", metavar="NAMES", default=",".join(ARMS), show_default=True, help="Comma-separated; bf16 and fp8 always.")
+@click.option("--every", type=int, help="Record statistics every so many steps too [losses alone].")
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def command(**options: Any) -> int:
+    """Train a window of the unmodified script under several arms, same data and seeds, and say what share of the gap
+    between BF16 and FP8 the candidates close.
+
+    Words after `--script FILE` are the script's, a checkpoint to start from among them; options of this command come
+    before it, or between FILE and a `--`. Each training runs the script as it is: leave out arguments that write files.
+    Results are in RUN/verify.json, the trainings in RUN/verify (or in DIR of --out). A second call reuses trainings of
+    the same script, arguments and steps. Exit code 0: the candidates close the gap, or there is none; 1 otherwise.
+    """
+    run = open_run(options["run"])
+    script = make_script(run, options)
+    names = [name.strip() for name in options["arms"].split(",") if name.strip()]
+    for name in names:
+        if name not in ARMS:
+            raise UnknownNameError("arm", name, ARMS)
+    if options["fallbacks"] or "candidates" not in names:
+        candidates = load_fallbacks(options["fallbacks"]) if options["fallbacks"] else []
+    else:
+        candidates = recommend(run, triage(run), parse_share(options["budget"]))
+        if not candidates:
+            warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
+    arms = arms_of(names, [entry.to_dict() for entry in candidates], prior_of(run), script.recipe)
+    folder = Path(options["out"] or run.path / "verify")
+    number = len(arms) * options["repeats"]
+    click.echo(f"{number} trainings of {script.steps} steps: {describe(script)}", err=True)
+    click.echo(f"arms {', '.join(arm.name for arm in arms)}; {options['repeats']} repeats; into {folder}", err=True)
+    trials = Trials(folder, script, fresh=options["fresh"])
+    save_as = folder / "verify.json" if options["out"] else run.path / "verify.json"
+    with Trainings() as report:
+        found = verify_run(
+            trials,
+            arms,
+            repeats=options["repeats"],
+            last=options["last"],
+            run_name=run.name,
+            save_as=save_as,
+            report=report,
+            **shares(options),
+        )
+    for arm in found["arms"]:
+        if arm["problem"]:
+            warn(f"arm {arm['name']}: {arm['problem']}")
+            click.echo("".join(f"    {line}\n" for line in arm["stderr"].splitlines()), nl=False, err=True)
+    if options["form"] == "json":
+        click.echo(json.dumps(found, indent=2))
+    else:
+        print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["what"])
+        click.echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
+        for statement in found["statements"]:
+            click.echo(statement)
+    click.echo(f"Wrote {save_as}", err=True)
+    return 0 if found["verdict"] in FINE else 1
+
+
+def _row(arm: dict[str, Any]) -> list[object]:
+    trained = f"{arm['num_repeats']}" + (f", {arm['num_diverged']} diverged" if arm["num_diverged"] else "")
+    if arm["problem"]:
+        trained = "failed"
+    above = None if arm["name"] == "bf16" else band(arm["above_bf16"])
+    share = None if arm["name"] in ("bf16", "fp8") else band(arm["share"])
+    closed = None if arm["name"] in ("bf16", "fp8") else arm["closed"]
+    return [arm["name"], arm["about"], arm["loss"], above, share, closed, trained]
+
+
+def band(found: dict[str, float | None] | None) -> str | None:
+    """Write a value and its interval for people."""
+    if found is None or found["value"] is None:
+        return None
+    low, high = found["low"], found["high"]
+    return f"{found['value']:.3g}" + (f" [{low:.3g}, {high:.3g}]" if low is not None else "")

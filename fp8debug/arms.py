@@ -1,0 +1,162 @@
+"""The arms of an experiment: one script trained in BF16, in FP8, in FP8 with a fallback list, or with FP8 tensors and BF16 GEMMs.
+
+An arm is a value that both halves know: ``fp8debug verify`` writes it to a file, ``fp8debug.run`` reads it in the training
+process and gives it to the model at its first training forward, after the script has converted the model, loaded its
+weights and planted its faults. torch is loaded only by the functions that touch a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fp8debug.linear import Fp8Linear
+    from fp8debug.recipes import Cast
+    from fp8debug.types import Gemm, TensorRole
+
+#: What computes: nothing in FP8, what the script converts, or the same with every operand dequantized before its GEMM.
+COMPUTES = ("bf16", "fp8", "fp8_tensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """How one training of an experiment differs from the script as it is.
+
+    Attributes:
+        name: what it is called in folders and tables.
+        compute: ``bf16`` takes every module out of FP8; ``fp8`` leaves the script's casts; ``fp8_tensors`` quantizes
+            and dequantizes each operand as the script has it, and runs the GEMMs in the model's own dtype.
+        fallbacks: entries of a fallback list, applied to an ``fp8`` arm.
+        recipe: what a model without FP8 modules is converted to; None leaves such a model to be an error.
+
+    Raises:
+        UnknownNameError: no such compute.
+    """
+
+    name: str
+    compute: str = "fp8"
+    fallbacks: tuple[Mapping[str, Any], ...] = ()
+    recipe: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute not in COMPUTES:
+            raise UnknownNameError("compute of an arm", self.compute, COMPUTES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        entries = [dict(entry) for entry in self.fallbacks]
+        return {"name": self.name, "compute": self.compute, "fallbacks": entries, "recipe": self.recipe}
+
+    @classmethod
+    def read(cls, text: str) -> Arm:
+        """Return the arm of a compute's name, or of a JSON file of :meth:`to_dict`.
+
+        Raises:
+            UsageError: neither.
+        """
+        if text in COMPUTES:
+            return cls(name=text, compute=text)
+        try:
+            values = json.loads(Path(text).read_text(encoding="utf-8"))
+            return cls(**{**values, "fallbacks": tuple(values["fallbacks"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {error}") from None
+
+
+def convert_plain(arm: Arm, roots: Sequence[nn.Module]) -> None:
+    """Convert a model that has no FP8 module to the arm's recipe; a BF16 arm leaves it as it is.
+
+    Raises:
+        UsageError: FP8 is wanted, and the arm has no recipe.
+    """
+    from fp8debug.adapters.targets import candidates_of
+    from fp8debug.linear import convert
+
+    if any(c.fp8 for c in candidates_of(roots)) or arm.compute == "bf16":
+        return
+    if arm.recipe is None:
+        raise UsageError("the script's model has no module in FP8; give --recipe NAME to convert every nn.Linear of it")
+    for root in roots:
+        convert(root, arm.recipe)
+
+
+def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict[str, int]:
+    """Change a model as the arm says, in place.
+
+    Args:
+        arm: what to change.
+        roots: the model, or the chunks of one.
+        start_step: number of the step that begins, for fallbacks that hold in some steps only.
+
+    Returns:
+        How many modules run in FP8 now, and how many Linears there are.
+
+    Raises:
+        NoMatchError: a fallback names no module; the message has the closest names.
+        UsageError: the model has no FP8 module and the arm no recipe, or has FP8 modules of another stack.
+    """
+    from fp8debug.adapters.targets import candidates_of
+    from fp8debug.linear import Fp8Linear
+
+    convert_plain(arm, roots)
+    candidates = candidates_of(roots)
+    foreign = [c for c in candidates if c.fp8 and not isinstance(c.module, Fp8Linear)]
+    if foreign and (arm.compute != "fp8" or arm.fallbacks):
+        kind = type(foreign[0].module).__name__
+        raise UsageError(
+            f"{foreign[0].fqn} is a {kind}, whose casts an arm cannot change; take the script's own FP8 off"
+            " and give --recipe NAME, which converts its nn.Linear modules"
+        )
+    layers = [c.module for c in candidates if isinstance(c.module, Fp8Linear)]
+    if arm.compute == "bf16":
+        for layer in layers:
+            layer.set_recipe("bf16")
+    elif arm.compute == "fp8_tensors":
+        for layer in layers:
+            _dequantize_operands(layer)
+    if arm.fallbacks:
+        _apply_fallbacks(arm.fallbacks, roots, start_step)
+    return {"fp8": sum(not layer.recipe.is_high_precision for layer in layers), "linears": len(candidates)}
+
+
+def _dequantize_operands(layer: Fp8Linear) -> None:
+    """Let the layer's GEMMs read what quantization left of their operands, in the operands' own dtype."""
+    from torch import Tensor
+
+    from fp8debug.kernels.dispatch import dequantize
+
+    inner = layer.distortion
+
+    def distortion(which: Gemm, role: TensorRole, x: Tensor, cast: Cast | None, ordinary: Any) -> Tensor:
+        operand = inner(which, role, x, cast, ordinary) if inner else ordinary(x, cast)
+        if isinstance(operand, Tensor):
+            return operand
+        quantized, used = operand
+        return dequantize(quantized, used, x.dtype)
+
+    layer.distortion = distortion
+
+
+def _apply_fallbacks(fallbacks: Sequence[Mapping[str, Any]], roots: Sequence[nn.Module], start_step: int) -> None:
+    """Apply a list whose names are those of a run: with the number of the root before them where there are several."""
+    from fp8debug.fallback import Fallback, apply
+
+    entries = [Fallback.from_dict(entry) for entry in fallbacks]
+    if len(roots) == 1:
+        apply(roots[0], entries, start_step=start_step)
+        return
+    for entry in entries:
+        number, _, name = entry.module.partition(".")
+        if not number.isdigit() or int(number) >= len(roots):
+            raise NoMatchError("fallback module", entry.module, [f"{i}.*" for i in range(len(roots))])
+        apply(roots[int(number)], [replace(entry, module=name)], start_step=start_step)

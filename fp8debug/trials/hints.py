@@ -1,0 +1,23 @@
+"""What a recorded run suggests to a search: the modules that triage names, the damage by module, first and last modules."""
+
+from __future__ import annotations
+
+from fp8debug.rules import Severity, triage
+from fp8debug.store.run import Run
+
+_DAMAGE = """
+SELECT module, sum(damage) AS damage FROM sites
+WHERE actual AND reference = 'shadow' AND tensor = 'output' AND isfinite(damage) GROUP BY module
+"""
+
+
+def hints(run: Run) -> tuple[list[str], dict[str, float]]:
+    """Return the modules that triage names, culprits first, and the recorded damage by module."""
+    named = [f.module for f in triage(run) if f.module and f.severity > Severity.INFO]
+    return list(dict.fromkeys(named)), {row["module"]: row["damage"] for row in run.sql(_DAMAGE).to_pylist()}
+
+
+def prior_of(run: Run) -> list[str]:
+    """Return the first and last module in FP8 by execution; of a run without any, the first and last that it observed."""
+    names = [m["fqn"] for m in run.modules if m.get("fp8")] or [m["fqn"] for m in run.modules if m.get("observed")]
+    return list(dict.fromkeys([*names[:1], *names[-1:]]))
