@@ -11,6 +11,7 @@ __all__ = [
     "Finding",
     "Fp8DebugError",
     "Fp8Linear",
+    "Guard",
     "Quantized",
     "Recipe",
     "Run",
@@ -36,6 +37,7 @@ _HOME = {
     "Finding": "fp8debug.rules.base",
     "Fp8DebugError": "fp8debug.errors",
     "Fp8Linear": "fp8debug.linear",
+    "Guard": "fp8debug.guard",
     "Quantized": "fp8debug.types",
     "Recipe": "fp8debug.recipes",
     "Run": "fp8debug.store.run",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from fp8debug.errors import Fp8DebugError
     from fp8debug.fallback import Fallback, apply, recommend
     from fp8debug.faults import inject, list_faults
+    from fp8debug.guard import Guard
     from fp8debug.kernels.dispatch import quantize
     from fp8debug.kernels.reference import dequantize, measure
     from fp8debug.linear import Fp8Linear, convert

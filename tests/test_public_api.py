@@ -17,15 +17,16 @@ import fp8debug
 #: Every public name; for a function or class its parameters. A change here is a change for users: CHANGELOG.md says so.
 PUBLIC = {
     "Cast": "format granularity scaling scale_rounding amax_eps history algo margin scale_inv",
-    "Fallback": "module gemms tensor cast reasons damage cost cheaper",
+    "Fallback": "module gemms tensor cast reasons damage cost cheaper from_step until_step",
     "Finding": "code name severity module gemm tensor cast steps ranks value threshold unit message cure also victims",
     "Fp8DebugError": None,
     "Fp8Linear": "in_features out_features bias device dtype recipe",
+    "Guard": "after budget max_saturation max_saturation_delayed warmup",
     "Quantized": "data scale_inv",
     "Recipe": "name casts",
     "Run": "path",
     "__version__": None,
-    "apply": "model fallbacks",
+    "apply": "model fallbacks start_step optimizer",
     "convert": "model recipe overrides",
     "dequantize": "q cast dtype",
     "get_recipe": "name",
@@ -34,7 +35,7 @@ PUBLIC = {
     "list_recipes": "",
     "measure": "x cast amax_history",
     "quantize": "x cast scale_inv",
-    "recommend": "run findings budget",
+    "recommend": "run findings budget fill",
     "triage": "run baseline select ignore",
     "watch": "target path every shadow_rows what_if include exclude dump optimizer",
 }

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug import __version__
+from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns
-from fp8debug.adapters.targets import Candidate, candidates_of, choose, roots_of
+from fp8debug.adapters.targets import Candidate, candidates_of, choose, common_recipe, roots_of
 from fp8debug.dumps import Dumper, Limits, load_safetensors
 from fp8debug.errors import AttachError, UsageError
+from fp8debug.guard import Guard
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import FinishedStep, Observer, Settings
 from fp8debug.recipes import Recipe, get_recipe
@@ -49,6 +51,7 @@ def watch(
     dump_max_bytes: int = 8 << 30,
     dump_memory_bytes: int = 1 << 30,
     dump_steps: int = 3,
+    guard: Guard | None = None,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -72,6 +75,7 @@ def watch(
         dump_max_bytes: disk space for the dumps of each rank; the oldest are deleted, those of a finding are kept.
         dump_memory_bytes: host memory of each rank for steps that are held and files that wait for the disk.
         dump_steps: sampled steps that ``on-finding`` holds.
+        guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -124,7 +128,7 @@ def watch(
         "include": list(include),
         "exclude": list(exclude),
         "dump": [selector.text for selector in selectors],
-        "recipe": _common_recipe(candidates),
+        "recipe": common_recipe(candidates),
         "plain_recipe": settings.plain_recipe.name,
         "modules": [c.describe(i) for i, c in enumerate(candidates)],
         "filters": filters,
@@ -149,7 +153,8 @@ def watch(
     if selectors:
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: _say(writer, step, text, kind="dump"))
     try:
-        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0, dumper)
+        changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
+        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0, dumper, changes)
     except BaseException:
         if dumper is not None:
             dumper.close()
@@ -173,6 +178,7 @@ class Watch:
         optimizer: torch.optim.Optimizer | None,
         first_step: int,
         dumper: Dumper | None,
+        changes: RecipeChanges,
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
@@ -181,6 +187,7 @@ class Watch:
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
         self._observer.before_forward = self._close_counted_step
+        self._changes = changes
         self._dumper = dumper
         if dumper is not None:
             self._observer.on_operand = self._dump
@@ -189,6 +196,7 @@ class Watch:
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
         self._seen_modules: set[str] = set()
+        self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
         self._closed = False
@@ -246,6 +254,16 @@ class Watch:
         """Give numbers (as for :meth:`step`) of the step under way when steps are counted from the optimizer."""
         self._noted.update(values)
 
+    def compare_inference(self, *args: Any, inference: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        """Note how far inference's logits of a batch lie from training's, which rule F122 judges (see ``compare_paths``).
+
+        Args:
+            args: what the model's forward takes.
+            inference: the path of inference; the model with its FP8 Linears in high precision by default.
+            kwargs: as args.
+        """
+        self.note(**compare_paths(self._roots[0], args, kwargs, inference))
+
     def coverage(self) -> list[dict[str, Any]]:
         """Return one entry per Linear-like module: FQN, kind, whether it runs in FP8, its effective casts, and why not.
 
@@ -283,6 +301,8 @@ class Watch:
         self.close()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if optimizer is self._optimizer and self._counted and not self._explicit:
+            self._end({}, settle=False)  # no watched module ran in FP8 since: a warm-up in BF16
         self._optimizer = optimizer
         self._counted = True
 
@@ -296,7 +316,7 @@ class Watch:
             self._counted = False
             self._end({})
 
-    def _end(self, given: dict[str, Any]) -> None:
+    def _end(self, given: dict[str, Any], *, settle: bool = True) -> None:
         now = time.perf_counter()
         scalars = {**self._noted, **{k: v for k, v in given.items() if v is not None}}
         self._noted = {}
@@ -311,6 +331,8 @@ class Watch:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
         self._observer.end_step(scalars)
+        if settle:
+            self._changes.settle(self._observer.step)
 
     def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
         assert self._dumper is not None
@@ -320,6 +342,7 @@ class Watch:
         nonfinite: list[tuple[str, str]] = []
         for snapshot, rows, infos in finished.tables:
             columns = stats_columns(finished, snapshot, rows, infos)
+            self._changes.see(finished.step, columns)
             self._seen_modules.update(columns["module"])
             self._writer.stats(columns)
             for module, message in first_nonfinite(columns, self._nonfinite):
@@ -363,15 +386,6 @@ def _several(values: Sequence[Any] | str) -> Sequence[Any]:
 
 def _recipe(recipe: str | Recipe) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
-
-
-def _common_recipe(candidates: list[Candidate]) -> dict[str, Any] | None:
-    """Return the recipe of most FP8 modules, None when there is none in FP8."""
-    recipes = [r for c in candidates if c.adapter and (r := c.adapter.recipe(c.module)) is not None]
-    if not recipes:
-        return None
-    names = [r.name for r in recipes]
-    return recipes[names.index(max(names, key=names.count))].to_dict()
 
 
 def _say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:

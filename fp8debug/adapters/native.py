@@ -26,9 +26,10 @@ class Native:
         return isinstance(module, Fp8Linear)
 
     def recipe(self, module: nn.Module) -> Recipe | None:
-        """Return its recipe; None when that leaves every operand in BF16."""
+        """Return its recipe, or the one that a schedule has for it outside its BF16 steps; None when it is never in FP8."""
         assert isinstance(module, Fp8Linear)
-        return None if module.recipe.is_high_precision else module.recipe
+        recipe = getattr(module, "fp8debug_later", module.recipe) if module.recipe.is_high_precision else module.recipe
+        return None if recipe.is_high_precision else recipe
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Give the module a probe."""

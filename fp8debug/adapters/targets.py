@@ -151,3 +151,12 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
             f" check include={list(include)} and exclude={list(exclude)}"
         )
     return filters
+
+
+def common_recipe(candidates: list[Candidate]) -> dict[str, Any] | None:
+    """Return the recipe of most FP8 modules, None when there is none in FP8."""
+    recipes = [r for c in candidates if c.adapter and (r := c.adapter.recipe(c.module)) is not None]
+    if not recipes:
+        return None
+    names = [r.name for r in recipes]
+    return recipes[names.index(max(names, key=names.count))].to_dict()
