@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from fp8debug.errors import UsageError
+from fp8debug.store.joined import open_runs
 from fp8debug.store.run import Run
 
 #: Columns of a table that goes to a file or a pipe: wide enough that names do not wrap.
@@ -27,9 +28,9 @@ PATIENCE_S = 1.0
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan", "ok": "bold green"}
 
 
-def open_run(path: str) -> Run:
-    """Open a run and say on stderr what of it could not be read."""
-    run = Run(path)
+def open_run(*paths: str) -> Run:
+    """Open a run, or one with its resumed parts, and say on stderr what of it could not be read."""
+    run = open_runs(paths)
     for problem in run.problems:
         warn(problem)
     return run
@@ -84,6 +85,17 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 def to_json(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a strict JSON array of objects; a number that is not finite is null."""
     return json.dumps([{key: _strict(value) for key, value in row.items()} for row in rows], indent=2, default=str) + "\n"
+
+
+def to_json_document(value: Mapping[str, Any]) -> str:
+    """Return one strict JSON object, however deep; a number that is not finite is null."""
+    return json.dumps(_strict_all(value), indent=2, default=str) + "\n"
+
+
+def _strict_all(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _strict_all(inner) for key, inner in value.items()}
+    return [_strict_all(inner) for inner in value] if isinstance(value, (list, tuple)) else _strict(value)
 
 
 def _strict(value: Any) -> Any:

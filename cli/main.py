@@ -23,6 +23,7 @@ COMMANDS = {
     "measure": "Replay any cast on a dump.",
     "calibrate": "Turn a recorded window into static scales.",
     "coverage": "Say which modules run in FP8, under which casts, and why not.",
+    "speed": "Time every layer's GEMMs in BF16 and in FP8 on this GPU.",
     "fallback": "List what to run in another cast or in BF16.",
     "verify": "Re-run a window with the candidates and say what they buy.",
     "bisect": "Find by the loss alone what must leave FP8.",

@@ -1,17 +1,23 @@
-"""``fp8debug triage RUN``: the findings, culprit first."""
+"""``fp8debug triage RUN``: the class of the problem, then the findings, culprit first."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from fp8debug.rules import Finding, Findings, Severity, triage
+from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.settings import load_settings
+from fp8debug.store.run import Run
 
-from .console import cell, open_run, print_table, progress
+from .console import cell, open_run, print_table, progress, write_file
 
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
+FORMATS = ["table", "json", "csv", "github", "sarif", "html"]
 #: Names of other modules that a table shows; JSON has them all.
 MAX_NAMES = 4
 #: Differences from a baseline that a table shows.
@@ -19,35 +25,60 @@ MAX_DIFFERENCES = 12
 
 
 @click.command("triage")
-@click.argument("run")
+@click.argument("run", nargs=-1, required=True)
 @click.option("--baseline", metavar="RUN", help="Compare loss and configuration with this run, usually one in BF16.")
-@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
+@click.option("-o", "--output", metavar="FILE", default="-", help="Write to FILE; stdout by default.")
 @click.option(
     "--fail-on",
     type=click.Choice([*SEVERITIES, "never"]),
-    default="warning",
-    show_default=True,
-    help="Exit with 1 when a finding is at least that severe.",
+    help="Exit with 1 when a finding is at least that severe.  [default: warning]",
 )
-@click.option("--select", metavar="CODES", default="F", show_default=True, help="Only these, e.g. F10,F113.")
-@click.option("--ignore", metavar="CODES", default="", help="All but these.")
+@click.option("--select", metavar="CODES", help="Only these, e.g. F10,F113.  [default: all]")
+@click.option("--ignore", metavar="CODES", help="All but these.")
+@click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
 @click.pass_context
-def command(ctx: click.Context, run: str, baseline: str | None, form: str, fail_on: str, select: str, ignore: str) -> None:
-    """Judge RUN by every rule and name the sick layer and the cause, the culprit first.
+def command(
+    ctx: click.Context,
+    run: tuple[str, ...],
+    baseline: str | None,
+    form: str,
+    output: str,
+    fail_on: str | None,
+    select: str | None,
+    ignore: str | None,
+    config: str | None,
+) -> None:
+    """Judge RUN by every rule: the class of the problem, the sick layer and the cause, the culprit first.
 
-    Exit code 0: nothing at or above --fail-on; 1: a finding is; 2: usage; 3: the run cannot be read.
+    A run that was resumed into other folders is one run: give all of them. Options win over [tool.fp8debug] in
+    pyproject.toml. Exit code 0: nothing at or above --fail-on; 1: a finding is; 2: usage; 3: the run cannot be read.
     """
-    opened = open_run(run)
+    settings = load_settings(config)
+    limit = fail_on or settings.fail_on or "warning"
+    opened = open_run(*run)
     against = open_run(baseline) if baseline else None
     with progress("judging") as report:
-        findings = triage(opened, against, select=_codes(select), ignore=_codes(ignore), progress=report)
-    if form == "json":
-        click.echo(findings.to_json(), nl=False)
-    elif form == "csv":
-        click.echo(findings.to_csv(), nl=False)
-    else:
+        findings = triage(
+            opened,
+            against,
+            select=(settings.select or ["F"]) if select is None else _codes(select),
+            ignore=(settings.ignore or []) if ignore is None else _codes(ignore),
+            thresholds=settings.thresholds,
+            progress=report,
+        )
+    if form != "table":
+        write_file(output, _rendered(opened, findings, form))
+    elif output == "-":
         _print(findings)
-    if fail_on != "never" and findings.reaches(Severity.parse(fail_on)):
+    else:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            _print(findings)
+        write_file(output, text.getvalue())
+    for reason in dict.fromkeys(reason for _, reason in findings.skipped) if form == "table" else ():
+        codes = ", ".join(code for code, why in findings.skipped if why == reason)
+        click.echo(f"skipped {codes}: {reason}", err=True)
+    if limit != "never" and findings.reaches(Severity.parse(limit)):
         ctx.exit(1)
 
 
@@ -55,10 +86,30 @@ def _codes(text: str) -> list[str]:
     return [code.strip() for code in text.split(",") if code.strip()]
 
 
+def _rendered(run: Run, findings: Findings, form: str) -> str:
+    if form in ("json", "csv"):
+        return findings.to_json() if form == "json" else findings.to_csv()
+    if form == "github":
+        from fp8debug.reports.github import to_github
+
+        return to_github(findings)
+    if form == "sarif":
+        from fp8debug.reports.sarif import to_sarif
+
+        return to_sarif(findings)
+    from fp8debug.reports.page import to_html
+
+    return to_html(run, findings)
+
+
 def _print(findings: Findings) -> None:
     first, last = findings.steps
     number = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
     click.echo(f"{findings.run}: {findings.verdict}, {number}, steps {first} to {last}")
+    if findings.classification is not None:
+        click.echo(f"class: {findings.classification['title']}: {findings.classification['what']}")
+        for line in findings.classification["evidence"]:
+            click.echo(f"  {line}")
     if findings:
         click.echo()
         header = ["code", "severity", "module", "site", "steps", "what"]
@@ -66,21 +117,14 @@ def _print(findings: Findings) -> None:
         click.echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)
-    for reason in dict.fromkeys(reason for _, reason in findings.skipped):
-        codes = ", ".join(code for code, why in findings.skipped if why == reason)
-        click.echo(f"skipped {codes}: {reason}", err=True)
 
 
 def _row(finding: Finding) -> list[object]:
     site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
     text = [finding.message, f"cure: {finding.cure}"]
-    text += [f"{title}: {_names(names)}" for title, names in _others(finding) if names]
+    text += [f"{title}: {_names(names)}" for title, names in (("also", finding.also), ("victims", finding.victims)) if names]
     steps = "-".join(map(str, dict.fromkeys(finding.steps)))
     return [finding.code, str(finding.severity), finding.module, site or None, steps, "\n".join(text)]
-
-
-def _others(finding: Finding) -> list[tuple[str, tuple[str, ...]]]:
-    return [("also", finding.also), ("victims", finding.victims)]
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -91,12 +135,13 @@ def _names(names: tuple[str, ...]) -> str:
 def _print_baseline(baseline: Mapping[str, Any]) -> None:
     click.echo(f"\nbaseline {baseline['run']}:")
     if baseline["steps"]:
-        loss, other, gap = (cell(baseline[key]) for key in ("loss", "baseline_loss", "loss_gap"))
-        click.echo(f"  median loss of steps {'-'.join(map(str, baseline['steps']))}: {loss} against {other} (gap {gap})")
+        loss, other, gap, error = (cell(baseline[key]) for key in ("loss", "baseline_loss", "loss_gap", "loss_gap_error"))
+        steps = "-".join(map(str, baseline["steps"]))
+        click.echo(f"  median loss of steps {steps}: {loss} against {other} (gap {gap} +- {error})")
     else:
         click.echo("  no step has a loss in both runs")
-    differences = list(baseline["configuration"].items())
-    for key, (theirs, ours) in differences[:MAX_DIFFERENCES]:
-        click.echo(f"  {key}: {cell(theirs)} -> {cell(ours)}")
+    differences = configuration_words(baseline["configuration"])
+    for what, theirs, ours in differences[:MAX_DIFFERENCES]:
+        click.echo(f"  {what}: {cell(theirs)} -> {cell(ours)}")
     if differences[MAX_DIFFERENCES:]:
         click.echo(f"  and {len(differences[MAX_DIFFERENCES:])} more; --format json has them all")

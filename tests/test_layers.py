@@ -27,7 +27,9 @@ LAYERS = {
     "fp8debug.metrics": 3,
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
+    "fp8debug.energy": 4,
     "fp8debug.table": 4.5,
+    "fp8debug.speed": 5,
     "fp8debug.observer": 5,
     "fp8debug.schedule": 5.5,
     "fp8debug.guard": 5.5,
@@ -61,7 +63,7 @@ READING = (
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
     *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
-    "fp8debug.arms",
+    *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.

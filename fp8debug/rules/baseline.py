@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,6 +17,7 @@ WINDOW = 20
 #: A gap is one beyond so many standard errors and this share of the baseline's loss. No published basis: the loss of a
 #: good FP8 run lies within 0.25 % of BF16's in DeepSeek-V3 (appendix B.1), and small runs are noisier.
 MIN_ERRORS, MIN_SHARE = 4.0, 0.01
+_CAST_KEY = re.compile(r"(.+)\.(fprop|dgrad|wgrad)\.(\w+)")
 
 
 def compare(run: Run, baseline: Run) -> dict[str, Any]:
@@ -90,3 +92,24 @@ def configuration(run: Run) -> dict[str, Any]:
     for row in run.sql(query).to_pylist():
         flat.setdefault(f"{row['module']}.{row['gemm']}.{row['tensor']}", row["cast_name"])
     return flat
+
+
+def configuration_words(differing: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Any]]:
+    """Return (what, first, second) of each difference for people, casts that change alike in several modules as one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for key, values in differing.items():
+        module, site = _split(key)
+        alike.setdefault((site if module else key, repr(list(values))), []).append(key)
+    words = []
+    for (site, _), keys in alike.items():
+        modules = [module for module, _ in map(_split, keys)]
+        what = keys[0] if len(keys) == 1 else f"{site} of {len(modules)} modules, first {modules[0]}"
+        first, second = differing[keys[0]]
+        words.append((what, first, second))
+    return words
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Return module and ``gemm tensor`` of a cast's key; no module for another key."""
+    match = _CAST_KEY.fullmatch(key)
+    return (match[1], f"{match[2]} {match[3]}") if match else ("", key)

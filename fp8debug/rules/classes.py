@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 #: Sampled steps before the loss moves within which a change or a warning may be its cause.
 NEAR = 5
+#: ``kind`` in words; (a) to (c) are the three classes of an FP8 training problem.
+TITLES = {
+    "loss-spike": "(a) loss spike",
+    "divergence": "(b) divergence",
+    "loss-fine": "none of the three",
+    "unknown": "unknown",
+}
+MISMATCH_TITLE = "(c) loss fine, inference off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +47,16 @@ class Classification:
     module: str | None = None
     code: str | None = None
 
+    @property
+    def title(self) -> str:
+        """The class in words."""
+        return MISMATCH_TITLE if self.cause == "mismatch" else TITLES[self.kind]
+
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON values."""
         return {
             "class": self.kind,
+            "title": self.title,
             "cause": self.cause,
             "what": self.what,
             "evidence": list(self.evidence),

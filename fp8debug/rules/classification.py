@@ -121,10 +121,9 @@ def _fine(findings: Sequence[Finding], harmful: Sequence[Finding]) -> Classifica
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
     advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
     if not findings:
-        return Classification(
-            kind="loss-fine", cause="healthy", what="the loss is fine, and no rule found a fault", evidence=(advice,)
-        )
-    what = f"the loss is fine so far; {number_of(findings)}"
+        what = "the loss is fine, and no rule found a fault"
+        return Classification(kind="loss-fine", cause="healthy", what=what, evidence=(advice,))
+    what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
 
 

@@ -1,0 +1,78 @@
+"""``fp8debug diff A B``: two runs side by side, what was in force first."""
+
+from __future__ import annotations
+
+import click
+
+from fp8debug.rules.apart import SiteDifference
+from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.differences import Differences, diff_runs
+
+from .console import cell, open_run, print_table, to_csv, to_json_document, write_file
+
+HEADER = ["diverges at", "module", "site", "against", "what", "SQNR dB", "rms"]
+#: Differences of configuration that a table shows; JSON has them all.
+MAX_DIFFERENCES = 20
+
+
+@click.command("diff")
+@click.argument("first")
+@click.argument("second")
+@click.option("--module", metavar="GLOB", default="*", show_default=True, help="Modules by name, e.g. 'blocks.3.*'.")
+@click.option("--steps", metavar="A:B", help="Steps from A to before B; either side may be empty.")
+@click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Sites of a table; 0 for all.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 when the runs differ beyond the noise.")
+@click.option("-o", "--output", metavar="FILE", default="-", help="File for json or csv; stdout by default.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    first: str,
+    second: str,
+    module: str,
+    steps: str | None,
+    form: str,
+    limit: int,
+    exit_code: bool,
+    output: str,
+) -> None:
+    """Compare two runs: effective configuration, loss with its noise, and the first site and step at which they part.
+
+    FIRST is usually the good run, or the one in BF16. CSV has one line per site and step that both runs sampled.
+    """
+    if form == "table" and output != "-":
+        raise click.UsageError("-o needs --format json or csv")
+    differences = diff_runs(open_run(first), open_run(second), module, steps)
+    if form == "json":
+        write_file(output, to_json_document(differences.to_dict()))
+    elif form == "csv":
+        write_file(output, to_csv(differences.columns, differences.rows))
+    else:
+        _print(differences, limit)
+    if exit_code and differences.differ:
+        ctx.exit(1)
+
+
+def _print(found: Differences, limit: int) -> None:
+    click.echo(f"{found.names[0]} -> {found.names[1]}\n\nin force:")
+    lines = [f"  {what}: {cell(a)} -> {cell(b)}" for what, a, b in configuration_words(found.configuration)]
+    for line in lines[:MAX_DIFFERENCES] or ["  no difference"]:
+        click.echo(line)
+    if lines[MAX_DIFFERENCES:]:
+        click.echo(f"  and {len(lines[MAX_DIFFERENCES:])} more; --format json has them all")
+    click.echo(f"\nloss:\n  {found.loss_words}")
+    for name, only in zip(found.names, found.only, strict=True):
+        if only:
+            click.echo(f"\nonly in {name}: {', '.join(only[:8])}" + (f" and {len(only[8:])} more" if only[8:] else ""))
+    click.echo(f"\nsites:\n  {found.site_words}")
+    parted = [site for site in found.sites if site.diverges_at is not None]
+    if parted:
+        click.echo()
+        print_table(HEADER, [_row(site) for site in (parted[:limit] if limit else parted)], wrap=["what"])
+        if limit and parted[limit:]:
+            click.echo(f"and {len(parted[limit:])} more; --limit 0 prints all")
+
+
+def _row(site: SiteDifference) -> list[object]:
+    pair = [" -> ".join(cell(value) for value in site.medians.get(name, [None, None])) for name in ("sqnr_db", "rms")]
+    return [site.diverges_at, site.module, f"{site.gemm} {site.tensor}", site.reference, site.what, *pair]

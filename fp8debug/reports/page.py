@@ -1,0 +1,210 @@
+"""A run's verdict as one self-contained page of HTML, to attach to a ticket: no network, no script, everything escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from fp8debug import __version__
+from fp8debug.reports.evidence import charts_of, loss_chart
+from fp8debug.reports.style import CSS
+from fp8debug.rules import RULES, Finding, Findings, Severity
+from fp8debug.rules.baseline import configuration_words
+from fp8debug.store.run import Run
+
+WORDS = {"error": "✖ error", "warning": "▲ warning", "info": "● info", "ok": "✔ ok"}
+#: The three classes of an FP8 training problem, and "class" of the classification.
+CLASSES = (
+    ("loss-spike", "(a) The loss spikes", "Is it FP8's doing or not? A spike of the data leaves every cast as it was before."),
+    (
+        "divergence",
+        "(b) The loss diverges",
+        "At once and everywhere (software, flags, learning rate, warm-up), after a change of the configuration, or"
+        " numerically, with one layer as its origin.",
+    ),
+    (
+        "loss-fine",
+        "(c) The loss is fine",
+        "If downstream metrics are off all the same, training and inference differ: compare the trained weights in BF16"
+        " and in FP8.",
+    ),
+)
+#: Findings drawn in full; the rest are in the table.
+MAX_CARDS = 40
+
+
+def to_html(run: Run, findings: Findings) -> str:
+    """Return the page.
+
+    Args:
+        run: the run that was judged.
+        findings: what triage found in it.
+    """
+    classification = findings.classification or {}
+    body = [
+        _header(run, findings),
+        _classification(classification),
+        _todo(findings),
+        _loss(run, findings),
+        _findings(run, findings),
+        _baseline(findings.baseline),
+        _appendix(run, findings),
+    ]
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(findings.run)}: {escape(findings.verdict)} - fp8debug</title>
+<style>{CSS}</style>
+</head>
+<body>
+<main>
+{"".join(body)}
+</main>
+</body>
+</html>
+"""
+
+
+def _badge(word: str) -> str:
+    return f"<span class='badge {escape(word)}'>{escape(WORDS.get(word, word))}</span>"
+
+
+def _header(run: Run, findings: Findings) -> str:
+    first, last = findings.steps
+    number = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
+    facts = [number, f"steps {first} to {last}", *_facts(run)]
+    return (
+        f"<header><h1>{_badge(findings.verdict)} {escape(findings.run)}</h1>"
+        f"<p class='muted'>{escape(' · '.join(facts))}</p></header>"
+    )
+
+
+def _facts(run: Run) -> list[str]:
+    environment, recipe = run.manifest.get("environment"), run.manifest.get("recipe")
+    known = environment if isinstance(environment, Mapping) else {}
+    facts = [f"{len(run.ranks)} ranks"] if len(run.ranks) > 1 else []
+    facts += [f"recipe {recipe.get('name')}"] if isinstance(recipe, Mapping) else []
+    facts += [f"torch {known['torch']}"] if "torch" in known else []
+    facts += [str(known["device"])] if "device" in known else []
+    return [*facts, f"recorded {run.manifest['created']}"] if "created" in run.manifest else facts
+
+
+def _classification(classification: Mapping[str, Any]) -> str:
+    if not classification:
+        return ""
+    kind = classification["class"]
+    title = f"Class: {classification['title']}"
+    evidence = _bullets(classification["evidence"])
+    here = {name: " class='here'" for name, _, _ in CLASSES if name == kind}
+    rows = "".join(f"<li{here.get(name, '')}><b>{escape(word)}.</b> {escape(text)}</li>" for name, word, text in CLASSES)
+    return (
+        f"<section class='panel'><h2>{escape(title)}</h2><p class='lead'>{escape(classification['what'])}.</p>{evidence}"
+        "<details><summary>The three classes of an FP8 training problem</summary>"
+        f"<ul class='classes'>{rows}</ul></details></section>"
+    )
+
+
+def _todo(findings: Findings) -> str:
+    steps = []
+    accused = [f for f in findings if f.severity > Severity.INFO] or list(findings[:1])
+    for finding in accused[:3]:
+        where = f" in <code>{escape(finding.module)}</code>" if finding.module else ""
+        steps.append(f"<b>{escape(finding.code)}</b>{where}: {escape(finding.cure)}.")
+    if accused:
+        steps.append(f"Read the cause: <code>fp8debug explain {escape(accused[0].code)}</code>.")
+    if any(f.module and f.gemm for f in accused):
+        steps.append("List what to run in another cast or in BF16, with its price: <code>fp8debug fallback RUN</code>.")
+    if not steps:
+        steps.append("Nothing: no rule found a fault.")
+    return f"<section class='panel'><h2>What to do now</h2><ol>{''.join(f'<li>{step}</li>' for step in steps)}</ol></section>"
+
+
+def _loss(run: Run, findings: Findings) -> str:
+    chart = loss_chart(run, findings)
+    if chart is None:
+        return "<section class='panel'><h2>Loss</h2><p class='muted'>not recorded</p></section>"
+    return (
+        f"<section class='panel'><h2>Loss</h2>{chart.to_svg()}<p class='muted'>A line marks where a finding begins.</p></section>"
+    )
+
+
+def _findings(run: Run, findings: Findings) -> str:
+    if not findings:
+        return "<section><h2>Findings</h2><p>None.</p></section>"
+    cards = "".join(_card(run, finding) for finding in findings[:MAX_CARDS])
+    rest = findings[MAX_CARDS:]
+    more = _bullets(f"{f.code} {f.module or ''}: {f.message}" for f in rest)
+    return f"<section><h2>Findings, the culprit first</h2>{cards}{more}</section>"
+
+
+def _card(run: Run, finding: Finding) -> str:
+    site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
+    facts = {
+        "site": site,
+        "cast": finding.cast,
+        "steps": " to ".join(map(str, dict.fromkeys(finding.steps))),
+        "ranks": ", ".join(map(str, finding.ranks)),
+        "same cause": ", ".join(finding.also),
+        "victims": ", ".join(finding.victims),
+    }
+    rows = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts.items() if value)
+    charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in charts_of(run, finding))
+    charts = f"<div class='charts'>{charts}</div>" if charts else ""
+    return (
+        f"<article class='panel {escape(str(finding.severity))}'><h3>{_badge(str(finding.severity))} {escape(finding.code)}"
+        f" {escape(finding.name)} <code>{escape(finding.module or 'no layer')}</code></h3>"
+        f"<p class='lead'>{escape(finding.message)}.</p><p><b>Cure.</b> {escape(finding.cure)}.</p>"
+        f"<dl>{rows}</dl>{charts}{_manual(finding.code)}</article>"
+    )
+
+
+def _manual(code: str) -> str:
+    rule = RULES.get(code)
+    sections = "".join(f"<h4>{escape(heading)}</h4><p>{_prose(text)}</p>" for heading, text in rule.manual().items())
+    return f"<details><summary>Manual page of {escape(code)}</summary><p>{escape(rule.summary)}</p>{sections}</details>"
+
+
+def _prose(text: str) -> str:
+    """Return a docstring's section: its list items on lines of their own."""
+    return "<br>".join(escape(" ".join(item.split())) for item in text.replace("\n- ", "\n\0").split("\0"))
+
+
+def _baseline(baseline: Mapping[str, Any] | None) -> str:
+    if baseline is None:
+        return ""
+    lines = []
+    if baseline["steps"]:
+        (first, last), loss, other = baseline["steps"], baseline["loss"], baseline["baseline_loss"]
+        gap = f"gap {baseline['loss_gap']:.2g} +- {baseline['loss_gap_error']:.1g}"
+        lines.append(f"median loss of steps {first} to {last}: {loss:.4g} against {other:.4g} ({gap})")
+    lines += [f"{what}: {_told(theirs)} → {_told(ours)}" for what, theirs, ours in configuration_words(baseline["configuration"])]
+    return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{_bullets(lines)}</section>"
+
+
+def _appendix(run: Run, findings: Findings) -> str:
+    skipped = _bullets(f"{code}: {reason}" for code, reason in findings.skipped) or "<p>None.</p>"
+    limits = _bullets(f"{code}: {_limits(values)}" for code, values in findings.thresholds.items())
+    problems = _bullets(run.problems)
+    damage = f"<h3>What could not be read</h3>{problems}" if problems else ""
+    return (
+        f"<section class='panel'>{damage}<details><summary>Rules that could not judge ({len(findings.skipped)})</summary>"
+        f"{skipped}</details><details><summary>Thresholds in force</summary>{limits}</details></section>"
+        f"<footer class='muted'>fp8debug {escape(__version__)}</footer>"
+    )
+
+
+def _limits(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    found: Sequence[str] = list(lines)
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in found)}</ul>" if found else ""
+
+
+def _told(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,118 @@
+"""A line over steps as inline SVG: no script, no font, colours from the page's CSS variables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+#: Points of a line beyond which it is thinned, keeping the extremes of each stretch.
+MAX_POINTS = 800
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 22, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """One line over steps.
+
+    Attributes:
+        title: above the plot.
+        steps: where the values lie, rising.
+        values: the values; None or a value that is not finite is a gap.
+        limit: a threshold, drawn dashed; None for none.
+        span: steps to shade, both included; None for none.
+        marks: (step, label) of vertical lines.
+        width: in pixels.
+        height: in pixels.
+    """
+
+    title: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+    limit: float | None = None
+    span: tuple[int, int] | None = None
+    marks: Sequence[tuple[int, str]] = ()
+    width: int = 430
+    height: int = 170
+
+    def to_svg(self) -> str:
+        """Return the ``<svg>`` element; it scales with its column."""
+        known = [v for v in self.values if v is not None and math.isfinite(v)]
+        if not known:
+            return f"<p class='muted'>{escape(self.title)}: no finite value</p>"
+        is_log = min(known) > 0 and max(known) / min(known) > 1000
+        ends = [*known, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
+        low, high = min(ends), max(ends)
+        if low == high:
+            low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
+        first, last = self.steps[0], max(self.steps[-1], self.steps[0] + 1)
+
+        def across(step: float) -> float:
+            return _LEFT + (step - first) / (last - first) * (self.width - _LEFT - _RIGHT)
+
+        def down(value: float) -> float:
+            ratio = math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
+            return self.height - _BOTTOM - ratio * (self.height - _TOP - _BOTTOM)
+
+        bottom = self.height - _BOTTOM
+        parts = [f"<text x='{_LEFT}' y='14' class='name'>{escape(self.title)}{' (log scale)' if is_log else ''}</text>"]
+        if self.span is not None:
+            left, right = (across(min(max(step, first), last)) for step in self.span)
+            parts.append(
+                f"<rect x='{left:.1f}' y='{_TOP}' width='{max(right - left, 2):.1f}' height='{bottom - _TOP}' class='span'/>"
+            )
+        for value in dict.fromkeys((low, high)):
+            parts.append(
+                f"<line x1='{_LEFT}' x2='{self.width - _RIGHT}' y1='{down(value):.1f}' y2='{down(value):.1f}' class='grid'/>"
+            )
+            parts.append(f"<text x='{_LEFT - 6}' y='{down(value) + 4:.1f}' class='tick end'>{value:.3g}</text>")
+        parts.append(f"<text x='{_LEFT}' y='{self.height - 6}' class='tick'>step {first}</text>")
+        parts.append(f"<text x='{self.width - _RIGHT}' y='{self.height - 6}' class='tick end'>{last}</text>")
+        if self.limit is not None and low <= self.limit <= high:
+            at = down(self.limit)
+            parts.append(f"<line x1='{_LEFT}' x2='{self.width - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}' class='limit'/>")
+            parts.append(f"<text x='{self.width - _RIGHT}' y='{at - 4:.1f}' class='tick end'>threshold {self.limit:.3g}</text>")
+        for place, (step, label) in enumerate(self.marks):
+            at = across(min(max(step, first), last))
+            height = _TOP + 12 + 13 * (place % 4)
+            parts.append(f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{_TOP}' y2='{bottom}' class='mark'/>")
+            side = " end" if at > self.width * 0.85 else ""
+            parts.append(
+                f"<text x='{at + (-4 if side else 4):.1f}' y='{height}' class='tick strong{side}'>{escape(label)}</text>"
+            )
+        for line in self._lines():
+            points = [(across(step), down(value)) for step, value in line]
+            parts.append(f"<polyline points='{' '.join(f'{x:.1f},{y:.1f}' for x, y in points)}' class='line'/>")
+        for step, value in self._dots():
+            told = f"<title>step {step}: {value:.6g}</title>"
+            parts.append(f"<circle cx='{across(step):.1f}' cy='{down(value):.1f}' r='2.4' class='dot'>{told}</circle>")
+        label = escape(f"{self.title}, steps {first} to {last}, from {min(known):.3g} to {max(known):.3g}", quote=True)
+        return f"<svg viewBox='0 0 {self.width} {self.height}' role='img' aria-label='{label}'>{''.join(parts)}</svg>"
+
+    def _lines(self) -> Iterator[list[tuple[int, float]]]:
+        """Yield the unbroken stretches, thinned."""
+        line: list[tuple[int, float]] = []
+        for step, value in [*zip(self.steps, self.values, strict=True), (0, None)]:
+            if value is not None and math.isfinite(value):
+                line.append((step, value))
+            elif line:
+                yield thinned(line, MAX_POINTS)
+                line = []
+
+    def _dots(self) -> list[tuple[int, float]]:
+        found = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if v is not None and math.isfinite(v)]
+        return found if len(found) <= 120 else []
+
+
+def thinned(line: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Return a line of at most so many points: the smallest and largest of each stretch, in order."""
+    if len(line) <= most:
+        return line
+    size = math.ceil(len(line) / (most // 2))
+    kept: list[tuple[int, float]] = []
+    for start in range(0, len(line), size):
+        stretch = line[start : start + size]
+        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
