@@ -194,10 +194,8 @@ class Recipe:
             casts = {tensor: cast for (g, tensor), cast in oriented.items() if g == gemm}
             odd = [f"{tensor} is {cast or 'BF16'}" for tensor, cast in casts.items() if not _has_one_scale(cast)]
             if gemm not in list(Gemm) or odd:
-                raise UsageError(
-                    f"fast_accum of recipe {self.name!r} names GEMMs whose operands have one scale per row or tensor;"
-                    f" {gemm!s}: {' and '.join(odd) or 'there is no such GEMM'}"
-                )
+                what = " and ".join(odd) or "there is no such GEMM"
+                raise UsageError(f"fast_accum of recipe {self.name!r} needs one scale per row or tensor; {gemm!s}: {what}")
         object.__setattr__(self, "fast_accum", tuple(gemm for gemm in Gemm if gemm in self.fast_accum))
 
     def replace(
@@ -230,9 +228,8 @@ class Recipe:
                 casts[key] = changes["cast"]
             else:
                 casts[key] = _replaced(casts[key] or Cast(), changes)
-        # A GEMM that another cast takes to blockwise scales or to BF16 has no short sums any more.
+        chosen = {g for g, _ in keys if fast_accum is not None}  # and blockwise scales, or BF16, end short sums
         fast = {g for g in self.fast_accum if all(_has_one_scale(cast) for key, cast in casts.items() if key[0] is g)}
-        chosen = {g for g, _ in keys if fast_accum is not None}
         fast = fast | chosen if fast_accum else fast - chosen
         return Recipe(name or self.name.rstrip("+") + "+", casts, tuple(fast))
 

@@ -362,7 +362,7 @@ def test_fast_accum_belongs_to_gemms_with_one_scale_an_operand() -> None:
     [
         (
             lambda: get_recipe("blockwise").replace(gemm="fprop", fast_accum=True),
-            "fast_accum of recipe 'blockwise+' names GEMMs whose operands have one scale per row or tensor;"
+            "fast_accum of recipe 'blockwise+' needs one scale per row or tensor;"
             " fprop: input is e4m3fn 1x128 current and weight is e4m3fn 128x128 current",
         ),
         (lambda: get_recipe("bf16").replace(gemm="wgrad", fast_accum=True), "wgrad: grad_output is BF16 and input is BF16"),

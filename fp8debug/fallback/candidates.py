@@ -34,7 +34,8 @@ class Fallback:
         cast: what it should run in; None is BF16.
         reasons: codes of the findings that ask for it; ``damage`` or ``error`` where the recorded errors do.
         damage: mean damage of a sampled row of the module's output, in loss^2; None when it was not recorded.
-        cost: share of the FP8 speed-up given back: the GEMMs' share of all FP8 FLOPs; 0 for another cast.
+        cost: share of the FP8 speed-up given back, as `fp8debug speed` measured it, else the GEMMs' share of all FP8 FLOPs; 0
+            for another cast.
         cheaper: what could be tried before it; None when this is the cheapest cure known.
         from_step: first optimizer step at which it holds; None from the start ("BF16 from step N": a cool-down).
         until_step: first step at which it holds no more; None for ever ("BF16 until step N": a warm-up).

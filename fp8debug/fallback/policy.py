@@ -1,8 +1,8 @@
 """The only policy: from findings and measured errors to a list of candidates that should leave their cast.
 
 Hard faults come first and always, each with the cheapest cure that its rule knows: another cast costs no speed, BF16
-for one GEMM costs that GEMM's share of the FLOPs. Then, within the budget, what the recorded errors ask for. The list
-names candidates; only a run with it applied proves them.
+for one GEMM costs its share of the speed-up that `fp8debug speed` measured, or else of the FLOPs. Then, within the
+budget, what the recorded errors ask for. The list names candidates; only a run with it applied proves them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_sam
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, Finding, Severity
 from fp8debug.store.run import Run
+from fp8debug.store.speed_file import measured_costs
 from fp8debug.types import Gemm
 
 #: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
@@ -64,7 +65,8 @@ class _Plan:
         self.casts: dict[tuple[str, str, str], tuple[Cast, list[str]]] = {}
         self.bf16: dict[tuple[str, str], list[Finding]] = {}
         self.running = running_casts(run)
-        self.gemm_share = gemm_shares(run)
+        flops = {fqn: dict.fromkeys(GEMMS, share) for fqn, share in gemm_shares(run).items()}
+        self.cost = measured_costs(run) or flops
         self.errors = result_errors(run)
 
     def fill(self, findings: Sequence[Finding], budget: float, *, everything: bool) -> list[Fallback]:
@@ -136,7 +138,7 @@ class _Plan:
             gemms=gemms,
             reasons=reasons,
             damage=self._damage(module),
-            cost=len(gemms) * self.gemm_share.get(module, 0.0),
+            cost=sum(self.cost.get(module, {}).get(gemm, 0.0) for gemm in gemms),
             cheaper="; ".join(cheaper) or None,
         )
 
@@ -149,7 +151,7 @@ class _Plan:
         total = sum(error.damage or 0.0 for error in self.errors.values())
         ranked = []
         for (module, gemm), error in self.errors.items():
-            if module not in self.gemm_share or not (everything or _is_material(gemm, error, total)):
+            if module not in self.cost or not (everything or _is_material(gemm, error, total)):
                 continue
             is_fprop = gemm == Gemm.FPROP.value
             entry = self._bf16_entry(module, (gemm,), ("damage" if is_fprop else "error",))
