@@ -69,13 +69,13 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if probe.failed or probe.starved:
+        if probe.failed or probe.given_up:
             return None
         try:
             with torch.no_grad():
                 return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
-            probe.starve()
+            probe.give_up("out of memory in a sample; training goes on")
             return None
         except Exception as error:  # whatever it is, the user's step goes on
             probe.failed = True
@@ -100,7 +100,7 @@ class Probe:
         self.module = module
         self.actual = actual
         self.failed = False
-        self._told_of_memory = False
+        self._told = False
         self.num_calls = 0
         self._first_row = observer.num_modules * observer.settings.rows_per_module
         observer.num_modules += 1
@@ -117,7 +117,7 @@ class Probe:
 
     def _forget(self) -> None:
         self.call_index = -1
-        self.starved = False  # a sample of this step ran out of memory
+        self.given_up = False  # the sample of this step
         self._rows: dict[RowKey, int] = {}
         self._weights_seen: set[Gemm] = set()
         self._seen_outside_backward = False
@@ -126,13 +126,12 @@ class Probe:
         self._output_key: RowKey | None = None
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
 
-    def starve(self) -> None:
-        """Give up the sample of this step for want of memory; the first time is said aloud."""
-        self.starved = True
+    def give_up(self, reason: str) -> None:
+        """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
+        self.given_up = True
         self._ridden.clear()
-        text = f"not recorded in full at step {self.observer.step}: out of memory in a sample; training goes on"
-        self.observer.report(self.module, text, not self._told_of_memory)
-        self._told_of_memory = True
+        self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
+        self._told = True
 
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
@@ -143,7 +142,10 @@ class Probe:
         if not torch.is_grad_enabled():
             return False
         self.observer.before_forward()
-        if not self.observer.sampling or self.failed or self.starved:
+        if not self.observer.sampling or self.failed or self.given_up:
+            return False
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False
         if torch._C._current_graph_task_id() == -1:
             self._seen_outside_backward = True

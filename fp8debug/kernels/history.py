@@ -33,7 +33,15 @@ class AmaxHistory:
         Args:
             amax: FP32 ``[]``, of this call's tensor.
             keep: add it to the ring; False for an evaluation, which leaves no trace (as in Transformer Engine).
+
+        Raises:
+            UsageError: a CUDA graph is being captured: its replays would write to one place of the ring for ever.
         """
+        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"no CUDA graph can hold the cast '{self.cast}': its history advances on the host; use current scaling in"
+                " captured steps"
+            )
         if self.num_calls == 0:
             known = amax
         elif self.cast.algo == "most_recent":

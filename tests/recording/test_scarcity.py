@@ -26,10 +26,10 @@ def test_a_sample_without_memory_ends_that_sample_alone(
     expected = train(net(), 6)
     short_at, result = {2, 3}, probe.Probe._result
 
-    def hungry(self: probe.Probe, which: Gemm, *operands: object) -> object:
+    def hungry(self: probe.Probe, which: Gemm, *operands: object, **options: object) -> object:
         if self.module == MODULE and which.value == where and self.observer.step in short_at:
             raise error("CUDA out of memory. Tried to allocate 20.00 GiB")
-        return result(self, which, *operands)  # type: ignore[arg-type]  # handed through
+        return result(self, which, *operands, **options)  # type: ignore[arg-type]  # handed through
 
     monkeypatch.setattr(probe.Probe, "_result", hungry)
     model = net()

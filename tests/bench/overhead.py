@@ -1,0 +1,276 @@
+"""What watching costs, on a GPU: ``python tests/bench/overhead.py [--peer te] [--layers 8 32 80] [--tokens 2048 8192]``.
+
+Llama-like layers (``step.py``) in BF16 with SGD, 1x128 and 128x128 blocks; asserts no times. A time is the median over blocks of
+steps of a block's wall-clock time over its steps, the device idle before and after; a block of a model that is watched every
+N-th step has N steps, one of them sampled. The first step of every case, which compiles, is not in a block.
+
+``--peer te`` runs the same layers with Transformer Engine's Linear and its debug tools, one process a case, as they want it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import fp8debug
+from tests.bench.step import Layer
+
+NOT_SAMPLING = 10**9
+#: The peer's statistics that come nearest to ours, on its three tensors of every Linear.
+FP8_STATS = ["underflows%", "scale_inv_min", "scale_inv_max", "mse"]
+TENSOR_STATS = ["min", "max", "mean", "std", "l1_norm", "cur_amax"]
+
+
+class Case(NamedTuple):
+    """A model, its recipe (``bf16``, a recipe of ours, ``te``) and every how many steps it is sampled; None is unwatched."""
+
+    layers: int
+    width: int
+    tokens: int
+    recipe: str
+    every: int | None = None
+
+    @property
+    def hidden(self) -> int:
+        return self.width * 7 // 2
+
+    @property
+    def gigabytes(self) -> float:
+        """An estimate: weights and gradients in BF16, and what the backward pass keeps of each layer."""
+        parameters = self.layers * (4 * self.width**2 + 3 * self.width * self.hidden)
+        kept = self.layers * self.tokens * (12 * self.width + 6 * self.hidden) * 2
+        return (4 * parameters + kept) / 1e9
+
+
+class Found(NamedTuple):
+    """Milliseconds a step, peak GiB, and for a watched model what ``Watch.step`` took of the training thread, in ms."""
+
+    ms: float
+    peak_gib: float
+    sampled_call_ms: float = 0.0
+    other_call_ms: float = 0.0
+    rows: int = 0
+
+
+class Job:
+    """A model in training."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            self.model = nn.Sequential(*(Layer(case.width, case.hidden) for _ in range(case.layers))).bfloat16()
+            self.x = torch.randn(4, case.tokens // 4, case.width, dtype=torch.bfloat16)
+        self.around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.after: Callable[[torch.Tensor], None] = lambda loss: None
+        if case.recipe == "te":
+            self._use_te(case.every is not None)
+        elif case.recipe == "te_bf16":
+            self._use_te(False, fp8=False)
+        elif case.recipe != "bf16":
+            fp8debug.convert(self.model, case.recipe)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, fused=True)
+
+    def _use_te(self, watched: bool, *, fp8: bool = True) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling
+
+        for name, layer in self.model.named_children():
+            for part, linear in list(layer.named_children()):
+                if isinstance(linear, nn.Linear):
+                    size = linear.in_features, linear.out_features
+                    twin = te.Linear(*size, bias=False, params_dtype=torch.bfloat16, device="cuda", name=f"{name}.{part}")
+                    setattr(layer, part, twin)
+        if fp8:
+            self.around = lambda: te.autocast(enabled=True, recipe=Float8BlockScaling())
+        if watched:
+            import nvdlfw_inspect.api as debug
+
+            self.after = lambda loss: debug.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with self.around():
+            loss = self.model(self.x).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.after(loss)
+
+    def milliseconds(self, steps: int, blocks: int) -> float:
+        times = []
+        for _ in range(blocks):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.step()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3 / steps)
+        return sorted(times)[len(times) // 2]
+
+
+def measure(case: Case, blocks: int) -> Found:
+    """Run one case in this process."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    job = Job(case)
+    torch.cuda.reset_peak_memory_stats()
+    if case.every is None or case.recipe == "te":
+        for _ in range(1 if case.every else 3):
+            job.step()
+        steps = 5 if case.every in (None, 1) else case.every
+        found = job.milliseconds(steps, blocks if steps < 50 else 1)
+        return Found(found, torch.cuda.max_memory_allocated() / 2**30)
+    calls: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        with fp8debug.watch(job.model, Path(folder, "run"), every=case.every) as watch:
+
+            def after(loss: torch.Tensor) -> None:
+                sampled = watch.current_step % int(case.every or 1) == 0
+                start = time.perf_counter()
+                watch.step(loss=loss)
+                calls[sampled].append((time.perf_counter() - start) * 1e3)
+
+            job.after = after
+            for _ in range(2 if case.every == 1 else 1):  # step 0 is sampled: it compiles
+                job.step()
+            for times in calls.values():
+                times.clear()
+            steps = 5 if case.every in (1, NOT_SAMPLING) else case.every
+            ms = job.milliseconds(steps, blocks if steps < 50 else 2)
+        rows = num_rows(Path(folder, "run"))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return Found(ms, peak, max(calls[True], default=0.0), max(calls[False], default=0.0), rows)
+
+
+def num_rows(run: Path) -> int:
+    """Return the rows of a sampled step."""
+    import pyarrow.parquet as pq
+
+    steps = [
+        step for part in run.glob("rank=*/stats/*.parquet") for step in pq.read_table(part, columns=["step"])["step"].to_pylist()
+    ]
+    return len(steps) // max(1, len(set(steps)))
+
+
+def show(name: str, found: Found, plain: Found | None = None, bf16: Found | None = None) -> None:
+    """Print a row."""
+    words = f"{name:44} {found.ms:9.2f} ms {found.peak_gib:7.2f} GiB"
+    if bf16 is not None:
+        words += f"  {bf16.ms / found.ms:5.2f} x BF16's speed"
+    if plain is not None:
+        words += f"  {100 * (found.ms / plain.ms - 1):+8.2f} % {100 * (found.peak_gib / plain.peak_gib - 1):+6.2f} % memory"
+    if found.rows:
+        words += f"  step(): {found.sampled_call_ms:.2f} ms sampled, {found.other_call_ms:.2f} ms else; {found.rows} rows"
+    print(words, flush=True)
+
+
+def fitting(case: Case) -> Case:
+    """Return the case, its width halved until it fits the GPU's memory."""
+    total = torch.cuda.get_device_properties(0).total_memory / 1e9
+    while case.gigabytes > 0.8 * total:
+        case = case._replace(width=case.width // 2)
+    return case
+
+
+def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool) -> None:
+    """Print the rows of one model."""
+    fits = fitting(case)
+    note = f", width {fits.width} because {case.gigabytes:.0f} GB at {case.width} do not fit" if fits != case else ""
+    print(f"\n{fits.layers} layers, width {fits.width}, SwiGLU {fits.hidden}, {fits.tokens} tokens, {fits.recipe}{note}")
+    bf16 = measure(fits._replace(recipe="bf16"), blocks) if with_bf16 else None
+    if bf16:
+        show("BF16", bf16)
+    plain = measure(fits, blocks)
+    show("FP8, unwatched", plain, bf16=bf16)
+    for every in everies:
+        name = "attached, not sampling" if every == NOT_SAMPLING else f"watched, every {every}"
+        show(name, measure(fits._replace(every=every), blocks), plain)
+
+
+def peer(case: Case, blocks: int, everies: list[int]) -> None:
+    """Print the same rows of Transformer Engine, each from a process of its own."""
+    if importlib.util.find_spec("transformer_engine") is None or importlib.util.find_spec("nvdlfw_inspect") is None:
+        sys.exit(
+            "--peer te needs transformer_engine and nvdlfw_inspect: pip install 'transformer-engine[pytorch]' nvdlfw-inspect"
+        )
+    print("\nTransformer Engine, the same layers with its Linear, Float8BlockScaling; LogFp8TensorStats and LogTensorStats")
+    show("BF16", bf16 := in_process(case._replace(recipe="te_bf16"), blocks))
+    show("FP8, unwatched", plain := in_process(case._replace(recipe="te"), blocks), bf16=bf16)
+    for every in everies:
+        show(f"watched, every {every}", in_process(case._replace(recipe="te", every=every), blocks), plain)
+
+
+def in_process(case: Case, blocks: int) -> Found:
+    """Run a case of the peer in a new process."""
+    command = [sys.executable, __file__, "--case", json.dumps(case), "--blocks", str(blocks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{case} failed:\n{done.stderr[-3000:]}")
+    return Found(*json.loads(done.stdout.splitlines()[-1]))
+
+
+@contextlib.contextmanager
+def te_debug(every: int) -> Iterator[None]:
+    """Switch the peer's debug tools on; before its first module is made."""
+    import nvdlfw_inspect.api as debug
+    import transformer_engine
+
+    def feature(stats: list[str]) -> dict[str, Any]:
+        tensors = [{"tensor": t, "stats": stats, "freq": every} for t in ("activation", "weight", "gradient")]
+        return {"enabled": True, "tensors_struct": tensors}
+
+    features = {"enabled": True, "LogFp8TensorStats": feature(FP8_STATS), "LogTensorStats": feature(TENSOR_STATS)}
+    config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": features}}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+        where = str(Path(transformer_engine.__file__).parent / "debug" / "features")
+        debug.initialize(config_file=f"{folder}/config.yaml", feature_dirs=[where], log_dir=folder)
+        yield
+        debug.end_debug()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[8])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--recipe", default="blockwise")
+    parser.add_argument("--every", type=int, nargs="+", default=[NOT_SAMPLING, 100, 10, 1])
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--peer", choices=["te"])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        case = Case(*json.loads(options.case))
+        with te_debug(case.every) if case.every else contextlib.nullcontext():
+            print(json.dumps(measure(case, options.blocks)))
+        return
+    if not torch.cuda.is_available():
+        sys.exit("this bench times a GPU, and torch finds none")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; medians of {options.blocks} blocks, SGD")
+    first = True
+    for tokens in options.tokens:
+        for layers in options.layers:
+            ours(Case(layers, options.width, tokens, options.recipe), options.blocks, options.every, with_bf16=first)
+            first = False
+    if options.peer:
+        case = fitting(Case(options.layers[0], options.width, options.tokens[0], "te"))
+        peer(case, options.blocks, [e for e in options.every if e != NOT_SAMPLING])
+
+
+if __name__ == "__main__":
+    main()
