@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, Trace, above, percent, times, traces
+from fp8debug.rules.forecasts import clipping_ahead
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -22,6 +23,8 @@ class StaleScaleSaturation(Rule):
         values beyond the old amax are clamped. The rule wants a material share of clipped elements, at several sampled
         steps or one overwhelming one, and a headroom (amax / scale_inv / format maximum) clearly above 1. The few
         elements that clip while activations grow in the first steps are healthy and not reported.
+        Where nothing clips yet, a headroom that rises steadily is reported as stale-scale-saturation-forecast, with when
+        it will clip (docs/triage.md).
 
     Why it matters
         Clipping is a bias, not noise: the largest activations shrink, every step in the same direction. It was the
@@ -49,6 +52,8 @@ class StaleScaleSaturation(Rule):
         - warmup 8: first steps of a run, which count for nothing else: layers that start at zero grow by 1 / step a
           step, and all their elements are near the amax, so that most of them clip [measured: 89 % at step 2 and 14 %
           at step 6, in a run that trains well].
+        - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
+          published basis.
     """
 
     code = "F101"
@@ -67,9 +72,14 @@ class StaleScaleSaturation(Rule):
     warn_steps: int = 3
     warmup: int = 8
     early_headroom: float = 8.0
+    horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return the sites whose scale is too old."""
+        """Return the sites whose scale is too old, or else those where it will be."""
+        found = list(self._clipping(run))
+        yield from found or clipping_ahead(self, run, self.min_headroom, self.horizon)
+
+    def _clipping(self, run: Run) -> Iterable[Finding]:
         bad = (
             f"{IS_DELAYED} AND overflow_rate > {self.warn_rate} AND headroom > {self.min_headroom}"
             f" AND num_saturated >= {self.min_elements}"

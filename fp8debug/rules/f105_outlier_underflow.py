@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, times, traces
+from fp8debug.rules.forecasts import underflow_ahead
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -23,7 +24,9 @@ class OutlierUnderflow(Rule):
         An input of fprop whose scale fits its own amax (so it is not F102) and of which a material share still becomes
         zero, because the amax lies many binades above the median magnitude. SwiGLU's product into down_proj does this
         when gate and up align. Underflow of values that are tiny anyway, such as the tail of GELU, comes with an amax
-        near the median and is not reported.
+        near the median and is not reported. Where nothing underflows yet under one scale for the tensor, an amax that
+        steadily runs away from the other values is reported as outlier-underflow-forecast, with when they will
+        (docs/triage.md), and with the two Linears of which it is the product.
 
     Why it matters
         The outlier is nearly all of the tensor's energy, so SQNR and cosine rise while the information of all other
@@ -45,6 +48,8 @@ class OutlierUnderflow(Rule):
         - min_crest 6: amax / rms, in its place where no histogram was recorded. No published basis.
         - min_headroom 0.015625: below 2^-6 the scale is too old (F102).
         - min_elements 16: underflowed elements; in a small tensor a share says nothing. No published basis.
+        - horizon 1: how far a forecast looks ahead, as a share of the steps that the trend was seen for; 0 for none. No
+          published basis.
     """
 
     code = "F105"
@@ -66,9 +71,14 @@ class OutlierUnderflow(Rule):
     min_crest: float = 6.0
     min_headroom: float = 2.0**-6
     min_elements: int = 16
+    horizon: float = 1.0
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return the inputs that an outlier flushes."""
+        """Return the inputs that an outlier flushes, or else those that it will."""
+        found = list(self._flushed(run))
+        yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
+
+    def _flushed(self, run: Run) -> Iterable[Finding]:
         bad = (
             f"gemm = 'fprop' AND tensor = 'input' AND underflow_nonzero_rate > {self.warn_rate}"
             f" AND num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}"
@@ -91,6 +101,11 @@ class OutlierUnderflow(Rule):
             finding = outlying.finding(self, severity, message, value=rate, threshold=threshold)
             is_fine = trace.cast is not None and "x" in trace.cast.granularity
             yield replace(finding, cure=self.cure.partition("; else ")[2]) if is_fine else finding
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to rows that poison the others (F117), which look like an outlier from afar."""
+        poisoned = {part.module for f in others if f.code == "F117" for part in f.sites}
+        return any(part.module not in poisoned for part in finding.sites)
 
     def _has_outlier(self, row: dict[str, Any]) -> bool:
         spread = spread_log2(row)

@@ -1,8 +1,7 @@
 """Where a loss leaves its course: spikes, a level that rises and stays, and the first value that is not finite.
 
-A clean loss falls, wanders, and has batches that are worse than others: a step counts only beyond what the steps before
-it did themselves. noise = 1.4826 median(abs(d - median(d))) / sqrt(2), d the step-to-step differences, so that a trend
-does not count as noise; excess = loss - usual, usual the median of the last half window.
+A clean loss falls, wanders, and has bad batches: a step counts only beyond what those before it did. excess = loss -
+median of the last half window; noise = 1.4826 median(abs(d - median(d))) / sqrt(2), d the step-to-step differences.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-#: Steps of a level, and how far above the best one the last must lie to be a divergence, relative and in noise. No
-#: published basis: a new data mix or a restarted learning rate moves a loss by some percent.
-LEVEL, MIN_RISE, MIN_NOISE = 10, 0.15, 8.0
+#: Steps of a level, and how far above the best one the last must lie to be a divergence: relative, in noise, and relative
+#: to the largest rise that came back. No published basis: a new data mix moves a loss by some percent, a learning rate
+#: that comes in cycles moves it every time.
+LEVEL, MIN_RISE, MIN_NOISE, MIN_RATIO = 10, 0.15, 8.0, 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Spike:
 
     @property
     def size(self) -> str:
-        """How large it is, for people."""
+        """For people."""
         ratio = f" ({(self.loss - self.usual) / self.noise:.0f} times their noise)" if self.noise else ""
         return f"{self.loss - self.usual:.2g} above the {self.usual:.4g} of the steps before it{ratio}"
 
@@ -119,7 +119,7 @@ def spikes(
             if loss > limit:
                 last = place
                 yield Spike(step=steps[place], loss=loss, usual=usual, noise=noise, limit=limit)
-        excesses.append(0.0 if place - last <= window // 2 else excess)
+        excesses.append(0.0 if place != last and place - last <= window // 2 else excess)
 
 
 def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | None:
@@ -128,13 +128,21 @@ def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | No
         return None
     levels = [median(losses[place : place + LEVEL]) for place in range(len(losses) - LEVEL + 1)]
     best = min(range(len(levels)), key=levels.__getitem__)
-    around = losses[max(0, best - 2 * LEVEL) : best + LEVEL]
-    spread = 1.4826 * median(abs(loss - median(around[-LEVEL:])) for loss in around[-LEVEL:])
-    limit = levels[best] + max(MIN_RISE * abs(levels[best]), MIN_NOISE * max(noise_of(around), spread))
+    noise = noise_of(losses[max(0, best - 2 * LEVEL) : best + LEVEL])
+    least = max(MIN_RISE * abs(levels[best]), MIN_NOISE * noise)
     above = len(levels)
-    while above > best and levels[above - 1] > limit:
+    while above > best and levels[above - 1] > levels[best] + least:
         above -= 1
     if len(levels) - above < LEVEL:
         return None
-    start = next(place for place in range(above, len(losses)) if losses[place] > limit)
+    start = next(place for place in range(above, len(losses)) if losses[place] > levels[best] + least)
+    while start > best and losses[start - 1] > levels[best] + 3 * noise:
+        start -= 1
+    if levels[-1] - levels[best] < MIN_RATIO * _largest_rise(levels[: max(best + 1, start - LEVEL)]):
+        return None
     return Divergence(step=steps[start], best=levels[best], last=levels[-1])
+
+
+def _largest_rise(levels: Sequence[float]) -> float:
+    """Return how far levels rose at most above their lowest so far."""
+    return max(level - lowest for level, lowest in zip(levels, accumulate(levels, min), strict=True))

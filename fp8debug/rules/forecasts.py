@@ -1,0 +1,109 @@
+"""What will go wrong if it goes on: forecasts of F101 and F105, as information, under the code of what they foresee.
+
+A forecast is told only when the trend is significant, goes on in its later half, has come more than half of the way, and
+meets the limit within as many steps as it was seen for; so a clean run has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.formats import FORMATS
+from fp8debug.metrics.histogram import FIRST_LOG2
+from fp8debug.rules.base import Finding, Rule, Severity
+from fp8debug.rules.evidence import IS_DELAYED, Trace, percent, times, traces
+from fp8debug.rules.gating import product_words
+from fp8debug.rules.trends import Forecast, Trend, rising
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: First steps of a run, in which everything moves.
+WARMUP = 8
+
+
+def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterator[Finding]:
+    """Yield the operands whose headroom will exceed ``limit``.
+
+    A static scale stands still while its tensor grows. A delayed one follows, and lies behind by what the tensor grows
+    within a step: it has a trend only while its headroom stays above 1.
+    """
+    if horizon <= 0:
+        return
+    for trace in traces(run, f"{IS_DELAYED} AND headroom > 0", ["headroom"]):
+        rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
+        steps, values = [row["step"] for row in rows], [math.log2(row["headroom"]) for row in rows]
+        is_static = trace.cast is not None and trace.cast.scaling == "static"
+        if not is_static and any(value <= 0 for value in values[len(values) // 2 :]):
+            continue
+        forecast = _ahead(rising(steps, values), math.log2(limit), horizon)
+        if forecast is not None:
+            message = (
+                f"the {trace.gemm} {trace.tensor} grows towards the end of its scale: headroom"
+                f" {times(2.0 ** values[0])} at step {steps[0]}, {times(2.0 ** values[-1])} at step {steps[-1]}, rising by"
+                f" {_rate(forecast.trend)}; it clips {forecast.words}"
+            )
+            yield _finding(rule, trace, forecast, message, 2.0 ** values[-1], limit)
+
+
+def underflow_ahead(
+    rule: Rule, run: Run, rate: float, spread_log2: float, spread_of: Callable[[dict[str, Any]], float | None], horizon: float
+) -> Iterator[Finding]:
+    """Yield the inputs under one scale for the tensor of which the share ``rate`` will underflow, as their amax runs away.
+
+    The distance is the number of binades from the smallest value that survives to the quantile ``rate`` of the nonzero
+    elements. It must shrink while the amax moves away from the median, to ``spread_log2`` binades by then.
+    """
+    if horizon <= 0 or not run.has("log2_hist"):
+        return
+    where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
+    for trace in traces(run, where, ["amax", "scale_inv_max", "log2_hist"]):
+        cast = trace.cast
+        rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP and row["amax"] and row["scale_inv_max"]]
+        if cast is None or not rows:
+            continue
+        smallest = math.log2(FORMATS[cast.format].min_subnormal / 2)
+        steps = [row["step"] for row in rows]
+        left = [quantile_log2(row["log2_hist"], rate) - smallest - math.log2(row["scale_inv_max"]) for row in rows]
+        spreads = [spread_of(row) or 0.0 for row in rows]
+        forecast = _ahead(rising(steps, [-value for value in left]), 0.0, horizon)
+        away = rising(steps, spreads)
+        if forecast is None or away is None or away.level + away.slope * forecast.steps < spread_log2:
+            continue
+        message = (
+            f"the amax of the {trace.gemm} {trace.tensor} runs away from its other values, {times(2.0 ** spreads[-1])} times"
+            f" the median at step {steps[-1]}, by {_rate(forecast.trend)}: {percent(rate)} of the nonzero elements underflow"
+            f" {forecast.words}{product_words(run, trace.module, steps[0], steps[-1])}"
+        )
+        yield _finding(rule, trace, forecast, message, spreads[-1], spread_log2, unit="log2")
+
+
+def quantile_log2(histogram: Sequence[int], share: float) -> float:
+    """Return log2 of the magnitude below which a share of the nonzero elements lies, interpolated within its binade."""
+    wanted = share * sum(histogram)
+    for place, count in enumerate(histogram):
+        if count and wanted <= count:
+            return FIRST_LOG2 + place + wanted / count
+        wanted -= count
+    return float(FIRST_LOG2 + len(histogram))
+
+
+def _ahead(trend: Trend | None, limit: float, horizon: float) -> Forecast | None:
+    if trend is None or trend.level >= limit:
+        return None
+    forecast = trend.reaches(limit)
+    return forecast if forecast.within(horizon) else None
+
+
+def _rate(trend: Trend) -> str:
+    return f"{trend.slope:.2g} binades a step ({trend.low:.2g} to {trend.high:.2g})"
+
+
+def _finding(
+    rule: Rule, trace: Trace, forecast: Forecast, message: str, value: float, threshold: float, unit: str = "1"
+) -> Finding:
+    found = trace.finding(rule, Severity.INFO, message, value=value, threshold=threshold, unit=unit)
+    return replace(found, name=f"{rule.name}-forecast", steps=(forecast.trend.first, forecast.trend.last))

@@ -1,0 +1,181 @@
+"""The class of the problem comes first, says FP8's doing or not, and never takes a noisy loss for a sick one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.rules import RULES, Findings, triage
+from fp8debug.rules.losses import divergence, spikes
+from fp8debug.rules.movements import movements_before
+from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, INPUT, NAN, share
+from tests.synthetic import MODULES, Override, Plan, build, steps_row
+
+Course = Callable[[int, random.Random], float]
+LIMITS: dict[str, Any] = RULES.get("F125").thresholds
+
+
+def classified(path: Path, **plan: Any) -> dict[str, Any]:
+    findings = triage(build(path / "run", **{"with_results": False, **plan}))
+    assert findings.classification is not None
+    assert json.loads(findings.to_json())["classification"] == findings.classification
+    return dict(findings.classification)
+
+
+def losses_from(step: int, course: Callable[[int], float], num: int = 100) -> dict[int, dict[str, float]]:
+    return {s: {"loss": course(s)} for s in range(step, num)}
+
+
+def test_a_healthy_run_is_none_of_them(tmp_path: Path) -> None:
+    found = classified(tmp_path)
+    assert (found["class"], found["cause"], found["step"], found["module"]) == ("loss-fine", "healthy", None, None)
+    assert found["title"] == "none of the three"
+    assert found["what"] == "the loss is fine, and no rule found a fault"
+    assert "fp8debug diff RUN_FP8 RUN_BF16" in found["evidence"][0]
+
+
+def test_a_finding_under_a_fine_loss(tmp_path: Path) -> None:
+    found = classified(tmp_path, **FIRES["F101"])
+    assert (found["class"], found["cause"], found["module"], found["code"]) == ("loss-fine", "findings", CULPRIT, "F101")
+
+
+def test_a_spike_of_the_data(tmp_path: Path) -> None:
+    found = classified(tmp_path, steps={55: {"loss": 6.0}})
+    assert (found["title"], found["cause"], found["step"]) == ("(a) loss spike", "not-fp8", 55)
+    assert found["what"].endswith("Not FP8's doing: look at the batch and the learning rate")
+    assert found["evidence"] == ["nothing moved before it: no cast's statistics left their past at the sampled steps 40 and 50"]
+
+
+def test_a_spike_of_a_sick_cast(tmp_path: Path) -> None:
+    found = classified(tmp_path, **FIRES["F101"], steps={55: {"loss": 6.0}})
+    assert (found["class"], found["cause"], found["module"], found["code"]) == ("loss-spike", "fp8", CULPRIT, "F101")
+    assert found["evidence"] == [f"before it moved: {CULPRIT} fprop input: clipping 0 -> 0.76 at step 40"]
+
+
+def test_a_spike_after_a_cast_that_moved_within_its_limits_is_not_decided(tmp_path: Path) -> None:
+    moved = Override(**{**INPUT, "steps": (50, 60)}, slots={"amax": 60.0})
+    found = classified(tmp_path, overrides=[moved], steps={55: {"loss": 6.0}})
+    assert (found["class"], found["cause"]) == ("loss-spike", "undecided")
+    assert found["evidence"][0].startswith(f"before it moved: {CULPRIT} fprop input: amax 5.9")
+
+
+def test_what_moves_after_the_loss_is_its_consequence(tmp_path: Path) -> None:
+    """The gradients of a bad batch, and all that follows it."""
+    gradients = Override(tensor="grad_output", steps=(50, 60), slots={"amax": 1.0})
+    later = Override(gemm="fprop", steps=(60, None), slots={"amax": 900.0})
+    run = build(tmp_path / "run", overrides=[gradients, later], with_results=False)
+    assert movements_before(run, 50).found == ()
+    assert len(movements_before(run, 51).found) == 2 * len(MODULES)
+    assert movements_before(run, 20).steps == (), "too little was sampled before"
+
+
+def test_a_nan_has_an_origin(tmp_path: Path) -> None:
+    found = classified(tmp_path, **FIRES["F103"])
+    assert (found["title"], found["cause"], found["step"]) == ("(b) divergence", "numerical", 40)
+    assert (found["module"], found["code"]) == (CULPRIT, "F103")
+
+
+def test_a_divergence_of_one_layer(tmp_path: Path) -> None:
+    found = classified(tmp_path, **FIRES["F101"], steps=losses_from(45, lambda step: 4.0 + 0.05 * (step - 45)))
+    assert (found["class"], found["cause"], found["module"]) == ("divergence", "numerical", CULPRIT)
+    assert 40 <= found["step"] <= 60
+
+
+def test_a_divergence_at_once_and_everywhere(tmp_path: Path) -> None:
+    sick = Override(gemm="fprop", tensor="input", slots=CLIPPED, steps=(10, None))
+    found = classified(tmp_path, overrides=[sick], steps=losses_from(6, lambda step: 5.5 + 0.2 * step))
+    assert (found["class"], found["cause"], found["module"]) == ("divergence", "at-once", None)
+    assert "Suspect software, flags, learning rate or warm-up, not a layer" in found["what"]
+
+
+def test_a_divergence_after_a_change_of_the_configuration(tmp_path: Path) -> None:
+    events = [(50, "recipe", None, "FP8 parameters switched on")]
+    found = classified(tmp_path, events=events, steps=losses_from(52, lambda step: 4.0 + 0.05 * (step - 52)))
+    assert (found["class"], found["cause"]) == ("divergence", "configuration")
+    assert "after a change: FP8 parameters switched on at step 50" in found["what"]
+
+
+def test_casts_that_change_together_are_a_change(tmp_path: Path) -> None:
+    changed = Override(gemm="fprop", tensor="weight", steps=(50, None), slots={"cast_name": "e4m3fn tensorwise current"})
+    found = classified(tmp_path, overrides=[changed], steps=losses_from(55, lambda step: 4.0 + 0.05 * (step - 55)))
+    assert found["cause"] == "configuration"
+    assert "the casts of 6 of 6 modules change, first blocks.0.attn.qkv: fprop weight goes from" in found["what"]
+
+
+def test_a_jump_of_the_learning_rate_is_a_change(tmp_path: Path) -> None:
+    steps: dict[int, dict[str, float]] = losses_from(52, lambda step: 4.0 + 0.05 * (step - 52))
+    for step in range(50, 100):
+        steps.setdefault(step, {})["lr"] = 3e-2
+    assert "the learning rate jumps from 0.0003 to 0.03 at step 50" in classified(tmp_path, steps=steps)["what"]
+
+
+def test_a_nan_between_two_sampled_steps_is_not_decided(tmp_path: Path) -> None:
+    found = classified(tmp_path, steps=losses_from(55, lambda step: NAN))
+    assert (found["class"], found["cause"]) == ("divergence", "undecided")
+
+
+def test_a_gap_to_a_baseline_is_a_divergence(tmp_path: Path) -> None:
+    good = build(tmp_path / "bf16", recipe="bf16", what_if=["blockwise"], with_results=False)
+    plan = Plan()
+    worse = {s: {"loss": 1.1 * steps_row(plan, s, is_sampled=False)["loss"]} for s in range(40, 100)}
+    findings: Findings = triage(build(tmp_path / "run", steps=worse, with_results=False), good)
+    found = findings.classification
+    assert found is not None and findings.baseline is not None
+    assert (found["class"], found["cause"]) == ("divergence", "undecided")
+    assert 30 <= findings.baseline["diverges_at"] <= 41
+    assert triage(build(tmp_path / "same", with_results=False), good).baseline["diverges_at"] is None  # type: ignore[index]
+
+
+def test_without_a_loss_nothing_is_claimed(tmp_path: Path) -> None:
+    found = classified(tmp_path, steps={step: {"loss": None} for step in range(100)})
+    assert (found["class"], found["cause"]) == ("unknown", "no-loss")
+
+
+def _t4(chance: random.Random) -> float:
+    return chance.gauss(0, 1) / math.sqrt(sum(chance.gauss(0, 1) ** 2 for _ in range(4)) / 4)
+
+
+def _fall(step: int) -> float:
+    return 2.0 + 3.5 * math.exp(-step / 60)
+
+
+CLEAN: dict[str, Course] = {
+    "small batches": lambda step, chance: _fall(step) * (1 + 0.2 * chance.gauss(0, 1)),
+    "heavy tails": lambda step, chance: _fall(step) * (1 + 0.01 * _t4(chance)),
+    "warm-up": lambda step, chance: 10.8 - 8 * min(step / 200, 1) ** 2 + 0.05 * chance.gauss(0, 1),
+    "the learning rate drops": lambda step, chance: (3.0 if step < 300 else 2.2) * (1 + 0.02 * chance.gauss(0, 1)),
+    "cycles": lambda step, chance: 3 + 0.3 * math.sin(step / 15) + 0.02 * chance.gauss(0, 1),
+    "bad batches come and go": lambda step, chance: 3 + 0.03 * chance.gauss(0, 1) + (0.6 if chance.random() < 0.05 else 0),
+}
+
+
+@pytest.mark.parametrize("kind", CLEAN)
+def test_a_clean_loss_has_no_spike_and_does_not_diverge(kind: str) -> None:
+    steps = list(range(600))
+    alarms = 0
+    for seed in range(10):
+        chance = random.Random(seed)
+        losses = [CLEAN[kind](step, chance) for step in steps]
+        assert divergence(steps, losses) is None
+        alarms += len(list(spikes(steps, losses, **LIMITS)))
+    assert alarms <= (10 if "bad" in kind else 0), "the first bad batch of a run is a spike, its likes are not"
+
+
+@pytest.mark.parametrize("at", [12, 40, 555])
+def test_a_spike_is_found_at_its_step(at: int) -> None:
+    chance = random.Random(0)
+    losses = [_fall(step) * (1 + 0.01 * chance.gauss(0, 1)) for step in range(600)]
+    losses[at : at + 4] = [loss * factor for loss, factor in zip(losses[at : at + 4], (1.6, 1.4, 1.2, 1.1), strict=True)]
+    assert [spike.step for spike in spikes(range(600), losses, **LIMITS)] == [at]
+
+
+def test_a_rate_of_underflow_counts_as_movement(tmp_path: Path) -> None:
+    sick = Override(**{**INPUT, "steps": (40, None)}, slots={"num_underflow": share(0.05)})
+    (moved,) = movements_before(build(tmp_path / "run", overrides=[sick], with_results=False), 45).found
+    assert (moved.module, moved.column, moved.step) == (CULPRIT, "underflow_nonzero_rate", 40)
