@@ -1,8 +1,8 @@
-"""F110: a Linear that nobody asked to keep in BF16 is not in FP8, or a filter matched nothing."""
+"""F110: a Linear is not where it was asked to be: out of FP8 or in FP8 unasked, or a filter matched nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoverageGap(Rule):
-    """A Linear stays out of FP8 although nobody asked for it, or a filter matches nothing.
+    """A Linear runs in FP8 or out of it although nobody asked for that, or a filter matches nothing.
 
     What it detects
-        A module that should run in FP8 and does not; a plain nn.Linear among converted ones that no override named; an
-        override, include or exclude pattern that matched no module. A module that an override left in BF16 is none.
+        A module that should run in FP8 and does not; a plain nn.Linear among converted ones that no override named; one
+        that runs in FP8 against an override, or unasked where the others were asked for (a head or a tied embedding that
+        a filter let through); an override, include or exclude pattern that matched no module. A module that an override
+        left in BF16 is none, and neither is a head in FP8 that was asked for with all the others: `fp8debug coverage`
+        shows it.
 
     Why it matters
         A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
-        compares something else than its title says. It cannot make the loss worse, so it is a warning.
+        compares something else than its title says; a head in FP8 rounds the logits. No cast is at fault, so it is a warning.
 
     Example
         blocks.5.mlp.up is a plain nn.Linear among 41 modules in FP8, and no override named it.
@@ -50,8 +53,13 @@ class CoverageGap(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per module or pattern."""
         converted = [module for module in run.modules if module.get("fp8")]
+        were_asked = any(module.get("requested") == "fp8" for module in converted)
         for module in run.modules:
             asked, reason = module.get("requested"), module.get("reason")
+            if module.get("fp8") and asked == "bf16":
+                yield self._finding(run, "it runs in FP8 although an override asked for high precision", module)
+            elif module.get("fp8") and asked is None and were_asked:
+                yield self._finding(run, "it runs in FP8, and nobody asked for that here", module)
             if module.get("fp8") is not False or asked == "bf16":
                 continue
             because = f": {reason}" if reason else ""
@@ -79,6 +87,11 @@ class CoverageGap(Rule):
             cure=self.cure,
             call_index=(module.get("call_index") if module else None) or 0,
         )
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Stand unless every module is a router in FP8, which F109 names."""
+        routers = {name for f in others if f.code == "F109" for name in (f.module, *f.also)}
+        return finding.module is None or not {finding.module, *finding.also} <= routers
 
 
 RULES.add(CoverageGap.code, CoverageGap())

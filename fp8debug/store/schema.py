@@ -13,7 +13,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 
 # What each version changed; a reader keeps reading all older ones.
 # 1: first version (fp8debug 0.1).
-SCHEMA_VERSION = 1
+# 2: choice slots of results (num_choice_rows, num_top1_flips, num_top2_flips); inference_* columns of steps.
+SCHEMA_VERSION = 2
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
@@ -104,6 +105,9 @@ STEPS: tuple[Column, ...] = (
     Column("grad_norm", "float64", "1", "max", "Norm of all gradients before clipping."),
     Column("lr", "float64", "1", "max", "Learning rate."),
     Column("loss_scale", "float64", "1", "min", "Loss scale of mixed precision."),
+    Column("inference_kl", "float64", "1", "mean", "KL divergence of inference's logits from training's, nats a token."),
+    Column("inference_nmse", "float64", "1", "mean", "Squared difference of both paths' logits over their variance."),
+    Column("inference_flip_rate", "float64", "1", "mean", "Share of tokens whose most likely class is another."),
     Column("tokens", "int64", "1", "sum", "Tokens that the rank trained on in the step."),
     Column("seconds", "float64", "s", "max", "Wall time of the step."),
     Column("sampled", "bool", "", "any", "True when the step's statistics were recorded."),
@@ -113,7 +117,7 @@ EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
     Column("time", "timestamp", "s", "", "When the row was made, UTC."),
-    Column("kind", "string", "", "", "One of nonfinite, skipped, recipe, recording, resume, note."),
+    Column("kind", "string", "", "", "One of nonfinite, skipped, dump, recipe, recording, resume, note."),
     Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
     Column("message", "string", "", "", "What happened, one sentence."),
 )

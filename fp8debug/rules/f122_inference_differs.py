@@ -1,0 +1,84 @@
+"""F122: the trained weights give other logits in inference than in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import percent
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class InferenceDiffers(Rule):
+    """The weights give other logits in inference than in training, although the training loss looks fine.
+
+    What it detects
+        The logits of one batch by the training's own FP8 forward and by inference (the same modules in high precision, or
+        a path of yours), compared by `watch.compare_inference(batch)`. Quantization noise alone moves logits by a few
+        percent of their size; here the difference is a material part of it, and the predicted distributions differ. It
+        stands only when no other rule has found the operand at fault, which then is the cause.
+
+    Why it matters
+        Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
+        trained in FP8 and served in BF16, or a policy whose rollouts run in another engine with weights out of step.
+
+    Example
+        Inference's logits differ from training's by 38 % of their variance since step 300 (KL 0.71 nats a token, 24 % of
+        the tokens predict another class).
+
+    Cure
+        Compare weights and scales of both paths, dequantized (a weight that was not synchronised, a scale applied twice);
+        serve in the recipe of the training; train the last steps in the precision of inference.
+
+    Thresholds
+        - max_nmse 0.1: squared difference of the logits, their mean over classes removed, over their variance. No published
+          basis: healthy small models have 0.0005 to 0.02 under every recipe here [measured], and 28.5 dB for one GEMM is
+          0.0014.
+        - max_kl 0.02: nats a token; below, the difference does not show in what is predicted. No published basis.
+        - min_share 0.5: share of the comparisons since the first one that show it.
+        - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
+    """
+
+    code = "F122"
+    name = "inference-differs"
+    cure = "compare weights and scales of both paths, dequantized; serve in the training's recipe, or end training in inference's"
+
+    max_nmse: float = 0.1
+    max_kl: float = 0.02
+    min_share: float = 0.5
+
+    def needs(self, run: Run) -> str | None:
+        """Ask for a comparison."""
+        return None if run.has("inference_nmse") else "no inference was compared: call watch.compare_inference(batch)"
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding for the run."""
+        query = "SELECT step, inference_kl, inference_nmse, inference_flip_rate FROM steps WHERE inference_nmse IS NOT NULL ORDER BY step"
+        rows = run.sql(query).to_pylist()
+        bad = [row for row in rows if row["inference_nmse"] > self.max_nmse and row["inference_kl"] > self.max_kl]
+        if not bad or len(bad) < self.min_share * sum(row["step"] >= bad[0]["step"] for row in rows):
+            return
+        worst = max(bad, key=lambda row: float(row["inference_nmse"]))
+        message = (
+            f"inference's logits differ from training's by {percent(worst['inference_nmse'])} of their variance at step"
+            f" {worst['step']} (KL {worst['inference_kl']:.2g} nats a token, {percent(worst['inference_flip_rate'])} of the"
+            " tokens predict another class)"
+        )
+        yield Finding(code=self.code, name=self.name, severity=Severity.WARNING, steps=(bad[0]["step"], bad[-1]["step"]),
+                      ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=self.max_nmse, message=message,
+                      cure=self.cure)  # fmt: skip
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Stand only when no operand is known to be at fault by then."""
+        return not any(
+            RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[1]
+            for f in others
+        )
+
+
+RULES.add(InferenceDiffers.code, InferenceDiffers())

@@ -1,0 +1,118 @@
+"""F126: the loss scale falls again and again, or is too small to keep FP16 gradients above zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import percent, times
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class LossScaleLoop(Rule):
+    """The loss scale overflows in a loop, or leaves the gradients below the range of FP16.
+
+    What it detects
+        Reductions of the loss scale that come faster than a scaler's growth explains, counted after its first descent from
+        the initial value has ended; or a scale that has sunk below 1. The other side: gradients of most modules that lie
+        on the grid of FP16's subnormals and are zero in part before any cast. No layer is to blame.
+
+    Why it matters
+        A step whose gradients overflow is skipped: a loop trains on a fraction of its steps and then at a scale where
+        small gradients vanish. FP8 with current scaling needs no loss scale; FP16 gradients and static scales do.
+
+    Example
+        The loss scale was reduced 7 times within 20 steps from step 340 on, from 3.3e+04 to 256.
+
+    Cure
+        Find the Inf (a batch, a learning rate, a mask of -65504 in FP16): the gradient norm of the skipped steps names the
+        moment. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish.
+
+    Thresholds
+        - window 20: steps in which reductions are counted.
+        - max_reductions 3: reductions within it that are no loop. No published basis: a scaler that grows every 2000 steps
+          (torch.amp's default) is reduced once in so many, and one that grows every 10 at most twice in 20.
+        - min_scale 1: a scale below it makes the gradients smaller than they are. No published basis.
+        - max_zero_rate 0.2: share of zeros in a grad_output on the grid of FP16's subnormals. No published basis.
+        - min_modules 0.5: share of the modules that show it.
+        - Common guides to FP16 and FP8 training; numerics.md, 5.
+    """
+
+    code = "F126"
+    name = "loss-scale-loop"
+    columns = ("loss_scale",)
+    cure = "find the overflowing gradient (batch, learning rate, FP16 mask); BF16 needs no loss scale"
+    needs_fp8 = False
+
+    window: int = 20
+    max_reductions: int = 3
+    min_scale: float = 1.0
+    max_zero_rate: float = 0.2
+    min_modules: float = 0.5
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the loop, and the gradients that vanish."""
+        query = "SELECT step, loss_scale FROM steps WHERE loss_scale IS NOT NULL AND loss_scale > 0 ORDER BY step"
+        trace = [(row["step"], row["loss_scale"]) for row in run.sql(query).to_pylist()]
+        yield from self._loop(run, trace)
+        yield from self._vanishing(run)
+
+    def _loop(self, run: Run, trace: Sequence[tuple[int, float]]) -> Iterable[Finding]:
+        falls: list[int] = []
+        settled = False
+        for place in range(1, len(trace)):
+            if trace[place][1] < trace[place - 1][1]:
+                falls += [place] if settled else []
+            else:
+                settled = True
+        crowded = [
+            (first, last)
+            for first, last in zip(falls, falls[self.max_reductions :], strict=False)
+            if trace[last][0] - trace[first][0] < self.window
+        ]
+        if crowded:
+            start, end = crowded[0][0], crowded[-1][1]
+            inside = sum(start <= place <= end for place in falls)
+            message = (
+                f"the loss scale was reduced {inside} times from step {trace[start][0]} to {trace[end][0]}, from"
+                f" {times(trace[start - 1][1])} to {times(trace[end][1])}"
+            )
+            steps = (trace[start][0], trace[end][0])
+            yield self._finding(run, Severity.ERROR, steps, message, float(inside), float(self.max_reductions))
+            return
+        low = [(step, scale) for step, scale in trace if scale < self.min_scale]
+        if low:
+            message = f"the loss scale has sunk to {times(min(scale for _, scale in low))} by step {low[-1][0]}"
+            yield self._finding(run, Severity.ERROR, (low[0][0], low[-1][0]), message, low[-1][1], self.min_scale)
+
+    def _vanishing(self, run: Run) -> Iterable[Finding]:
+        if not (run.has("zero_rate") and run.has("amin")):
+            return
+        query = (
+            "SELECT step, count(DISTINCT module) AS num, avg(zero_rate) AS zero_rate, count(DISTINCT module) FILTER (WHERE"
+            f" amin >= {2.0**-24} AND amax < {2.0**-14} AND zero_rate > {self.max_zero_rate}) AS num_low FROM sites"
+            " WHERE tensor = 'grad_output' AND reference = 'operand' AND numel > 0 GROUP BY step ORDER BY step"
+        )
+        rows: list[dict[str, Any]] = run.sql(query).to_pylist()
+        low = [row for row in rows if row["num_low"] >= self.min_modules * row["num"]]
+        if low and 2 * len(low) >= len(rows):
+            worst = max(row["zero_rate"] for row in low)
+            message = (
+                f"the gradients of {low[-1]['num_low']} of {low[-1]['num']} modules lie among FP16's subnormals, and"
+                f" {percent(worst)} of their elements are zero before any cast"
+            )
+            yield self._finding(run, Severity.WARNING, (low[0]["step"], low[-1]["step"]), message, worst, self.max_zero_rate)
+
+    def _finding(
+        self, run: Run, severity: Severity, steps: tuple[int, int], message: str, value: float, threshold: float
+    ) -> Finding:
+        return Finding(code=self.code, name=self.name, severity=severity, steps=steps, ranks=tuple(run.ranks), value=value,
+                       threshold=threshold, message=message, cure=self.cure)  # fmt: skip
+
+
+RULES.add(LossScaleLoop.code, LossScaleLoop())

@@ -1,0 +1,114 @@
+"""F127: the loss rises from the first steps on, everywhere at once: software, learning rate or warm-up, not a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.losses import read_losses
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class DivergesAtStart(Rule):
+    """The loss rises from the first steps on and does not come back, while no single layer shows a fault of its own.
+
+    What it detects
+        A loss that lies above its first value in the later half of the first steps, and at the end; or that rose and is
+        no longer finite within them. The message says how many modules' inputs and weights moved at once. It stands only
+        when no other rule found a harmful fault that is local, in less than half of the modules, by then.
+
+    Why it matters
+        Training that fails at once fails everywhere: a wrong flag, a broken kernel or library, a learning rate or a
+        missing warm-up. Searching a layer to take out of FP8 costs days; the same start in BF16 tells in minutes.
+
+    Example
+        The loss rises from 5.55 to 31.2 in the first 20 steps; the amax of 42 of 42 modules more than doubled by step 10.
+
+    Cure
+        The same steps in BF16: if they diverge too, lower the learning rate or lengthen the warm-up, and look at data and
+        initialisation. If they do not, check versions, flags and the FP8 library before any layer (fp8debug coverage RUN).
+
+    Thresholds
+        - window 20: first steps that are judged; numerics.md, 5 ("all sites at once from step 0").
+        - min_history 8: losses needed. No published basis.
+        - min_rise 0.2: median loss of the window's later half over the first loss, relative. No published basis: a start
+          without warm-up jumps and comes back below its first value within ten steps.
+        - min_growth 2: growth of an amax that counts as moved. No published basis.
+        - max_local 0.5: share of the modules below which another rule's finding is local, and the cause.
+        - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
+    """
+
+    code = "F127"
+    name = "diverges-at-start"
+    columns = ("loss",)
+    cure = "run the same steps in BF16: lower the learning rate or warm up if they diverge too, else check versions and flags"
+    needs_fp8 = False
+
+    window: int = 20
+    min_history: int = 8
+    min_rise: float = 0.2
+    min_growth: float = 2.0
+    max_local: float = 0.5
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the divergence, if there is one."""
+        steps, losses = read_losses(run)
+        early = losses[: self.window + 1]
+        sick = next((place for place, loss in enumerate(early) if not math.isfinite(loss)), None)
+        finite = early[:sick]
+        if not finite or finite[0] <= 0:
+            return
+        limit = finite[0] * (1 + self.min_rise)
+        if sick is not None:
+            is_diverged = len(finite) > 1 and finite[-1] > limit
+        else:
+            is_diverged = len(finite) >= self.min_history and median(finite[len(finite) // 2 :]) > limit
+            is_diverged = is_diverged and not self._comes_back(losses, finite[0])
+        if is_diverged:
+            yield self._finding(run, steps, finite, sick, limit)
+
+    def _comes_back(self, losses: Sequence[float], first: float) -> bool:
+        return median(losses[-self.min_history :]) <= first
+
+    def _finding(self, run: Run, steps: Sequence[int], finite: Sequence[float], sick: int | None, limit: float) -> Finding:
+        last = steps[len(finite) - 1] if sick is None else steps[sick]
+        highest = max(finite)
+        to = f"{highest:.4g}" if sick is None else f"{highest:.4g}, then to NaN or Inf"
+        message = f"the loss rises from {finite[0]:.4g} to {to} within steps {steps[0]} to {last}{self._moved(run, last)}"
+        return Finding(code=self.code, name=self.name, severity=Severity.ERROR, steps=(steps[0], last), ranks=tuple(run.ranks),
+                       value=highest, threshold=limit, message=message, cure=self.cure)  # fmt: skip
+
+    def _moved(self, run: Run, last: int) -> str:
+        """Return in words how many modules' operands moved from the first sampled step on."""
+        query = (
+            "SELECT module, tensor, max(amax) AS highest, min(amax) FILTER (WHERE amax > 0) AS lowest,"
+            " count(DISTINCT step) AS num"
+            f" FROM sites WHERE reference = 'operand' AND gemm = 'fprop' AND amax IS NOT NULL AND step <= {int(last)}"
+            " GROUP BY module, tensor"
+        )
+        rows = [row for row in run.sql(query).to_pylist() if row["num"] > 1 and row["lowest"]]
+        moved = {row["module"] for row in rows if row["highest"] > self.min_growth * row["lowest"]}
+        num = len({row["module"] for row in rows})
+        return f"; the amax of {len(moved)} of {num} modules changed more than {self.min_growth:g} times by then" if num else ""
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Stand only when no harmful finding of a few modules began by then."""
+        num = max(1, sum(module.get("call_index") is not None for module in run.modules))
+        return not any(
+            RULES.get(f.code).is_harmful
+            and f.module is not None
+            and f.severity > Severity.INFO
+            and f.steps[0] <= finding.steps[1]
+            and len(f.also) + 1 < self.max_local * num
+            for f in others
+        )
+
+
+RULES.add(DivergesAtStart.code, DivergesAtStart())

@@ -1,0 +1,90 @@
+"""Numbered parts of a model (layers, experts), found by structure alone: equal FQNs but for one number, equal shapes.
+
+No rule may go by what a module is called. ``layers.3.mlp.w1`` belongs to the group of that role over the layers, and
+``layers.3.experts.5.w1`` to the group of that role over the experts of one layer. Which of them are experts shows in the
+tokens: the members of a routed group see different numbers of rows in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.evidence import RUNNING
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: step -> module -> its fprop input: call_index, rows, sum_x2.
+Inputs = dict[int, dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Modules that differ in one number of their FQN.
+
+    Attributes:
+        prefix: FQN before the number.
+        suffix: FQN after it.
+        members: FQN by number, in rising order.
+    """
+
+    prefix: str
+    suffix: str
+    members: Mapping[int, str]
+
+    @property
+    def holder(self) -> str:
+        """FQN of the module that owns the numbered list; empty at the top."""
+        return self.prefix.rpartition(".")[0]
+
+
+def linears(run: Run) -> list[dict[str, Any]]:
+    """Return the modules of the manifest in execution order, each value of its type or None."""
+    query = "SELECT fqn, in_features, out_features, fp8, requested, call_index FROM modules"
+    return run.sql(query).to_pylist()
+
+
+def numbered(run: Run, min_members: int = 2) -> list[Group]:
+    """Return the groups of modules of one shape that have at least so many members."""
+    found: dict[tuple[str, str, Any, Any], dict[int, str]] = {}
+    for module in linears(run):
+        parts = module["fqn"].split(".")
+        for place, part in enumerate(parts):
+            if part.isdecimal():
+                key = ".".join(parts[:place]), ".".join(parts[place + 1 :]), module["in_features"], module["out_features"]
+                found.setdefault(key, {})[int(part)] = module["fqn"]
+    return [
+        Group(prefix=key[0], suffix=key[1], members=dict(sorted(members.items())))
+        for key, members in found.items()
+        if len(members) >= min_members
+    ]
+
+
+def fprop_inputs(run: Run) -> Inputs:
+    """Return how many rows each FP8 module read at each sampled step, and their sum of squares; NaN inputs are left out."""
+    widths = {module["fqn"]: module["in_features"] for module in linears(run)}
+    alive = RUNNING.replace("numel > 0", "numel >= 0")  # an expert without tokens has a row of zeros
+    query = (
+        "SELECT step, module, min(call_index) AS call_index, max(numel) AS numel, max(sum_x2) AS sum_x2 FROM sites"
+        f" WHERE {alive} AND gemm = 'fprop' AND tensor = 'input' GROUP BY step, module ORDER BY step, module"
+    )
+    found: Inputs = {}
+    for row in run.sql(query).to_pylist():
+        width = widths.get(row["module"])
+        if width:
+            values = {"call_index": row["call_index"] or 0, "rows": row["numel"] // width, "sum_x2": row["sum_x2"] or 0.0}
+            found.setdefault(row["step"], {})[row["module"]] = values
+    return found
+
+
+def is_routed(group: Group, inputs: Inputs) -> bool:
+    """Tell whether its members share the tokens among them: at half of the steps those called see different numbers.
+
+    A layer that is dropped at random is called with all rows or not at all, and is none.
+    """
+    seen = [
+        {values[m]["rows"] for m in group.members.values() if m in values and values[m]["rows"]} for values in inputs.values()
+    ]
+    return 2 * sum(len(rows) > 1 for rows in seen) >= max(1, len(seen))
