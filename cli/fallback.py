@@ -24,7 +24,7 @@ HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "da
 @click.option("-o", "--output", metavar="FILE", default="-", help="File for --to; stdout by default.")
 @click.option("--from-step", metavar="N", type=click.IntRange(min=0), help="BF16 entries hold from step N on: a cool-down.")
 @click.option("--until-step", metavar="N", type=click.IntRange(min=1), help="BF16 entries hold until step N: a warm-up.")
-@click.option("--fill", is_flag=True, help="Spend the whole budget, on GEMMs whose error is healthy too.")
+@click.option("--fill", is_flag=True, help="Spend the budget on healthy GEMMs too, by damage.")
 def command(
     run: str, budget: str, name: str | None, output: str, from_step: int | None, until_step: int | None, fill: bool
 ) -> None:

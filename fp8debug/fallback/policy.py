@@ -7,8 +7,11 @@ budget, what the recorded errors ask for. The list names candidates; only a run 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from fp8debug.fallback.candidates import GEMMS, Fallback, parse_share
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
@@ -39,15 +42,15 @@ def recommend(
     layer of a healthy FP8 run has some, and no threshold on it has a published basis. So a GEMM counts only where the
     error of its result lies outside the healthy envelope: SQNR against the shadow 3.5 dB below what its operands' formats
     give, in the median of at least three sampled steps. An error inside the envelope is the price of FP8 that all layers
-    pay. fprop goes by damage per cost; dgrad, whose errors reach every earlier layer, comes after it, and wgrad, which is
-    a leaf, last, both by error energy per cost. A healthy run therefore gives an empty list.
+    pay. fprop comes first: the choice of most damage that fits. Then dgrad, whose errors reach every earlier layer, and
+    last wgrad, which is a leaf, by error energy. A healthy run therefore gives an empty list.
 
     Args:
         run: the run that was judged, or its folder.
         findings: what triage found.
         budget: share of the FP8 speed-up that may be given back, hard faults included: ``0.1`` or ``"10%"``.
-        fill: spend the budget on the GEMMs inside the envelope too, in the same order; for a run whose loss is off
-            although its statistics are healthy, and to compare rankings. Prove such a list.
+        fill: spend the budget on fprop inside the envelope too, by damage; for a run whose loss is off although its
+            statistics are healthy. Prove such a list.
 
     Raises:
         UsageError: budget is no share.
@@ -79,13 +82,10 @@ class _Plan:
             asked.setdefault((str(site.module), str(site.gemm)), []).append(site)
         optional = [self._bf16_entry(module, (gemm,), tuple(_codes(sites)), sites) for (module, gemm), sites in asked.items()]
         taken = {entry.module for entry in [*entries, *optional]}
-        optional += [e for e in self._by_error(everything=everything) if everything or e.module not in taken]
-        in_bf16 = {(e.module, gemm) for e in entries if e.cast is None for gemm in e.gemms}
-        for entry in optional:
-            if spent + entry.cost <= budget + 1e-12 and (entry.module, entry.gemms[0]) not in in_bf16:
-                spent += entry.cost
-                entries.append(entry)
-                in_bf16.add((entry.module, entry.gemms[0]))
+        for group in [[(1.0, entry)] for entry in optional] + self._by_error(taken, everything=everything):
+            chosen = best_within(group, budget - spent)
+            spent += sum(entry.cost for entry in chosen)
+            entries += chosen
         return entries
 
     def _change_cast(self, site: Finding) -> bool:
@@ -146,18 +146,48 @@ class _Plan:
         found = self.errors.get((module, Gemm.FPROP.value))
         return found.damage_per_row if found else None
 
-    def _by_error(self, *, everything: bool) -> list[Fallback]:
-        """Return one entry per GEMM whose error is material, or per GEMM: fprop by damage, dgrad and wgrad by error energy."""
+    def _by_error(self, taken: Collection[str], *, everything: bool) -> list[list[tuple[float, Fallback]]]:
+        """Return the GEMMs whose error is material, or every fprop, with what each is worth: fprop, then dgrad, then wgrad."""
         total = sum(error.damage or 0.0 for error in self.errors.values())
-        ranked = []
+        groups: dict[str, list[tuple[float, Fallback]]] = {gemm: [] for gemm in GEMMS}
         for (module, gemm), error in self.errors.items():
-            if module not in self.cost or not (everything or _is_material(gemm, error, total)):
-                continue
             is_fprop = gemm == Gemm.FPROP.value
-            entry = self._bf16_entry(module, (gemm,), ("damage" if is_fprop else "error",))
-            worth = (error.damage_per_row or 0.0) if is_fprop else 10 ** (-error.sqnr_db / 10)
-            ranked.append((GEMMS.index(gemm), -worth / max(entry.cost, 1e-9), entry))
-        return [entry for *_, entry in sorted(ranked, key=lambda r: r[:2])]
+            wanted = _is_material(gemm, error, total) or (everything and is_fprop)
+            if wanted and module in self.cost and module not in taken:
+                entry = self._bf16_entry(module, (gemm,), ("damage" if is_fprop else "error",))
+                worth = (error.damage_per_row or 0.0) if is_fprop else 10 ** (-error.sqnr_db / 10)
+                groups[gemm].append((worth, entry))
+        return list(groups.values())
+
+
+def best_within(group: Sequence[tuple[float, Fallback]], budget: float) -> list[Fallback]:
+    """Return the entries of most worth in all whose costs fit the budget, by falling worth per cost.
+
+    The knapsack problem, solved exactly but for costs rounded up to a ten-thousandth of the budget.
+
+    Args:
+        group: (worth, entry).
+        budget: share.
+    """
+    ordered = sorted(group, key=lambda w: -w[0] / max(w[1].cost, 1e-9))
+    if sum(entry.cost for _, entry in ordered) <= budget + 1e-12:
+        return [entry for _, entry in ordered]
+    ordered = [(worth, entry) for worth, entry in ordered if entry.cost <= budget + 1e-12]
+    steps = 10_000
+    best = np.zeros(steps + 1)  # by budget spent, in steps
+    taken = np.zeros((len(ordered), steps + 1), dtype=bool)
+    weights = [max(0, math.ceil(entry.cost / budget * steps - 1e-6)) if budget > 0 else 0 for _, entry in ordered]
+    for place, (weight, (worth, _)) in enumerate(zip(weights, ordered, strict=True)):
+        with_it = np.full(steps + 1, -1.0)
+        with_it[weight:] = best[: steps + 1 - weight] + worth
+        taken[place] = with_it > best
+        best = np.maximum(best, with_it)
+    chosen, left = [], steps
+    for place in range(len(ordered) - 1, -1, -1):
+        if taken[place, left]:
+            chosen.append(ordered[place][1])
+            left -= weights[place]
+    return chosen[::-1]
 
 
 def _is_material(gemm: str, error: ResultError, total_damage: float) -> bool:

@@ -1,0 +1,295 @@
+"""How good is ``recommend()``? ``python tests/bench/fallback.py [--budgets 0.1 0.25] [--only NAME]``: a table, no assertion.
+
+A small GPT is trained in BF16 to a checkpoint. From there a window of steps runs in BF16, in FP8, and in FP8 with some GEMMs in
+BF16, on the same batches. The gap is the KL divergence, on held-out text, of the window's model (run as it trained) from the
+one trained in BF16. What a list recovers is 1 - gap(list) / gap(FP8), at a cost that is the FLOP share of its GEMMs.
+
+    oracle      the best list that fits the budget among all single GEMMs and all pairs, the best pairs extended greedily
+    recommend   what fp8debug.recommend() makes of a recording of the FP8 window, with ``fill`` where the run is healthy
+    first/last  the first module, the last, the second, ...: all GEMMs of each, one by one while they fit
+
+A cast that recommend changes costs nothing, so it may do better than the oracle, which knows BF16 only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import fp8debug
+from examples.train_gpt import rotate, text
+from fp8debug.fallback import Fallback
+from fp8debug.fallback.measured import gemm_shares
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+VOCABULARY, WIDTH, HIDDEN, LENGTH, BATCH = 128, 64, 256, 64, 4
+Unit = tuple[str, str]
+
+
+class Block(nn.Module):
+    """One transformer layer in four Linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (1, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return out
+
+
+class Model(nn.Module):
+    """A GPT over bytes; its head stays in BF16."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What makes FP8 differ from BF16.
+
+    Attributes:
+        name: of the table's row.
+        recipe: of every Linear but the head.
+        faults: (name, module, options) to plant.
+        recipes: other recipes by module.
+        prepare: changes the checkpoint's model without changing what it computes.
+        depth: blocks.
+        seed: of the initial weights.
+        fill: spend the budget although the run is healthy.
+    """
+
+    name: str
+    recipe: str = "blockwise"
+    faults: tuple[tuple[str, str, dict[str, Any]], ...] = ()
+    recipes: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] = lambda model: None
+    depth: int = 2
+    seed: int = 0
+    fill: bool = False
+
+
+def outlier_channels(*places: tuple[int, float]) -> Callable[[Any], None]:
+    """Return what scales one hidden channel of ``up`` in a block up, and its column of ``down`` down by as much."""
+
+    def prepare(model: Any) -> None:
+        for number, factor in places:
+            block = model.blocks[number]
+            block.norm1.weight[3] *= factor
+            block.qkv.weight[:, 3] /= factor
+
+    return prepare
+
+
+E5M2 = fp8debug.get_recipe("blockwise").replace(gemm="fprop", tensor="input", format="e5m2")
+SCENARIOS = (
+    Scenario(name="stale scale, one layer", recipe="tensorwise_current", faults=(("stale_scale", "blocks.1.down", {}),)),
+    Scenario(name="stale scale, first layer", recipe="tensorwise_current", faults=(("stale_scale", "blocks.0.qkv", {}),), seed=1),
+    Scenario(name="wrong scale after reload", faults=(("wrong_scale", "blocks.0.up", {}),)),
+    Scenario(name="scale rounded down", recipe="blockwise_pow2", faults=(("e8m0_floor", "blocks.1.up", {}),), seed=1),
+    Scenario(name="zero tile", faults=(("zero_tile", "blocks.0.down", {}),)),
+    Scenario(name="two faults", faults=(("wrong_scale", "blocks.1.proj", {}), ("wrong_format", "blocks.0.up", {})), seed=2),
+    Scenario(name="outlier channels", recipe="tensorwise_current", prepare=outlier_channels((0, 2.0**9), (1, 2.0**5))),
+    Scenario(name="healthy, filled", fill=True),
+    Scenario(name="healthy, filled, 1 block", depth=1, seed=3, fill=True),
+    Scenario(name="healthy tensorwise, filled", recipe="tensorwise_current", seed=4, fill=True),
+)
+
+
+class Trial:
+    """A checkpoint, its batches, and the gap of any list."""
+
+    def __init__(self, scenario: Scenario, *, pretrain: int, window: int, device: str = "cpu") -> None:
+        self.scenario, self.window = scenario, window
+        data = text(1 << 17).clamp(max=VOCABULARY - 1).long()
+        starts = torch.randint(len(data) - LENGTH - 1, (pretrain + window + 4, BATCH), generator=_generator(scenario.seed))
+        self.batches = [torch.stack([data[s : s + LENGTH + 1] for s in row.tolist()]) for row in starts]
+        torch.manual_seed(scenario.seed)
+        model = Model(scenario.depth)
+        optimizer = _optimizer(model)
+        self._train(model, optimizer, self.batches[:pretrain])
+        with torch.no_grad():
+            scenario.prepare(model)
+        self.model, self.optimizer_state = model, optimizer.state_dict()
+        self.held_out = torch.cat(self.batches[pretrain + window :])
+        self.batches = self.batches[pretrain : pretrain + window]
+        self.reference = self._log_probabilities(self._run(None))
+        self.num_runs = 0
+        self._known: dict[frozenset[Unit], float] = {}
+        self.gap = self.of([])
+
+    def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor]) -> None:
+        for batch in batches:
+            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _run(self, fallbacks: Sequence[Fallback] | None, watch_in: Path | None = None) -> nn.Module:
+        """Train the window from the checkpoint and return the model; None is BF16."""
+        scenario, model = self.scenario, copy.deepcopy(self.model)
+        if fallbacks is None:
+            overrides: dict[str, Any] = {"*": "bf16"}
+        else:
+            overrides = {**scenario.recipes, "head": None}
+        fp8debug.convert(model, scenario.recipe, overrides)
+        for name, module, options in scenario.faults if fallbacks is not None else ():
+            fp8debug.inject(model, name, module=module, **options)
+        fp8debug.apply(model, fallbacks or [])
+        optimizer = _optimizer(model)
+        optimizer.load_state_dict(copy.deepcopy(self.optimizer_state))
+        if watch_in is None:
+            self._train(model, optimizer, self.batches)
+        else:
+            with fp8debug.watch(model, watch_in, every=1, shadow="full"):
+                self._train(model, optimizer, self.batches)
+        return model
+
+    def _log_probabilities(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return model(self.held_out[:, :-1]).double().log_softmax(-1)
+
+    def of(self, fallbacks: Sequence[Fallback]) -> float:
+        """Return the gap that a list leaves, in nats per byte; NaN counts as knowing nothing."""
+        self.num_runs += 1
+        found = self._log_probabilities(self._run(fallbacks))
+        kl = (self.reference.exp() * (self.reference - found)).sum(-1).mean().item()
+        return min(kl, math.log(VOCABULARY)) if math.isfinite(kl) else math.log(VOCABULARY)
+
+    def recovered(self, fallbacks: Sequence[Fallback]) -> float:
+        """Return the share of the gap that a list closes."""
+        return 1 - self.of(fallbacks) / self.gap
+
+    def of_units(self, units: Iterable[Unit]) -> float:
+        """Return the share of the gap that GEMMs in BF16 close."""
+        key = frozenset(units)
+        if key not in self._known:
+            self._known[key] = self.recovered([Fallback(module=module, gemms=(gemm,)) for module, gemm in sorted(key)])
+        return self._known[key]
+
+
+def oracle(trial: Trial, shares: dict[str, float], budget: float) -> tuple[float, frozenset[Unit]]:
+    """Return the best recovery within the budget, and the GEMMs that give it."""
+    units = [(module, gemm) for module in shares for gemm in GEMMS]
+
+    def cost(chosen: Iterable[Unit]) -> float:
+        return sum(shares[module] for module, _ in chosen)
+
+    candidates = [frozenset(c) for n in (1, 2) for c in itertools.combinations(units, n) if cost(c) <= budget + 1e-12]
+    if not candidates:
+        return 0.0, frozenset()
+    ranked = sorted(candidates, key=lambda c: -trial.of_units(c))
+    best = ranked[0]
+    for start in ranked[:2]:
+        chosen = start
+        while True:
+            longer = [chosen | {u} for u in units if u not in chosen and cost(chosen | {u}) <= budget + 1e-12]
+            top = max(longer, key=trial.of_units, default=chosen)
+            if trial.of_units(top) <= trial.of_units(chosen):
+                break
+            chosen = top
+        best = max(best, chosen, key=trial.of_units)
+    return trial.of_units(best), best
+
+
+def first_and_last(modules: Sequence[str], shares: dict[str, float], budget: float) -> list[Unit]:
+    """Return the GEMMs of the first module, the last, the second, ... while they fit."""
+    inwards = [m for pair in itertools.zip_longest(modules, reversed(modules)) for m in pair if m is not None]
+    chosen: list[Unit] = []
+    for module in dict.fromkeys(inwards):
+        for gemm in GEMMS:
+            if sum(shares[m] for m, _ in chosen) + shares[module] <= budget + 1e-12:
+                chosen.append((module, gemm))
+    return chosen
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 + seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.25])
+    parser.add_argument("--only", help="scenarios whose name has this in it")
+    parser.add_argument("--pretrain", type=int, default=60)
+    parser.add_argument("--window", type=int, default=8)
+    parser.add_argument("--singles", action="store_true", help="print what each GEMM alone recovers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        f"{'scenario':28} {'gap':>9} {'budget':>6} {'oracle':>7} {'recommend':>9} {'costs':>6} {'share':>6}"
+        f" {'first/last':>10} {'s':>5}"
+    )
+    for scenario in SCENARIOS:
+        if options.only and options.only not in scenario.name:
+            continue
+        began = time.monotonic()
+        trial = Trial(scenario, pretrain=options.pretrain, window=options.window)
+        with tempfile.TemporaryDirectory() as folder:
+            trial._run([], Path(folder) / "run")
+            run = fp8debug.Run(Path(folder) / "run")
+            findings = fp8debug.triage(run)
+            shares = gemm_shares(run)
+            modules = [module["fqn"] for module in run.modules if module["fqn"] in shares]
+            if options.singles:
+                for module in modules:
+                    print("   ", module, *(f"{gemm} {trial.of_units([(module, gemm)]):6.1%}" for gemm in GEMMS))
+            for budget in options.budgets:
+                fallbacks = fp8debug.recommend(run, findings, budget, fill=scenario.fill)
+                ours, cost = trial.recovered(fallbacks), sum(f.cost for f in fallbacks)
+                prior = trial.of_units(first_and_last(modules, shares, budget))
+                best, chosen = oracle(trial, shares, budget)
+                share = ours / best if best > 0 else math.nan
+                print(
+                    f"{scenario.name:28} {trial.gap:9.2e} {budget:6.0%} {best:7.1%} {ours:9.1%} {cost:6.1%} {share:6.0%}"
+                    f" {prior:10.1%} {time.monotonic() - began:5.0f}",
+                    flush=True,
+                )
+                if options.singles:
+                    print("    oracle   ", *(f"{m}.{g}" for m, g in sorted(chosen)))
+                    print(
+                        "    recommend",
+                        *(f"{f.module}.{'+'.join(f.gemms)}{'=' + str(f.cast) if f.cast else ''}" for f in fallbacks),
+                    )
+
+
+if __name__ == "__main__":
+    main()
