@@ -4,7 +4,8 @@ A small GPT is trained in BF16 to a checkpoint. From there a window of steps run
 BF16, on the same batches. The gap is the KL divergence, on held-out text, of the window's model (run as it trained) from the
 one trained in BF16. What a list recovers is 1 - gap(list) / gap(FP8), at a cost that is the FLOP share of its GEMMs.
 
-    oracle      the best list that fits the budget among all single GEMMs and all pairs, the best pairs extended greedily
+    oracle      the best list that fits the budget among all single GEMMs, all pairs of the ten best of them (all pairs with
+                --pairs), and the two best of these extended greedily
     recommend   what fp8debug.recommend() makes of a recording of the FP8 window, with ``fill`` where the run is healthy
     first/last  the first module, the last, the second, ...: all GEMMs of each, one by one while they fit
 
@@ -202,16 +203,18 @@ class Trial:
         return self._known[key]
 
 
-def oracle(trial: Trial, shares: dict[str, float], budget: float) -> tuple[float, frozenset[Unit]]:
+def oracle(trial: Trial, shares: dict[str, float], budget: float, *, every_pair: bool) -> tuple[float, frozenset[Unit]]:
     """Return the best recovery within the budget, and the GEMMs that give it."""
     units = [(module, gemm) for module in shares for gemm in GEMMS]
 
     def cost(chosen: Iterable[Unit]) -> float:
         return sum(shares[module] for module, _ in chosen)
 
-    candidates = [frozenset(c) for n in (1, 2) for c in itertools.combinations(units, n) if cost(c) <= budget + 1e-12]
-    if not candidates:
+    singles = sorted((frozenset((unit,)) for unit in units if cost((unit,)) <= budget + 1e-12), key=lambda c: -trial.of_units(c))
+    if not singles:
         return 0.0, frozenset()
+    good = singles if every_pair else singles[:10]
+    candidates = singles + [c for a, b in itertools.combinations(good, 2) if cost(c := a | b) <= budget + 1e-12]
     ranked = sorted(candidates, key=lambda c: -trial.of_units(c))
     best = ranked[0]
     for start in ranked[:2]:
@@ -249,8 +252,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.25])
     parser.add_argument("--only", help="scenarios whose name has this in it")
-    parser.add_argument("--pretrain", type=int, default=60)
-    parser.add_argument("--window", type=int, default=8)
+    parser.add_argument("--pretrain", type=int, default=40)
+    parser.add_argument("--window", type=int, default=6)
+    parser.add_argument("--pairs", action="store_true", help="let the oracle try every pair of GEMMs")
     parser.add_argument("--singles", action="store_true", help="print what each GEMM alone recovers")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,7 +280,7 @@ def main() -> None:
                 fallbacks = fp8debug.recommend(run, findings, budget, fill=scenario.fill)
                 ours, cost = trial.recovered(fallbacks), sum(f.cost for f in fallbacks)
                 prior = trial.of_units(first_and_last(modules, shares, budget))
-                best, chosen = oracle(trial, shares, budget)
+                best, chosen = oracle(trial, shares, budget, every_pair=options.pairs)
                 share = ours / best if best > 0 else math.nan
                 print(
                     f"{scenario.name:28} {trial.gap:9.2e} {budget:6.0%} {best:7.1%} {ours:9.1%} {cost:6.1%} {share:6.0%}"
