@@ -18,7 +18,7 @@ from fp8debug.registry import Registry
 from fp8debug.types import Quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -115,6 +115,9 @@ class Pair:
         quantized: FP8 data and scale_inv; None for a GEMM's result.
         cast: the cast that made them; None for a result.
         grad: for fprop's output in the backward pass, grad_output of the same rows, ``[rows, columns]``.
+        kind: empty, or what else than an operand or a result it is, for the metric of that: ``reread``, ``first_sum`` or
+            ``later_sum``.
+        whole_rows: False where columns were left out.
     """
 
     source: Source
@@ -122,6 +125,8 @@ class Pair:
     quantized: Quantized | None = None
     cast: Cast | None = None
     grad: Tensor | None = None
+    kind: str = ""
+    whole_rows: bool = True
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -243,6 +248,29 @@ class Metric(Protocol):
 
 
 METRICS: Registry[Metric] = Registry("metric")
+
+
+def uncovered(filled: Collection[str], columns: int, *, operand: bool, whole_rows: bool = True) -> list[Metric]:
+    """Return the metrics with slots that no kernel has filled, of those that say something of such a tensor.
+
+    What it has nothing to say of a metric tells by optional constants: ``of_operands = False``; ``max_columns``, of a result;
+    ``of_whole_rows = True``; ``kinds``, the values of ``Pair.kind`` that it is for, where that is not the ordinary pair.
+
+    Args:
+        filled: names of slots.
+        columns: of the tensor.
+        operand: an operand with its FP8 twin, not a GEMM's result.
+        whole_rows: False where columns of a result were left out.
+    """
+    return [
+        metric
+        for metric in METRICS
+        if not {slot.name for slot in metric.slots} <= set(filled)
+        and "" in getattr(metric, "kinds", ("",))
+        and (getattr(metric, "of_operands", True) if operand else metric.of_results)
+        and (operand or columns <= getattr(metric, "max_columns", columns))
+        and (whole_rows or not getattr(metric, "of_whole_rows", False))
+    ]
 
 
 def slots() -> dict[str, Slot]:

@@ -1,0 +1,58 @@
+"""What a probe sees of a tensor beyond its first read in a step: a second read, a sum over microbatches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.dispatch import Slots
+from fp8debug.metrics import Pair, Source
+from fp8debug.metrics.gradient_sum import GradientSum
+from fp8debug.metrics.reread import Reread
+from fp8debug.recipes import Cast
+from fp8debug.types import Quantized
+
+#: Columns of weight.grad whose sum over microbatches is checked.
+SUMMED_COLUMNS = 16
+_REREAD, _GRADIENT_SUM = Reread(), GradientSum()
+
+
+def reread(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:
+    """Return the slots of ``Reread``: a sample ``x`` of a tensor that a GEMM reads as ``read``, and the whole of it in FP8."""
+    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="reread")) if x.numel() else {}
+
+
+class RunningSum:
+    """The FP32 sum of a weight's gradients in one step, on a few columns, beside what ``weight.grad`` holds of them.
+
+    Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is
+    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere.
+
+    Attributes:
+        weight: the parameter, as the forward pass got it.
+    """
+
+    def __init__(self) -> None:
+        self.weight: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._num_passes, self._graph_task = 0, -1
+
+    def add(self, columns: Tensor | slice, gradient: Tensor | None) -> Slots:
+        """Add the gradient of the columns, ``[N, columns]``, and return the slots of ``GradientSum`` for those before it."""
+        if gradient is None or self.weight is None or not self.weight.is_leaf:
+            return {}
+        found: Slots = {}
+        held = self.weight.grad
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            if self._sum is not None and held is not None and self._sum.numel():
+                held = held[:, columns][:, :SUMMED_COLUMNS].float()
+                kind = "first_sum" if self._num_passes == 1 else "later_sum"
+                found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum), y=held, kind=kind))
+            self._num_passes += 1
+        gradient = gradient.detach()[
+            :, columns[:SUMMED_COLUMNS] if isinstance(columns, Tensor) else slice(SUMMED_COLUMNS)
+        ].float()
+        self._sum = gradient.clone() if self._sum is None else self._sum + gradient
+        return found
