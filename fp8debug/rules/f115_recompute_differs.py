@@ -1,0 +1,91 @@
+"""F115: the recomputation of a checkpointed forward pass quantizes with another scale than the forward pass did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class RecomputeDiffers(Rule):
+    """Activation recomputation quantizes with another scale: the backward pass reads an input that the forward pass never had.
+
+    What it detects
+        wgrad's input as the backward pass reads it after a recomputation, under scales that lie far from those which the first
+        forward pass recorded for the same tensor. In a healthy run they are equal, whatever the scaling. A layer behind the
+        culprit recomputes from a slightly different input; its scales hardly move.
+
+    Why it matters
+        The gradient belongs to another function than the loss. Nothing in the forward pass shows it: operands, outputs and the
+        loss look clean, and the run degrades or diverges late.
+
+    Example
+        blocks.2.mlp.up, wgrad input, e4m3fn 128x1 current: recomputed with scales 2^-3.5 times those of the forward pass, 1.6 dB.
+
+    Cure
+        Keep the scale (or the FP8 data) of the forward pass for its recomputation; update amax histories once a step; or leave
+        this module out of recomputation; BF16 for its wgrad.
+
+    Thresholds
+        - max_shift_log2 0.5: distance of the mean log2(scale_inv), absolute. No published basis: 0 in healthy runs with
+          checkpointing, 3.5 for the planted fault; half a binade leaves room for kernels that are not deterministic.
+        - min_shift_log2 0.05: of the modules that exceed it at one step the first in execution order is the culprit. The rest
+          recomputed from what it gave.
+        - warmup 8: first steps, in which a delayed scale grows between a pass and its recomputation; they count only beyond
+          early_shift_log2 2.
+        - Seen in TransformerEngine #1190, Megatron-DeepSpeed #302.
+    """
+
+    code = "F115"
+    name = "recompute-differs"
+    columns = ("num_reread_blocks",)
+    cure = "use the forward pass's scale in its recomputation; else exempt the module from recomputation; else BF16 for wgrad"
+
+    max_shift_log2: float = 0.5
+    min_shift_log2: float = 0.05
+    warmup: int = 8
+    early_shift_log2: float = 2.0
+
+    def needs(self, run: Run) -> str | None:
+        """Return why not: nothing was recomputed."""
+        query = "SELECT 1 AS one FROM sites WHERE gemm = 'wgrad' AND num_reread_blocks > 0 LIMIT 1"
+        return None if run.sql(query).num_rows else "no activation was recomputed for the backward pass"
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the inputs that were recomputed under another scale."""
+        bad = (
+            "gemm = 'wgrad' AND tensor = 'input' AND num_reread_blocks = num_blocks"
+            f" AND abs(reread_scale_log2) > {self.min_shift_log2}"
+        )
+        found = traces(run, bad, ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"])
+        first_at: dict[int, int] = {}
+        for seen in found:
+            for row in seen.rows:
+                first_at[row["step"]] = min(row["call_index"] or 0, first_at.get(row["step"], row["call_index"] or 0))
+        for whole in found:
+            settled = whole.start + self.warmup
+            trace = whole.where(
+                lambda row, settled=settled: (
+                    row["shift"]  # type: ignore[misc]  # bound now
+                    > (self.max_shift_log2 if row["step"] >= settled else self.early_shift_log2)
+                )
+            )
+            if trace is None or (trace.rows[0]["call_index"] or 0) > first_at[trace.rows[0]["step"]]:
+                continue
+            row = trace.worst("shift")
+            sqnr = f", {row['reread_sqnr_db']:.1f} dB" if row["reread_sqnr_db"] is not None else ""
+            message = (
+                f"the wgrad {trace.tensor} is recomputed at step {row['step']} with scales 2^{row['reread_scale_log2']:.1f} times"
+                f" those of the forward pass{sqnr}"
+            )
+            yield trace.finding(self, Severity.ERROR, message, value=row["shift"], threshold=self.max_shift_log2, unit="log2")
+
+
+RULES.add(RecomputeDiffers.code, RecomputeDiffers())
