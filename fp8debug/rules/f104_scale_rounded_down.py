@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,9 @@ from fp8debug.rules.evidence import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+#: Codes whose fault clips a few values besides: of an older or other tensor, whose amax the scale is made of.
+_STRONGER = ("F107", "F112", "F117", "F118", "F119", "F121")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class ScaleRoundedDown(Rule):
             threshold = self.max_rate if severity is Severity.ERROR else 0.0
             finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
             yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to what makes the scale another tensor's: a second cast, a stale or foreign weight, one code for all."""
+        stronger = {(part.module, part.tensor) for f in others if f.code in _STRONGER for part in f.sites}
+        return any((part.module, part.tensor) not in stronger for part in finding.sites)
 
 
 RULES.add(ScaleRoundedDown.code, ScaleRoundedDown())

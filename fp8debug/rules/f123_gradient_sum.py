@@ -1,0 +1,82 @@
+"""F123: the gradient of a weight is summed over microbatches in BF16, which drops what is small beside the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class Bf16GradientSum(Rule):
+    """Gradients of a weight are accumulated over microbatches in BF16: the sum stalls as it grows.
+
+    What it detects
+        A weight.grad that holds BF16 values and lies far from the FP32 sum of the very gradients that wgrad gave, on sampled
+        columns. After one gradient the two must agree: where something else adds to weight.grad (a tied weight, an
+        all-reduce, a hook) nothing is concluded.
+
+    Why it matters
+        BF16 keeps 8 bits: a gradient below 1/512 of the sum changes nothing. With many microbatches or data-parallel partial sums
+        the late ones are lost, always towards a smaller gradient. It is blamed on FP8 because FP8 recipes come with
+        BF16 gradients.
+
+    Example
+        blocks.1.mlp.up, wgrad grad_weight: the accumulated gradient is 24.1 dB from its FP32 sum at step 40, gain 0.97.
+
+    Cure
+        Accumulate in FP32 (main_grad, gradient_accumulation_fusion, accumulate_allreduce_grads_in_fp32); no cast changes it.
+
+    Thresholds
+        - warn_sqnr_db 45, max_sqnr_db 35: accumulated gradient against its FP32 sum; numerics.md, 4 (BF16 rounding leaves 55 dB;
+          warn below 45, act below 35). Ten or so microbatches in BF16 stay above 45 dB and are not reported.
+        - max_first_nmse 0.0001: of weight.grad after a single gradient: 40 dB, BF16's own rounding is 55 dB.
+        - min_bf16_rate 0.99: share of the nonzero elements that BF16 holds exactly; an FP32 sum has 1/65536.
+        - min_elements 256, min_steps 2: elements compared, and sampled steps that show it (all, in a shorter run).
+        - Seen in a report on Nemotron, second-hand; numerics.md, 5.
+    """
+
+    code = "F123"
+    name = "bf16-gradient-sum"
+    columns = ("num_grad", "grad_sum_err2")
+    cure = "accumulate weight gradients in FP32 (main_grad, accumulate_allreduce_grads_in_fp32)"
+
+    warn_sqnr_db: float = 45.0
+    max_sqnr_db: float = 35.0
+    max_first_nmse: float = 1e-4
+    min_bf16_rate: float = 0.99
+    min_elements: int = 256
+    min_steps: int = 2
+
+    def needs(self, run: Run) -> str | None:
+        """Return why not: fewer than three microbatches."""
+        query = "SELECT 1 AS one FROM sites WHERE num_grad > 0 LIMIT 1"
+        return None if run.sql(query).num_rows else "no step has three microbatches or more, or weight.grad is kept elsewhere"
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the gradients whose sum is short of its parts."""
+        rows = "actual AND tensor = 'grad_weight' AND reference = 'shadow' AND num_nan + num_inf = 0"
+        bad = (
+            f"num_grad >= {self.min_elements} AND grad_sum_sqnr_db < {self.warn_sqnr_db}"
+            f" AND grad_first_nmse < {self.max_first_nmse} AND num_grad_bf16 >= {self.min_bf16_rate} * num_grad"
+        )
+        for trace in traces(run, bad, ["grad_sum_sqnr_db", "grad_sum_gain"], rows=rows):
+            if trace.lasting(min(self.min_steps, len(trace.sampled))):
+                row = min(trace.rows, key=lambda row: float(row["grad_sum_sqnr_db"]))
+                sqnr = float(row["grad_sum_sqnr_db"])
+                message = (
+                    f"weight.grad is {sqnr:.1f} dB from the FP32 sum of its gradients at step {row['step']} (gain"
+                    f" {row['grad_sum_gain']:.3f}) and holds BF16 values: it is accumulated in BF16"
+                )
+                severity = Severity.ERROR if sqnr < self.max_sqnr_db else Severity.WARNING
+                limit = self.max_sqnr_db if severity is Severity.ERROR else self.warn_sqnr_db
+                yield trace.finding(self, severity, message, value=sqnr, threshold=limit, unit="dB")
+
+
+RULES.add(Bf16GradientSum.code, Bf16GradientSum())
