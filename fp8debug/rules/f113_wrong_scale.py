@@ -41,6 +41,8 @@ class WrongScale(Rule):
         - min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
         - max_overflow_rate 0.05: share of elements beyond the maximum by the recorded scale: with half the scale the
           maxima of all blocks count, at most one or two of 32. Above, equal values clip together (F101).
+        - max_subnormal_rate 0.5: share of subnormal codes. A delayed scale that has seen nothing but zeros is 1, under which
+          weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
         - Seen in TransformerEngine #123 and #982, sglang #25733.
     """
@@ -53,6 +55,7 @@ class WrongScale(Rule):
     max_gain_error: float = 0.05
     min_cosine: float = 0.999
     max_overflow_rate: float = 0.05
+    max_subnormal_rate: float = 0.5
     min_elements: int = 256
 
     def check(self, run: Run) -> Iterable[Finding]:
@@ -60,6 +63,7 @@ class WrongScale(Rule):
         bad = (
             f"abs(gain - 1) > {self.max_gain_error} AND cosine >= {self.min_cosine} AND numel >= {self.min_elements}"
             f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate} AND coalesce(underflow_nonzero_rate, 0) < 0.01"
+            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}"
         )
         for whole in traces(run, bad, ["gain", "abs(gain - 1) AS gain_error", "cosine"]):
             limit = self._limit(whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -70,6 +70,11 @@ class WrongFormat(Rule):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
                 yield replace(finding, cure="check the kernel and the cached weight; else BF16 for this GEMM")
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to a weight that is not its own, whose error may pass through the band of E5M2's noise."""
+        stale = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
+        return any(part.tensor != "weight" or part.module not in stale for part in finding.sites)
 
     def _declared(self, run: Run) -> Iterable[Finding]:
         found = traces(run, "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')", ["sqnr_db"])

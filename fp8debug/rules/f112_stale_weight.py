@@ -1,0 +1,114 @@
+"""F112: the FP8 weight that a GEMM reads is a cached one of an earlier step or was not refreshed between microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import traces
+from fp8debug.rules.weights import LIMITS, Limits, off_weights
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class StaleWeight(Rule):
+    """The cached FP8 weight is out of step with the weight: the optimizer moved on and the cache did not.
+
+    What it detects
+        A weight whose FP8 values differ from it by more than a cast does, in all rows alike, with nothing lost at either end of
+        the range; or one that is right in the first microbatch of a step and wrong in the second, which is how a cache
+        shows in gradient accumulation. Parts of another shard or checkpoint are F121, a low SQNR at the cosine of
+        rounding F113 or F118.
+
+    Why it matters
+        The forward pass computes with weights that no optimizer knows: gradients belong to one point and are applied to
+        another. It looks like a learning rate that is too large.
+
+    Example
+        blocks.1.mlp.up, fprop weight, e4m3fn 128x128 current: 20.0 dB at cosine 0.99506 since step 40; a fresh cast has
+        31.5 dB.
+
+    Cure
+        Quantize the weight anew after each optimizer step (is_first_microbatch, cache_weights, a stale graph capture), or
+        switch the weight cache off; BF16 for this module until then.
+
+    Thresholds
+        - max_sqnr_db 27: SQNR of an E4M3 weight, 6 dB lower for E5M2; numerics.md, 4 (warn below 30, act below 25). Values that
+          all round alike reach 24.6 dB with a cosine near 1.
+        - max_cosine 0.999: numerics.md, 4 (warn below); healthy weights have 0.9996 and more [measured].
+        - max_own_scale_sqnr_db 30: where the scale is not made of the weight's own amax (by 0.2 %; FP32 scales under current
+          scaling hit it exactly), at a cosine below 0.9995; numerics.md, 4 (warn below 30).
+        - max_headroom 1.25: beyond, the scales are of other blocks (F119).
+        - min_reread_gap_db 3: SQNR that the second microbatch's weight lies below the first's. No published basis: 0.0 in
+          healthy runs of every recipe [measured].
+        - min_steps 2, warmup 8: sampled steps that show it; under delayed scaling the first steps do not count.
+        - Seen in TransformerEngine #1047, marin #7659.
+    """
+
+    code = "F112"
+    name = "stale-weight"
+    columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
+    cure = "refresh the FP8 weight after each optimizer step, or switch its cache off; else BF16 for this module"
+
+    max_sqnr_db: float = LIMITS.max_sqnr_db
+    max_cosine: float = LIMITS.max_cosine
+    max_own_scale_sqnr_db: float = LIMITS.max_own_scale_sqnr_db
+    max_headroom: float = LIMITS.max_headroom
+    min_reread_gap_db: float = 3.0
+    min_steps: int = LIMITS.min_steps
+    warmup: int = LIMITS.warmup
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that are those of another time."""
+        yield from self._between_microbatches(run)
+        for weight in off_weights(run, self._limits()):
+            if not weight.foreign:
+                row = min(weight.trace.rows, key=lambda row: float(row["sqnr_db"]))
+                message = (
+                    f"the {weight.trace.gemm} weight has {row['sqnr_db']:.1f} dB at cosine {row['cosine']:.5f} at step"
+                    f" {row['step']}: its FP8 values are not those of the weight as it is now"
+                )
+                yield weight.trace.finding(
+                    self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
+                )
+
+    def _limits(self) -> Limits:
+        return replace(
+            LIMITS,
+            max_sqnr_db=self.max_sqnr_db,
+            max_cosine=self.max_cosine,
+            max_own_scale_sqnr_db=self.max_own_scale_sqnr_db,
+            max_headroom=self.max_headroom,
+            min_steps=self.min_steps,
+            warmup=self.warmup,
+        )
+
+    def _between_microbatches(self, run: Run) -> Iterable[Finding]:
+        if not run.has("num_reread"):
+            return
+        bad = (
+            f"tensor = 'weight' AND reread_sqnr_db < {self.max_own_scale_sqnr_db}"
+            f" AND sqnr_db - reread_sqnr_db > {self.min_reread_gap_db}"
+        )
+        for trace in traces(run, bad, ["sqnr_db", "reread_sqnr_db"]):
+            if trace.lasting(min(self.min_steps, len(trace.sampled))):
+                row = min(trace.rows, key=lambda row: float(row["reread_sqnr_db"]))
+                message = (
+                    f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB in the first microbatch of step {row['step']} and"
+                    f" {row['reread_sqnr_db']:.1f} dB in the second: its FP8 values are a cached copy out of step"
+                )
+                yield trace.finding(
+                    self,
+                    Severity.ERROR,
+                    message,
+                    value=row["reread_sqnr_db"],
+                    threshold=row["sqnr_db"] - self.min_reread_gap_db,
+                    unit="dB",
+                )
+
+
+RULES.add(StaleWeight.code, StaleWeight())

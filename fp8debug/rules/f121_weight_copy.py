@@ -1,0 +1,103 @@
+"""F121: the FP8 copy of a weight, gathered or reloaded, holds other values than the weight it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import RUNNING, traces
+from fp8debug.rules.weights import LIMITS, off_weights
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class WeightCopyDiffers(Rule):
+    """The FP8 parameter that was gathered or loaded is not the cast of its master weight: other values, in part or on one rank.
+
+    What it detects
+        Dequantized values, never bytes (equal values have many codes and scales). A weight of which some rows are right and
+        others unrelated, as after a gather with shards missing or out of order; one that is wrong from the first step of a
+        run or of a resumed part on, before an update could part them; or one whose FP8 values differ between ranks that
+        hold the same weight.
+
+    Why it matters
+        The GEMM multiplies by something else than the optimizer trains. Loss jumps at the reload, or ranks drift apart while
+        each looks consistent in itself.
+
+    Example
+        blocks.1.mlp.up, fprop weight, e4m3fn 128x128 current: 50 % of its rows are other values at step 40, SQNR 0.1 dB.
+
+    Cure
+        Quantize the parameters from the master weights after each gather and each load; compare shard order and padding; save
+        master weights, not FP8 copies; BF16 for this module until then.
+
+    Thresholds
+        - max_sqnr_db 27, max_cosine 0.999: as for F112; numerics.md, 4.
+        - min_mixed_rows 0.03: share of sampled rows that are lost (below 10 dB), and share that is right (above 24 dB), which
+          together are 80 % at least. No published basis: a stale weight drifts in all rows alike.
+        - max_foreign_sqnr_db 15: at the first step of a run or resumed part. No published basis.
+        - max_rank_ratio 2: squared error of the FP8 weight on one rank over that on another, both of the same weight. No
+          published basis: replicas of a healthy weight are equal to rounding.
+        - Seen in Megatron-LM #2272 and #6666.
+    """
+
+    code = "F121"
+    name = "weight-copy-differs"
+    columns = ("sum_err2", "sum_xy", "sum_x2", "sum_y2")
+    cure = "requantize from the master weight after each gather and load (check shard order); else BF16 for this module"
+
+    max_sqnr_db: float = LIMITS.max_sqnr_db
+    max_cosine: float = LIMITS.max_cosine
+    min_mixed_rows: float = LIMITS.min_mixed_rows
+    max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
+    max_rank_ratio: float = 2.0
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that are those of another place."""
+        limits = replace(
+            LIMITS,
+            max_sqnr_db=self.max_sqnr_db,
+            max_cosine=self.max_cosine,
+            min_mixed_rows=self.min_mixed_rows,
+            max_foreign_sqnr_db=self.max_foreign_sqnr_db,
+        )
+        for weight in off_weights(run, limits):
+            if weight.foreign:
+                row = weight.trace.rows[0]
+                message = (
+                    f"the {weight.trace.gemm} weight has {row['sqnr_db']:.1f} dB at step {row['step']}, its FP8 copy is not the"
+                    f" cast of it: {weight.foreign}"
+                )
+                yield weight.trace.finding(
+                    self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
+                )
+        if len(run.ranks) > 1:
+            yield from self._between_ranks(run)
+
+    def _between_ranks(self, run: Run) -> Iterable[Finding]:
+        query = (
+            "SELECT step, module, gemm, max(sum_err2) AS worst, min(sum_err2) AS best FROM stats"
+            f" WHERE {RUNNING} AND tensor = 'weight' AND replicated GROUP BY step, module, gemm, cast_name"
+            " HAVING count(*) > 1 AND max(sum_x2) <= min(sum_x2) * (1 + 1e-6)"
+            f" AND max(sum_err2) > {self.max_rank_ratio} * min(sum_err2)"
+            f" AND max(sum_err2) > {10 ** (-self.max_sqnr_db / 10)} * max(sum_x2)"
+        )
+        apart = {(row["module"], row["gemm"], row["step"]): row for row in run.sql(query).to_pylist()}
+        for whole in traces(run, "tensor = 'weight' AND replicated", []) if apart else ():
+            trace = whole.where(lambda row, at=whole: (at.module, at.gemm, row["step"]) in apart)  # type: ignore[misc]  # bound now
+            if trace is not None:
+                step = trace.rows[0]["step"]
+                row = apart[trace.module, trace.gemm, step]
+                ratio = row["worst"] / max(row["best"], 1e-300)
+                message = (
+                    f"the FP8 copies of the {trace.gemm} weight differ between ranks at step {step}: the weight is the same,"
+                    f" and the squared error of one {ratio:.3g} times that of another"
+                )
+                yield trace.finding(self, Severity.ERROR, message, value=ratio, threshold=self.max_rank_ratio)
+
+
+RULES.add(WeightCopyDiffers.code, WeightCopyDiffers())

@@ -1,0 +1,103 @@
+"""Weights whose FP8 values are not the cast of the weight they stand for, and which of two causes each of them shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.evidence import IS_DELAYED, Trace, traces
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: SQNR of E5M2 on Gaussian data (numerics.md, 4) and how far a steady one may lie from it: such a weight is F120's.
+_E5M2_DB, _STEADY_DB = 25.55, 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a weight is off, and when its rows are of two kinds; the rules' manual pages say where each comes from."""
+
+    max_sqnr_db: float
+    max_own_scale_sqnr_db: float
+    max_cosine: float
+    max_headroom: float
+    min_elements: int
+    min_mixed_rows: float
+    max_foreign_sqnr_db: float
+    min_steps: int
+    warmup: int
+
+
+LIMITS = Limits(
+    max_sqnr_db=27.0,
+    max_own_scale_sqnr_db=30.0,
+    max_cosine=0.999,
+    max_headroom=1.25,
+    min_elements=256,
+    min_mixed_rows=0.03,
+    max_foreign_sqnr_db=15.0,
+    min_steps=2,
+    warmup=8,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffWeight:
+    """A weight that is not what it should be: where and when, and why it is taken for foreign; empty for a stale one."""
+
+    trace: Trace
+    foreign: str
+
+
+def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
+    """Return the weights whose FP8 values differ from the weight by more than any cast in range explains.
+
+    The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
+    of other blocks F119.
+    """
+    sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
+    own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
+    bad = (
+        f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
+        f" AND coalesce(headroom, 1) <= {limits.max_headroom}"
+        f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
+        f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
+    )
+    columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate"]
+    found = [trace for trace in traces(run, bad, columns) if _lasts(trace, limits) and not _has_noise_of_e5m2(trace)]
+    starts = _starts(run, found[0].start) if found else frozenset()
+    reasons: dict[str, str] = {}
+    for trace in found:
+        reasons[trace.module] = reasons.get(trace.module) or _foreign(trace, starts, limits)
+    return [OffWeight(trace=trace, foreign=reasons[trace.module]) for trace in found]
+
+
+def _lasts(trace: Trace, limits: Limits) -> bool:
+    is_delayed = trace.cast is not None and trace.cast.scaling == "delayed"
+    return trace.lasting(min(limits.min_steps, len(trace.sampled)), limits.warmup if is_delayed else 0)
+
+
+def _has_noise_of_e5m2(trace: Trace) -> bool:
+    """Tell whether it is E5M2 that is measured: the same SQNR at every step under the tensor's own scale."""
+    return all(abs(row["sqnr_db"] - _E5M2_DB) < _STEADY_DB and (row["headroom"] or 1) <= 1.002 for row in trace.rows)
+
+
+def _starts(run: Run, first: int) -> frozenset[int]:
+    """Return the sampled steps at which the run, or a resumed part of it, began."""
+    query = (
+        "SELECT min(sites.step) AS step FROM events JOIN sites ON sites.step >= events.step WHERE events.kind = 'resume'"
+        " GROUP BY events.step"
+    )
+    return frozenset([first, *(row["step"] for row in run.sql(query).to_pylist())])
+
+
+def _foreign(trace: Trace, starts: frozenset[int], limits: Limits) -> str:
+    """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
+    row: dict[str, Any] = trace.rows[0]
+    bad, good = row["bad_row_rate"], row["good_row_rate"]
+    if bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8:
+        return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
+    if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
+        return "it is so from the first step on, before any update could part them"
+    return ""
