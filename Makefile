@@ -2,9 +2,11 @@
 #   PYTHON=python3.12   interpreter of the environment
 #   VENV=.venv          where it lies
 #   TORCH=torch         another build of torch, e.g. one that is installed for your GPUs
+#   TRITON=triton       for the kernels' tests on a CPU, where torch brings none; a pin of its own, as torch pins it too
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -40,6 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "fp8debug needs Python 3.10 or newer; choose one with make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || $(PIP) $(TRITON)
 	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 

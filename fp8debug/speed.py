@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from statistics import median, quantiles
 from typing import Any
 
@@ -34,6 +35,8 @@ from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
 
 #: Sets of inputs a graph goes through; replays that are timed, and that are not.
 SETS, REPLAYS, WARM_UP = 4, 21, 3
+#: A replay should last so long that the clock's resolution does not matter; how often it goes through the sets at most.
+LONG_ENOUGH_US, MAX_ROUNDS = 500.0, 32
 #: How long a GPU is kept busy for one reading of its energy: drivers renew theirs every 20 to 100 ms.
 ENERGY_S = 0.4
 
@@ -145,9 +148,11 @@ class _Operand:
         self.contracts_rows = (which, role) in CONTRACTS_ROWS
         self.where = ("speed", which.value, role.value)
         self.history = AmaxHistory(cast, x[0].device) if cast and cast.scaling == "delayed" else None
+        if self.history:
+            self.history.fill(finite_amax(x[0]))
 
     def _scale_inv(self, i: int) -> Tensor | None:
-        return self.history.next_scale_inv(finite_amax(self.x[i])) if self.history else None
+        return self.history.next_scale_inv(finite_amax(self.x[i]), keep=False) if self.history else None
 
     def quantize(self, i: int) -> Operand:
         if self.cast is None:
@@ -179,14 +184,20 @@ class Timing:
         for i in range(SETS):  # compiles, and fills the allocator
             call(i)
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for i in range(SETS):
-                call(i)
+        self._capture(call, SETS)
+        estimate = min(self._replay() for _ in range(WARM_UP))
+        if estimate * SETS < LONG_ENOUGH_US:
+            self._capture(call, SETS * min(MAX_ROUNDS, ceil(LONG_ENOUGH_US / (estimate * SETS))))
         times = [self._replay() for _ in range(WARM_UP + REPLAYS)][WARM_UP:]
         self.us = median(times)
         low, _, high = quantiles(times, n=4)
         self.spread = (high - low) / self.us
+
+    def _capture(self, call: Callable[[int], object], count: int) -> None:
+        self._graph, self._count = torch.cuda.CUDAGraph(), count
+        with torch.cuda.graph(self._graph):
+            for i in range(count):
+                call(i % SETS)
 
     def _replay(self) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -194,16 +205,16 @@ class Timing:
         self._graph.replay()
         stop.record()
         stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e3 / SETS
+        return float(start.elapsed_time(stop)) * 1e3 / self._count
 
     def millijoules(self, meter: EnergyMeter | None) -> float | None:
         """Return what a call takes of the board's energy, the GPU kept busy with it; None where the driver does not report it."""
         if meter is None:
             return None
-        count = max(1, int(ENERGY_S * 1e6 / (self.us * SETS)))
+        count = max(1, int(ENERGY_S * 1e6 / (self.us * self._count)))
         torch.cuda.synchronize()
         before = meter.millijoules()
         for _ in range(count):
             self._graph.replay()
         torch.cuda.synchronize()
-        return (meter.millijoules() - before) / (count * SETS)
+        return (meter.millijoules() - before) / (count * self._count)

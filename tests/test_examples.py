@@ -66,3 +66,14 @@ def test_the_demo_finds_the_planted_fault_and_cures_it(tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "precious").write_text("")
     refused = start("demo.py", "--out", "elsewhere", cwd=tmp_path)
     assert refused.returncode == 2 and "elsewhere exists and is no earlier demo" in refused.stderr
+
+
+def test_the_accumulation_example_finds_the_short_accumulator(tmp_path: Path) -> None:
+    for _ in range(2):  # again over its own runs
+        done = start("accumulation.py", "--lengths", 4096, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    header, promoted, fast = done.stdout.splitlines()
+    assert header.split() == ["K", "sums", "SQNR", "gain", "worst", "error", "triage"]
+    assert promoted.split()[:2] == ["4096", "promoted"] and promoted.endswith("  clean")
+    assert fast.split()[:2] == ["4096", "fast"] and fast.endswith("  F108 short-accumulator at layer fprop")
+    assert "its sums over 4096 terms keep too few bits" in done.stderr

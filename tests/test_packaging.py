@@ -59,11 +59,15 @@ def test_the_changelog_has_this_version() -> None:
 
 
 def test_the_development_set_is_pinned() -> None:
-    """Every requirement of the dev and dashboard extras is in constraints.txt, pinned, without a local build."""
+    """Every requirement of the dev and dashboard extras is in constraints.txt, pinned, without a local build.
+
+    But torch, and Triton, of which every build of torch demands its own version: the Makefile names both.
+    """
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     pin = r"[a-z0-9-]+==[0-9][0-9.a-z]*( ; python_version .*)?"
     assert [line for line in lines if not re.fullmatch(pin, line)] == []
     pinned = {line.split("==")[0] for line in lines}
     wanted = {re.split(r"[><=]", r)[0] for key in ("dependencies", "dashboard", "dev") for r in listed(key)}
-    assert wanted - pinned == {"torch", "fp8debug[dashboard]"}
+    assert wanted - pinned == {"torch", "triton", "fp8debug[dashboard]"}
+    assert re.search(r"^TRITON \?= triton==[\d.]+$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)

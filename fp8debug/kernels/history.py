@@ -37,7 +37,7 @@ class AmaxHistory:
         Raises:
             UsageError: a CUDA graph is being captured: its replays would write to one place of the ring for ever.
         """
-        if amax.is_cuda and torch.cuda.is_current_stream_capturing():
+        if keep and amax.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 f"no CUDA graph can hold the cast '{self.cast}': its history advances on the host; use current scaling in"
                 " captured steps"

@@ -233,7 +233,7 @@ def te_debug(every: int) -> Iterator[None]:
         tensors = [{"tensor": t, "stats": stats, "freq": every} for t in ("activation", "weight", "gradient")]
         return {"enabled": True, "tensors_struct": tensors}
 
-    features = {"enabled": True, "LogFp8TensorStats": feature(FP8_STATS), "LogTensorStats": feature(TENSOR_STATS)}
+    features = {"LogFp8TensorStats": feature(FP8_STATS), "LogTensorStats": feature(TENSOR_STATS)}
     config = {"all": {"enabled": True, "layers": {"layer_name_regex_pattern": ".*"}, "transformer_engine": features}}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").write_text(json.dumps(config))  # JSON is YAML
