@@ -86,7 +86,7 @@ def near_before(run: Run, step: int) -> int:
 
 def name_of(finding: Finding) -> str:
     """Return module, code and name."""
-    return f"{finding.module} ({finding.code} {finding.name})"
+    return f"{finding.module or 'the run'} ({finding.code} {finding.name})"
 
 
 def since(finding: Finding) -> str:

@@ -99,7 +99,7 @@ class RouterInFp8(Rule):
             return False
         if all(m["rows"] == own["rows"] for m in members):
             return all(abs(m["sum_x2"] - own["sum_x2"]) <= self.same_input * own["sum_x2"] for m in members)
-        return is_routed(group, {0: dict(values)})
+        return is_routed(group, {0: values})
 
     def _finding(self, run: Run, fqn: str, num: int, severity: Severity, why: str, inputs: Inputs) -> Finding:
         query = (

@@ -93,7 +93,8 @@ class RankScalesDiffer(Rule):
             f" greatest(max(scale_inv_max) / min(scale_inv_max), {highest} / {lowest}) AS ratio"
             f" FROM stats WHERE {RUNNING} AND scale_inv_max > 0 GROUP BY {_SITE} HAVING count(*) > 1 ORDER BY step, call_index"
         )
-        return run.sql(query).to_pylist()
+        rows: list[dict[str, Any]] = run.sql(query).to_pylist()
+        return rows
 
     def _finding(self, run: Run, trace: Trace) -> Finding:
         worst = trace.worst("ratio")

@@ -58,7 +58,8 @@ class InferenceDiffers(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding for the run."""
-        query = "SELECT step, inference_kl, inference_nmse, inference_flip_rate FROM steps WHERE inference_nmse IS NOT NULL ORDER BY step"
+        columns = "step, inference_kl, inference_nmse, inference_flip_rate"
+        query = f"SELECT {columns} FROM steps WHERE inference_nmse IS NOT NULL ORDER BY step"
         rows = run.sql(query).to_pylist()
         bad = [row for row in rows if row["inference_nmse"] > self.max_nmse and row["inference_kl"] > self.max_kl]
         if not bad or len(bad) < self.min_share * sum(row["step"] >= bad[0]["step"] for row in rows):

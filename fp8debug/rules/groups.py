@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 #: step -> module -> its fprop input: call_index, rows, sum_x2.
-Inputs = dict[int, dict[str, dict[str, Any]]]
+Inputs = dict[int, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ class Group:
 def linears(run: Run) -> list[dict[str, Any]]:
     """Return the modules of the manifest in execution order, each value of its type or None."""
     query = "SELECT fqn, in_features, out_features, fp8, requested, call_index FROM modules"
-    return run.sql(query).to_pylist()
+    rows: list[dict[str, Any]] = run.sql(query).to_pylist()
+    return rows
 
 
 def numbered(run: Run, min_members: int = 2) -> list[Group]:
@@ -70,13 +71,13 @@ def fprop_inputs(run: Run) -> Inputs:
         "SELECT step, module, min(call_index) AS call_index, max(numel) AS numel, max(sum_x2) AS sum_x2 FROM sites"
         f" WHERE {alive} AND gemm = 'fprop' AND tensor = 'input' GROUP BY step, module ORDER BY step, module"
     )
-    found: Inputs = {}
+    found: dict[int, dict[str, dict[str, Any]]] = {}
     for row in run.sql(query).to_pylist():
         width = widths.get(row["module"])
         if width:
             values = {"call_index": row["call_index"] or 0, "rows": row["numel"] // width, "sum_x2": row["sum_x2"] or 0.0}
             found.setdefault(row["step"], {})[row["module"]] = values
-    return found
+    return {**found}
 
 
 def is_routed(group: Group, inputs: Inputs) -> bool:

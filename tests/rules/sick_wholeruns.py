@@ -1,0 +1,156 @@
+"""Hand-made runs for the rules of coverage and of whole runs: several ranks, experts, depth, loss scale, the first steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
+from tests.synthetic import MODULES, Override, Slots
+
+CULPRIT = "blocks.1.mlp.up"
+NUM_EXPERTS = 4
+
+#: A router before four experts of one block, after a Linear; names say nothing.
+ROUTED = (
+    ("net.0.mix", 256, 256),
+    ("net.0.moe.choose", 256, NUM_EXPERTS),
+    *(
+        (f"net.0.moe.parts.{i}.{part}", *shape)
+        for i in range(NUM_EXPERTS)
+        for part, shape in {"a": (256, 512), "c": (512, 256)}.items()
+    ),
+)
+LAYERS = tuple((f"net.{i}.mix", 256, 256) for i in range(6))
+
+
+def tokens(expert: str, share: float, steps: tuple[int | None, int | None] = (None, None)) -> Override:
+    """An expert reads a share of the tokens."""
+
+    def shrink(name: str) -> Any:
+        return lambda row: int(row[name] * share)
+
+    slots = {name: shrink(name) for name in ("numel", "num_zero", "num_underflow", "num_subnormal")}
+    sums = {name: lambda row, name=name: row[name] * share for name in ("sum_x2", "sum_y2", "sum_xy", "sum_err2")}
+    return Override(module=f"net.0.moe.parts.{expert}.*", tensor="input", slots={**slots, **sums}, steps=steps)
+
+
+def no_tokens(expert: str, steps: tuple[int | None, int | None]) -> Override:
+    """An expert has rows without elements, as the recorder writes them."""
+    empty = {"numel": 0, "num_zero": 0, "num_underflow": 0, "num_subnormal": 0, "amax": None, "amin": None, "headroom": None}
+    return Override(module=f"net.0.moe.parts.{expert}.*", slots=empty, steps=steps, actual=None)
+
+
+SHARES = [tokens(str(i), share) for i, share in enumerate((0.4, 0.3, 0.2, 0.1))]
+BF16_ROUTER = {"recipes": {"net.0.moe.choose": None}, "modules": ROUTED}
+
+
+def wide(log2_spread: float) -> Any:
+    """An input whose amax lies so many binades above its median magnitude."""
+
+    def bins(row: Slots) -> list[int]:
+        found = [0] * NUM_BINS
+        for binade in range(-6, 1):
+            found[binade - FIRST_LOG2] = row["numel"] // 7
+        return found
+
+    return {"log2_hist": bins, "amax": 2.0 ** (log2_spread - 2.5)}
+
+
+def growing(log2_step: float) -> list[Override]:
+    """Outliers that grow from layer to layer."""
+    spreads = {name: wide(4.0 + log2_step * i) for i, (name, _, _) in enumerate(LAYERS)}
+    return [Override(module=name, gemm="fprop", tensor="input", slots=slots) for name, slots in spreads.items()]
+
+
+def other_scale(row: Slots) -> float:
+    return float(row["scale_inv_max"]) * 2
+
+
+TWICE = {"scale_inv_max": other_scale, "scale_inv_min": lambda row: row["scale_inv_min"] * 2, "headroom": 0.5}
+WRONG_RANK = Override(module=CULPRIT, tensor="weight", steps=(40, None), ranks=(1,), reference="operand", slots=TWICE)
+#: Ranks whose scales come from an amax that all of them share.
+GROUPED = Override(tensor="input", reference="operand", slots={"scale_inv_max": 0.0134, "scale_inv_min": 0.0134})
+LEFT_OUT = Override(module=CULPRIT, gemm="fprop", tensor="input", steps=(40, None), ranks=(1,), reference="operand",
+                    slots={"scale_inv_max": 0.02, "scale_inv_min": 0.02})  # fmt: skip
+
+
+def losses(values: Any) -> dict[int, dict[str, Any]]:
+    return {step: {"loss": values(step)} for step in range(100)}
+
+
+def scales(values: Any) -> dict[int, dict[str, Any]]:
+    return {step: {"loss_scale": values(step)} for step in range(100)}
+
+
+def compared(nmse: float, kl: float) -> dict[int, dict[str, Any]]:
+    row = {"inference_nmse": nmse, "inference_kl": kl, "inference_flip_rate": min(1.0, kl)}
+    return {step: row for step in range(40, 100, 20)}
+
+
+FIRES: dict[str, dict[str, Any]] = {
+    "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
+    "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
+    "F116": {**BF16_ROUTER, "overrides": [*SHARES, no_tokens("2", (40, None))]},
+    "F122": {"steps": compared(0.4, 0.7)},
+    "F124": {"modules": LAYERS, "overrides": growing(1.6)},
+    "F126": {"steps": scales(lambda step: 65536.0 / 2 ** max(0, min(8, (step - 40) // 2)))},
+    "F127": {"steps": losses(lambda step: 5.5 + 20 * (1 - math.exp(-step / 8)))},
+}
+
+SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F109": {
+        "a router in high precision": {**BF16_ROUTER, "overrides": SHARES},
+        "a router that an override put in FP8": {
+            "modules": ROUTED, "overrides": SHARES,
+            "manifest": {"filters": [{"kind": "override", "pattern": "net.0.moe.choose", "matched": 1}]},
+        },
+        "a head of as many classes as there are layers": {"modules": (*LAYERS, ("head", 256, len(LAYERS)))},
+        "a first layer as narrow as the model is deep": {"modules": (("stem", 256, len(LAYERS)), *LAYERS)},
+    },
+    "F110": {
+        "another backend, where nobody is asked": {
+            "module_entries": {name: {"requested": None} for name, _, _ in MODULES}
+        },
+    },
+    "F114": {
+        "ranks that scale their own data": {"world_size": 3, "recipe": "tensorwise_delayed"},
+        "a group that reduces": {"world_size": 3, "recipe": "tensorwise_delayed", "overrides": [GROUPED]},
+        "one step": {"world_size": 2, "overrides": [Override(
+            module=CULPRIT, tensor="weight", steps=(40, 41), ranks=(1,), reference="operand",
+            slots={"scale_inv_max": other_scale})]},
+        "weights that are shards": {"world_size": 2, "overrides": [Override(
+            tensor="weight", ranks=(1,), reference="operand",
+            slots={"amax": lambda row: row["amax"] * 1.1, "scale_inv_max": lambda row: row["scale_inv_max"] * 1.1})]},
+    },
+    "F116": {
+        "empty now and then": {**BF16_ROUTER, "overrides": [*SHARES, *(no_tokens("2", (s, s + 1)) for s in (20, 50, 80))]},
+        "never had tokens": {**BF16_ROUTER, "overrides": [*SHARES, no_tokens("3", (None, None))]},
+        "fades out": {**BF16_ROUTER, "overrides": [
+            *SHARES, tokens("2", 0.1, (20, 40)), tokens("2", 0.02, (40, 60)), no_tokens("2", (60, None))]},
+        "a layer that is dropped at random": {"modules": LAYERS, "overrides": [
+            Override(module="net.3.mix", slots={"numel": 0}, steps=(60, None), actual=None)]},
+    },
+    "F122": {
+        "quantization noise": {"steps": compared(0.02, 0.05)},
+        "logits that are far apart and say the same": {"steps": compared(0.2, 0.001)},
+        "one comparison of three": {"steps": {**compared(0.01, 0.01), 40: compared(0.4, 0.7)[40]}},
+    },
+    "F124": {
+        "the same outliers in every layer": {"modules": LAYERS, "overrides": [
+            Override(gemm="fprop", tensor="input", slots=wide(11.0))]},
+        "one layer with outliers": {"modules": LAYERS, "overrides": [
+            Override(module="net.5.mix", gemm="fprop", tensor="input", slots=wide(12.0))]},
+        "a slight growth": {"modules": LAYERS, "overrides": growing(0.6)},
+    },
+    "F126": {
+        "the first descent": {"steps": scales(lambda step: 65536.0 / 2 ** min(step, 9))},
+        "a scale that grows and is taken back": {"steps": scales(lambda step: 1024.0 * (2 if step % 20 > 10 else 1))},
+    },
+    "F127": {
+        "a start without warm-up": {"steps": losses(lambda step: 5.5 + 4 * step * math.exp(-step / 2) - 0.02 * step)},
+        "a hump that takes the window": {"steps": losses(
+            lambda step: 5.5 + 2 * math.exp(-(((step - 12) / 6) ** 2)) - 0.03 * step + 0.2 * (-1) ** step)},
+        "a loss that stays": {"steps": losses(lambda step: 2.8 + 0.05 * (-1) ** step)},
+    },
+}  # fmt: skip

@@ -1,0 +1,160 @@
+"""Rules of coverage and of whole runs: what they accuse, what they leave alone, and what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8debug.rules import Severity, triage
+from fp8debug.rules.f124_outliers_with_depth import theil_sen
+from fp8debug.rules.groups import fprop_inputs, is_routed, numbered
+from tests.rules import sick_wholeruns as sick
+from tests.synthetic import Override, build
+
+#: (code -> module, first step, severity).
+ACCUSED = {
+    "F109": ("net.0.moe.choose", 0, Severity.WARNING),
+    "F114": (sick.CULPRIT, 40, Severity.ERROR),
+    "F116": ("net.0.moe.parts.2.a", 40, Severity.INFO),
+    "F122": (None, 40, Severity.WARNING),
+    "F124": ("net.5.mix", 0, Severity.WARNING),
+    "F126": (None, 42, Severity.ERROR),
+    "F127": (None, 0, Severity.ERROR),
+}
+
+
+@pytest.mark.parametrize("code", sick.FIRES)
+def test_a_rule_fires_alone(tmp_path: Path, code: str) -> None:
+    findings = triage(build(tmp_path / "run", **sick.FIRES[code]))
+    assert [f.code for f in findings] == [code], [f.message for f in findings]
+    assert (findings[0].module, findings[0].steps[0], findings[0].severity) == ACCUSED[code]
+    assert code not in {skipped for skipped, _ in findings.skipped}
+
+
+@pytest.mark.parametrize(("code", "case"), [(code, case) for code, cases in sick.SILENT.items() for case in cases])
+def test_a_near_miss_is_silent(tmp_path: Path, code: str, case: str) -> None:
+    assert [f.message for f in triage(build(tmp_path / "run", **sick.SILENT[code][case]))] == []
+
+
+def test_a_rule_says_what_it_lacks(tmp_path: Path) -> None:
+    skipped = dict(triage(build(tmp_path / "run")).skipped)
+    assert skipped["F114"] == "one rank only"
+    assert skipped["F122"] == "no inference was compared: call watch.compare_inference(batch)"
+    assert skipped["F126"] == "not recorded: loss_scale"
+
+
+def test_a_router_that_the_whole_model_took_along_is_an_info(tmp_path: Path) -> None:
+    flips = Override(
+        module="net.0.moe.choose", tensor="output", slots={"num_choice_rows": 256, "num_top1_flips": 11, "num_top2_flips": 20}
+    )
+    run = build(tmp_path / "run", modules=sick.ROUTED, overrides=[*sick.SHARES, flips])
+    (finding,) = triage(run)
+    assert (finding.code, finding.severity, finding.value) == ("F109", "info", pytest.approx(11 / 256))
+    assert finding.message == (
+        "it chooses among 4 experts and runs in FP8, as the whole model does: 4.3 % of the sampled tokens change their first"
+        " choice"
+    )
+
+
+def test_a_router_whose_twin_stays_out_is_a_mistake(tmp_path: Path) -> None:
+    twin = [(name.replace("net.0", "net.1"), *shape) for name, *shape in sick.ROUTED]
+    overrides = [*sick.SHARES, *(Override(module=o.module.replace("net.0", "net.1"), tensor=o.tensor, slots=o.slots)
+                                 for o in sick.SHARES)]  # fmt: skip
+    run = build(tmp_path / "run", modules=(*sick.ROUTED, *twin), recipes={"net.1.moe.choose": None}, overrides=overrides)
+    (finding,) = triage(run)
+    assert (finding.code, finding.module, finding.severity) == ("F109", "net.0.moe.choose", "warning")
+
+
+def test_experts_that_all_read_everything_have_a_router_too(tmp_path: Path) -> None:
+    entry = {"net.0.moe.choose": {"requested": None}}
+    same = [
+        Override(
+            module="net.0.moe.*", gemm="fprop", tensor="input", slots={"sum_x2": lambda row: row["numel"] * 1.25, "sqnr_db": 31.7}
+        )
+    ]
+    findings = triage(build(tmp_path / "run", modules=sick.ROUTED, module_entries=entry, overrides=same))
+    assert [(f.code, f.module) for f in findings] == [("F109", "net.0.moe.choose")]
+
+
+def test_experts_in_one_weight_have_a_router_too(tmp_path: Path) -> None:
+    modules = (("net.0.mix", 256, 256), ("net.0.moe.choose", 256, 8))
+    entry = {"net.0.moe.choose": {"requested": None, "selects": 8}}
+    findings = triage(build(tmp_path / "run", modules=modules, module_entries=entry))
+    assert [(f.code, f.module) for f in findings] == [("F109", "net.0.moe.choose")]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"requested": "bf16"}, "it runs in FP8 although an override asked for high precision"),
+        ({"requested": None}, "it runs in FP8, and nobody asked for that here"),
+    ],
+)
+def test_a_module_in_fp8_that_nobody_asked_for(tmp_path: Path, entry: dict[str, object], message: str) -> None:
+    (finding,) = triage(build(tmp_path / "run", module_entries={sick.CULPRIT: entry}))
+    assert (finding.code, finding.module, finding.message) == ("F110", sick.CULPRIT, message)
+
+
+def test_a_site_that_a_group_leaves_out(tmp_path: Path) -> None:
+    plan = {"world_size": 3, "recipe": "tensorwise_delayed", "overrides": [sick.GROUPED, sick.LEFT_OUT]}
+    (finding,) = triage(build(tmp_path / "run", **plan))
+    assert (finding.code, finding.module, finding.gemm, finding.tensor, finding.ranks) == (
+        "F114", sick.CULPRIT, "fprop", "input", (1,),
+    )  # fmt: skip
+    assert "a tensor whose scale the other sites' ranks share" in finding.message
+
+
+def test_two_ranks_that_disagree_are_both_named(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", world_size=2, overrides=[sick.WRONG_RANK]))
+    assert finding.ranks == (0, 1)
+    assert finding.message.endswith("ranks 0, 1 differ")
+
+
+def test_an_operand_at_fault_explains_inference(tmp_path: Path) -> None:
+    overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
+    findings = triage(build(tmp_path / "run", steps=sick.compared(0.4, 0.7), overrides=overrides))
+    assert [f.code for f in findings] == ["F113"]
+
+
+def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:
+    overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
+    findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], overrides=overrides))
+    assert findings[0].code == "F113" and "F127" not in {f.code for f in findings}
+
+
+def test_a_divergence_to_nan(tmp_path: Path) -> None:
+    steps = sick.losses(lambda step: 5.5 + step**2 if step < 6 else float("nan"))
+    findings = triage(build(tmp_path / "run", steps=steps))
+    assert [(f.code, f.module, f.steps) for f in findings] == [("F127", None, (0, 6))]
+    assert findings[0].message.startswith("the loss rises from 5.5 to 30.5, then to NaN or Inf within steps 0 to 6")
+
+
+def test_a_loss_scale_that_sinks(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", steps=sick.scales(lambda step: 2.0 ** (10 - step // 8))))
+    assert (finding.code, finding.message) == ("F126", "the loss scale has sunk to 0.25 by step 99")
+
+
+def test_gradients_among_the_subnormals_of_fp16(tmp_path: Path) -> None:
+    flushed = {"amin": 2.0**-24, "amax": 2.0**-16, "num_zero": lambda row: row["numel"] // 2}
+    overrides = [Override(tensor="grad_output", slots=flushed, actual=None)]
+    (finding,) = triage(build(tmp_path / "run", steps=sick.scales(lambda step: 1.0), overrides=overrides))
+    assert (finding.code, finding.module, finding.severity) == ("F126", None, "warning")
+    assert finding.message == (
+        "the gradients of 6 of 6 modules lie among FP16's subnormals, and 50 % of their elements are zero before any cast"
+    )
+
+
+def test_groups_are_found_by_numbers_and_shapes(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", modules=sick.ROUTED, overrides=sick.SHARES, num_steps=30)
+    groups = {(g.prefix, g.suffix): g for g in numbered(run)}
+    assert set(groups) == {("net.0.moe.parts", "a"), ("net.0.moe.parts", "c")}
+    assert groups["net.0.moe.parts", "a"].holder == "net.0.moe"
+    assert all(is_routed(group, fprop_inputs(run)) for group in groups.values())
+
+
+def test_a_robust_slope_has_its_uncertainty() -> None:
+    assert theil_sen([1.0, 2.0, 3.0, 4.0]) == (1.0, 1.0, 1.0)
+    slope, low, high = theil_sen([0.0, 1.1, 1.9, 9.0, 4.1, 5.0, 6.0, 6.9])
+    assert 0.9 < slope < 1.1 and low < slope < high
+    assert theil_sen([3.0, 3.2, 2.9, 3.1, 3.0])[1] <= 0
