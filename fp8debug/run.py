@@ -10,11 +10,9 @@ With ``--arm`` the same script is one training of an experiment: see ``arms`` an
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import random
 import runpy
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,11 +28,11 @@ from fp8debug import adapters
 from fp8debug.adapters import attach
 from fp8debug.adapters.environment import rank_and_world
 from fp8debug.adapters.targets import roots_of
-from fp8debug.arms import Arm, apply_arm, convert_plain
+from fp8debug.arms import Arm, apply_arm, convert_plain, end_with_parent
 from fp8debug.errors import Fp8DebugError, UsageError
 
-#: In an arm the loss is what counts: statistics only of step 0, unless ``--every`` asks for more.
-_SELDOM = 10**9
+#: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
+_NEVER = 2**62
 
 
 class LossMeter:
@@ -166,9 +164,15 @@ class ArmWatch(AutoWatch):
         if not self._targets:
             self._targets = roots
             convert_plain(self._arm, roots)
-        watch = self._own_watch(target, out, **{**options, **self._options})
+        watch = self._begin_watch(target, out, options)
         if self.watch is None:
             self.watch, self._first = watch, watch.current_step
+        return watch
+
+    def _begin_watch(self, target: object, out: Path, options: dict[str, Any]) -> attach.Watch:
+        watch = self._own_watch(target, out, **{**options, **self._options})
+        if self._options["every"] == _NEVER:
+            watch._observer.sampling = False  # not step 0 either
         return watch
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -188,7 +192,7 @@ class ArmWatch(AutoWatch):
         applied = apply_arm(self._arm, roots, self._first)
         if self.watch is None:
             self._num_watches += 1
-            self.watch = self._own_watch(module, self._out, **self._options)
+            self.watch = self._begin_watch(module, self._out, {})
             self._first = self.watch.current_step
         if rank_and_world()[0] == 0:
             (self._out / "arm.json").write_text(json.dumps({**self._arm.to_dict(), "applied": applied}), encoding="utf-8")
@@ -227,12 +231,6 @@ def shift_seeds(offset: int) -> None:
     np.random.seed = lambda seed=None: own_numpy(shifted(seed))
 
 
-def end_with_parent() -> None:
-    """Ask Linux to end this process when the one that started it dies: a killed ``verify`` leaves no training behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a script under the recorder; return its exit code.
 
@@ -260,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     auto = AutoWatch(out, {"every": options.every or 10})
     if arm is not None:
         # absolute, because the script may change its directory
-        auto = ArmWatch(out.absolute(), {"every": options.every or _SELDOM, "what_if": (), "dump": ()}, arm, options.steps)
+        auto = ArmWatch(out.absolute(), {"every": options.every or _NEVER, "what_if": (), "dump": ()}, arm, options.steps)
         shift_seeds(options.seed_offset)
     auto.start()
     sys.argv = [str(options.script), *options.args]

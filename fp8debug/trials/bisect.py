@@ -19,7 +19,7 @@ from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.store.run import Run
 from fp8debug.trials.ddmin import count_tests, minimize
 from fp8debug.trials.gap import CLOSED, MIN_GAP, Assessment, assess, sentence
-from fp8debug.trials.ledger import Trial, Trials, write_json
+from fp8debug.trials.ledger import Trials, write_json
 
 #: 1: first version (fp8debug 0.1). The document is a fallback list too: ``fp8debug.apply`` reads it.
 SCHEMA = 1
@@ -70,27 +70,30 @@ class _Search:
     report: Callable[[int, int, str], None]
     save: Callable[[_Search], object]
     expected: int = 2
-    used: set[tuple[str, int]] = field(default_factory=set)
     seconds: float = 0.0
     curves: dict[str, dict[int, Sequence[float]]] = field(default_factory=dict)
     tests: list[dict[str, Any]] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
 
-    def train(self, arm: Arm, repeat: int) -> Trial:
-        if (arm.name, repeat) not in self.used and len(self.used) >= self.max_runs:
+    def train(self, arm: Arm, repeat: int, what: str) -> None:
+        if repeat in self.curves.get(arm.name, {}):
+            return
+        if self.num_trained >= self.max_runs:
             raise BudgetSpentError
-        self.used.add((arm.name, repeat))
-        self.report(len(self.used) - 1, max(self.expected, len(self.used)), f"{arm.name}, repeat {repeat + 1}")
+        self.report(self.num_trained, max(self.expected, self.num_trained + 1), f"{what}, repeat {repeat + 1}")
         trial = self.trials.run(arm, repeat)
         self.seconds += trial.seconds
         if trial.problem:
             raise UsageError(f"arm {arm.name}: {trial.problem} (its folder is {self.trials.folder}/{arm.name}-{repeat})")
         self.curves.setdefault(arm.name, {})[repeat] = trial.losses
-        return trial
+
+    @property
+    def num_trained(self) -> int:
+        return sum(map(len, self.curves.values()))
 
     def baseline(self, repeat: int) -> None:
-        self.train(Arm(name="bf16", compute="bf16", recipe=self.recipe), repeat)
-        self.train(Arm(name="fp8", recipe=self.recipe), repeat)
+        self.train(Arm(name="bf16", compute="bf16", recipe=self.recipe), repeat, "BF16")
+        self.train(Arm(name="fp8", recipe=self.recipe), repeat, "FP8")
 
     def assess(self, *names: str) -> Assessment:
         curves = {name: self.curves[name] for name in ("bf16", "fp8", *names)}
@@ -107,9 +110,11 @@ class _Search:
     def closes(self, units: Sequence[Unit], *, all_repeats: bool = False) -> bool:
         """Train with these units in BF16; repeat while the share of the gap may lie on either side of the threshold."""
         arm = Arm(name=_name(units), fallbacks=tuple(f.to_dict() for f in fallbacks_of(units)), recipe=self.recipe)
+        names = list(dict.fromkeys(module for module, _ in units))
+        what = f"{len(units)} GEMMs of {names[0]}" if len(names) == 1 else f"{len(names)} modules"
         for repeat in range(self.repeats):
             self.baseline(repeat)
-            self.train(arm, repeat)
+            self.train(arm, repeat, f"BF16 in {what}")
             found = self.assess(arm.name)
             gap = found.arms[arm.name]
             band = gap.share
@@ -117,7 +122,6 @@ class _Search:
             if is_clear and not all_repeats:
                 break
         share = band.to_dict() if band else None
-        names = list(dict.fromkeys(module for module, _ in units))
         answer = {"modules": names, "num_units": len(units), "repeats": repeat + 1, "share": share, "closed": gap.closed}
         self.tests.append(answer)
         self.save(self)
@@ -179,7 +183,7 @@ def bisect_run(
             "fallbacks": [fallback.to_dict() for fallback in fallbacks_of(search.units, modules)],
             "assumption": ASSUMPTION,
             "num_modules": len(modules),
-            "runs": len(search.used),
+            "runs": search.num_trained,
             "seconds": round(search.seconds, 3),
             "tests": search.tests,
         }
@@ -207,7 +211,7 @@ def bisect_run(
         modules += [m for m in Run(trials.folder / "fp8-0").modules if m.get("fp8")]
         names = ranked([m["fqn"] for m in modules], suspects, damage or {})
         search.units = _all_gemms(names)
-        plan = plan_of(len(names), max_runs, search.seconds / len(search.used))
+        plan = plan_of(len(names), max_runs, search.seconds / search.num_trained)
         search.expected = min(plan.for_one, max_runs)
         confirm(plan)
         share = _reduce(search, names, [name for name in names if name in suspects])

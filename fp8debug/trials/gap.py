@@ -3,10 +3,10 @@
     gap     g   = L_fp8 - L_bf16                    L: mean loss of the last steps of the window
     share   s   = (L_fp8 - L_arm) / (L_fp8 - L_bf16)
 
-Arms of one repeat share seed and data, so the differences are taken within a repeat. Over R >= 2 repeats the band is Student's
+Arms of one repeat share seed and data, so the differences are taken within a repeat. Over R >= 3 repeats the band is Student's
 95 % interval of the mean with R - 1 degrees of freedom; that of the share is the same of the residuals ``(L_fp8 - L_arm) -
-s (L_fp8 - L_bf16)`` over the mean gap (ratio estimator, delta method). One repeat has only its own steps: then the samples are
-the means of up to eight blocks of the last steps, which cannot see how another seed would have gone.
+s (L_fp8 - L_bf16)`` over the mean gap (ratio estimator, delta method). Fewer repeats have only their own steps: then the samples
+are the means of up to eight blocks of each one's last steps, which cannot see how another seed would have gone.
 
 A training diverged when any of its losses is NaN or infinite; a gap to it is infinite, and closed or not.
 """
@@ -25,8 +25,9 @@ import numpy as np
 MIN_GAP = 0.0025
 #: Share from which a gap counts as closed (no published basis: four fifths).
 CLOSED = 0.8
-#: Blocks of steps that stand in for repeats when there is only one.
-NUM_BLOCKS = 8
+#: Repeats that make a band of their own (of two, Student's interval is thirteen standard errors wide), and the blocks of
+#: steps that stand in for fewer.
+MIN_REPEATS, NUM_BLOCKS = 3, 8
 
 #: 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -137,9 +138,8 @@ def assess(
 
     def samples(name: str, repeats: Sequence[int]) -> _Samples:
         tails = [np.asarray(curves[name][r][num_steps - num_last : num_steps], dtype=np.float64) for r in repeats]
-        if len(tails) > 1:
-            return np.array([tail.mean() for tail in tails])
-        return np.array([block.mean() for block in np.array_split(tails[0], min(NUM_BLOCKS, num_last))])
+        parts = 1 if len(repeats) >= MIN_REPEATS else min(NUM_BLOCKS, num_last)
+        return np.array([block.mean() for tail in tails for block in np.array_split(tail, parts)])
 
     bf16_diverged, fp8_diverged = (any(not _is_finite(curves[name][r]) for r in both) for name in ("bf16", "fp8"))
     gap = None

@@ -90,17 +90,21 @@ class Trials:
         self._train = train or script.train
         self._known: dict[str, Trial] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / ".lock").open("w")
+        self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not fresh:
+                self._load()
         except OSError:
+            self.close()
             raise UsageError(f"another fp8debug trains in {folder}; wait for it or choose another --out") from None
-        if not fresh:
-            self._load()
+        except UsageError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let another process work in the folder."""
-        self._lock.close()
+        os.close(self._lock)
 
     def _load(self) -> None:
         path = self.folder / "trials.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8debug.arms import Arm
+from fp8debug.arms import Arm, end_with_parent
 from fp8debug.errors import UsageError
 
 #: How long a process that is told to end may take before it is killed.
@@ -104,6 +104,7 @@ class Script:
                     stderr=stderr,
                     env=environment,
                     start_new_session=True,
+                    preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 raise UsageError(f"cannot start {self.launcher[0] if self.launcher else sys.executable}: {error}") from None

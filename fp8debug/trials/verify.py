@@ -15,7 +15,7 @@ from typing import Any
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS
-from fp8debug.trials.gap import CLOSED, MIN_GAP, ArmGap, Assessment, Band, assess, sentence
+from fp8debug.trials.gap import CLOSED, MIN_GAP, MIN_REPEATS, ArmGap, Assessment, Band, assess, sentence
 from fp8debug.trials.ledger import Trial, Trials, write_json
 
 #: 1: first version (fp8debug 0.1).
@@ -89,9 +89,10 @@ def verify_run(
 
     written(complete=False)
     for number, (repeat, arm) in enumerate(plan):
-        report(number, len(plan), f"{arm.name}, repeat {repeat + 1} of {repeats}")
         if arm.name in failed:
             continue
+        if not trials.known(arm, repeat):
+            report(number, len(plan), f"{arm.name}, repeat {repeat + 1} of {repeats}")
         trial = trials.run(arm, repeat)
         done.append(trial)
         if trial.problem:
@@ -182,13 +183,14 @@ def statements(found: Assessment, done: Sequence[Trial], steps: int) -> list[str
     if tensors and tensors.closed:
         said.append(
             {
-                "yes": "FP8 tensors in BF16 GEMMs close it: the FP8 GEMM makes the gap, not the quantization",
-                "partly": "FP8 tensors in BF16 GEMMs close a part of it: quantization and GEMM both count",
-                "no": "FP8 tensors in BF16 GEMMs do not close it: the quantization makes the gap, not the GEMM",
+                "yes": "FP8 tensors in BF16 GEMMs close it: the arithmetic of the FP8 GEMM makes the gap",
+                "partly": "FP8 tensors in BF16 GEMMs close a part of it: quantization and the GEMM's arithmetic both count",
+                "no": "FP8 tensors in BF16 GEMMs do not close it: the operands make the gap, not the GEMM's arithmetic",
             }[tensors.closed]
         )
-    if any(len({t.repeat for t in done if t.arm == name}) == 1 for name in found.arms):
-        said.append("one repeat: the band is that of its steps, and another seed may differ by more; --repeats 3 tells")
+    repeats = found.arms["fp8"].num_repeats if "fp8" in found.arms else 0
+    if 0 < repeats < MIN_REPEATS:
+        said.append(f"fewer than {MIN_REPEATS} repeats: the band is that of the steps, and another seed may differ by more")
     if 0 < found.num_steps < steps:
         said.append(f"the script ended after {found.num_steps} of the {steps} steps asked for")
     return said

@@ -1,0 +1,151 @@
+"""``verify`` on real trainings in this process: planted faults, failures, interruptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8debug
+from fp8debug.arms import Arm
+from fp8debug.errors import UsageError
+from fp8debug.trials import arms_of, verify_run
+from fp8debug.trials.hints import prior_of
+from fp8debug.trials.script import Ending
+from tests.trials.laboratory import Laboratory, healthy, planted
+
+FAULTS = {
+    "zero_tile": planted("zero_tile", "layers.3", step=4),
+    "stale_scale": planted("stale_scale", "layers.2", step=4),
+    "swiglu_outlier": planted("swiglu_outlier", "layers.3", step=4, spacing=64, log2_factor=20),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def verify(laboratory: Laboratory, run: fp8debug.Run, **options: Any) -> dict[str, Any]:
+    """Verify what is recommended for a run of the laboratory."""
+    candidates = [entry.to_dict() for entry in fp8debug.recommend(run, fp8debug.triage(run))]
+    arms = arms_of(["candidates", "fp8_tensors", "prior"], candidates, prior_of(run), None)
+    trials = laboratory.trials()
+    try:
+        return verify_run(trials, arms, run_name=run.name, save_as=laboratory.folder / "verify.json", **options)
+    finally:
+        trials.close()
+
+
+def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {arm["name"]: arm for arm in found["arms"]}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_candidates_close_the_gap_of_a_planted_fault_and_the_prior_does_not(fault: str, tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, FAULTS[fault])
+    found = verify(laboratory, laboratory.record(), repeats=1)
+    arms = by_name(found)
+    assert (found["verdict"], arms["candidates"]["closed"]) == ("closed", "yes")
+    assert arms["prior"]["closed"] != "yes" and arms["fp8_tensors"]["closed"] != "yes"
+    if fault == "zero_tile":
+        assert arms["fp8"]["num_diverged"] == 1 and "the gap is infinite" in found["statements"][0]
+        assert arms["candidates"]["above_bf16"]["value"] < 0.05
+    else:
+        assert arms["candidates"]["share"]["value"] == pytest.approx(1, abs=0.2)
+        assert arms["prior"]["share"]["value"] < 0.3
+    assert "the candidates close it" in found["statements"]
+    assert json.loads((tmp_path / "verify.json").read_text()) == found  # strict JSON, NaN losses and all
+
+
+def test_a_healthy_run_has_nothing_to_close(tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, healthy)
+    trials = laboratory.trials()
+    found = verify_run(trials, arms_of([], [], [], None), repeats=3, last=12, run_name="run", save_as=tmp_path / "verify.json")
+    assert found["verdict"] == "nothing_to_close" and list(by_name(found)) == ["bf16", "fp8"]
+    assert len(laboratory.trained) == 2 * 3 and found["complete"]
+    trials.close()
+
+
+def arms() -> list[Arm]:
+    return arms_of(["fp8_tensors"], [], [], None)
+
+
+def test_trainings_are_done_once(tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, steps=6)
+    options: dict[str, Any] = {"repeats": 1, "run_name": "run", "save_as": tmp_path / "verify.json"}
+    said: list[str] = []
+    trials = laboratory.trials()
+    verify_run(trials, arms(), report=lambda done, total, what: said.append(f"{done}/{total} {what}"), **options)
+    assert said == [f"{i}/3 {name}, repeat 1 of 1" for i, name in enumerate(("bf16", "fp8", "fp8_tensors"))]
+    assert len(laboratory.trained) == 3
+    with pytest.raises(UsageError, match="another fp8debug trains in"):
+        laboratory.trials()
+    trials.close()
+    trials = laboratory.trials()
+    assert verify_run(trials, arms(), **{**options, "repeats": 2})["repeats"] == 2
+    assert laboratory.trained[3:] == [("bf16", 1), ("fp8", 1), ("fp8_tensors", 1)]
+    trials.close()
+    trials = laboratory.trials(fresh=True)
+    verify_run(trials, arms(), **options)
+    assert len(laboratory.trained) == 9
+    trials.close()
+    laboratory.steps = 7
+    with pytest.raises(UsageError, match=r"another experiment: steps differs \(6, now 7\); choose another --out, or .* --fresh"):
+        laboratory.trials()
+    laboratory.steps = 6
+    (tmp_path / "train.py").write_text("changed")
+    with pytest.raises(UsageError, match="another experiment: the script's content differs;"):
+        laboratory.trials()
+    (tmp_path / "trials" / "trials.json").write_text("{")
+    with pytest.raises(UsageError, match=r"trials.json cannot be read .* start over with --fresh"):
+        laboratory.trials()
+
+
+def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, steps=6)
+    trials = laboratory.trials()
+    real = trials._train
+
+    def failing(arm: Arm, repeat: int, out: Path) -> Ending:
+        if arm.name == "fp8_tensors":
+            laboratory.trained.append((arm.name, repeat))
+            return Ending(1, 0.1, False, "Traceback\nValueError: mine")
+        return real(arm, repeat, out)
+
+    trials._train = failing
+    found = verify_run(trials, arms(), repeats=2, run_name="run", save_as=tmp_path / "verify.json")
+    arm = by_name(found)["fp8_tensors"]
+    assert arm["problem"] == "the script failed with exit code 1: ValueError: mine" and "Traceback" in arm["stderr"]
+    assert found["verdict"] == "nothing_to_close" and found["gap"] is not None
+    assert laboratory.trained.count(("fp8_tensors", 0)) == 1 and ("fp8_tensors", 1) not in laboratory.trained
+    trials.close()
+
+
+def test_what_was_done_before_an_interruption_can_be_read(tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, steps=6)
+    trials = laboratory.trials()
+    real = trials._train
+
+    def interrupted(arm: Arm, repeat: int, out: Path) -> Ending:
+        if arm.name == "fp8_tensors":
+            raise KeyboardInterrupt
+        return real(arm, repeat, out)
+
+    trials._train = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        verify_run(trials, arms(), repeats=1, run_name="run", save_as=tmp_path / "verify.json")
+    document = json.loads((tmp_path / "verify.json").read_text())
+    assert not document["complete"] and document["verdict"] == "incomplete"
+    assert [len(arm["losses"]) for arm in document["arms"]] == [1, 1, 0] and document["gap"]["value"] is not None
+    trials.close()
+
+
+def test_repeats_must_be_positive(tmp_path: Path) -> None:
+    trials = Laboratory(tmp_path).trials()
+    with pytest.raises(UsageError, match="repeats must be at least 1, got 0"):
+        verify_run(trials, arms(), repeats=0, run_name="run", save_as=tmp_path / "verify.json")
+    trials.close()
