@@ -74,11 +74,11 @@ def to_html(document: Mapping[str, Any]) -> str:
         UsageError: plotly is not installed.
     """
     try:
-        from plotly import graph_objects
+        from plotly import graph_objects  # type: ignore[import-untyped]  # plotly ships no types
     except ImportError:
         raise UsageError("an .html plot needs plotly: pip install 'fp8debug[dashboard]'; an .svg needs nothing") from None
     found = list(pairs(document))[::-1]  # the first at the top
-    names = [p.name for p in found]
+    names = [escape(p.name) for p in found]  # plotly reads markup in text
     figure = graph_objects.Figure(layout={"title": f"{TITLE}, {document['device']}", "barmode": "stack"})
     groups = (
         ("BF16", BF16, "bf16", [p.bf16_us for p in found]),

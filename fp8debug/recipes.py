@@ -192,10 +192,10 @@ class Recipe:
         object.__setattr__(self, "casts", oriented)
         for gemm in self.fast_accum:
             casts = {tensor: cast for (g, tensor), cast in oriented.items() if g == gemm}
-            odd = [f"{tensor} is {cast or 'BF16'}" for tensor, cast in casts.items() if not _has_one_scale(cast)]
-            if gemm not in list(Gemm) or odd:
-                what = " and ".join(odd) or "there is no such GEMM"
-                raise UsageError(f"fast_accum of recipe {self.name!r} needs one scale per row or tensor; {gemm!s}: {what}")
+            wrong = [f"{tensor} is {cast or 'BF16'}" for tensor, cast in casts.items() if not _has_one_scale(cast)]
+            if gemm not in list(Gemm) or wrong:
+                names = " and ".join(wrong) or "there is no such GEMM"
+                raise UsageError(f"fast_accum of recipe {self.name!r} needs one scale per row or tensor; {gemm!s}: {names}")
         object.__setattr__(self, "fast_accum", tuple(gemm for gemm in Gemm if gemm in self.fast_accum))
 
     def replace(

@@ -38,7 +38,7 @@ def short_gemm(
     roles = OPERANDS[which]
     a, b = (_contracting_last(o, (which, r) in CONTRACTS_ROWS) for o, r in zip((first, second), roles, strict=True))
     rows = max(1, _BLOCK // max(1, b.shape[0] * GROUP))
-    parts = [_product(part, b, bits) for part in a.split(rows)]
+    parts = [_product(part, b, bits) for part in torch.split(a, rows)]
     return torch.cat(parts).to(dtype) if parts else a.new_zeros(0, b.shape[0], dtype=dtype)
 
 

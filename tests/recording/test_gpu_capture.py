@@ -38,6 +38,7 @@ class Loop:
         self.loss.copy_(loss.detach())
         with torch.no_grad():
             for p in self.model.parameters():
+                assert p.grad is not None
                 p.sub_(p.grad, alpha=0.1)
 
     def capture(self) -> torch.cuda.CUDAGraph:
