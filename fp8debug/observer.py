@@ -128,7 +128,12 @@ class Observer:
         finished = FinishedStep(self.step, self.sampling, moving)
         for device, filled in self._filled.items():
             rows = sorted(filled)
-            finished.tables.append((self._tables[device].snapshot(), rows, [filled[row] for row in rows]))
+            try:
+                finished.tables.append((self._tables[device].snapshot(), rows, [filled[row] for row in rows]))
+            except (torch.OutOfMemoryError, MemoryError):
+                del self._tables[device]  # half joined; the next sampled step makes a new one
+                for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
+                    self.report(module, f"not recorded at step {self.step}: out of memory; training goes on", number == 0)
         self._filled = {}
         self._pending.append(finished)
         self.hand_over()

@@ -12,6 +12,7 @@ import torch
 import fp8debug
 from fp8debug import Fp8Linear, probe
 from fp8debug.kernels import dispatch
+from fp8debug.table import Snapshot, Table
 from fp8debug.types import Gemm
 from tests.recording.models import net, train
 
@@ -123,3 +124,25 @@ def test_a_layer_knows_the_name_that_convert_saw() -> None:
         name: name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "head"
     }
     assert Fp8Linear(8, 8).fqn == "Fp8Linear"
+
+
+def test_a_table_that_cannot_be_joined_loses_its_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(net(), 4)
+    snapshot, calls = Table.snapshot, []
+
+    def hungry(self: Table) -> Snapshot:
+        calls.append(self)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return snapshot(self)
+
+    monkeypatch.setattr(Table, "snapshot", hungry)
+    model = net()
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        assert train(model, 4, after=lambda _, loss: watch.step(loss=loss)) == expected
+    run = fp8debug.Run(tmp_path / "run")
+    assert [r["step"] for r in run.sql("SELECT DISTINCT step FROM sites ORDER BY step").to_pylist()] == [0, 2, 3]
+    assert [r["step"] for r in run.sql("SELECT step FROM steps ORDER BY step").to_pylist()] == [0, 1, 2, 3]
+    events = run.sql("SELECT step, module, message FROM events").to_pylist()
+    assert {e["step"] for e in events} == {1} and len(events) == 7
+    assert "head is not recorded at step 1: out of memory; training goes on" in {e["message"] for e in events}
