@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, apply, load_fallbacks, parse_share, positional_prior, recommend
+from fp8debug.fallback.measured import expected_sqnr_db
+from fp8debug.fallback.policy import best_within
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
 from fp8debug.store.run import Run
@@ -111,6 +114,64 @@ def test_damage_counts_only_outside_the_healthy_envelope(tmp_path: Path) -> None
     ], "by damage per cost, and the third does no material damage"
     one = found[0].cost
     assert [f.module for f in candidates(run, budget=1.5 * one)] == [NAMES[3]]
+
+
+def results(gemm: str, sqnr_db: float, module: str = NAMES[2]) -> Override:
+    return Override(module=module, gemm=gemm, reference="shadow", slots={"sqnr_db": sqnr_db})
+
+
+@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
+def test_a_backward_gemm_outside_the_envelope_leaves_fp8_alone(tmp_path: Path, gemm: str) -> None:
+    (fallback,) = candidates(build(tmp_path / "run", overrides=[results(gemm, 20.0)]), budget=1.0)
+    assert (fallback.module, fallback.gemms, fallback.reasons) == (NAMES[2], (gemm,), ("error",))
+    assert candidates(build(tmp_path / "healthy", overrides=[results(gemm, 26.0)]), budget=1.0) == []
+
+
+def test_the_envelope_is_that_of_the_formats(tmp_path: Path) -> None:
+    assert expected_sqnr_db("e4m3fn 1x128 current @ e4m3fn 128x128 current") == pytest.approx(28.49, abs=0.01)
+    assert expected_sqnr_db("e5m2 tensorwise delayed(1024,max) @ bf16") == pytest.approx(25.55, abs=0.01)
+    hybrid = [results("dgrad", 22.0)]
+    assert candidates(build(tmp_path / "run", recipe="tensorwise_delayed", overrides=hybrid), budget=1.0) == []
+
+
+def test_forward_errors_come_before_backward_errors(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", overrides=[results("wgrad", 5.0), results("dgrad", 20.0), outputs(18.0, 1e-6, NAMES[3])])
+    assert [f.gemms for f in candidates(run, budget=1.0)] == [("fprop",), ("dgrad",), ("wgrad",)]
+
+
+def test_fill_spends_the_budget_of_a_healthy_run_on_forward_gemms(tmp_path: Path) -> None:
+    run = build(tmp_path / "run")
+    assert recommend(run, triage(run), 0.2) == []
+    filled = recommend(run, triage(run), 0.2, fill=True)
+    assert filled and all((f.gemms, f.reasons, f.cast) == (("fprop",), ("damage",), None) for f in filled)
+    assert sum(f.cost for f in filled) <= 0.2
+    damages = [f.damage or 0.0 for f in filled]
+    assert damages and len(recommend(run, [], 1.0, fill=True)) == len(NAMES)
+
+
+def test_the_budget_goes_to_the_choice_of_most_worth() -> None:
+    def entry(name: str, cost: float) -> Fallback:
+        return Fallback(module=name, gemms=("fprop",), cost=cost)
+
+    small, large, other = (2.0, entry("small", 0.01)), (9.0, entry("large", 0.10)), (6.0, entry("other", 0.05))
+    group = [small, large, other]
+    assert [f.module for f in best_within(group, 0.10)] == ["large"], "9 is more than 8, though small is worth most per cost"
+    assert [f.module for f in best_within(group, 0.11)] == ["small", "large"]
+    assert [f.module for f in best_within(group, 0.06)] == ["small", "other"]
+    assert best_within(group, 0.0) == [] and best_within([], 0.5) == []
+    assert [f.module for f in best_within([(0.0, entry("free", 0.0)), *group], 0.0)] == ["free"]
+    for budget in (0.013, 0.05, 0.11, 0.155, 0.16):
+        costs = {subset: sum(e.cost for _, e in subset) for n in range(4) for subset in combinations(group, n)}
+        most = max(sum(w for w, _ in subset) for subset, cost in costs.items() if cost <= budget)
+        worth = {e.module: w for w, e in group}
+        assert sum(worth[f.module] for f in best_within(group, budget)) == most
+
+
+def test_a_budget_may_be_text(tmp_path: Path) -> None:
+    run = build(tmp_path / "run")
+    assert recommend(run, [], "20%", fill=True) == recommend(run, [], 0.2, fill=True)
+    with pytest.raises(UsageError, match=r"expected a share such as 10% or 0\.1, got 'ten'"):
+        recommend(run, [], "ten")
 
 
 def test_a_run_of_one_module_more_is_in_also(tmp_path: Path) -> None:

@@ -163,29 +163,38 @@ class _Plan:
 def best_within(group: Sequence[tuple[float, Fallback]], budget: float) -> list[Fallback]:
     """Return the entries of most worth in all whose costs fit the budget, by falling worth per cost.
 
-    The knapsack problem, solved exactly but for costs rounded up to a ten-thousandth of the budget.
-
     Args:
         group: (worth, entry).
         budget: share.
     """
     ordered = sorted(group, key=lambda w: -w[0] / max(w[1].cost, 1e-9))
-    if sum(entry.cost for _, entry in ordered) <= budget + 1e-12:
-        return [entry for _, entry in ordered]
     ordered = [(worth, entry) for worth, entry in ordered if entry.cost <= budget + 1e-12]
-    steps = 10_000
-    best = np.zeros(steps + 1)  # by budget spent, in steps
-    taken = np.zeros((len(ordered), steps + 1), dtype=bool)
-    weights = [max(0, math.ceil(entry.cost / budget * steps - 1e-6)) if budget > 0 else 0 for _, entry in ordered]
-    for place, (weight, (worth, _)) in enumerate(zip(weights, ordered, strict=True)):
-        with_it = np.full(steps + 1, -1.0)
-        with_it[weight:] = best[: steps + 1 - weight] + worth
+    chosen = [entry for _, entry in ordered]
+    for rounded in (math.floor, math.ceil):  # down: the best there is, if it fits; up: it fits, and is the best but for rounding
+        if sum(entry.cost for entry in chosen) <= budget + 1e-12:
+            break
+        weights = [max(0, rounded(entry.cost / budget * KNAPSACK)) for _, entry in ordered]
+        chosen = [ordered[place][1] for place in _knapsack(weights, [worth for worth, _ in ordered])]
+    return chosen
+
+
+#: Parts into which a budget is cut to choose what fits it.
+KNAPSACK = 10_000
+
+
+def _knapsack(weights: Sequence[int], worths: Sequence[float]) -> list[int]:
+    """Return the places whose weights add up to KNAPSACK at most and whose worths to the most (dynamic programme)."""
+    best = np.zeros(KNAPSACK + 1)  # by weight spent
+    taken = np.zeros((len(weights), KNAPSACK + 1), dtype=bool)
+    for place, (weight, worth) in enumerate(zip(weights, worths, strict=True)):
+        with_it = np.full(KNAPSACK + 1, -1.0)
+        with_it[weight:] = best[: KNAPSACK + 1 - weight] + worth
         taken[place] = with_it > best
         best = np.maximum(best, with_it)
-    chosen, left = [], steps
-    for place in range(len(ordered) - 1, -1, -1):
+    chosen, left = [], KNAPSACK
+    for place in reversed(range(len(weights))):
         if taken[place, left]:
-            chosen.append(ordered[place][1])
+            chosen.append(place)
             left -= weights[place]
     return chosen[::-1]
 

@@ -5,8 +5,9 @@ BF16, on the same batches. The gap is the KL divergence, on held-out text, of th
 one trained in BF16. What a list recovers is 1 - gap(list) / gap(FP8), at a cost that is the FLOP share of its GEMMs.
 
     oracle      the best list that fits the budget among all single GEMMs, all pairs of the ten best of them (all pairs with
-                --pairs), and the two best of these extended greedily
-    recommend   what fp8debug.recommend() makes of a recording of the FP8 window, with ``fill`` where the run is healthy
+                --pairs), and the best of these extended greedily
+    recommend   what fp8debug.recommend() makes of a recording of the FP8 window; it may cost far less than the budget
+    filled      the same with ``fill=True``, which spends the budget: the one to compare at equal budget; "of oracle" is its share
     first/last  the first module, the last, the second, ...: all GEMMs of each, one by one while they fit
 
 A cast that recommend changes costs nothing, so it may do better than the oracle, which knows BF16 only.
@@ -91,7 +92,6 @@ class Scenario:
         prepare: changes the checkpoint's model without changing what it computes.
         depth: blocks.
         seed: of the initial weights.
-        fill: spend the budget although the run is healthy.
     """
 
     name: str
@@ -101,7 +101,6 @@ class Scenario:
     prepare: Callable[[Any], None] = lambda model: None
     depth: int = 2
     seed: int = 0
-    fill: bool = False
 
 
 def outlier_channels(*places: tuple[int, float]) -> Callable[[Any], None]:
@@ -125,9 +124,9 @@ SCENARIOS = (
     Scenario(name="zero tile", faults=(("zero_tile", "blocks.0.down", {}),)),
     Scenario(name="two faults", faults=(("wrong_scale", "blocks.1.proj", {}), ("wrong_format", "blocks.0.up", {})), seed=2),
     Scenario(name="outlier channels", recipe="tensorwise_current", prepare=outlier_channels((0, 2.0**9), (1, 2.0**5))),
-    Scenario(name="healthy, filled", fill=True),
-    Scenario(name="healthy, filled, 1 block", depth=1, seed=3, fill=True),
-    Scenario(name="healthy tensorwise, filled", recipe="tensorwise_current", seed=4, fill=True),
+    Scenario(name="healthy"),
+    Scenario(name="healthy, 1 block", depth=1, seed=3),
+    Scenario(name="healthy tensorwise", recipe="tensorwise_current", seed=4),
 )
 
 
@@ -215,18 +214,13 @@ def oracle(trial: Trial, shares: dict[str, float], budget: float, *, every_pair:
         return 0.0, frozenset()
     good = singles if every_pair else singles[:10]
     candidates = singles + [c for a, b in itertools.combinations(good, 2) if cost(c := a | b) <= budget + 1e-12]
-    ranked = sorted(candidates, key=lambda c: -trial.of_units(c))
-    best = ranked[0]
-    for start in ranked[:2]:
-        chosen = start
-        while True:
-            longer = [chosen | {u} for u in units if u not in chosen and cost(chosen | {u}) <= budget + 1e-12]
-            top = max(longer, key=trial.of_units, default=chosen)
-            if trial.of_units(top) <= trial.of_units(chosen):
-                break
-            chosen = top
-        best = max(best, chosen, key=trial.of_units)
-    return trial.of_units(best), best
+    best = max(candidates, key=trial.of_units)
+    while True:
+        longer = [c for more in good if not more <= best and cost(c := best | more) <= budget + 1e-12]
+        top = max(longer, key=trial.of_units, default=best)
+        if trial.of_units(top) <= trial.of_units(best):
+            return trial.of_units(best), best
+        best = top
 
 
 def first_and_last(modules: Sequence[str], shares: dict[str, float], budget: float) -> list[Unit]:
@@ -259,8 +253,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"{'scenario':28} {'gap':>9} {'budget':>6} {'oracle':>7} {'recommend':>9} {'costs':>6} {'share':>6}"
-        f" {'first/last':>10} {'s':>5}"
+        f"{'scenario':24} {'gap':>8} {'budget':>6} {'oracle':>6} {'recommend':>9} {'costs':>6} {'filled':>6} {'costs':>6}"
+        f" {'of oracle':>9} {'first/last':>10} {'s':>5}"
     )
     for scenario in SCENARIOS:
         if options.only and options.only not in scenario.name:
@@ -277,22 +271,25 @@ def main() -> None:
                 for module in modules:
                     print("   ", module, *(f"{gemm} {trial.of_units([(module, gemm)]):6.1%}" for gemm in GEMMS))
             for budget in options.budgets:
-                fallbacks = fp8debug.recommend(run, findings, budget, fill=scenario.fill)
-                ours, cost = trial.recovered(fallbacks), sum(f.cost for f in fallbacks)
+                lists = [fp8debug.recommend(run, findings, budget, fill=fill) for fill in (False, True)]
+                (ours, filled), (cost, full) = ([f(x) for x in lists] for f in (trial.recovered, _cost))
                 prior = trial.of_units(first_and_last(modules, shares, budget))
                 best, chosen = oracle(trial, shares, budget, every_pair=options.pairs)
-                share = ours / best if best > 0 else math.nan
                 print(
-                    f"{scenario.name:28} {trial.gap:9.2e} {budget:6.0%} {best:7.1%} {ours:9.1%} {cost:6.1%} {share:6.0%}"
-                    f" {prior:10.1%} {time.monotonic() - began:5.0f}",
+                    f"{scenario.name:24} {trial.gap:8.1e} {budget:6.0%} {best:6.1%} {ours:9.1%} {cost:6.1%} {filled:6.1%}"
+                    f" {full:6.1%} {filled / best if best > 0 else math.nan:9.0%} {prior:10.1%} {time.monotonic() - began:5.0f}",
                     flush=True,
                 )
                 if options.singles:
-                    print("    oracle   ", *(f"{m}.{g}" for m, g in sorted(chosen)))
-                    print(
-                        "    recommend",
-                        *(f"{f.module}.{'+'.join(f.gemms)}{'=' + str(f.cast) if f.cast else ''}" for f in fallbacks),
-                    )
+                    print("    oracle ", *(f"{module}.{gemm}" for module, gemm in sorted(chosen)))
+                    for name, fallbacks in zip(("default", "filled "), lists, strict=True):
+                        print(
+                            "   ", name, *(f"{f.module}.{'+'.join(f.gemms)}{f'={f.cast}' if f.cast else ''}" for f in fallbacks)
+                        )
+
+
+def _cost(fallbacks: Sequence[Fallback]) -> float:
+    return sum(fallback.cost for fallback in fallbacks)
 
 
 if __name__ == "__main__":
