@@ -108,6 +108,32 @@ def test_an_older_gpu_runs_in_torch_ops_and_is_named_once(
     ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "rowwise", "mxfp8"])
+def test_odd_shapes_strides_and_dtypes_train_like_the_reference(
+    recipe: str, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    for m, k, n, dtype in ((1, 7, 3, torch.float32), (33, 130, 17, torch.float16), (5, 257, 129, torch.float64)):
+        generator = torch.Generator().manual_seed(m)
+        found = []
+        x, gradient = torch.randn(k, m, generator=generator), torch.randn(n, m, generator=generator)
+        weight = torch.randn(n, k, generator=generator) / k**0.5
+        for where in ("cpu", device):
+            layer = Fp8Linear(k, n, bias=False, recipe=recipe, dtype=dtype)
+            layer.weight.data.copy_(weight)
+            layer.to(where)
+            input = x.to(dtype).to(where).t().requires_grad_()  # rows are not contiguous
+            layer(input).backward(gradient.to(dtype).to(where).t())
+            assert layer.weight.grad is not None and input.grad is not None
+            found.append([t.double().cpu() for t in (input.grad, layer.weight.grad)])
+        for wanted, got in zip(*found, strict=True):
+            assert (got - wanted).norm() <= 2e-3 * wanted.norm(), (recipe, dtype)
+    said = capsys.readouterr().err.splitlines()
+    assert (device == "cpu") == (said == []), said
+    assert len(said) == len(set(said)) and all(line.startswith("fp8debug: Fp8Linear ") for line in said)
+
+
 def test_a_warning_names_the_first_site_that_met_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("blocks.0.up", "blocks.1.up"):
         dispatch._say("a reason of this test", (module, "fprop", "input"))
