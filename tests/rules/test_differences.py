@@ -1,0 +1,89 @@
+"""Two runs side by side: configuration first, the loss with its noise, and where the first site parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp8debug.errors import NoMatchError
+from fp8debug.rules.apart import unwrapped
+from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.differences import diff_runs
+from fp8debug.store.run import Run
+from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT
+from tests.synthetic import MODULES, Override, build
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return build(tmp_path_factory.mktemp("a") / "good")
+
+
+def test_a_run_and_its_twin_do_not_differ(healthy: Run, tmp_path: Path) -> None:
+    found = diff_runs(healthy, build(tmp_path / "twin"))
+    assert (found.differ, found.first, found.configuration, found.only) == (False, None, {}, ([], []))
+    assert len(found.sites) == 9 * len(MODULES)
+    assert all(site.differs_at is None and site.num_steps == 10 for site in found.sites)
+    assert found.loss_words == "median of steps 80 to 99: 2.777 -> 2.777, gap 0 +- 0: within the noise"
+    assert found.site_words == "none of 54 parts; 54 have the same tensors to the last digits"
+
+
+def test_another_seed_differs_and_does_not_part(healthy: Run, tmp_path: Path) -> None:
+    found = diff_runs(healthy, build(tmp_path / "other", seed=1))
+    assert not found.differ
+    assert all(site.differs_at == 0 for site in found.sites)
+
+
+def test_the_first_site_that_parts(healthy: Run, tmp_path: Path) -> None:
+    """In order of step, and of execution within it."""
+    sick = [
+        Override(**INPUT, slots=CLIPPED),
+        Override(module="blocks.1.mlp.down", gemm="fprop", tensor="input", steps=(50, None), slots={"sum_x2": 9.9}),
+        Override(module="blocks.0.*", gemm="fprop", tensor="input", steps=(50, None), slots={"sum_x2": 9.9}),
+        Override(module="blocks.0.attn.qkv", gemm="fprop", tensor="input", steps=(20, 30), slots={"sqnr_db": 20.0}),
+    ]
+    found = diff_runs(healthy, build(tmp_path / "sick", overrides=sick))
+    assert found.differ
+    parted = [(site.diverges_at, site.module) for site in found.sites if site.diverges_at is not None]
+    assert parted == [(40, CULPRIT), *((50, name) for name, _, _ in MODULES if "up" not in name or "0" in name)]
+    assert found.first is not None
+    assert found.first.what is not None and found.first.what.startswith("sqnr_db 31.")
+    assert [row["apart"] != "" for row in found.rows].count(True) > 5
+    assert set(found.columns) == set(found.rows[0])
+
+
+def test_another_recipe_is_told_once_for_all_modules(healthy: Run, tmp_path: Path) -> None:
+    found = diff_runs(build(tmp_path / "bf16", recipe="bf16", what_if=["blockwise"]), healthy)
+    assert found.configuration["recipe"] == ["bf16", "blockwise"]
+    words = configuration_words(found.configuration)
+    assert ("recipe", "bf16", "blockwise") in words
+    assert ("fprop input of 6 modules, first blocks.0.attn.out", None, "e4m3fn 1x128 current") in words
+    assert len(words) == 7
+    assert all(site.medians["amax"][0] for site in found.sites), "a run in BF16 has its tensors"
+
+
+def test_other_modules_and_wrappers(healthy: Run, tmp_path: Path) -> None:
+    names = [(f"_orig_mod.module.{name}", k, n) for name, k, n in MODULES[:-1]] + [("head", 256, 16)]
+    found = diff_runs(healthy, build(tmp_path / "other", modules=names))
+    assert found.only == (["blocks.1.mlp.down"], ["head"])
+    assert {site.module for site in found.sites} == {name for name, _, _ in MODULES[:-1]}
+    assert unwrapped("module") == "module"
+
+
+def test_no_common_step_and_a_choice_of_steps_and_modules(healthy: Run, tmp_path: Path) -> None:
+    some = diff_runs(healthy, healthy, module="blocks.1.*", steps="20:50")
+    assert {site.num_steps for site in some.sites} == {3}
+    assert {site.module for site in some.sites} == {"blocks.1.mlp.up", "blocks.1.mlp.down"}
+    odd = Override(actual=None, slots={"step": lambda row: row["step"] + 1})
+    none = diff_runs(healthy, build(tmp_path / "odd", overrides=[odd]))
+    assert none.site_words == "none was sampled at a common step in both runs"
+    with pytest.raises(NoMatchError, match=r"module 'blocks\.2\.\*' matches nothing"):
+        diff_runs(healthy, healthy, module="blocks.2.*")
+
+
+def test_the_document(healthy: Run) -> None:
+    document = diff_runs(healthy, healthy).to_dict()
+    assert list(document) == ["schema", "runs", "configuration", "loss", "modules", "first_divergence", "sites"]
+    assert document["runs"] == ["good", "good"]
+    assert document["loss"]["loss_gap"] == 0

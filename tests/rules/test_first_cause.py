@@ -1,0 +1,140 @@
+"""The first cause, not the loudest victim: where the first NaN came from, and which findings follow from another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.rules import Findings, Severity, triage
+from fp8debug.rules.nonfinite import Origin, first_poison
+from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, WEIGHT
+from tests.synthetic import MODULES, Override, Slots, build
+
+NAMES = [name for name, _, _ in MODULES]
+SICK_LOSS = {step: {"loss": NAN} for step in range(40, 100)}
+
+
+def every(row: Slots) -> int:
+    return int(row["numel"])
+
+
+def poisoned(where: dict[str, Any], step: int = 40, **slots: Any) -> Override:
+    return Override(**{**where, "steps": (step, step + 1)}, actual=None, slots=slots or {"num_nan": 3})
+
+
+#: After the first NaN everything is NaN.
+RUINED = Override(steps=(50, None), actual=None, slots={"num_nan": every})
+DOWNSTREAM = [poisoned({"module": name, "gemm": "fprop", "tensor": "input"}) for name in NAMES[5:]]
+
+
+def origin(path: Path, *overrides: Override, **plan: Any) -> Origin | None:
+    return first_poison(build(path / "run", overrides=overrides, **{"steps": SICK_LOSS, **plan}))
+
+
+def test_a_healthy_run_has_no_origin(tmp_path: Path) -> None:
+    assert origin(tmp_path, steps={}) is None
+
+
+def test_a_cast_that_makes_it(tmp_path: Path) -> None:
+    made = Override(**{**INPUT, "steps": (40, 41)}, slots={"num_actual_nonfinite": 128})
+    found = origin(tmp_path, made, *DOWNSTREAM, RUINED)
+    assert found is not None
+    assert (found.kind, found.step, found.row["module"], found.count) == ("cast", 40, CULPRIT, 128)
+    assert found.before == NAMES[3]
+
+
+def test_a_gemm_that_makes_it(tmp_path: Path) -> None:
+    result = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
+    overflow = Override(**result, reference="exact", steps=(40, 41), slots={"num_actual_nonfinite": 7})
+    run = build(tmp_path / "run", overrides=[overflow, *DOWNSTREAM, RUINED], steps=SICK_LOSS)
+    (finding,) = triage(run)
+    assert (finding.code, finding.name, finding.severity) == ("F103", "gemm-nonfinite", Severity.ERROR)
+    assert (finding.module, finding.gemm, finding.tensor) == (CULPRIT, "fprop", "output")
+    assert finding.message.startswith(
+        "7 of 262144 sampled elements of the fprop output are NaN or Inf at step 40, and all operands"
+    )
+    assert finding.victims == (*NAMES[:4], NAMES[5])
+
+
+def test_one_that_came_from_outside_the_linears(tmp_path: Path) -> None:
+    """A norm before the layer: its input is NaN, and all that the Linears before it computed is finite."""
+    made_later = Override(module=NAMES[5], gemm="dgrad", steps=(40, 41), slots={"num_actual_nonfinite": 9})
+    overrides = [poisoned(INPUT), *DOWNSTREAM, made_later, RUINED]
+    findings = triage(build(tmp_path / "run", overrides=overrides, steps=SICK_LOSS))
+    assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-from-outside", None)]
+    assert findings[0].message == (
+        f"the first NaN or Inf came to the fprop input of {CULPRIT} at step 40 from outside the Linears (3 elements):"
+        f" {NAMES[3]}, computed before it, was finite; the loss is nan from step 40 on"
+    )
+    assert findings[0].victims == tuple(NAMES), "no cast of theirs is accused"
+    assert findings.classification is not None
+    assert (findings.classification["class"], findings.classification["cause"]) == ("divergence", "not-fp8")
+
+
+def test_one_that_came_with_the_data(tmp_path: Path) -> None:
+    found = origin(tmp_path, poisoned({"gemm": "fprop", "tensor": "input"}), RUINED)
+    assert found is not None
+    assert (found.kind, found.row["module"], found.before) == ("outside", NAMES[0], None)
+
+
+def test_one_that_came_with_the_weights(tmp_path: Path) -> None:
+    findings = triage(build(tmp_path / "run", overrides=[poisoned({"tensor": "weight"}), RUINED], steps=SICK_LOSS))
+    assert [(f.code, f.name) for f in findings] == [("F125", "nonfinite-loss-unseen")]
+    assert "as that step began with NaN or Inf in weights, first blocks.0.attn.qkv's" in findings[0].message
+    assert findings[0].cure == "train again from step 30 or before with every=1: the first NaN then names its layer"
+
+
+def test_the_backward_pass_comes_after_the_forward_and_runs_from_the_last_layer(tmp_path: Path) -> None:
+    gradients = poisoned({"tensor": "grad_output"})
+    found = origin(tmp_path / "backward", gradients, RUINED)
+    assert found is not None
+    assert (found.kind, found.row["module"], found.row["gemm"]) == ("outside", NAMES[-1], "dgrad")
+    both = origin(tmp_path / "both", gradients, poisoned(INPUT), RUINED)
+    assert both is not None and both.row["module"] == CULPRIT
+
+
+def test_a_skipped_step_of_mixed_precision_is_not_the_origin(tmp_path: Path) -> None:
+    skipped = poisoned({"tensor": "grad_output"}, step=20, num_inf=5)
+    assert origin(tmp_path / "skipped", skipped, steps={}) is None
+    found = origin(tmp_path / "later", skipped, poisoned(INPUT), RUINED)
+    assert found is not None and found.step == 40
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Findings:
+    """A wrong scale, and what it does to a layer after it, one before it and one much later."""
+    overrides = [
+        Override(**{**WEIGHT, "module": NAMES[2]}, slots={"gain": 2.0}),
+        Override(**{**INPUT, "module": NAMES[5], "steps": (50, None)}, slots=CLIPPED),
+    ]
+    return triage(build(tmp_path / "run", overrides=overrides))
+
+
+def test_a_consequence_stands_under_its_culprit(followed: Findings) -> None:
+    assert [(f.code, f.module, f.severity) for f in followed] == [
+        ("F113", NAMES[2], Severity.ERROR),
+        ("F101", NAMES[5], Severity.INFO),
+    ]
+    assert followed[0].victims == (NAMES[5],)
+    assert followed[1].message.endswith(f"; it follows F113 at {NAMES[2]} and may be its consequence")
+
+
+@pytest.mark.parametrize(
+    ("module", "steps"),
+    [(NAMES[5], (90, None)), (NAMES[5], (30, None)), (NAMES[0], (40, None))],
+    ids=["long after", "before", "in a layer that ran before"],
+)
+def test_a_fault_of_its_own_is_none(tmp_path: Path, module: str, steps: tuple[int, None]) -> None:
+    overrides = [
+        Override(**{**WEIGHT, "module": NAMES[2]}, slots={"gain": 2.0}),
+        Override(**{**INPUT, "module": module, "steps": steps}, slots=FLUSHED),
+    ]
+    findings = triage(build(tmp_path / "run", overrides=overrides))
+    assert {(f.code, f.severity) for f in findings} == {("F113", Severity.ERROR), ("F102", Severity.ERROR)}
+
+
+def test_a_nan_has_its_victims_as_before(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", **FIRES["F103"]))
+    assert (finding.module, finding.victims) == (CULPRIT, tuple(name for name in NAMES if name != CULPRIT))
