@@ -11,6 +11,7 @@ from fp8debug.exporters.json import FOLKLORE
 from fp8debug.fallback import Fallback, parse_share, positional_prior, recommend, scheduled
 from fp8debug.rules import triage
 from fp8debug.store.run import Run
+from fp8debug.store.speed_file import cost_basis
 
 from .console import cell, open_run, print_table, progress, write_file
 
@@ -48,6 +49,8 @@ def command(
         return
     if fallbacks:
         print_table(HEADER, [_row(fallback) for fallback in fallbacks], wrap=["cheaper", "run in"])
+        if basis := cost_basis(opened):
+            click.echo(f"\n{basis}")
     else:
         click.echo("no candidates: nothing found that another cast or BF16 would cure")
     prior = positional_prior(opened)

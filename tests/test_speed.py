@@ -94,6 +94,23 @@ def test_recommend_counts_measured_time(tmp_path: Path) -> None:
     assert by_time.cost == pytest.approx(10 / (len(MODULES) * 15)) != by_flops.cost
 
 
+def test_fallback_says_what_its_costs_are_shares_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = Override(module=UP, gemm="wgrad", tensor="grad_weight", reference="exact", slots={"sqnr_db": 20.0})
+    run = build(tmp_path / "run", overrides=[result])
+    shapes = shapes_of(run)
+    said = []
+    for document in (None, timed(shapes), timed(shapes[:-1])):
+        if document:
+            write_speed(run.path, document)
+        assert status(["fallback", str(run.path)]) == 0
+        said.append([line for line in capsys.readouterr().out.splitlines() if "costs are" in line])
+    assert said == [
+        [],
+        ["costs are shares of the time that FP8 saves on NVIDIA made up (speed.json)"],
+        ["speed.json lacks blocks.0.mlp.down: costs are shares of the FLOPs; run fp8debug speed again"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -90,6 +90,18 @@ def measured_costs(run: Run) -> dict[str, dict[str, float]] | None:
     return {fqn: {gemm: us / total if total else 0.0 for gemm, us in saved[fqn].items()} for fqn in running}
 
 
+def cost_basis(run: Run) -> str | None:
+    """Return in words what the costs of candidates are shares of; None where speed was not measured."""
+    document = read_speed(run.path)
+    if document is None:
+        return None
+    if measured_costs(run) is None:
+        known = {fqn for shape in document["shapes"] for fqn in shape["modules"]}
+        lacking = next(m["fqn"] for m in run.modules if m.get("fp8") and m["fqn"] not in known)
+        return f"{SPEED_FILE} lacks {lacking}: costs are shares of the FLOPs; run fp8debug speed again"
+    return f"costs are shares of the time that FP8 saves on {document.get('device')} ({SPEED_FILE})"
+
+
 def shapes_of(run: Run, *, tokens: int | None = None, recipe: str | None = None) -> list[dict[str, Any]]:
     """Return the distinct Linear shapes of a run, as ``speed.measure_shapes`` takes them.
 
