@@ -45,7 +45,7 @@ class SiteDifference:
         differs_at: first of them at which the tensor is not the same to the last digits; None when it always is.
         diverges_at: first of them from which on a statistic lies apart twice or until the end; None when none does.
         what: which, with the values of both runs there.
-        medians: statistic -> [first run's, second run's] median over the common steps.
+        medians: statistic -> [first run's, second run's] median over the common steps, from ``diverges_at`` on.
     """
 
     module: str
@@ -93,7 +93,8 @@ def difference_of(site: Site, common: Sequence[int], ours: Series, theirs: Serie
     differs_at = next((s for s in common if any(not _same(ours[s][name], theirs[s][name]) for name in OF_REFERENCE)), None)
     apart = [(step, _apart(ours[step], theirs[step])) for step in common]
     place = next((i for i, (_, what) in enumerate(apart) if what and all(later for _, later in apart[i : i + 2])), None)
-    medians = {name: [_median(run, common, name) for run in (ours, theirs)] for name in APART}
+    since = common if place is None else common[place:]
+    medians = {name: [_median(run, since, name) for run in (ours, theirs)] for name in APART}
     return SiteDifference(
         module=module,
         gemm=gemm,

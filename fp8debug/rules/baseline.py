@@ -86,11 +86,12 @@ def configuration(run: Run) -> dict[str, Any]:
     """Return what was in force, flat: recipe, environment, argv, and the casts of each module as they ran."""
     flat = in_force(run.manifest)
     query = (
-        "SELECT DISTINCT module, gemm, tensor, cast_name FROM sites WHERE actual AND reference = 'operand'"
-        " ORDER BY module, gemm, tensor, cast_name"
+        "SELECT module, gemm, tensor, cast_name, min(step) AS first FROM sites WHERE actual AND reference = 'operand'"
+        " GROUP BY module, gemm, tensor, cast_name ORDER BY module, gemm, tensor, first, cast_name"
     )
     for row in run.sql(query).to_pylist():
-        flat.setdefault(f"{row['module']}.{row['gemm']}.{row['tensor']}", row["cast_name"])
+        key = f"{row['module']}.{row['gemm']}.{row['tensor']}"
+        flat[key] = f"{flat[key]} then {row['cast_name']}" if key in flat else row["cast_name"]
     return flat
 
 
