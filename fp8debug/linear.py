@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from glob import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.probe import Kept, Probe, Product
@@ -247,7 +249,8 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
 
     Args:
         model: any module; one that is itself an nn.Linear is converted too.
-        recipe: for every Linear that no override names.
+        recipe: for every Linear that no override names; or the path of a file of `fp8debug calibrate`, ending in .json, which
+            has a recipe for each of its modules and leaves all others in BF16.
         overrides: FQN glob -> recipe, or None to leave the Linear in BF16. Where several globs match, the last one wins.
 
     Returns:
@@ -257,8 +260,12 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
         UnknownNameError: no such recipe.
         NoMatchError: an override matches no Linear; the message has the closest names.
     """
+    base: str | Recipe | None = recipe
+    if isinstance(recipe, str) and recipe.endswith(".json"):
+        base, scales = None, {escape(name): own for name, own in load_recipes(recipe).items()}
+        overrides = {**scales, **(overrides or {})}
     wanted: dict[str, Recipe | None] = {}
-    for pattern, value in {"*": recipe, **(overrides or {})}.items():
+    for pattern, value in {"*": base, **(overrides or {})}.items():
         wanted[pattern] = None if value is None else _recipe(value)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     filters = getattr(model, "fp8debug_filters", [])

@@ -52,9 +52,9 @@ def replay(path: str | Path | Dump, casts: Sequence[str | Cast] = ()) -> dict[st
         if q.data.shape != dump.shape or q.scale_inv.shape != grid:
             raise UsageError(f"{dump.path}: data {list(q.data.shape)} and scale_inv {list(q.scale_inv.shape)} do not fit {cast}")
         found[dump.cast_name] = all_values(statistics(operand_pair(Source(x), cast, q)))
-    for cast in (cast_for(dump, asked) for asked in casts):
-        if cast is not None and str(cast) not in found:
-            found[str(cast)] = measure(x, cast)
+    for other in (cast_for(dump, asked) for asked in casts):
+        if other is not None and str(other) not in found:
+            found[str(other)] = measure(x, other)
     return found
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8debug.errors import NoMatchError, RunError, UsageError
+from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format, block_shape
 from fp8debug.types import OPERAND_SITES
 
@@ -40,7 +40,12 @@ TILE = 128
 #: Elements that are decoded at a time.
 _CHUNK = 1 << 22
 
-_FLOATS = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4")}
+_FLOATS: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "I32": np.dtype("<i4"),
+}
 _FP8 = {"F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2"}
 _ITEM_BYTES = {**{name: kind.itemsize for name, kind in _FLOATS.items()}, **dict.fromkeys(_FP8, 1), "BF16": 2}
 
@@ -256,19 +261,16 @@ def dumps_at(path: str) -> list[Dump]:
     """Return the dumps that a path stands for: a file, a folder and all below it, or a glob.
 
     Raises:
-        NoMatchError: there is none.
-        RunError: a file that is named is no dump.
+        RunError: there is none, or a file is no dump.
     """
-    given = Path(path)
-    if given.is_dir():
-        files = sorted(file for file in given.rglob(f"[!.]*{SUFFIX}") if file.is_file())
-    elif given.exists() or not set(path) & set("*?["):
-        files = [given]
-    else:
-        fixed = next(i for i, part in enumerate(given.parts) if set(part) & set("*?["))
-        files = sorted(Path(*given.parts[:fixed]).glob(str(Path(*given.parts[fixed:]))))
+    given = [Path(path)]
+    if not given[0].exists() and set(path) & set("*?["):
+        parts = given[0].parts
+        fixed = next(i for i, part in enumerate(parts) if set(part) & set("*?["))
+        given = sorted(Path(*parts[:fixed]).glob(str(Path(*parts[fixed:]))))
+    files = [file for one in given for file in (sorted(one.rglob(f"[!.]*{SUFFIX}")) if one.is_dir() else [one])]
     if not files:
-        raise NoMatchError("dump", path, [])
+        raise RunError(f"no dump at {path}; they lie below RUN/{FOLDER} of a run that was recorded with dump=")
     return sorted((open_dump(file) for file in files), key=lambda d: (d.step, d.rank))
 
 
@@ -327,7 +329,8 @@ def block_errors(
     """
     (rows, columns), tile, block = shape, tile_of(granularity), block_shape(granularity, *shape)
     grid = -(-rows // tile[0]), -(-columns // tile[1])
-    maps = {"block_sum_err2": np.zeros(grid), "block_sum_x2": np.zeros(grid), "block_num_nonfinite": np.zeros(grid, np.int32)}
+    maps: dict[str, Array] = {"block_sum_err2": np.zeros(grid), "block_sum_x2": np.zeros(grid)}
+    maps["block_num_nonfinite"] = np.zeros(grid, np.int32)
     if not rows * columns:
         return maps
     step = max(1, _CHUNK // max(columns, 1) // tile[0]) * tile[0]

@@ -42,7 +42,7 @@ def recorded_row(run: fp8debug.Run, dump: Dump) -> dict[str, Any]:
     where = " AND ".join(f"{key} = ?" for key in keys)
     values = [getattr(dump, key) for key in keys]
     (row,) = run.sql(f"SELECT * FROM stats WHERE reference = 'operand' AND {where}", values).to_pylist()
-    return row
+    return dict(row)
 
 
 def of_one_tensor(values: dict[str, Any]) -> list[str]:
@@ -70,15 +70,16 @@ def test_replaying_the_running_cast_gives_the_recorded_row(recipe: str | None, t
 
 
 def test_a_dump_is_the_tensor_as_it_came(tmp_path: Path) -> None:
-    model = net("blockwise").bfloat16()
+    model: nn.Module = net("blockwise").bfloat16()
     seen: list[Tensor] = []
-    model.blocks[0].up.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    up = model.get_submodule("blocks.0.up")
+    up.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with fp8debug.watch(model, tmp_path / "run", dump="blocks.0.up:fprop") as watch:
         model(batch(0)[0].bfloat16()).sum().backward()
         watch.step()
     of_input, of_weight = dumps_of(tmp_path / "run", "blocks.0.up")
     assert torch.equal(tensor_of(of_input, "reference"), seen[0])
-    assert torch.equal(tensor_of(of_weight, "reference"), model.blocks[0].up.weight.detach())
+    assert torch.equal(tensor_of(of_weight, "reference"), up.get_parameter("weight").detach())
     with safe_open(of_input.path, "pt") as file:  # the library's own reader sees the same
         assert torch.equal(file.get_tensor("reference"), seen[0])
         assert file.get_tensor("data").dtype is torch.float8_e4m3fn
