@@ -17,7 +17,7 @@ from fp8debug.trials.bisect import Plan
 from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, write_file
-from .experiment import ScriptCommand, Trainings, describe, lasting, make_script, script_options, shares
+from .experiment import ScriptCommand, Trainings, announce, lasting, make_script, script_options, shares
 from .verify import band
 
 
@@ -41,8 +41,8 @@ def command(**options: Any) -> int:
     run = open_run(options["run"])
     script = make_script(run, options)
     folder = Path(options["out"] or run.path / "bisect")
-    click.echo(f"trainings of {script.steps} steps: {describe(script)}; into {folder}", err=True)
     trials = Trials(folder, script, fresh=options["fresh"])
+    announce(script, folder, f"BF16 and FP8, then a search: at most {options['max_runs']} trainings")
     save_as = folder / "bisect.json" if options["out"] else run.path / "bisect.json"
     suspects, damage = hints(run)
     if not options["yes"] and not sys.stdin.isatty():

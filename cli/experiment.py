@@ -95,6 +95,12 @@ def shares(options: dict[str, Any]) -> dict[str, float]:
     return {"min_gap": parse_share(options["min_gap"]), "closed": parse_share(options["closed"])}
 
 
+def announce(script: Script, folder: Path, what: str) -> None:
+    """Say what is about to be trained, before it is."""
+    click.echo(f"{what} of {script.steps} steps: {describe(script)}", err=True)
+    click.echo(f"they go to {folder}", err=True)
+
+
 def describe(script: Script) -> str:
     """Return the script's command line for people."""
     launcher = shlex.join(script.launcher) or "python"
@@ -124,9 +130,11 @@ class Trainings:
         self._handler = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         signal.signal(signal.SIGTERM, self._handler)
         self._bar.stop()
+        if kind is KeyboardInterrupt:
+            click.echo("what was trained is kept; the same command goes on", err=True)
 
     def __call__(self, done: int, total: int, what: str) -> None:
         """Say that a training begins: those done, of how many, and what it is."""

@@ -16,7 +16,7 @@ from fp8debug.trials.hints import prior_of
 from fp8debug.trials.verify import ARMS
 
 from .console import open_run, print_table, warn
-from .experiment import ScriptCommand, Trainings, describe, make_script, script_options, shares
+from .experiment import ScriptCommand, Trainings, announce, make_script, script_options, shares
 
 HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
 #: Verdicts with which a script of the user's may go on.
@@ -54,10 +54,11 @@ def command(**options: Any) -> int:
             warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
     arms = arms_of(names, [entry.to_dict() for entry in candidates], prior_of(run), script.recipe)
     folder = Path(options["out"] or run.path / "verify")
-    number = len(arms) * options["repeats"]
-    click.echo(f"{number} trainings of {script.steps} steps: {describe(script)}", err=True)
-    click.echo(f"arms {', '.join(arm.name for arm in arms)}; {options['repeats']} repeats; into {folder}", err=True)
     trials = Trials(folder, script, fresh=options["fresh"])
+    number = len(arms) * options["repeats"]
+    done = sum(trials.known(arm, repeat) for arm in arms for repeat in range(options["repeats"]))
+    what = f"{len(arms)} arms ({', '.join(arm.name for arm in arms)}), {options['repeats']} repeats: {number} trainings"
+    announce(script, folder, what + (f", {done} of them done before," if done else ""))
     save_as = folder / "verify.json" if options["out"] else run.path / "verify.json"
     with Trainings() as report:
         found = verify_run(

@@ -80,7 +80,8 @@ class _Search:
             return
         if self.num_trained >= self.max_runs:
             raise BudgetSpentError
-        self.report(self.num_trained, max(self.expected, self.num_trained + 1), f"{what}, repeat {repeat + 1}")
+        if not self.trials.known(arm, repeat):
+            self.report(self.num_trained, max(self.expected, self.num_trained + 1), f"{what}, repeat {repeat + 1}")
         trial = self.trials.run(arm, repeat)
         self.seconds += trial.seconds
         if trial.problem:
@@ -111,7 +112,8 @@ class _Search:
         """Train with these units in BF16; repeat while the share of the gap may lie on either side of the threshold."""
         arm = Arm(name=_name(units), fallbacks=tuple(f.to_dict() for f in fallbacks_of(units)), recipe=self.recipe)
         names = list(dict.fromkeys(module for module, _ in units))
-        what = f"{len(units)} GEMMs of {names[0]}" if len(names) == 1 else f"{len(names)} modules"
+        gemms = " ".join(gemm for _, gemm in units)
+        what = f"{gemms} of {names[0]}" if len(names) == 1 else f"{len(names)} modules"
         for repeat in range(self.repeats):
             self.baseline(repeat)
             self.train(arm, repeat, f"BF16 in {what}")

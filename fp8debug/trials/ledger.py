@@ -123,8 +123,8 @@ class Trials:
         if changed:
             key = changed[0]
             detail = "" if key == "content" else f" ({identity.get(key)!r}, now {ours[key]!r})"
-            what = "the script's content" if key == "content" else key
-            raise UsageError(f"{self.folder} holds trainings of another experiment: {what} differs{detail}; {way_out}")
+            what = "the script's content differs" if key == "content" else f"{key} differ" + ("" if key.endswith("s") else "s")
+            raise UsageError(f"{self.folder} holds trainings of another experiment: {what}{detail}; {way_out}")
         for name, values in trials.items():
             losses = tuple(float(loss) for loss in values["losses"])
             self._known[name] = Trial(**{**values, "losses": losses, "reused": True})

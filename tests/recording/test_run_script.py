@@ -85,6 +85,7 @@ def test_a_script_without_a_model_says_so(tmp_path: Path) -> None:
     [
         (("nope.py",), "error: no script nope.py; expected the path of a Python file"),
         (("--every", "0", "train.py"), "error: --every must be at least 1, got 0"),
+        (("--steps", "5", "train.py"), "error: --steps needs --arm; `--arm fp8` is the script as it is"),
         (("--out", "taken", "train.py"), "error: taken already holds a run; choose another --out or delete it"),
     ],
 )
@@ -94,3 +95,69 @@ def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: P
     (tmp_path / "taken" / "manifest.json").write_text("{}")
     done = start(tmp_path, *words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
+
+
+MICROBATCHES = SCRIPT.replace(
+    "    loss = (model(x) - x).square().mean()\n    loss.backward()\n",
+    "    for part in x.split(50):\n        loss = (model(part) - part).square().mean()\n        BACKWARD\n",
+)
+
+
+@pytest.mark.parametrize("backward", ["loss.backward()", "scaler.scale(loss).backward()"])
+def test_the_loss_of_a_step_is_the_mean_of_its_microbatches(backward: str, tmp_path: Path) -> None:
+    text = MICROBATCHES.replace("BACKWARD", f"{backward}; print(repr(loss.item()))")
+    (tmp_path / "train.py").write_text("import torch\nscaler = torch.amp.GradScaler('cpu', init_scale=4.0)\n" + text)
+    done = start(tmp_path, "--out", "out", "--every", "100", "train.py")
+    assert done.returncode == 0, done.stderr
+    printed = [float(line) for line in done.stdout.splitlines()[:-1]]
+    losses = [row["loss"] for row in fp8debug.Run(tmp_path / "out").sql("SELECT loss FROM steps ORDER BY step").to_pylist()]
+    assert losses == pytest.approx([(a + b) / 2 for a, b in zip(printed[::2], printed[1::2], strict=True)], rel=1e-6)
+    assert len(losses) == 7
+
+
+OWN = """
+import fp8debug, torch
+from pathlib import Path
+torch.manual_seed(3)
+model = fp8debug.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)), "blockwise")
+fp8debug.inject(model, "zero_tile", module="0", step=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+Path("started").write_text(str(float(model[0].weight.detach().sum())))
+with fp8debug.watch(model, "own", every=1) as watch:
+    for step in range(1000):
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.step(loss=loss)
+Path("ended").touch()
+"""
+
+
+def test_an_arm_changes_a_script_that_converts_and_watches_and_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OWN)
+    weights = []
+    for number, words in enumerate((("fp8",), ("bf16",), ("bf16", "--seed-offset", "1"))):
+        done = start(tmp_path, "--out", f"out{number}", "--steps", "5", "--arm", *words, "train.py")
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        run = fp8debug.Run(tmp_path / f"out{number}")
+        losses = [row["loss"] for row in run.sql("SELECT loss FROM steps ORDER BY step").to_pylist()]
+        is_finite = [loss == loss for loss in losses]
+        assert is_finite == [True] * 5 if "bf16" in words else is_finite == [True, True, False, False, False]
+        assert not run.sql("SELECT 1 AS one FROM raw").num_rows, "an arm records its losses alone"
+        weights.append((tmp_path / "started").read_text())
+    assert not (tmp_path / "own").exists() and not (tmp_path / "ended").exists()
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_an_arm_that_cannot_be_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = start(tmp_path, "--out", "out", "--arm", "fp8", "train.py")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: the script's model has no module in FP8; give --recipe NAME to convert every nn.Linear of it\n"
+
+
+def test_help_is_plain_text() -> None:
+    done = start(Path.cwd(), "--help", by="fp8debug_cli.main run")
+    assert done.returncode == 0 and "``" not in done.stdout and ":func:" not in done.stdout
+    assert done.stdout.startswith("usage: fp8debug run [--out DIR] [--every N]")

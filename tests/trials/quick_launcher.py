@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp8debug.store.writer import RunWriter
 
-MODULES = [f"layers.{i}" for i in range(8)]
+MODULES = [f"layers.{i}" for i in range(4)]
 
 
 def main() -> None:

@@ -86,8 +86,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bisect(folder: Path, *args: str) -> subprocess.Popen[str]:
-    words = ("--launcher", LAUNCHER, "--yes", "--format", "json", "--script", str(folder / "train.py"), "layers.6.dgrad", *args)
-    return start(folder, "bisect", "run", *words)
+    words = ("--launcher", LAUNCHER, "--yes", "--repeats", "1", "-o", "list.json", "--script", str(folder / "train.py"))
+    return start(folder, "bisect", "run", *words, "layers.2.dgrad", *args)
 
 
 def test_a_killed_bisect_goes_on_and_leaves_no_process(folder: Path) -> None:
@@ -99,16 +99,17 @@ def test_a_killed_bisect_goes_on_and_leaves_no_process(folder: Path) -> None:
     wait_for(lambda: not of(folder / "train.py"))
     done = len(json.loads(state.read_text())["trials"])
     code, out, err = finish(bisect(folder, "0.1"))
-    found = json.loads(out)
+    found = json.loads((folder / "run" / "bisect.json").read_text())
     assert code == 0, err
-    assert found["units"] == [{"module": "layers.6", "gemm": "dgrad"}] and found["complete"]
-    repeated = {line.split("] ")[1].split(" (")[0] for line in before.splitlines()[2:-1] if "] " in line}
-    trained = [line.split("] ")[1].split(" (")[0] for line in err.splitlines() if "] " in line]
-    assert len(trained) == found["runs"] + 1 and trained[:2] == ["BF16, repeat 1", "FP8, repeat 1"] and repeated
-    assert len(json.loads(state.read_text())["trials"]) > done
+    assert found["units"] == [{"module": "layers.2", "gemm": "dgrad"}] and found["complete"]
+    assert before.count(", repeat 1") in (done, done + 1)  # the one that was under way
+    assert err.count(", repeat 1") == found["runs"] - done, "a training that was done was done again"
+    assert "4 modules in FP8: about 8 trainings" in err and "64 at most" in err and "Wrote list.json" in err
+    assert "layers.2  dgrad" in out and "1-minimal" in out and "share of the gap closed 1" in out
+    assert json.loads((folder / "list.json").read_text())["fallbacks"][0]["gemms"] == ["dgrad"]
     code, _, err = finish(bisect(folder, "0.2"))
     assert code == 2 and err.splitlines()[-1].startswith(
-        "error: run/bisect holds trainings of another experiment: arguments differs"
+        "error: run/bisect holds trainings of another experiment: arguments differ"
     )
 
 
@@ -117,22 +118,13 @@ def test_sigterm_ends_an_experiment_and_its_training(folder: Path) -> None:
     wait_for(lambda: (folder / "run" / "bisect" / "bf16-0" / "arm.json").exists())
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
-    assert (code, out) == (130, "") and err.endswith("what was trained is kept; the same command goes on\nerror: interrupted\n")
+    assert (code, out) == (130, "") and err.split("\n")[-4:-3] == ["what was trained is kept; the same command goes on"]
     wait_for(lambda: not of(folder / "train.py"))
 
 
 def test_bisect_asks_before_it_searches(folder: Path) -> None:
     code, _, err = finish(start(folder, "bisect", "run", "--script", str(folder / "train.py")))
     assert (code, err.splitlines()[-1]) == (2, "error: bisect asks before it starts, and stdin is no terminal; say --yes")
-
-
-def test_its_plan_is_printed_and_its_answer_is_a_table_and_a_list(folder: Path) -> None:
-    words = ("--launcher", LAUNCHER, "--yes", "-o", "list.json", "--script", "train.py", "layers.6.dgrad")
-    code, out, err = finish(start(folder, "bisect", "run", *words))
-    assert code == 0, err
-    assert "8 modules in FP8: about 9 trainings" in err and "64 at most" in err and "Wrote list.json" in err
-    assert "layers.6  dgrad" in out and "1-minimal" in out and "share of the gap closed 1" in out
-    assert json.loads((folder / "list.json").read_text())["fallbacks"][0]["gemms"] == ["dgrad"]
 
 
 def script(folder: Path, shell: str, **options: Any) -> Script:
@@ -197,18 +189,11 @@ def test_a_plain_script_is_verified_from_end_to_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "verify.json").read_text()) == found
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("print('hello')", "the script trained no model with a Linear: no forward ran with gradients on"),
-        ("import nothing_of_that_name", "exit code 1: ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-    ],
-)
-def test_a_script_that_trains_nothing_is_named(text: str, problem: str, folder: Path) -> None:
-    (folder / "train.py").write_text(text)
+def test_a_script_that_trains_nothing_is_named(folder: Path) -> None:
+    (folder / "train.py").write_text("print('hello')")
     code, out, err = finish(start(folder, "verify", "run", "--arms", "fp8", "--repeats", "2", "--script", "train.py"))
     assert code == 1 and "failed" in out and "nothing can be compared" in out
-    assert f"warning: arm bf16: the script {problem.removeprefix('the script ')}" in err.replace("failed with ", "")
+    assert "warning: arm fp8: the script trained no model with a Linear: no forward ran with gradients on" in err
 
 
 def test_a_missing_script(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_trainings_are_done_once(tmp_path: Path) -> None:
     assert len(laboratory.trained) == 9
     trials.close()
     laboratory.steps = 7
-    with pytest.raises(UsageError, match=r"another experiment: steps differs \(6, now 7\); choose another --out, or .* --fresh"):
+    with pytest.raises(UsageError, match=r"another experiment: steps differ \(6, now 7\); choose another --out, or .* --fresh"):
         laboratory.trials()
     laboratory.steps = 6
     (tmp_path / "train.py").write_text("changed")
