@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, nargs="+", default=[NOT_SAMPLING, 100, 10, 1])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--peer", choices=["te"])
+    parser.add_argument("--only-peer", action="store_true", help="with --peer, leave ours out")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -263,7 +264,7 @@ def main() -> None:
         sys.exit("this bench times a GPU, and torch finds none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; medians of {options.blocks} blocks, SGD")
     first = True
-    for tokens in options.tokens:
+    for tokens in () if options.only_peer else options.tokens:
         for layers in options.layers:
             ours(Case(layers, options.width, tokens, options.recipe), options.blocks, options.every, with_bf16=first)
             first = False
