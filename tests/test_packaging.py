@@ -43,7 +43,7 @@ def test_every_file_that_is_no_python_is_package_data() -> None:
 
 def test_a_bare_install_records_and_reads() -> None:
     names = [re.split(r"[><=\[ ]", requirement)[0] for requirement in listed("dependencies")]
-    assert names == ["torch", "numpy", "pyarrow", "duckdb", "click", "rich"]
+    assert names == ["torch", "numpy", "pyarrow", "duckdb", "click", "rich", "tomli"]
 
 
 def test_the_extras_and_the_command() -> None:

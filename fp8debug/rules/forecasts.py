@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import Finding, Rule, Severity
-from fp8debug.rules.evidence import IS_DELAYED, Trace, percent, times, traces
+from fp8debug.rules.evidence import IS_DELAYED, Trace, percent, sampled_steps, times, traces
 from fp8debug.rules.gating import product_words
-from fp8debug.rules.trends import Forecast, Trend, rising
+from fp8debug.rules.trends import MAX_POINTS, Forecast, Trend, rising
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -33,7 +33,7 @@ def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterat
     """
     if horizon <= 0:
         return
-    for trace in traces(run, f"{IS_DELAYED} AND headroom > 0", ["headroom"]):
+    for trace in traces(run, f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}", ["headroom"]):
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
         steps, values = [row["step"] for row in rows], [math.log2(row["headroom"]) for row in rows]
         is_static = trace.cast is not None and trace.cast.scaling == "static"
@@ -60,6 +60,7 @@ def underflow_ahead(
     if horizon <= 0 or not run.has("log2_hist"):
         return
     where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
+    where += f" AND {_recent(run)}"
     for trace in traces(run, where, ["amax", "scale_inv_max", "log2_hist"]):
         cast = trace.cast
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP and row["amax"] and row["scale_inv_max"]]
@@ -89,6 +90,11 @@ def quantile_log2(histogram: Sequence[int], share: float) -> float:
             return FIRST_LOG2 + place + wanted / count
         wanted -= count
     return float(FIRST_LOG2 + len(histogram))
+
+
+def _recent(run: Run) -> str:
+    """Return the condition of the sampled steps that a trend looks at."""
+    return f"step >= {min(sampled_steps(run)[-MAX_POINTS:], default=0)}"
 
 
 def _ahead(trend: Trend | None, limit: float, horizon: float) -> Forecast | None:

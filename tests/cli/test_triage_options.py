@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.synthetic import MODULES, Plan, write
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    small = {"modules": MODULES[-3:], "with_results": False}
+    small: dict[str, Any] = {"modules": MODULES[-3:], "with_results": False}
     write(folder / "healthy", Plan(num_steps=30, **small))
     write(folder / "sick", Plan(num_steps=60, **small, **FIRES["F101"]))
     return folder

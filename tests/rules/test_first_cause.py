@@ -46,7 +46,7 @@ def test_a_cast_that_makes_it(tmp_path: Path) -> None:
 
 
 def test_a_gemm_that_makes_it(tmp_path: Path) -> None:
-    result = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
+    result: dict[str, Any] = {"module": CULPRIT, "gemm": "fprop", "tensor": "output"}
     overflow = Override(**result, reference="exact", steps=(40, 41), slots={"num_actual_nonfinite": 7})
     run = build(tmp_path / "run", overrides=[overflow, *DOWNSTREAM, RUINED], steps=SICK_LOSS)
     (finding,) = triage(run)
