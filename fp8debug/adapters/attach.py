@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug import __version__
+from fp8debug.adapters.arguments import check_arguments, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.inference import compare_paths
@@ -25,7 +26,7 @@ from fp8debug.errors import AttachError, UsageError
 from fp8debug.guard import Guard
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import FinishedStep, Observer, Settings
-from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.recipes import Recipe
 from fp8debug.selectors import parse_selectors
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
@@ -86,35 +87,24 @@ def watch(
         RecordError: the folder holds a run already or cannot be written.
         UsageError: an argument out of range or an unknown recipe.
     """
-    if not all(isinstance(n, int) for n in (every, shadow_rows)):
-        raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
-    if every < 1 or shadow_rows < 1:
-        raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
-    if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
-        raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
-    if not isinstance(path, str | Path):
-        raise UsageError(f"expected the path of a run's folder, got {path!r}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if shadow not in ("sample", "full"):
-        raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
+    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from)
     limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
         shadow_rows=shadow_rows if shadow == "sample" else None,
-        what_if=tuple(_recipe(r) for r in _several(what_if)),
-        plain_recipe=_recipe(plain_recipe),
+        what_if=tuple(recipe_of(r) for r in several(what_if)),
+        plain_recipe=recipe_of(plain_recipe),
     )
     for told in list(on_watch):
         told()
     roots = roots_of(target)
     candidates = candidates_of(roots)
-    include, exclude = _several(include), _several(exclude)
+    include, exclude = several(include), several(exclude)
     filters = choose(candidates, include, exclude)
     for c in candidates:
         if c.reason is None and getattr(c.module, "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
-    selectors = parse_selectors(_several(dump), [c.fqn for c in candidates if c.reason is None], every)
+    selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
     if selectors:
         load_safetensors()
     for root in roots:
@@ -369,23 +359,6 @@ class Watch:
         if missing:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             _say(None, 0, f"never called in a sampled step, no statistics: {names}")
-
-
-def _several(values: Sequence[Any] | str) -> Sequence[Any]:
-    """Return a sequence; a lone string is one value, not its letters.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    if isinstance(values, str | Recipe):
-        return (values,)
-    if not isinstance(values, Sequence):
-        raise UsageError(f"expected a name or a list of names, got {values!r}")
-    return values
-
-
-def _recipe(recipe: str | Recipe) -> Recipe:
-    return recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
 
 
 def _say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:

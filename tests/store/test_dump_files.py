@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from fp8debug.errors import RunError, UsageError
+from fp8debug.formats import block_shape
 from fp8debug.store import dump_files
 from fp8debug.store.dump_files import block_errors, decoded, dumps_at, dumps_of, file_name, find_dumps, open_dump, tile_of
 
@@ -143,7 +144,7 @@ def test_the_maps_are_the_sums_over_their_tiles(granularity: str, monkeypatch: p
     x = noise.standard_normal((rows, columns)).astype(np.float32)
     x[5, 7] = np.nan
     y = torch.from_numpy(x).nan_to_num().to(torch.float8_e4m3fn)
-    block = dump_files.block_shape(granularity, rows, columns)
+    block = block_shape(granularity, rows, columns)
     scale_inv = noise.uniform(0.9, 1.1, (-(-rows // block[0]), -(-columns // block[1]))).astype(np.float32)
     codes = y.view(torch.uint8).numpy().reshape(-1)
     maps = block_errors((x.reshape(-1).view(np.uint8), "F32"), (codes, "F8_E4M3"), scale_inv, granularity, (rows, columns))

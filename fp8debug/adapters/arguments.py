@@ -1,0 +1,50 @@
+"""What ``watch()`` is given, checked before anything is touched: a mistake is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8debug.errors import UsageError
+from fp8debug.recipes import Recipe, get_recipe
+
+
+def check_arguments(path: Any, every: Any, shadow_rows: Any, shadow: Any, optimizer: Any, resume_from: Any) -> None:
+    """Look at the arguments of :func:`fp8debug.watch` by these names.
+
+    Raises:
+        UsageError: one cannot be used.
+    """
+    if not all(isinstance(n, int) for n in (every, shadow_rows)):
+        raise UsageError(f"every and shadow_rows must be whole numbers, got every={every!r}, shadow_rows={shadow_rows!r}")
+    if every < 1 or shadow_rows < 1:
+        raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
+    if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
+        raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
+    if not isinstance(path, str | Path):
+        raise UsageError(f"expected the path of a run's folder, got {path!r}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if shadow not in ("sample", "full"):
+        raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
+
+
+def several(values: Sequence[Any] | str) -> Sequence[Any]:
+    """Return a sequence; a lone string is one value, not its letters.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(values, str | Recipe):
+        return (values,)
+    if not isinstance(values, Sequence):
+        raise UsageError(f"expected a name or a list of names, got {values!r}")
+    return values
+
+
+def recipe_of(recipe: str | Recipe) -> Recipe:
+    """Return a recipe, or the built-in one of that name."""
+    return recipe if isinstance(recipe, Recipe) else get_recipe(recipe)
