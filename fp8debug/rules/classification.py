@@ -25,6 +25,9 @@ AT_ONCE, EVERYWHERE = 20, 0.5
 #: Codes of a run whose inference differs from its training (numerics.md, 5).
 MISMATCH = ("F121", "F122")
 
+#: Of a run that diverges at its start, and what it asks for.
+AT_START = "F127"
+SUSPECT = "Suspect software, flags, learning rate or warm-up, not a layer"
 COMPARE = "run the trained weights in BF16 and in FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16"
 
 
@@ -46,9 +49,15 @@ def classify(
         evidence = ("give the loss to watch.step(loss=loss), so that a spike or a divergence can be told",)
         return at_first(Classification(kind="unknown", cause="no-loss", what=what, evidence=evidence), harmful)
     sick = first_nonfinite(losses)
-    limits = {name: value for name, value in rules["F125"].thresholds.items()}
-    found = list(spikes(steps[:sick], losses[:sick], **limits))  # type: ignore[arg-type]  # ints and floats by name
+    found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))  # type: ignore[arg-type]  # ints and floats by name
     diverged = None if sick is not None else divergence(steps, losses)
+    start = next((f for f in findings if f.code == AT_START), None)
+    if start is not None:
+        what = f"{start.message}: at once and everywhere. {SUSPECT}"
+        told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
+        return Classification(
+            kind="divergence", cause="at-once", what=what, evidence=evidence, step=start.steps[0], code=AT_START
+        )
     if sick is not None:
         return _divergence(
             run, steps[0], steps[sick], f"the loss is {losses[sick]} from step {steps[sick]} on", findings, harmful
@@ -91,7 +100,7 @@ def _divergence(
     ours = [c for c in changes if c.module is None]
     if step - first <= AT_ONCE and (is_everywhere or not before) and unseen is None:
         extent = f"{len(sick)} of {num_modules} modules at once" if sick else "no layer before the others"
-        what = f"{words}: at once and everywhere ({extent}). Suspect software, flags, learning rate or warm-up, not a layer"
+        what = f"{words}: at once and everywhere ({extent}). {SUSPECT}"
         return replace(base, cause="at-once", what=what, evidence=evidence)
     if ours and (is_everywhere or not before):
         return replace(base, cause="configuration", what=f"{words}, after a change: {_change(ours[-1])}", evidence=evidence)

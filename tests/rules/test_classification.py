@@ -179,3 +179,8 @@ def test_a_rate_of_underflow_counts_as_movement(tmp_path: Path) -> None:
     sick = Override(**{**INPUT, "steps": (40, None)}, slots={"num_underflow": share(0.05)})
     (moved,) = movements_before(build(tmp_path / "run", overrides=[sick], with_results=False), 45).found
     assert (moved.module, moved.column, moved.step) == (CULPRIT, "underflow_nonzero_rate", 40)
+
+
+def test_a_run_that_never_comes_down_and_is_short(tmp_path: Path) -> None:
+    found = classified(tmp_path, num_steps=16, every=2, steps=losses_from(0, lambda step: 5.5 + 0.5 * step, num=16))
+    assert (found["class"], found["cause"], found["step"], found["code"]) == ("divergence", "at-once", 0, "F127")
