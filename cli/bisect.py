@@ -23,7 +23,7 @@ from .verify import band
 
 @click.command("bisect", cls=ScriptCommand)
 @script_options
-@click.option("--repeats", type=int, default=2, show_default=True, help="Seeds at most for one test; more near the threshold.")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Seeds at most for one test: more near the threshold.")
 @click.option("--max-runs", type=int, default=64, show_default=True, help="Trainings at most.")
 @click.option("--yes", is_flag=True, help="Do not ask before the search.")
 @click.option("-o", "--output", metavar="FILE", help="Write the fallback list there too.")

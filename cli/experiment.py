@@ -53,7 +53,7 @@ def script_options(function: F) -> F:
             click.argument("run"),
             click.option("--script", required=True, metavar="FILE", help="Training script; its own arguments follow."),
             click.option("--steps", type=int, help=f"End each training after so many steps [RUN's, at most {DEFAULT_STEPS}]."),
-            click.option("--last", type=int, help="Compare the mean loss of so many last steps [a quarter of them]."),
+            click.option("--last", type=int, help="Compare the mean loss of so many last steps [a quarter, at least 8]."),
             click.option("--seed-arg", metavar="NAME", help="The script's seed argument, e.g. --seed [its seeds are shifted]."),
             click.option("--recipe", help="Recipe of the FP8 arms if the script's model is plain [the one RUN tried]."),
             click.option("--launcher", metavar="WORDS", help="In place of python: 'torchrun --nproc-per-node 2'."),

@@ -69,7 +69,10 @@ def main() -> int:
         assert isinstance(losses, list)
         table.add_row(name, f"{sum(losses[-10:]) / len(losses[-10:]):.3f}", f"{result['held_out']:.3f}")
     console.print(table)
-    console.print(f"See it:  {Path(sys.executable).parent / 'fp8debug'} dashboard {out}", soft_wrap=True, highlight=False)
+    tool = Path(sys.executable).parent / "fp8debug"
+    again = " ".join([str(HERE / "train_gpt.py"), "--steps", str(options.steps), *planted, *passed_on])
+    console.print(f"See it:  {tool} dashboard {out}", soft_wrap=True, highlight=False)
+    console.print(f"Prove it: {tool} verify {out / 'sick'} --seed-arg --seed --script {again}", soft_wrap=True, highlight=False)
 
     culprit = found["findings"][0] if found["findings"] else {}
     if (culprit.get("module"), culprit.get("code")) != (MODULE, CODE):

@@ -58,6 +58,7 @@ def test_the_demo_finds_the_planted_fault_and_cures_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "F103  error     blocks.2.mlp.down  fprop input" in done.stdout
     assert "dashboard runs/demo" in done.stdout
+    assert "verify runs/demo/sick --seed-arg --seed --script" in done.stdout
     sick, cured = (json.loads((tmp_path / "runs/demo" / f"{n}.result.json").read_text()) for n in ("sick", "cured"))
     assert sick["losses"][-1] != sick["losses"][-1]  # NaN
     assert abs(cured["held_out"] - json.loads((tmp_path / "runs/demo/bf16.result.json").read_text())["held_out"]) < 0.1

@@ -136,7 +136,7 @@ def bisect_run(
     recipe: str | None = None,
     suspects: Sequence[str] = (),
     damage: Mapping[str, float] | None = None,
-    repeats: int = 2,
+    repeats: int = 3,
     last: int | None = None,
     min_gap: float = MIN_GAP,
     closed: float = CLOSED,

@@ -125,14 +125,14 @@ def assess(
 
     Args:
         curves: losses by arm and repeat.
-        last: steps at the end of the window to compare; None is a quarter of it.
+        last: steps at the end of the window to compare; None is a quarter of it, at least ``NUM_BLOCKS``.
         min_gap: share of the BF16 loss below which the gap is nothing to close.
         closed: share of the gap from which an arm has closed it.
     """
     both = sorted(set(curves.get("bf16", {})) & set(curves.get("fp8", {})))
     whole = [len(c) for arm in curves.values() for c in arm.values() if c and _is_finite(c)]
     num_steps = min(whole, default=0)
-    num_last = min(num_steps, last or max(1, num_steps // 4))
+    num_last = min(num_steps, last or max(NUM_BLOCKS, num_steps // 4))
     if not both or not num_steps:
         return Assessment(verdict="incomplete", gap=None, bf16_loss=None, num_steps=num_steps, num_last=num_last)
 

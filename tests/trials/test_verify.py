@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import fp8debug
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
+from fp8debug.store.writer import RunWriter
 from fp8debug.trials import arms_of, verify_run
 from fp8debug.trials.hints import prior_of
 from fp8debug.trials.script import Ending
@@ -149,3 +151,46 @@ def test_repeats_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="repeats must be at least 1, got 0"):
         verify_run(trials, arms(), repeats=0, run_name="run", save_as=tmp_path / "verify.json")
     trials.close()
+
+
+def test_a_window_longer_than_the_script_is_cut_and_said(tmp_path: Path) -> None:
+    laboratory = Laboratory(tmp_path, steps=6)
+    trials = laboratory.trials()
+    trials.script = replace(trials.script, steps=50)
+    found = verify_run(trials, arms(), repeats=1, run_name="run", save_as=tmp_path / "verify.json")
+    assert found["num_steps"] == 6 and found["statements"][-1] == "the script ended after 6 of the 50 steps asked for"
+    trials.close()
+
+
+def test_a_script_without_a_loss_is_told_what_to_do(tmp_path: Path) -> None:
+    def lossless(arm: Arm, repeat: int, out: Path) -> Ending:
+        writer = RunWriter(out, manifest={})
+        writer.steps({"step": 0, "sampled": False})
+        writer.close()
+        return Ending(0, 0.1, False, "")
+
+    trials = Laboratory(tmp_path).trials()
+    trials._train = lossless
+    trial = trials.run(Arm(name="fp8"), 0)
+    assert trial.problem and trial.problem.startswith("no loss was recorded: the script calls neither loss.backward()")
+    trials.close()
+
+
+def test_a_crash_after_nan_is_a_divergence_and_one_before_is_a_failure(tmp_path: Path) -> None:
+    def crashing(arm: Arm, repeat: int, out: Path) -> Ending:
+        writer = RunWriter(out, manifest={})
+        for step, loss in enumerate((2.0, 1.9, float("nan") if arm.name == "fp8" else 1.8)):
+            writer.steps({"step": step, "sampled": False, "loss": loss})
+        writer.close()
+        (out / "arm.json").write_text("{}")
+        return Ending(1, 0.1, False, "ValueError: loss is nan")
+
+    trials = Laboratory(tmp_path).trials()
+    trials._train = crashing
+    diverged, failed = trials.run(Arm(name="fp8"), 0), trials.run(Arm(name="bf16", compute="bf16"), 0)
+    assert diverged.problem is None and diverged.diverged
+    assert failed.problem == "the script failed with exit code 1: ValueError: loss is nan" and len(failed.losses) == 3
+    trials.close()
+    again = Laboratory(tmp_path).trials()
+    assert again.known(Arm(name="fp8"), 0) and again.run(Arm(name="fp8"), 0).diverged, "NaN goes through the file"
+    again.close()
