@@ -260,6 +260,10 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
         UnknownNameError: no such recipe.
         NoMatchError: an override matches no Linear; the message has the closest names.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected an nn.Module to convert, got {type(model).__name__}")
+    if not isinstance(overrides, Mapping | None):
+        raise UsageError(f"overrides is a dictionary from FQN globs to recipes, got {overrides!r}")
     base: str | Recipe | None = recipe
     if isinstance(recipe, str) and recipe.endswith(".json"):
         base, scales = None, {escape(name): own for name, own in load_recipes(recipe).items()}

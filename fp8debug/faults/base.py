@@ -122,8 +122,14 @@ def inject(model: nn.Module, name: str, module: str | None = None, step: int = 0
     Raises:
         UnknownNameError: no such fault or option; the message has the closest names.
         NoMatchError: no such module.
-        UsageError: module is missing, or does not run in FP8.
+        UsageError: module is missing, or does not run in FP8; an argument of another type.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model with Fp8Linear modules, got {type(model).__name__}")
+    if not isinstance(name, str) or not isinstance(module, str | None):
+        raise UsageError(f"the name of a fault and the FQN of a module are strings, got {name!r} and module={module!r}")
+    if not isinstance(step, int) or step < 0:
+        raise UsageError(f"step is the number of the first step at which the fault acts, 0 or more, got {step!r}")
     fault = FAULTS.get(name)
     for key in options:
         if key not in fault.options:
