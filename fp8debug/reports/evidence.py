@@ -23,6 +23,8 @@ COLUMNS = {
     "amax": "amax",
 }
 MAX_PANELS = 4
+#: What moves less than that is noise, and no evidence.
+MIN_SPREAD = 0.05
 OPERANDS = tuple(role.value for role in (TensorRole.INPUT, TensorRole.WEIGHT, TensorRole.GRAD_OUTPUT))
 
 
@@ -45,8 +47,13 @@ def charts_of(run: Run, finding: Finding) -> list[Chart]:
             if any(row[column] is not None for row in own):
                 charts.append((_is_accused(finding, own, column), _chart(finding, own, column, against)))
     charts.sort(key=lambda entry: not entry[0])
-    moving = [chart for is_first, chart in charts if is_first or len(set(chart.values)) > 1]
-    return moving[:MAX_PANELS]
+    return [chart for is_first, chart in charts if is_first or _moves(chart.values)][:MAX_PANELS]
+
+
+def _moves(values: Sequence[float | None]) -> bool:
+    """Tell whether values spread by more than ``MIN_SPREAD`` of the largest."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return bool(known) and max(known) - min(known) > MIN_SPREAD * max(map(abs, known))
 
 
 def _chart(finding: Finding, rows: Sequence[dict[str, Any]], column: str, against: str) -> Chart:
