@@ -37,11 +37,11 @@ def model() -> nn.Module:
         (lambda: ANY.convert(model(), "blockwise", ["a"]), "overrides is a dictionary from FQN globs to recipes, got ['a']"),
         (
             lambda: ANY.convert(model(), "nix.json"),
-            "cannot read nix.json: No such file or directory; make it with `fp8debug calib",
+            "cannot read nix.json: No such file or directory",
         ),
         (
             lambda: ANY.inject(model(), "stale_scale", "0", step=-1),
-            "step is the number of the first step at which the fault acts",
+            "step is the number of the first step at which",
         ),
         (lambda: ANY.inject(model(), "stale_scale", 0), "the name of a fault and the FQN of a module are strings"),
         (lambda: ANY.inject(None, "stale_scale", "0"), "expected a model with Fp8Linear modules, got NoneType"),

@@ -233,9 +233,7 @@ class Watch:
             UsageError: a value is no number, or the watch is closed.
         """
         if self._closed:
-            raise UsageError(
-                f"the watch of {self.path} is closed; call step() before close(), or watch again into another folder"
-            )
+            raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
         self._explicit = True
         self._counted = False
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
