@@ -135,7 +135,7 @@ for _fault in (
         name="stale_inference",
         code="F122",
         description="inference in high precision holds the weight of that step, times a factor (verl #7519)",
-        options={"factor": 2.0},
+        options={"factor": 8.0},
         plant=_stale_inference,
     ),
     Fault(
@@ -157,7 +157,7 @@ for _fault in (
         name="lr_too_high",
         code="F127",
         description="the optimizer steps with many times the learning rate, as without its warm-up: all of it diverges",
-        options={"factor": 1000.0},
+        options={"factor": 300.0},
         needs_module=False,
         plant=_learning_rate,
     ),

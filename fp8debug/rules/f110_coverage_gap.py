@@ -19,9 +19,9 @@ class CoverageGap(Rule):
     What it detects
         A module that should run in FP8 and does not; a plain nn.Linear among converted ones that no override named; one
         that runs in FP8 against an override, or unasked where the others were asked for (a head or a tied embedding that
-        a filter let through); an override, include or exclude pattern that matched no module. A module that an override
-        left in BF16 is none, and neither is a head in FP8 that was asked for with all the others: `fp8debug coverage`
-        shows it.
+        a filter let through); an override, include or exclude pattern that matched no module. None of these: a module
+        that an override left in BF16; a subclass of nn.Linear, whose forward may be another, unless an override names it;
+        a head in FP8 that was asked for with all the others, which `fp8debug coverage` shows.
 
     Why it matters
         A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
@@ -53,6 +53,9 @@ class CoverageGap(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per module or pattern."""
         converted = [module for module in run.modules if module.get("fp8")]
+        filters = run.manifest.get("filters")
+        entries = [entry for entry in filters if isinstance(entry, dict)] if isinstance(filters, list) else []
+        named = {entry.get("pattern") for entry in entries}
         were_asked = any(module.get("requested") == "fp8" for module in converted)
         for module in run.modules:
             asked, reason = module.get("requested"), module.get("reason")
@@ -63,14 +66,14 @@ class CoverageGap(Rule):
             if module.get("fp8") is not False or asked == "bf16":
                 continue
             because = f": {reason}" if reason else ""
-            if asked == "fp8":
+            is_other = module.get("observed") is False and module.get("kind") not in ("Linear", "Fp8Linear")
+            if asked == "fp8" and (not is_other or module["fqn"] in named):
                 yield self._finding(run, f"FP8 was asked for, but the module runs in high precision{because}", module)
             elif converted and module.get("kind") == "Linear":
                 among = f"{len(converted)} module{'s' if len(converted) > 1 else ''} in FP8"
                 yield self._finding(run, f"a plain nn.Linear among {among}, and no override named it", module)
-        filters = run.manifest.get("filters")
-        for entry in filters if isinstance(filters, list) else []:
-            if isinstance(entry, dict) and entry.get("matched") == 0:
+        for entry in entries:
+            if entry.get("matched") == 0:
                 yield self._finding(run, f"the {entry.get('kind')} pattern {entry.get('pattern')!r} matches no module")
 
     def _finding(self, run: Run, message: str, module: Mapping[str, Any] | None = None) -> Finding:

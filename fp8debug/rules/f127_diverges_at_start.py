@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import sampled_steps
 from fp8debug.rules.losses import read_losses
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class DivergesAtStart(Rule):
     What it detects
         A loss that lies above its first value in the later half of the first steps, and at the end; or that rose and is
         no longer finite within them. The message says how many modules' inputs and weights moved at once. It stands only
-        when no other rule found a harmful fault that is local, in less than half of the modules, by then.
+        when no other rule found a harmful fault that is local, in less than half of the modules, when the loss began to
+        rise; faults that follow, such as outliers, are what a divergence leaves behind.
 
     Why it matters
         Training that fails at once fails everywhere: a wrong flag, a broken kernel or library, a learning rate or a
@@ -99,13 +101,15 @@ class DivergesAtStart(Rule):
         return f"; the amax of {len(moved)} of {num} modules changed more than {self.min_growth:g} times by then" if num else ""
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Stand only when no harmful finding of a few modules began by then."""
+        """Stand only when no harmful finding of a few modules began up to the first sampled step after the rise."""
         num = max(1, sum(module.get("call_index") is not None for module in run.modules))
+        rise = next((s for s, loss in zip(*read_losses(run), strict=True) if not loss <= (finding.threshold or 0.0)), 0)
+        until = min((s for s in sampled_steps(run) if s >= rise), default=finding.steps[1])
         return not any(
             RULES.get(f.code).is_harmful
             and f.module is not None
             and f.severity > Severity.INFO
-            and f.steps[0] <= finding.steps[1]
+            and f.steps[0] <= until
             and len(f.also) + 1 < self.max_local * num
             for f in others
         )

@@ -46,9 +46,11 @@ class Mixture(nn.Module):
 
 
 class Routed(nn.Module):
-    """Two residual layers of Linear and Mixture, and a head: x[..., width] -> [..., classes]."""
+    """Residual layers of Linear and Mixture, and a head: x[..., width] -> [..., classes]."""
 
-    def __init__(self, width: int = 64, num: int = 4, top: int = 1, classes: int = 16, *, dense: bool = False) -> None:
+    def __init__(
+        self, width: int = 64, num: int = 4, top: int = 1, classes: int = 16, *, dense: bool = False, depth: int = 2
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleDict(
@@ -58,7 +60,7 @@ class Routed(nn.Module):
                     "moe": Mixture(width, 2 * width, num, top, dense=dense),
                 }
             )
-            for _ in range(2)
+            for _ in range(depth)
         )
         self.head = nn.Linear(width, classes)
 

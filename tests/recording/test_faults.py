@@ -17,6 +17,13 @@ from fp8debug.faults import Fault
 from tests.recording.models import Net, batch, net, train
 
 STEPS, AT = 24, 12
+#: Faults that need another model, several ranks or a whole run, with the files that plant them: ``test_run_faults``.
+ELSEWHERE = {
+    *("router_in_fp8", "unasked_fp8", "starved_expert", "rank_scale", "stale_inference", "depth_outliers"),
+    *("loss_scale_loop", "lr_too_high", "bf16_gradient_sum"),
+}
+#: Faults of the backward pass or of data: they leave the model's outputs alone.
+OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute_scale"}
 
 
 def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None = None, fallbacks: object = None) -> list[float]:
@@ -31,7 +38,9 @@ def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None 
     return losses
 
 
-@pytest.mark.parametrize("fault", [f for f in fp8debug.list_faults() if f.needs_module], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fault", [f for f in fp8debug.list_faults() if f.needs_module and f.name not in ELSEWHERE], ids=lambda f: f.name
+)
 @pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
 def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, tmp_path: Path) -> None:
     sick_run(tmp_path / "run", fault.name, module)
@@ -85,7 +94,7 @@ def test_the_recommended_fallback_cures_the_run(name: str, tmp_path: Path) -> No
 
 
 def test_a_removed_fault_leaves_no_trace() -> None:
-    for fault in fp8debug.list_faults():
+    for fault in (f for f in fp8debug.list_faults() if f.name not in ELSEWHERE):
         model = net()
         x, _ = batch(3)
         expected, state = model(x), {k: v.clone() for k, v in model.state_dict().items()}
@@ -94,7 +103,7 @@ def test_a_removed_fault_leaves_no_trace() -> None:
         injection.remove()
         injection.remove()
         assert torch.equal(model(x), expected), fault.name
-        assert not torch.equal(faulty, expected) or fault.name == "data_spike", fault.name
+        assert not torch.equal(faulty, expected) or fault.name in OF_GRADIENTS, fault.name
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()), fault.name
 
 
@@ -131,4 +140,4 @@ def test_every_fault_has_a_rule_and_a_description() -> None:
     codes = [rule.code for rule in RULES]
     for fault in fp8debug.list_faults():
         assert fault.code in codes and fault.description
-    assert sorted(codes) == sorted(f.code for f in fp8debug.list_faults())
+    assert set(codes) == {f.code for f in fp8debug.list_faults()}
