@@ -149,6 +149,18 @@ def test_fill_spends_the_budget_of_a_healthy_run_on_forward_gemms(tmp_path: Path
     assert damages and len(recommend(run, [], 1.0, fill=True)) == len(NAMES)
 
 
+def test_fill_counts_what_another_cast_leaves_of_an_error(tmp_path: Path) -> None:
+    clipped = override({"cast_name": "e4m3fn tensorwise delayed(16,max)", **CLIPPED})
+    worst = outputs(3.0, 1e-3, CULPRIT)
+    run = build(tmp_path / "run", overrides=[clipped, worst])
+    filled = recommend(run, triage(run), 1.0, fill=True)
+    assert [f.module for f in filled if f.cast] == [CULPRIT], "the cast is cured first"
+    of_bf16 = [f.module for f in filled if f.cast is None]
+    assert set(of_bf16) == set(NAMES) and of_bf16[0] == CULPRIT
+    slight = recommend(build(tmp_path / "slight", overrides=[clipped, outputs(3.0, 1e-5, CULPRIT)]), triage(run), 1.0, fill=True)
+    assert [f.module for f in slight if f.cast is None][0] != CULPRIT, "25 dB less of an error is a 350th of the damage"
+
+
 def test_the_budget_goes_to_the_choice_of_most_worth() -> None:
     def entry(name: str, cost: float) -> Fallback:
         return Fallback(module=name, gemms=("fprop",), cost=cost)
@@ -236,6 +248,8 @@ def test_apply_gives_gemms_their_casts() -> None:
     assert [key for key, cast in first.items() if cast is None] == [("dgrad", "grad_output"), ("dgrad", "weight")]
     assert {key for key, cast in second.items() if cast == current} == {("fprop", "input"), ("wgrad", "input")}
     applied(torch.randn(4, 128)).sum().backward()
+    apply(model, [Fallback(module="1", gemms=("fprop", "dgrad", "wgrad"))])
+    assert (applied[0].fp8debug_request, applied[1].fp8debug_request) == ("fp8", "bf16"), "coverage misses nothing"
 
 
 def test_apply_changes_nothing_when_an_entry_is_wrong() -> None:

@@ -40,13 +40,13 @@ def test_steps_of_an_entry() -> None:
     entry = Fallback(module="m", gemms=ALL, from_step=2, until_step=5)
     assert [step for step in range(8) if entry.holds(step)] == [2, 3, 4]
     assert entry.is_scheduled and not Fallback(module="m", gemms=ALL).is_scheduled
-    spans = [{}, {"until_step": 3}, {"from_step": 4}, {"from_step": 2, "until_step": 5}]
+    spans: list[dict[str, Any]] = [{}, {"until_step": 3}, {"from_step": 4}, {"from_step": 2, "until_step": 5}]
     found = [Fallback(module="m", gemms=ALL, **span).span() for span in spans]
     assert found == ["always", "until step 3", "from step 4", "steps 2 to 4"]
 
 
 @pytest.mark.parametrize("steps", [{"until_step": 0}, {"from_step": 5, "until_step": 5}])
-def test_an_entry_that_never_holds_is_refused(steps: dict[str, int]) -> None:
+def test_an_entry_that_never_holds_is_refused(steps: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="the fallback of 'm' never holds: until_step"):
         Fallback(module="m", gemms=ALL, **steps)
 

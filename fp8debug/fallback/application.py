@@ -60,6 +60,7 @@ def apply(
         for span in spans[name]:
             recipe = span.change(recipe)
         modules[name].set_recipe(recipe)
+        modules[name].fp8debug_request = "bf16" if recipe.is_high_precision else "fp8"
     if moving:
         if running is not None:
             raise UsageError("the model has a schedule already; model.fp8debug_schedule.remove() ends it")

@@ -8,7 +8,7 @@ budget, what the recorded errors ask for. The list names candidates; only a run 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,7 @@ class _Plan:
         for site in later:
             asked.setdefault((str(site.module), str(site.gemm)), []).append(site)
         optional = [self._bf16_entry(module, (gemm,), tuple(_codes(sites)), sites) for (module, gemm), sites in asked.items()]
-        taken = {entry.module for entry in [*entries, *optional]}
+        taken = [*entries, *optional]
         for group in [[(1.0, entry)] for entry in optional] + self._by_error(taken, everything=everything):
             chosen = best_within(group, budget - spent)
             spent += sum(entry.cost for entry in chosen)
@@ -146,16 +146,20 @@ class _Plan:
         found = self.errors.get((module, Gemm.FPROP.value))
         return found.damage_per_row if found else None
 
-    def _by_error(self, taken: Collection[str], *, everything: bool) -> list[list[tuple[float, Fallback]]]:
+    def _by_error(self, taken: Sequence[Fallback], *, everything: bool) -> list[list[tuple[float, Fallback]]]:
         """Return the GEMMs whose error is material, or every fprop, with what each is worth: fprop, then dgrad, then wgrad."""
         total = sum(error.damage or 0.0 for error in self.errors.values())
         groups: dict[str, list[tuple[float, Fallback]]] = {gemm: [] for gemm in GEMMS}
+        modules, in_bf16 = {f.module for f in taken}, {f.module for f in taken if f.cast is None}
         for (module, gemm), error in self.errors.items():
             is_fprop = gemm == Gemm.FPROP.value
             wanted = _is_material(gemm, error, total) or (everything and is_fprop)
-            if wanted and module in self.cost and module not in taken:
+            is_cured = module in modules and module not in in_bf16
+            if wanted and module in self.cost and (module not in modules or (everything and is_cured)):
                 entry = self._bf16_entry(module, (gemm,), ("damage" if is_fprop else "error",))
                 worth = (error.damage_per_row or 0.0) if is_fprop else 10 ** (-error.sqnr_db / 10)
+                if is_cured:  # by another cast: what is left is the error of the formats, and damage goes with its energy
+                    worth *= min(1.0, 10 ** ((error.sqnr_db - error.expected_db) / 10))
                 groups[gemm].append((worth, entry))
         return list(groups.values())
 
