@@ -158,7 +158,7 @@ def test_fill_counts_what_another_cast_leaves_of_an_error(tmp_path: Path) -> Non
     of_bf16 = [f.module for f in filled if f.cast is None]
     assert set(of_bf16) == set(NAMES) and of_bf16[0] == CULPRIT
     slight = recommend(build(tmp_path / "slight", overrides=[clipped, outputs(3.0, 1e-5, CULPRIT)]), triage(run), 1.0, fill=True)
-    assert [f.module for f in slight if f.cast is None][0] != CULPRIT, "25 dB less of an error is a 350th of the damage"
+    assert next(f.module for f in slight if f.cast is None) != CULPRIT, "25 dB less of an error is a 350th of the damage"
 
 
 def test_the_budget_goes_to_the_choice_of_most_worth() -> None:

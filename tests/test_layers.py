@@ -64,6 +64,7 @@ RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
     *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
     *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
+    *("fp8debug.guard", "fp8debug.schedule"),
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.
