@@ -86,6 +86,7 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
         recipe=recipe,
         launcher=tuple(shlex.split(options["launcher"] or "")),
         seed_arg=options["seed_arg"],
+        every=options.get("every"),
         timeout_s=options["timeout"],
     )
 
@@ -97,14 +98,8 @@ def shares(options: dict[str, Any]) -> dict[str, float]:
 
 def announce(script: Script, folder: Path, what: str) -> None:
     """Say what is about to be trained, before it is."""
-    click.echo(f"{what} of {script.steps} steps: {describe(script)}", err=True)
-    click.echo(f"they go to {folder}", err=True)
-
-
-def describe(script: Script) -> str:
-    """Return the script's command line for people."""
-    launcher = shlex.join(script.launcher) or "python"
-    return f"{launcher} {shlex.join([str(script.path), *script.args])}"
+    command = shlex.join([*(script.launcher or ("python",)), str(script.path), *script.args])
+    click.echo(f"{what} of {script.steps} steps: {command}\nthey go to {folder}", err=True)
 
 
 def lasting(seconds: float) -> str:

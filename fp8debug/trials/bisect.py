@@ -37,6 +37,14 @@ class BudgetSpentError(Exception):
     """``max_runs`` trainings are done; never leaves this module."""
 
 
+class NoGapError(Exception):
+    """With more seeds the gap is none, or BF16 diverges too; never leaves this module."""
+
+    def __init__(self, found: Assessment) -> None:
+        super().__init__(found.verdict)
+        self.found = found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a search will cost.
@@ -118,6 +126,8 @@ class _Search:
             self.baseline(repeat)
             self.train(arm, repeat, f"BF16 in {what}")
             found = self.assess(arm.name)
+            if found.verdict not in ("gap", "diverged"):
+                raise NoGapError(found)
             gap = found.arms[arm.name]
             band = gap.share
             is_clear = band is None or not band.low <= self.closed <= band.high
@@ -218,6 +228,9 @@ def bisect_run(
         confirm(plan)
         share = _reduce(search, names, [name for name in names if name in suspects])
         verdict = "found"
+    except NoGapError as error:
+        search.units = []
+        return save(search, error.found.verdict, [sentence(error.found)])
     except BudgetSpentError:
         said.append(f"stopped after {max_runs} trainings: the set is not minimal; --max-runs {2 * max_runs} goes on from here")
     if search.units:

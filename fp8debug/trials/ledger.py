@@ -21,6 +21,9 @@ from fp8debug.trials.script import Ending, Script
 #: 1: first version (fp8debug 0.1).
 SCHEMA = 1
 
+#: Marks the folder of a training: no other folder is ever deleted.
+MARK = ".fp8debug-training"
+
 #: Trains an arm at a repeat into a folder.
 Trainer = Callable[[Arm, int, Path], Ending]
 
@@ -140,8 +143,11 @@ class Trials:
         if self.known(arm, repeat):
             return self._known[key]
         out = self.folder / f"{arm.name}-{repeat}"
+        if out.exists() and not (out / MARK).exists():
+            raise UsageError(f"{out} is there already and no training of ours; choose another --out")
         shutil.rmtree(out, ignore_errors=True)  # what a killed training left
         out.mkdir(parents=True)
+        (out / MARK).touch()
         ending = self._train(arm, repeat, out)
         trial = self._known[key] = read_trial(arm, repeat, out, ending, self.script)
         self.num_run += 1

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import fp8debug
+from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback import load_fallbacks
+from fp8debug.store.writer import RunWriter
 from fp8debug.trials import bisect_run
 from fp8debug.trials.bisect import Plan
 from fp8debug.trials.hints import hints
+from fp8debug.trials.script import Ending
 from tests.trials.laboratory import Chain, Laboratory, backwards, healthy, planted
 
 
@@ -109,6 +112,27 @@ def test_near_the_threshold_another_seed_is_asked(closed: float, repeats: int, t
     laboratory = Laboratory(tmp_path, backwards("layers.3"), steps=16)
     found = bisect(laboratory, repeats=2, closed=closed, suspects=["layers.3"], max_runs=6)
     assert found["tests"][0]["modules"] == ["layers.3"] and found["tests"][0]["repeats"] == repeats
+
+
+def test_a_gap_that_another_seed_does_not_have_ends_the_search(tmp_path: Path) -> None:
+    """The first seed shows a gap that no set of modules closes clearly; the second shows FP8 below BF16."""
+
+    def fake(arm: Arm, repeat: int, out: Path) -> Ending:
+        writer = RunWriter(out, manifest={"modules": [{"fqn": name, "fp8": True} for name in ("a", "b")]})
+        sign = 1 - 2 * repeat
+        for step in range(32):
+            above = {"bf16": 0.0, "fp8": 0.5 * sign}.get(arm.name, 0.1 + 0.2 * (-1) ** (step // 2))
+            writer.steps({"step": step, "sampled": False, "loss": 2.0 + above})
+        writer.close()
+        (out / "arm.json").write_text("{}")
+        return Ending(0, 0.1, False, "")
+
+    trials = Laboratory(tmp_path, steps=32).trials()
+    trials._train = fake
+    found = bisect_run(trials, repeats=2, run_name="run", save_as=tmp_path / "bisect.json")
+    assert found["verdict"] == "nothing_to_close" and found["units"] == [] and found["fallbacks"] == []
+    assert found["statements"][0].startswith("nothing to close")
+    trials.close()
 
 
 def test_arguments_out_of_range(tmp_path: Path) -> None:

@@ -194,3 +194,14 @@ def test_a_crash_after_nan_is_a_divergence_and_one_before_is_a_failure(tmp_path:
     again = Laboratory(tmp_path).trials()
     assert again.known(Arm(name="fp8"), 0) and again.run(Arm(name="fp8"), 0).diverged, "NaN goes through the file"
     again.close()
+
+
+def test_a_folder_that_is_not_ours_is_never_deleted(tmp_path: Path) -> None:
+    trials = Laboratory(tmp_path, steps=2).trials()
+    precious = tmp_path / "trials" / "fp8-0" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("")
+    with pytest.raises(UsageError, match="fp8-0 is there already and no training of ours; choose another --out"):
+        trials.run(Arm(name="fp8"), 0)
+    assert precious.exists()
+    trials.close()
