@@ -45,28 +45,34 @@ class Mixture(nn.Module):
         return out.reshape(x.shape)
 
 
+class Layer(nn.Module):
+    """Linear and Mixture, each with a residual."""
+
+    def __init__(self, width: int, mixture: Mixture) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.RMSNorm(width)
+        self.moe = mixture
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        out: Tensor = x + self.moe(self.norm(x))
+        return out
+
+
 class Routed(nn.Module):
-    """Residual layers of Linear and Mixture, and a head: x[..., width] -> [..., classes]."""
+    """Layers of a Linear and a Mixture, and a head: x[..., width] -> [..., classes]."""
 
     def __init__(
         self, width: int = 64, num: int = 4, top: int = 1, classes: int = 16, *, dense: bool = False, depth: int = 2
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "mix": nn.Linear(width, width),
-                    "norm": nn.RMSNorm(width),
-                    "moe": Mixture(width, 2 * width, num, top, dense=dense),
-                }
-            )
-            for _ in range(depth)
-        )
+        mixtures = (Mixture(width, 2 * width, num, top, dense=dense) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(width, mixture) for mixture in mixtures)
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + layer["mix"](x)
-            x = x + layer["moe"](layer["norm"](x))
+            x = layer(x)
         out: Tensor = self.head(x)
         return out

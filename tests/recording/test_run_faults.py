@@ -123,17 +123,22 @@ def test_a_model_without_fp8_has_no_second_path(tmp_path: Path) -> None:
 
 
 def test_outliers_that_grow_with_depth(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mix = nn.RMSNorm(128), nn.Linear(128, 128)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + functional.gelu(self.mix(self.norm(x)))
+
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.ModuleDict({"norm": nn.RMSNorm(128), "mix": nn.Linear(128, 128)}) for _ in range(6))
+            self.layers = nn.Sequential(*(Block() for _ in range(6)))
             self.head = nn.Linear(128, 16)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.cat([x, x.flip(-1)], -1)
-            for layer in self.layers:
-                x = x + functional.gelu(layer["mix"](layer["norm"](x)))
-            out: Tensor = self.head(x)
+            out: Tensor = self.head(self.layers(torch.cat([x, x.flip(-1)], -1)))
             return out
 
     def deep() -> nn.Module:
