@@ -234,7 +234,8 @@ def stats_rows(plan: Plan, step: int, rank: int = 0) -> list[Slots]:
             for place, (name, cast) in enumerate(distinct.items()):
                 noise = random.Random(f"{plan.seed} {step} {rank if tensor != 'weight' else 0} {module} {gemm} {tensor} {name}")
                 row = {**common, "cast_name": name, "reference": "operand", "actual": cast == running}
-                rows.append({**row, **operand_slots(cast, tensor.value, shape, noise, with_histogram=place == 0)})
+                row |= operand_slots(cast, tensor.value, shape, noise, with_histogram=place == 0)
+                rows.append({**row, **(second_look(row, str(gemm), str(tensor)) if cast == running else {})})
         for gemm, tensor in RESULTS.items() if plan.with_results and not recipe.is_high_precision else ():
             first, second = (recipe.casts[gemm, operand] for operand in OPERANDS[gemm])
             num_columns = in_features if tensor == "grad_input" else out_features
@@ -244,6 +245,7 @@ def stats_rows(plan: Plan, step: int, rank: int = 0) -> list[Slots]:
                 row = _row(step, rank, module, str(gemm), str(tensor), call_index)
                 row |= {"cast_name": f"{first or 'bf16'} @ {second or 'bf16'}", "reference": reference, "actual": True}
                 row |= result_slots(tensor.value, numel, sqnr_db + noise.uniform(-0.15, 0.15), noise)
+                row |= second_look(row, str(gemm), str(tensor), reference)
                 if (tensor, reference) == ("output", "shadow"):
                     row |= {"damage": 1e-9 * noise.uniform(0.8, 1.2) * in_features, "num_damage_rows": SHADOW_ROWS}
                 rows.append(row)
@@ -277,6 +279,22 @@ def result_slots(tensor: str, numel: int, sqnr_db: float, noise: random.Random) 
     }
     _set_error(row, sqnr_db=sqnr_db, gain=1.0)
     return row
+
+
+def second_look(row: Slots, gemm: str, tensor: str, reference: str = "operand") -> Slots:
+    """Return the slots of single rows, of second reads and of sums over microbatches, of a run that has all of them."""
+    found: Slots = {}
+    if reference != "operand" or (gemm, tensor) == ("fprop", "weight"):
+        nmse = row["sum_err2"] / row["sum_x2"]
+        found |= {"num_rows": SHADOW_ROWS, "num_bad_rows": 0, "num_good_rows": SHADOW_ROWS, "num_nonfinite_rows": 0}
+        found |= {"worst_row_nmse": 1.5 * nmse}
+    if tensor == "weight" or (gemm, tensor) == ("wgrad", "input"):
+        found |= {"num_reread": row["numel"], "reread_sum_x2": row["sum_x2"], "reread_sum_err2": row["sum_err2"]}
+        found |= {"num_reread_blocks": row["num_blocks"], "reread_scale_inv_sum_log2": row["scale_inv_sum_log2"]}
+    if tensor == "grad_weight" and reference == "shadow":
+        found |= {"num_grad_sums": 2, "grad_first_nmse": 0.0, "num_grad": row["numel"], "num_grad_bf16": row["numel"] // 65536}
+        found |= {"grad_sum_x2": row["sum_x2"], "grad_sum_xy": row["sum_x2"], "grad_sum_err2": 1e-14 * row["sum_x2"]}
+    return found
 
 
 def operand_slots(cast: Cast, tensor: str, shape: tuple[int, int], noise: random.Random, *, with_histogram: bool = True) -> Slots:

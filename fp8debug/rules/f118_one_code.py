@@ -40,6 +40,8 @@ class RoundsToOneCode(Rule):
         - min_cosine 0.9995: numerics.md, 4 (clean E4M3 has 0.99965); the planted cluster has 0.99999.
         - max_gain 0.98, min_gain 0.86: numerics.md, 4 (gain acts beyond 5 %, warns beyond 1 %); rounding down shrinks an
           element to 0.875 of itself at worst, numerics.md, 2.
+        - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds by its
+          rounding alone, 2 / 1.75 = 1.143; beyond, the scale is stale (F101).
         - min_elements 64: clipped elements. No published basis.
     """
 
@@ -53,12 +55,14 @@ class RoundsToOneCode(Rule):
     min_cosine: float = 0.9995
     max_gain: float = 0.98
     min_gain: float = 0.86
+    max_headroom: float = 1.15
     min_elements: int = 64
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that shrink as a whole."""
         bad = (
-            f"NOT {IS_DELAYED} AND overflow_rate > {self.min_overflow_rate} AND num_saturated >= {self.min_elements}"
+            f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
+            f" AND overflow_rate > {self.min_overflow_rate} AND num_saturated >= {self.min_elements}"
             f" AND cosine >= {self.min_cosine} AND gain BETWEEN {self.min_gain} AND {self.max_gain}"
         )
         for trace in traces(run, bad, ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]):

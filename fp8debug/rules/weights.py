@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 #: SQNR of E5M2 on Gaussian data (numerics.md, 4) and how far a steady one may lie from it: such a weight is F120's.
 _E5M2_DB, _STEADY_DB = 25.55, 0.6
+#: Limits of SQNR and cosine under delayed scaling: weights that grow from zero clip for some steps [measured: 24.3 dB and
+#: 0.9989 at step 8 of a healthy run]; a weight 16 steps old has 21.7 dB and 0.9966 or less.
+_DELAYED_SQNR_DB, _DELAYED_COSINE = 23.5, 0.998
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
         f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
         f" AND coalesce(headroom, 1) <= {limits.max_headroom}"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
+        f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
         f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
     )
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate"]

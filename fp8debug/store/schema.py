@@ -13,7 +13,7 @@ from fp8debug.metrics import Slot, derived_columns, slots
 
 # What each version changed; a reader keeps reading all older ones.
 # 1: first version (fp8debug 0.1).
-# 2: choice slots of results (num_choice_rows, num_top1_flips, num_top2_flips); inference_* columns of steps.
+# 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
 SCHEMA_VERSION = 2
 
 ARROW_TYPES: dict[str, pa.DataType] = {

@@ -1,0 +1,152 @@
+"""Hand-made runs for the rules of single operands, rows and microbatches: what fires, and what looks alike and is healthy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.rules.sick_runs import INPUT, WEIGHT, share
+from tests.synthetic import Override, Slots
+
+DGRAD: dict[str, Any] = {**INPUT, "gemm": "dgrad", "tensor": "grad_output"}
+WGRAD: dict[str, Any] = {**INPUT, "gemm": "wgrad"}
+OUTPUT: dict[str, Any] = {**INPUT, "tensor": "output", "reference": "shadow"}
+GRADIENT: dict[str, Any] = {**WGRAD, "tensor": "grad_weight", "reference": "shadow"}
+COARSE = "e4m3fn 128x128 current"
+FLOOR = "e4m3fn 128x128 current pow2_floor"
+
+
+def rotated(cosine: float, length: float = 1.0) -> dict[str, Any]:
+    """Return the sums of a tensor that lies at this cosine from its reference and is ``length`` times as long."""
+    return {
+        "sum_xy": lambda row: cosine * length * row["sum_x2"],
+        "sum_y2": lambda row: length**2 * row["sum_x2"],
+        "sum_err2": lambda row: (1 + length**2 - 2 * cosine * length) * row["sum_x2"],
+    }
+
+
+def shifted(log2: float) -> Any:
+    """Return the sum of log2(scale_inv) at a second read whose scales are ``2^log2`` times the first one's."""
+
+    def total(row: Slots) -> float:
+        moved: float = row["scale_inv_sum_log2"] + log2 * row["num_blocks"]
+        return moved
+
+    return total
+
+
+def of_energy(nmse: float) -> Any:
+    """Return a squared error that is this share of the reference's energy."""
+    return lambda row: nmse * row["sum_x2"]
+
+
+STALE = {**rotated(0.995), "headroom": 1.06}
+FOREIGN = {**rotated(0.55), "num_bad_rows": 128, "num_good_rows": 128}
+TWICE = {"sqnr_db": 28.6, "headroom": 1.05, "num_saturated": 900}
+POISONED = [
+    Override(**INPUT, slots={"num_underflow": share(0.9), "sqnr_db": 60.0}),
+    Override(**OUTPUT, slots={"num_bad_rows": 240, "num_good_rows": 16, "sqnr_db": 32.0}),
+]
+STALLED = {
+    "grad_sum_err2": of_energy(10**-2.4), "grad_sum_xy": of_energy(0.97), "num_grad_bf16": lambda row: row["num_grad"],
+}  # fmt: skip
+
+FIRES: dict[str, dict[str, Any]] = {
+    "F106": {"overrides": [Override(**DGRAD, slots={"cast_name": COARSE, "num_underflow": share(0.5)})]},
+    "F107": {"overrides": [Override(**WGRAD, slots=TWICE)]},
+    "F112": {"overrides": [Override(**WEIGHT, slots=STALE)]},
+    "F115": {"overrides": [Override(**WGRAD, slots={"reread_scale_inv_sum_log2": shifted(-3.5)})]},
+    "F117": {"recipe": "tensorwise_current", "overrides": POISONED},
+    "F118": {"overrides": [Override(**WEIGHT, slots={"cast_name": FLOOR, "num_saturated": share(0.97), "gain": 0.921,
+                                                     "sqnr_db": 200.0, "headroom": 1.09})]},
+    "F119": {"overrides": [Override(**WEIGHT, slots={**rotated(0.84, 3.0), "headroom": 4.0})]},
+    "F121": {"overrides": [Override(**WEIGHT, slots=FOREIGN)]},
+    "F123": {"overrides": [Override(**GRADIENT, slots=STALLED)]},
+}  # fmt: skip
+
+SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F106": {
+        "the same tokens in 1x128": {"overrides": [Override(**DGRAD, slots={"num_underflow": share(0.5)})]},
+        "a what-if that is no better": {
+            "what_if": ["blockwise"],
+            "recipe": "blockwise_pow2",
+            "overrides": [
+                Override(**DGRAD, slots={"cast_name": COARSE, "num_underflow": share(0.5)}),
+                Override(**DGRAD, actual=False, slots={"num_underflow": share(0.45)}),
+            ],
+        },
+        "wgrad, a leaf": {"overrides": [Override(**{**DGRAD, "gemm": "wgrad"}, slots={"num_underflow": share(0.16)})]},
+        "one sampled step": {
+            "overrides": [
+                Override(**{**DGRAD, "steps": (40, 41)}, slots={"cast_name": COARSE, "num_underflow": share(0.5)})
+            ]
+        },
+    },
+    "F107": {
+        "power-of-two scales": {
+            "recipe": "blockwise_pow2", "overrides": [Override(**WGRAD, slots={"sqnr_db": 28.6, "headroom": 0.9})]
+        },
+        "both casts are as noisy": {
+            "overrides": [Override(**{**INPUT, "gemm": None, "reference": "operand"}, slots={"sqnr_db": 31.0})]
+        },
+        "a tensor's own scale": {"overrides": [Override(**WGRAD, slots={"sqnr_db": 29.2})]},
+    },
+    "F112": {
+        "weights one step after zero": {"overrides": [Override(**WEIGHT, slots={"gain": 0.95, "sqnr_db": 200.0})]},
+        "a weight of few values": {"overrides": [Override(**WEIGHT, slots={"sqnr_db": 30.4})]},
+        "a second read as good as the first": {
+            "overrides": [Override(**WEIGHT, slots={"sqnr_db": 30.4, "reread_sum_err2": of_energy(10**-2.95)})]
+        },
+        "one sampled step": {"overrides": [Override(**{**WEIGHT, "steps": (40, 41)}, slots=STALE)]},
+    },
+    "F115": {
+        "a kernel that is not deterministic": {
+            "overrides": [Override(**WGRAD, slots={"reread_scale_inv_sum_log2": shifted(0.03)})]
+        },
+        "only some microbatches were recomputed": {
+            "overrides": [
+                Override(
+                    **WGRAD,
+                    slots={"reread_scale_inv_sum_log2": 0.0, "num_reread_blocks": lambda row: row["num_blocks"] // 2},
+                )
+            ]
+        },
+        "a delayed scale that grows in the first steps": {
+            "recipe": "tensorwise_delayed", "every": 1, "num_steps": 20,
+            "overrides": [Override(**{**WGRAD, "steps": (1, 8)}, slots={"reread_scale_inv_sum_log2": shifted(1.0)})],
+        },
+    },
+    "F117": {
+        "rows with a scale of their own": {"overrides": [Override(**OUTPUT, slots={"num_bad_rows": 240})]},
+        "a few rows that cancel": {
+            "recipe": "tensorwise_current", "overrides": [Override(**OUTPUT, slots={"num_bad_rows": 6})]
+        },
+    },
+    "F118": {
+        "block maxima clip": {"recipe": "tensorwise_delayed", "overrides": [Override(**WEIGHT, slots={"num_saturated": 3})]},
+        "a cluster that does not clip": {"overrides": [Override(**WEIGHT, slots={"gain": 0.945, "sqnr_db": 200.0})]},
+    },
+    "F119": {
+        "a scale of the tensor's own": {"overrides": [Override(**WEIGHT, slots={"sqnr_db": 31.0})]},
+        "a delayed scale in its first steps": {
+            "recipe": "tensorwise_delayed", "every": 1, "num_steps": 20,
+            "overrides": [Override(**{**WEIGHT, "steps": (2, 6)}, slots={"headroom": 1.6, "num_saturated": share(0.02)})],
+        },
+    },
+    "F121": {
+        "rows that are all good but few": {
+            "overrides": [Override(**WEIGHT, slots={"num_bad_rows": 2, "num_good_rows": 254})]
+        },
+        "replicas that differ by rounding": {
+            "world_size": 2, "overrides": [Override(**WEIGHT, ranks=(1,), slots={"sqnr_db": 31.65})]
+        },
+    },
+    "F123": {
+        "ten microbatches in BF16": {
+            "overrides": [Override(**GRADIENT, slots={**STALLED, "grad_sum_err2": of_energy(10**-4.8)})]
+        },
+        "a weight that another module adds to": {
+            "overrides": [Override(**GRADIENT, slots={**STALLED, "grad_first_nmse": 0.3})]
+        },
+        "an all-reduce between FP32 sums": {"overrides": [Override(**GRADIENT, slots={"grad_sum_err2": of_energy(0.5)})]},
+    },
+}  # fmt: skip

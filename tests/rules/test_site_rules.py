@@ -1,0 +1,144 @@
+"""Rules of single operands, rows and microbatches: they fire alone at the culprit, say what they lack, and yield to the cause."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.rules import RULES, Severity, triage
+from tests.rules import sick_sites as sick
+from tests.rules.sick_runs import CULPRIT, INPUT, OUTLIER, WEIGHT, share
+from tests.rules.sick_sites import FOREIGN, STALE, WGRAD, of_energy, rotated, shifted
+from tests.synthetic import MODULES, Override, build
+
+MESSAGES = {
+    "F106": "50 % of the nonzero dgrad grad_output underflows at step N: tokens of unequal size share 128x128 blocks (2^14"
+    " between the values of a block); no what-if with 1x128 blocks was recorded to compare with (what_if=['blockwise'])",
+    "F112": "the fprop weight has 20.0 dB at cosine 0.99500 at step N: its FP8 values are not those of the weight as it is now",
+    "F115": "the wgrad input is recomputed at step N with scales 2^-3.5 times those of the forward pass, 31.6 dB",
+    "F117": "94 % of the output's rows are below 10 dB at step N, while the output as a whole has 32 dB: few rows set the scale,"
+    " and 90 % of the nonzero fprop input underflows",
+    "F118": "97 % of the fprop weight clips to one code at step N: gain 0.921 at cosine 1.00000",
+    "F119": "the fprop weight has -7.0 dB at step N, and values 4 times beyond their block's current scale: the scales are those"
+    " of other blocks",
+    "F121": "the fprop weight has 0.5 dB at step N, its FP8 copy is not the cast of it: 50% of its rows are other values and 50%"
+    " are right, so that a part is of another place",
+    "F123": "weight.grad is 24.0 dB from the FP32 sum of its gradients at step N (gain 0.970) and holds BF16 values: it is"
+    " accumulated in BF16",
+}
+
+
+@pytest.mark.parametrize("code", sick.FIRES)
+def test_a_rule_fires_alone_at_the_culprit(tmp_path: Path, code: str) -> None:
+    findings = triage(build(tmp_path / "run", **sick.FIRES[code]))
+    assert [f.code for f in findings] == [code], [f.message for f in findings]
+    (finding,) = findings
+    assert (finding.module, finding.steps[0], finding.also) == (CULPRIT, 40, ())
+    assert finding.severity is (Severity.WARNING if code == "F107" else Severity.ERROR)
+    assert code not in {skipped for skipped, _ in findings.skipped}
+    if code in MESSAGES:
+        assert re.sub(r"at step \d+", "at step N", finding.message) == MESSAGES[code]
+
+
+@pytest.mark.parametrize(("code", "case"), [(code, case) for code, cases in sick.SILENT.items() for case in cases])
+def test_a_near_miss_is_silent(tmp_path: Path, code: str, case: str) -> None:
+    run = build(tmp_path / "run", **sick.SILENT[code][case])
+    assert [f.message for f in RULES.get(code).check(run)] == []
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "mxfp8"])
+def test_a_healthy_run_of_two_ranks_has_no_finding(tmp_path: Path, recipe: str) -> None:
+    assert list(triage(build(tmp_path / "run", recipe=recipe, num_steps=20, every=5, world_size=2))) == []
+
+
+def test_a_rule_says_what_it_lacks(tmp_path: Path) -> None:
+    lacking = [
+        Override(slots=dict.fromkeys(("num_rows", "num_bad_rows", "num_good_rows")), reference="shadow"),
+        Override(slots=dict.fromkeys(("num_reread", "num_reread_blocks")), reference="operand"),
+        Override(slots=dict.fromkeys(("num_grad", "grad_sum_err2")), tensor="grad_weight"),
+    ]
+    findings = triage(build(tmp_path / "run", num_steps=30, overrides=lacking))
+    skipped = dict(findings.skipped)
+    assert list(findings) == []
+    assert skipped["F115"] == "not recorded: num_reread_blocks"
+    assert skipped["F123"] == "not recorded: num_grad, grad_sum_err2"
+    once = Override(slots={"num_reread_blocks": 0}, tensor="input"), Override(slots={"num_grad": 0})
+    skipped = dict(triage(build(tmp_path / "once", num_steps=30, overrides=once)).skipped)
+    assert skipped["F115"] == "no activation was recomputed for the backward pass"
+    assert skipped["F123"] == "no step has three microbatches or more, or weight.grad is kept elsewhere"
+
+
+def test_a_what_if_with_rows_of_their_own_is_quoted(tmp_path: Path) -> None:
+    sick_rows = Override(**sick.DGRAD, slots={"cast_name": sick.COARSE, "num_underflow": share(0.5)})
+    (finding,) = triage(build(tmp_path / "run", recipe="blockwise_pow2", what_if=["blockwise"], overrides=[sick_rows]))
+    assert finding.message.endswith("; 0.02 % would under the what-if e4m3fn 1x128 current")
+    assert finding.cure == "granularity='1x128' for this operand; else BF16 for this module's dgrad"
+
+
+def test_a_cache_that_is_stale_from_the_second_microbatch_on(tmp_path: Path) -> None:
+    override = Override(**WEIGHT, slots={"reread_sum_err2": of_energy(10**-2.2)})
+    (finding,) = triage(build(tmp_path / "run", overrides=[override]))
+    assert (finding.code, finding.module, finding.value) == ("F112", CULPRIT, pytest.approx(22.0))
+    assert "in the first microbatch of step 40 and 22.0 dB in the second" in finding.message
+
+
+def test_an_error_below_the_noise_of_the_cast_shows_by_a_scale_that_is_not_its_own(tmp_path: Path) -> None:
+    slots = {**rotated(0.99945), "headroom": 1.01}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=slots)]))
+    assert (finding.code, finding.module) == ("F112", CULPRIT)
+    (finding,) = triage(build(tmp_path / "clips", overrides=[Override(**WEIGHT, slots={**slots, "num_saturated": 500})]))
+    assert finding.code == "F112", "clipping by a stale amax is not a scale rounded down (F104)"
+
+
+@pytest.mark.parametrize(("headroom", "code"), [(1.0, "F120"), (1.03, "F112")])
+def test_a_stale_weight_in_the_band_of_e5m2(tmp_path: Path, headroom: float, code: str) -> None:
+    slots = {**rotated(0.9986), "headroom": headroom}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=slots)]))
+    assert (finding.code, finding.module) == (code, CULPRIT)
+
+
+def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Path) -> None:
+    override = Override(**{**WEIGHT, "steps": (None, None)}, slots=rotated(0.02))
+    (finding,) = triage(build(tmp_path / "run", overrides=[override]))
+    assert (finding.code, finding.module, finding.steps[0]) == ("F121", CULPRIT, 0)
+    assert "from the first step on" in finding.message
+
+
+def test_a_weight_that_is_wrong_after_a_resume_is_another_one(tmp_path: Path) -> None:
+    plan: dict[str, Any] = {"overrides": [Override(**WEIGHT, slots=rotated(0.02))]}
+    assert [f.code for f in triage(build(tmp_path / "run", **plan))] == ["F112"]
+    resumed = build(tmp_path / "resumed", **plan, events=[(35, "resume", None, "goes on from a checkpoint")])
+    assert [f.code for f in triage(resumed)] == ["F121"]
+
+
+def test_replicas_that_differ_are_found_on_the_rank_that_does_not_count(tmp_path: Path) -> None:
+    """Of a replicated weight the lowest rank's row is the one in ``sites``; the fault is on the other."""
+    run = build(tmp_path / "run", world_size=2, overrides=[Override(**WEIGHT, ranks=(1,), slots=STALE)])
+    (finding,) = triage(run)
+    assert (finding.code, finding.module, finding.steps[0], finding.ranks) == ("F121", CULPRIT, 40, (0, 1))
+
+
+def test_other_weights_on_each_rank_are_no_replicas(tmp_path: Path) -> None:
+    half = Override(**WEIGHT, ranks=(1,), slots={"sum_x2": lambda row: 2 * row["sum_x2"]})
+    worse = Override(**WEIGHT, ranks=(1,), slots={**FOREIGN})
+    assert list(triage(build(tmp_path / "run", world_size=2, overrides=[half, worse]))) == []
+
+
+def test_layers_behind_a_wrong_recomputation_are_not_accused(tmp_path: Path) -> None:
+    names = [name for name, _, _ in MODULES]
+    follows = Override(**{**WGRAD, "module": names[5]}, slots={"reread_scale_inv_sum_log2": shifted(0.7)})
+    (finding,) = triage(build(tmp_path / "run", overrides=[*sick.FIRES["F115"]["overrides"], follows]))
+    assert (finding.code, finding.module, finding.also) == ("F115", CULPRIT, ())
+
+
+def test_an_outlier_channel_is_not_a_poisoned_row(tmp_path: Path) -> None:
+    """Every row holds the outlier, and the output as a whole is as bad as its rows."""
+    overrides = [Override(**INPUT, slots=OUTLIER), Override(**sick.OUTPUT, slots={"num_bad_rows": 256, "sqnr_db": 4.0})]
+    (finding,) = triage(build(tmp_path / "run", recipe="tensorwise_current", overrides=overrides))
+    assert finding.code == "F105"
+    few = [Override(**INPUT, slots=OUTLIER), sick.POISONED[1]]
+    (finding,) = triage(build(tmp_path / "rows", recipe="tensorwise_current", overrides=few))
+    assert finding.code == "F117", "F105 yields"
