@@ -55,9 +55,7 @@ def classify(
     if start is not None:
         what = f"{start.message}: at once and everywhere. {SUSPECT}"
         told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
-        return Classification(
-            kind="divergence", cause="at-once", what=what, evidence=evidence, step=start.steps[0], code=AT_START
-        )
+        return Classification(kind="divergence", cause="at-once", what=what, evidence=told, step=start.steps[0], code=AT_START)
     if sick is not None:
         return _divergence(
             run, steps[0], steps[sick], f"the loss is {losses[sick]} from step {steps[sick]} on", findings, harmful
