@@ -37,8 +37,8 @@ class StaleWeight(Rule):
         switch the weight cache off; BF16 for this module until then.
 
     Thresholds
-        - max_sqnr_db 27: SQNR of an E4M3 weight, 6 dB lower for E5M2, 23.5 (and a cosine of 0.998) under delayed scaling; numerics.md, 4 (warn below 30, act below 25). Values that
-          all round alike reach 24.6 dB with a cosine near 1.
+        - max_sqnr_db 27: SQNR of an E4M3 weight, 6 dB lower for E5M2, 23.5 (and a cosine of 0.998) under delayed scaling;
+          numerics.md, 4 (warn below 30, act below 25). Values that all round alike reach 24.6 dB with a cosine near 1.
         - max_cosine 0.999: numerics.md, 4 (warn below); healthy weights have 0.9996 and more [measured].
         - max_own_scale_sqnr_db 30: where the scale is not made of the weight's own amax (by 0.2 %; FP32 scales under current
           scaling hit it exactly), at a cosine below 0.9995; numerics.md, 4 (warn below 30).
