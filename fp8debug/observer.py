@@ -6,17 +6,20 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8debug.kernels.reference import Operand
 from fp8debug.recipes import Recipe
 from fp8debug.table import Scalar, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
+
+T = TypeVar("T")
 
 
 class RowKey(NamedTuple):
@@ -100,6 +103,8 @@ class Observer:
         self._filled: dict[torch.device, dict[int, RowInfo]] = {}
         self._pending: list[FinishedStep] = []
         self._num_calls = 0
+        self._samples: dict[tuple[int, torch.device], Tensor] = {}
+        self._shared: dict[Any, Any] = {}
 
     @property
     def has_rows(self) -> bool:
@@ -113,10 +118,38 @@ class Observer:
 
     def record(self, row: int, info: RowInfo, partials: Mapping[Any, Tensor], device: torch.device) -> None:
         """Merge one observation into a row."""
+        self.table(device).merge(row, partials)
+        self._filled.setdefault(device, {})[row] = info
+
+    def table(self, device: torch.device) -> Table:
+        """Return the accumulators of a device."""
         if device not in self._tables:
             self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)
-        self._tables[device].merge(row, partials)
-        self._filled.setdefault(device, {})[row] = info
+        return self._tables[device]
+
+    def sample(self, length: int, device: torch.device) -> Tensor | slice:
+        """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step."""
+        count = self.settings.shadow_rows
+        if count is None or count >= length:
+            return slice(None)
+        if (length, device) not in self._samples:
+            shift = self.step * 2654435761 % length
+            self._samples[length, device] = (torch.arange(count, device=device) * length // count + shift) % length
+        return self._samples[length, device]
+
+    def shared(self, x: Tensor, what: Hashable, make: Callable[[], T]) -> T:
+        """Return what is known of a tensor in this step, made once: modules that share an input read the same tensor.
+
+        The same is the same part of the same storage, which nothing has written to since, as far as autograd counts that.
+        """
+        if x.is_inference():
+            return make()
+        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        key = storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
 
     def end_step(self, scalars: dict[str, Any]) -> None:
         """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
@@ -144,6 +177,8 @@ class Observer:
         self.step = step
         self.sampling = step % self.settings.every == 0
         self._num_calls = 0
+        self._samples = {}
+        self._shared = {}
         for forget in self.on_end_step:
             forget()
 

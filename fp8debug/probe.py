@@ -9,30 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from fp8debug.formats import block_shape
 from fp8debug.kernels.dispatch import (
     AmaxHistory,
     Operand,
     Slots,
-    dequantize,
+    countable,
     finite_amax,
-    gemm,
     histogram,
     observe,
+    on_device,
     operand_pair,
+    quantize,
     quantize_observed,
     statistics,
+    takes_kernels,
+    unfilled,
 )
-from fp8debug.metrics import Pair, Source
-from fp8debug.metrics.base import spread
-from fp8debug.metrics.damage import Damage
+from fp8debug.kernels.results import OutputError, compare_result, damage_of, values_of, weight_rows
+from fp8debug.metrics import Source
 from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.recipes import Cast
+from fp8debug.second_look import RunningSum, reread
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 if TYPE_CHECKING:
@@ -48,15 +51,13 @@ Tried = dict[str, Slots]
 Product = tuple[Operand, Operand, "Tensor | None"]
 
 HISTOGRAM = "log2_hist"
-_DAMAGE = Damage()
 
 
 @dataclass
 class Kept:
     """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor."""
 
-    rows: Tensor | slice
-    output: Pair
+    output: OutputError
     columns: Tensor | slice
     input_columns: Tensor
 
@@ -120,9 +121,12 @@ class Probe:
         self.given_up = False  # the sample of this step
         self._rows: dict[RowKey, int] = {}
         self._weights_seen: set[Gemm] = set()
-        self._seen_outside_backward = False
+        self._weights_reread: set[Gemm] = set()
+        self._seen_outside_backward = self._recomputed = False
+        self._gradients = RunningSum()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
         self._tried_weight: Tried = {}
+        self._weight_shared: dict[str, Tensor] = {}
         self._output_key: RowKey | None = None
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
 
@@ -144,12 +148,13 @@ class Probe:
         self.observer.before_forward()
         if not self.observer.sampling or self.failed or self.given_up:
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]  # torch's
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False
         if torch._C._current_graph_task_id() == -1:
             self._seen_outside_backward = True
         elif self._seen_outside_backward:
+            self._recomputed = True
             return False
         if self.call_index < 0:
             self.call_index = self.observer.next_call_index()
@@ -168,7 +173,19 @@ class Probe:
         which, role = key
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
-        q, found = quantize_observed(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.module, *key))
+        options: dict[str, Any] = {"contracts_rows": key in CONTRACTS_ROWS, "where": (self.module, *key)}
+        if scale_inv is not None or not takes_kernels(x):
+            q, found = quantize_observed(x, cast, scale_inv, **options)
+        else:
+            made: list[Quantized] = []
+
+            def observed() -> Slots | None:
+                q, slots = quantize_observed(x, cast, **options)
+                made.append(q)
+                return slots
+
+            found = self.observer.shared(x, cast, observed)
+            q = made[0] if made else quantize(x, cast, **options)
         if found is not None:
             self._ridden[id(q)] = q, found
         return q
@@ -186,15 +203,15 @@ class Probe:
             output: ``[M, N]``; None when FP8 is only tried, and the exact GEMM stands for it.
         """
         source, tried = Source(x), Tried()
+        self._gradients.weight = weight
         self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
-        actual = None if output is None else output[rows]
-        pair = self._result(Gemm.FPROP, (x[rows], weight), (_values(a, 0, rows), _values(b)), actual, (a, b))
+        error = self._result(Gemm.FPROP, (x[rows], weight), (a, b), output, rows, keep=True)
         self._ridden.clear()
-        return Kept(rows, pair, columns, x.detach()[:, columns].clone())
+        return Kept(error, columns, self._columns(x, columns))
 
     @guarded
     def backward(
@@ -215,26 +232,42 @@ class Probe:
             self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             self._weight(Gemm.DGRAD, weight, b)
             rows = self._sample(grad_output.shape[0], grad_output.device)
-            actual = None if result is None else result[rows]
-            self._result(Gemm.DGRAD, (grad_output[rows], weight), (_values(a, 0, rows), _values(b)), actual, (a, b))
+            self._result(Gemm.DGRAD, (grad_output[rows], weight), (a, b), result, rows)
         if wgrad is not None:
             a, b, result = wgrad
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             if kept is not None:
-                actual = None if result is None else result[:, kept.columns]
-                exact = (_values(a), _values(b, 1, kept.columns))
-                self._result(Gemm.WGRAD, (grad_output, kept.input_columns), exact, actual, (a, b))
-        if kept is not None and self._output_key is not None and kept.output.y.numel():
-            pair = Pair(source=kept.output.source, y=kept.output.y, grad=grad_output.detach()[kept.rows].float())
-            self._merge(self._output_key, _DAMAGE.partial(pair), pair.y.device)
+                summed = self._gradients.add(kept.columns, result)
+                self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)
+                if self._recomputed:
+                    self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, values_of(b, 1, kept.columns), b)
+        if kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
+            self._merge(self._output_key, found, grad_output.device)
         self._ridden.clear()
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
             self._weights_seen.add(which)
-            self._operand(which, TensorRole.WEIGHT, Source(weight), operand, self._tried_weight)
+            rows = self._sample(weight.shape[0], weight.device)
+            sampled = weight_rows(weight, operand, rows) if which is Gemm.FPROP and self.actual else {}
+            source = Source(weight)
+            source.shared.update(self._weight_shared)
+            self._operand(which, TensorRole.WEIGHT, source, operand, self._tried_weight, sampled)
+            self._weight_shared = {k: v for k, v in source.shared.items() if k == HISTOGRAM}
+        elif self.actual and which not in self._weights_reread:
+            self._weights_reread.add(which)
+            rows = self._sample(weight.shape[0], weight.device)
+            self._reread((which, TensorRole.WEIGHT), weight[rows], values_of(operand, 0, rows), operand)
 
-    def _operand(self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried) -> None:
+    def _reread(self, site: tuple[Gemm, TensorRole], x: Tensor, read: Tensor, operand: Operand) -> None:
+        """Record an operand that is read once more in the step: ``read`` is what the GEMM sees of the sample ``x`` of it."""
+        if isinstance(operand, tuple):
+            key = RowKey(*site, str(operand[1]), Reference.OPERAND, self.actual)
+            self._merge(key, reread(x, read, *operand), x.device)
+
+    def _operand(
+        self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried, more: Slots | None = None
+    ) -> None:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
@@ -243,19 +276,52 @@ class Probe:
         casts.pop(running, None)
         new = {name: cast for name, cast in casts.items() if name not in tried}
         if new:
-            scales = [self.scale_inv(role, cast, source) for cast in new.values()]
-            uncounted = HISTOGRAM not in source.shared
-            tried.update(zip(new, observe(source, list(new.values()), scales, histogram=uncounted), strict=True))
-            if (counted := tried[next(iter(new))].get(HISTOGRAM)) is not None:
-                source.shared[HISTOGRAM] = counted
+            counted = {name: cast for name, cast in new.items() if countable(source.x, [cast])}
+            tried.update(self._count(role, source, counted))
+            tried.update(self._observe(role, source, {name: cast for name, cast in new.items() if name not in counted}))
         if isinstance(operand, tuple):
             q, cast = operand
             _, found = self._ridden.get(id(q), (q, None))
             if found is None:
                 found = statistics(operand_pair(source, cast, q), HISTOGRAM)
-            self._record(RowKey(which, role, running, Reference.OPERAND, self.actual), found, source)
+            elif left := unfilled(found, source):
+                found = {**found, **statistics(operand_pair(source, cast, q), only=left)}
+            self._record(RowKey(which, role, running, Reference.OPERAND, self.actual), {**found, **(more or {})}, source)
         for name in casts:
             self._record(RowKey(which, role, name, Reference.OPERAND, False), tried[name], source)
+
+    def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
+        """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
+        if not casts:
+            return {}
+        x, bins = source.x, self.observer.table(source.x.device).bins
+        place = self._first_row, role  # whose amax history it is
+        with on_device(x):
+            table = bins.count(x, casts.values(), place)
+            source.shared[HISTOGRAM] = bins.histogram(table)
+            return {name: bins.add(table, cast, place) for name, cast in casts.items()}
+
+    def _observe(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
+        """Work out any casts by reading the tensor for them."""
+        if not casts:
+            return {}
+        scales = [self.scale_inv(role, cast, source) for cast in casts.values()]
+        uncounted = HISTOGRAM not in source.shared
+        tried = dict(zip(casts, observe(source, list(casts.values()), scales, histogram=uncounted), strict=True))
+        if (counted := tried[next(iter(casts))].get(HISTOGRAM)) is not None:
+            source.shared[HISTOGRAM] = counted
+        return tried
+
+    def _columns(self, x: Tensor, columns: Tensor | slice) -> Tensor:
+        """Return sampled columns of an input, a copy; modules that share the input share it as long as one of them keeps it."""
+        copied: list[Tensor] = []
+
+        def copy() -> Tensor:
+            copied.append(x.detach()[:, columns].clone())
+            return copied[-1]
+
+        kept = self.observer.shared(x, "columns", lambda: ref(copy()))()
+        return copy() if kept is None else kept
 
     def _record(self, key: RowKey, found: Slots, source: Source) -> None:
         """Merge slots into a row; the histogram, which is the tensor's whatever the cast, with a site's first cast alone."""
@@ -280,23 +346,23 @@ class Probe:
         self,
         which: Gemm,
         high_precision: tuple[Tensor, Tensor],
-        dequantized: tuple[Tensor, Tensor],
-        actual: Tensor | None,
         operands: tuple[Operand, Operand],
-    ) -> Pair:
-        shadow = _shadow(which, *high_precision)
-        exact = gemm(which, *dequantized, accumulate=torch.float64 if shadow.is_cuda else torch.float32)
-        y = exact if actual is None else actual.detach().float()
+        result: Tensor | None,
+        sample: Tensor | slice,
+        *,
+        more: Slots | None = None,
+        keep: bool = False,
+    ) -> OutputError:
+        found = compare_result(which, high_precision, operands, result, sample, keep=keep)
+        device = high_precision[0].device
         name = " @ ".join("bf16" if isinstance(operand, Tensor) else str(operand[1]) for operand in operands)
         key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
-        pair = Pair(source=Source(shadow), y=y)
         if which is Gemm.FPROP:
             self._output_key = key
-        self._merge(key, statistics(pair), y.device)
-        if actual is not None:
-            exact_key = key._replace(reference=Reference.EXACT)
-            self._merge(exact_key, statistics(Pair(source=Source(exact), y=y)), y.device)
-        return pair
+        self._merge(key, {**found.shadow, **(more or {})}, device)
+        if found.exact is not None:
+            self._merge(key._replace(reference=Reference.EXACT), found.exact, device)
+        return found.error
 
     def _merge(self, key: RowKey, partials: Slots, device: torch.device) -> None:
         if key not in self._rows:
@@ -307,37 +373,7 @@ class Probe:
         self.observer.record(self._rows[key], info, partials, device)
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
-        """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step."""
-        count = self.observer.settings.shadow_rows
-        if count is None or count >= length:
-            return slice(None)
-        shift = self.observer.step * 2654435761 % length
-        return (torch.arange(count, device=device) * length // count + shift) % length
-
-
-def _values(operand: Operand, dim: int = 0, index: Tensor | slice | None = None) -> Tensor:
-    """Return what the GEMM reads, in FP32; with an index tensor those rows (dim 0) or columns (dim 1) of it alone."""
-    if not isinstance(index, Tensor):
-        return operand.detach().float() if isinstance(operand, Tensor) else dequantize(*operand)
-    if isinstance(operand, Tensor):
-        return operand.detach().index_select(dim, index).float()
-    (data, scale_inv), cast = operand
-    block = block_shape(cast.granularity, *data.shape)
-    if scale_inv.shape[dim] > 1:
-        scale_inv = scale_inv.index_select(dim, index // block[dim])
-    codes = data.view(torch.uint8) if data.element_size() == 1 else data  # a fault's data are in BF16
-    values = codes.index_select(dim, index).view(data.dtype).float()
-    across, along = (1, block[1]) if dim == 0 else (block[0], 1)
-    return values * spread(scale_inv, across, along, *values.shape)
-
-
-def _shadow(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
-    """Return the GEMM in BF16 with FP32 accumulation, rounded to BF16, as FP32."""
-    a, b = first.detach().bfloat16(), second.detach().bfloat16()
-    if not a.is_cuda:  # BF16 products in FP32 arithmetic: the same numbers, and far faster on most CPUs
-        a, b = a.float(), b.float()
-    product = gemm(which, a, b, dtype=torch.bfloat16, accumulate=a.dtype)
-    return product.float()
+        return self.observer.sample(length, device)
 
 
 def _none() -> None:

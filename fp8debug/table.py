@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.dispatch import new_bins
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
 #: Rows whose contributions wait at most, and index tensors kept: bounds on memory, reached by no ordinary model's step.
 MAX_WAITING, MAX_INDICES = 4096, 256
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
+_REDUCTION = {"sum": "sum", "max": "amax", "min": "amin"}
 
 
 class Place(NamedTuple):
@@ -60,6 +62,14 @@ class Table:
         self._waiting: dict[int, Mapping[Any, Tensor]] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
+        self._bins: Any = None
+
+    @property
+    def bins(self) -> Any:
+        """What works out many casts at once (``kernels/observe_bins.py``); done by the time their rows are joined."""
+        if self._bins is None:
+            self._bins = new_bins(self.device)
+        return self._bins
 
     def _pinned(self) -> dict[Group, Tensor]:
         return {group: torch.empty_like(s, device="cpu", pin_memory=True) for group, s in self._state.items()}
@@ -71,7 +81,8 @@ class Table:
 
         Args:
             row: which.
-            partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]``.
+            partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
+                the slots' rule joins, ``[parts, len(names)]``.
         """
         if row in self._waiting or len(self._waiting) == MAX_WAITING:
             self._join()
@@ -79,15 +90,20 @@ class Table:
 
     def _join(self) -> None:
         """Join what waits to the state."""
+        if self._bins is not None:
+            self._bins.flush()
         rows_of: dict[Any, list[int]] = {}
         for row, partials in self._waiting.items():
-            for key in partials:
-                rows_of.setdefault(key, []).append(row)
-        for key, rows in rows_of.items():
+            for key, value in partials.items():
+                rows_of.setdefault((key, value.shape), []).append(row)
+        for (key, shape), rows in rows_of.items():
             places = [self.places[name] for name in ((key,) if isinstance(key, str) else key)]
             group = places[0].group
             state = self._state[group]
-            values = torch.stack([self._waiting[row][key].reshape(-1) for row in rows]).to(state.dtype)
+            values = torch.stack([self._waiting[row][key] for row in rows])
+            if len(shape) == 2:
+                values = getattr(values, _REDUCTION[group[1]])(1)
+            values = values.reshape(len(rows), -1).to(state.dtype)
             columns = self._index(tuple(c for place in places for c in range(place.start, place.stop)))
             at = self._index(tuple(rows))[:, None], columns[None, :]
             before = state[at]

@@ -20,7 +20,8 @@ from fp8debug.kernels import history, reference
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.history import AmaxHistory
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
-from fp8debug.metrics import Pair, Source
+from fp8debug.metrics import Metric, Pair, Source
+from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
@@ -28,17 +29,24 @@ from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 __all__ = [
     "AmaxHistory",
     "Operand",
+    "Slots",
+    "countable",
     "dequantize",
     "finite_amax",
     "gemm",
     "histogram",
     "lies_as_read",
     "measure",
+    "new_bins",
     "observe",
+    "on_device",
     "operand_pair",
     "quantize",
     "quantize_observed",
     "statistics",
+    "takes_kernels",
+    "twin",
+    "unfilled",
 ]
 
 #: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``.
@@ -68,8 +76,8 @@ def quantize(
         UsageError: x is not a floating-point tensor.
     """
     if x.is_cuda and _takes(x, cast, scale_inv, where):
-        with _on(x):
-            q: Quantized = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
+        with on_device(x):
+            q: Quantized = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
             return q
     return reference.quantize(x, cast, scale_inv)
 
@@ -90,8 +98,8 @@ def quantize_observed(
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
-        with _on(x):
-            q, found = _twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
+        with on_device(x):
+            q, found = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
             return q, _packed(found, 0)
     return reference.quantize(x, cast, scale_inv), None
 
@@ -109,8 +117,8 @@ def observe(
     """
     x = source.x
     if x.is_cuda and x.numel() and all(_takes(x, c, s) for c, s in zip(casts, scale_invs, strict=True)):
-        with _on(x):
-            found = _twin("observe").observe(x, casts, scale_invs, histogram=histogram)
+        with on_device(x):
+            found = twin("observe").observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]
     return [
         statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
@@ -118,9 +126,30 @@ def observe(
     ]
 
 
+def takes_kernels(x: Tensor) -> bool:
+    """Return whether our kernels run on the tensor's device."""
+    return x.is_cuda and why_no_twins() is None and _capability(x.device.index) >= (8, 9)
+
+
+def countable(x: Tensor, casts: Sequence[Cast]) -> bool:
+    """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_bins`."""
+    return takes_kernels(x) and bool(twin("observe_bins").takes(x, casts))
+
+
+def new_bins(device: torch.device) -> Any:
+    """Return what counts tensors and works out casts of them, for one device."""
+    return twin("observe_bins").Bins(device)
+
+
+def unfilled(slots: Slots, source: Source) -> list[Metric]:
+    """Return the metrics of operands whose slots a kernel did not fill, such as one that a user registered."""
+    names = {name for key in slots for name in (key if isinstance(key, tuple) else (key,))}
+    return uncovered({*names, "log2_hist"}, source.x.shape[1], operand=True) if names else []
+
+
 def _packed(found: Any, cast: int) -> Slots:
     """Return one cast's statistics as they lie in memory: joining them to a table takes a launch a kind, not a slot."""
-    names = _twin("triton_statistics")
+    names = twin("triton_statistics")
     slots: Slots = {
         names.COUNTS: found.counts[cast],
         names.SUMS: found.sums[cast],
@@ -142,8 +171,8 @@ def histogram(source: Source) -> Tensor:
 def finite_amax(x: Tensor) -> Tensor:
     """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
     if x.is_cuda and x.numel() and _takes(x, Cast()):
-        with _on(x):
-            amax: Tensor = _twin("quantize").largest(x)
+        with on_device(x):
+            amax: Tensor = twin("quantize").largest(x)
             return amax
     return history.finite_amax(x)
 
@@ -179,10 +208,10 @@ def gemm(
         else:
             reason = _why_no_fp8_gemm(first, second, dtype)
             if reason is None:
-                twin = _twin("gemm")
-                with _on(_first_tensor(first)):
-                    backend = twin.fastest(which, first, second, dtype)
-                    product: Tensor = twin.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
+                own = twin("gemm")
+                with on_device(_first_tensor(first)):
+                    backend = own.fastest(which, first, second, dtype)
+                    product: Tensor = own.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
                     return product
             text = f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}"
             _say(text, where)
@@ -216,9 +245,9 @@ def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str
         return f"no FP8 GEMM has a result in {dtype}"
     if _capability(first[0].data.device.index) < (9, 0):
         return "the GPU is older than Hopper"
-    if _why_no_twins() is None and not _twin("gemm").supports(first[1], second[1]):
+    if why_no_twins() is None and not twin("gemm").supports(first[1], second[1]):
         return "no FP8 GEMM has scales of this granularity"
-    return _why_no_twins()
+    return why_no_twins()
 
 
 def _described(operand: Operand) -> str:
@@ -227,10 +256,10 @@ def _described(operand: Operand) -> str:
 
 def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, where: Where = ()) -> bool:
     """Return whether the kernels quantize this tensor; where not, say so once."""
-    reason = _why_no_twins()
+    reason = why_no_twins()
     if reason is None and _capability(x.device.index) < (8, 9):
         reason = "the GPU is older than Ada and has no FP8"
-    if reason is None and not _twin("quantize").supports(x, cast, scale_inv):
+    if reason is None and not twin("quantize").supports(x, cast, scale_inv):
         reason = "no kernel takes it"
     if reason is not None:
         _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}", where)
@@ -243,7 +272,8 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @cache
-def _why_no_twins() -> str | None:
+def why_no_twins() -> str | None:
+    """Return why no kernel of ours runs; None where they do."""
     if torch.version.hip:
         return "the kernels are written for GPUs of NVIDIA"
     try:
@@ -254,7 +284,8 @@ def _why_no_twins() -> str | None:
 
 
 @cache
-def _twin(name: str) -> Any:
+def twin(name: str) -> Any:
+    """Return a module of ours that needs Triton."""
     return import_module(f"fp8debug.kernels.{name}")
 
 
@@ -269,6 +300,6 @@ def _layout(contracts_rows: bool) -> str:
     return "columns" if contracts_rows else "rows"
 
 
-def _on(x: Tensor) -> AbstractContextManager[Any]:
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's GPU the current one: Triton launches there."""
     return torch.cuda.device(x.device)

@@ -22,6 +22,7 @@ from fp8debug.kernels import triton_gemm as tg
 from fp8debug.kernels.quantize import parse
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import num_sms
+from fp8debug.kernels.triton_run import eager
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
@@ -63,13 +64,15 @@ def _aligned(data: Tensor) -> Tensor:
     return data
 
 
-@torch.library.custom_op("fp8debug::scaled_mm", mutates_args=())
-def _scaled_mm(
+def _scaled_mm_now(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_kind: int, b_kind: int, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
     _launch(out, a, b, a_scale, b_scale, a_kind, b_kind, fast_accum, False)
     return out
+
+
+_scaled_mm = torch.library.custom_op("fp8debug::scaled_mm", _scaled_mm_now, mutates_args=())
 
 
 @_scaled_mm.register_fake
@@ -157,7 +160,8 @@ def gemm(
         product = _cublas(a, a_scale, a_kind, b, b_scale, b_kind, dtype if out is None else out.dtype, fast_accum)
         return product if out is None else out.add_(product)
     if out is None:
-        found: Tensor = _scaled_mm(a, b, a_scale, b_scale, a_kind, b_kind, dtype, fast_accum)
+        run_it = _scaled_mm_now if eager(a) else _scaled_mm
+        found: Tensor = run_it(a, b, a_scale, b_scale, a_kind, b_kind, dtype, fast_accum)
         return found
     _scaled_mm_add(out, a, b, a_scale, b_scale, a_kind, b_kind, fast_accum)
     return out

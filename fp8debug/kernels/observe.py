@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels.quantize import parse
+from fp8debug.kernels.triton_execute import run
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
-from fp8debug.kernels.triton_launch import MAX_CASTS, Job, Statistics, empty_statistics, run, tile_of, together
+from fp8debug.kernels.triton_launch import MAX_CASTS, Job, Statistics, empty_statistics, tile_of, together
+from fp8debug.kernels.triton_run import eager
 from fp8debug.recipes import Cast
 
 
-@torch.library.custom_op("fp8debug::observe", mutates_args=())
-def _observe(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
+def _observe_now(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
     names = casts.split("; ")
     jobs = [Job(parse(name), "", True, scale) for name, scale in zip(names, scale_invs, strict=True)]
     merged = empty_statistics(x, len(jobs), histogram)
@@ -46,6 +47,9 @@ def _observe(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: 
         assert found is not None
         merged.log2_hist.copy_(found.log2_hist)
     return list(merged)
+
+
+_observe = torch.library.custom_op("fp8debug::observe", _observe_now, mutates_args=())
 
 
 @_observe.register_fake
@@ -82,4 +86,5 @@ def observe(
         statistics, row c for cast c.
     """
     scales = list(scale_invs or [None] * len(casts))
-    return Statistics(*_observe(x, "; ".join(map(str, casts)), scales, histogram))
+    run_it = _observe_now if eager(x) else _observe
+    return Statistics(*run_it(x, "; ".join(map(str, casts)), scales, histogram))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels.triton_cast import KIND_TENSOR
+from fp8debug.kernels.triton_execute import run
 from fp8debug.kernels.triton_launch import (
     ACROSS,
     DOWN,
@@ -20,10 +21,10 @@ from fp8debug.kernels.triton_launch import (
     cut,
     empty_statistics,
     new_outputs,
-    run,
     scale_memory,
     separate,
 )
+from fp8debug.kernels.triton_run import eager
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -37,8 +38,7 @@ def supports(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
     return x.dtype in DTYPES and not (given and cast.granularity in ("rowwise", "columnwise"))
 
 
-@torch.library.custom_op("fp8debug::quantize", mutates_args=())
-def _quantize(
+def _quantize_now(
     x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
 ) -> list[Tensor]:
     casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
@@ -52,6 +52,9 @@ def _quantize(
         part = both._replace(**{f: getattr(both, f)[i : i + 1] for f in Statistics._fields[:4]}) if both else None
         outputs += run(x, [job], histogram and i == 0, part)[0]
     return [tensor for pair in outputs for tensor in pair] + list(both or ())
+
+
+_quantize = torch.library.custom_op("fp8debug::quantize", _quantize_now, mutates_args=())
 
 
 @_quantize.register_fake
@@ -88,7 +91,8 @@ def quantize(
         q, slots = quantize(x, cast, scale_inv, statistics=statistics, histogram=histogram)
         return Quantized(_turned(q.data), q.scale_inv), slots
     names = (str(cast), "") if layout == "rows" else ("", str(cast))
-    data, inverse, *found = _quantize(x, *names, scale_inv, statistics, histogram)
+    run_it = _quantize_now if eager(x) else _quantize
+    data, inverse, *found = run_it(x, *names, scale_inv, statistics, histogram)
     return Quantized(data, inverse), Statistics(*found) if statistics else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, Format, block_shape
-from fp8debug.metrics import METRICS, Pair, Source, derive
+from fp8debug.metrics import METRICS, Metric, Pair, Source, derive
 from fp8debug.metrics.base import blocked, spread
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
@@ -167,13 +167,16 @@ def _contracting_last(operand: Operand, rows_contract: bool) -> tuple[Tensor, Te
     return values, scale_inv, block
 
 
-def statistics(pair: Pair, skip: str = "") -> dict[str, Tensor]:
+def statistics(pair: Pair, skip: str = "", only: Sequence[Metric] | None = None) -> dict[str, Tensor]:
     """Return every slot that the pair contributes to, as tensors on its device; nothing for an empty tensor.
 
     Args:
         pair: the observation.
         skip: name of a slot whose metric is left out.
+        only: these metrics alone, where the others are filled already.
     """
+    if only is not None:
+        return {name: value for metric in only for name, value in metric.partial(pair).items()}
     partials: dict[str, Tensor] = {"num_tensors": torch.ones((), dtype=torch.int64, device=pair.y.device)}
     for metric in METRICS if pair.y.numel() else ():
         if skip not in {slot.name for slot in metric.slots} and (metric.of_results or pair.quantized is not None):

@@ -5,20 +5,19 @@ Nothing here reads a value back from the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED, block_shape
+from fp8debug.formats import FORMATS, GRANULARITIES, block_shape
 from fp8debug.kernels import triton_amax as ta
 from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
-from fp8debug.kernels import triton_tile as tt
-from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
+from fp8debug.kernels.triton_run import launch
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -27,7 +26,7 @@ from fp8debug.recipes import Cast
 PROGRAMS_PER_SM = (12, 4, 3, 2)
 REGISTERS = (64, 128, 168, 255)
 MAX_CASTS = 3
-_ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
+ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
 
 
@@ -185,7 +184,8 @@ def cut(x: Tensor, tile: Tile, transposed: bool, busy: int) -> Grid:
     return Grid(x, rows, columns, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
 
 
-def _kind(cast: Cast) -> int:
+def kind_of(cast: Cast) -> int:
+    """Return which part of a tile shares a scale under a cast."""
     across, down = GRANULARITIES[cast.granularity][::-1]
     if across is None:
         return int((tc.KIND_TENSOR if down is None else tc.KIND_ROWS).value)
@@ -209,9 +209,9 @@ def scale_memory(job: Job, grid: Grid, kind: int) -> tuple[Tensor, int]:
     shape = {tc.KIND_TENSOR.value: (grid.programs,), tc.KIND_ROWS.value: (grid.tile_columns, rows)}
     found = x.new_empty(shape.get(kind, (grid.tile_rows, columns)), dtype=torch.float32)
     t = grid.tile
-    ta.amax_kernel[(grid.programs,)](
-        x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, found, kind, t.j, t.h, t.r, t.lanes, grid.load,
-        grid.even, is_native(x.device), num_warps=t.warps,
+    launch(
+        ta.amax_kernel, (grid.programs,), (x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, found),
+        (kind, t.j, t.h, t.r, t.lanes, grid.load, grid.even, is_native(x.device)), num_warps=t.warps,
     )  # fmt: skip
     if kind == tc.KIND_TENSOR.value:
         return found.amax().reshape(1), tc.FROM_AMAX.value
@@ -239,150 +239,6 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     if block[0] == 1 and columns > block[1]:
         return data, x.new_empty(grid[::-1], dtype=torch.float32).t()
     return data, x.new_empty(grid, dtype=torch.float32)
-
-
-def run(
-    x: Tensor, jobs: list[Job], histogram: bool = False, into: Statistics | None = None
-) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
-    """Quantize or describe a tensor under up to three casts in one read (two for casts that need an amax first).
-
-    Returns:
-        (data, scale_inv) of every job with an ``out``, and the statistics if any job asks for them.
-    """
-    assert 0 < len(jobs) <= MAX_CASTS
-    outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
-    statistics = any(job.statistics for job in jobs)
-    if not x.numel():
-        for _, scale_inv in outputs.values():
-            scale_inv.fill_(1.0)
-        return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
-    transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
-    if transposed:
-        jobs = [replace(j, cast=_turned(j.cast), out="rows" if j.out else "") for j in jobs]
-    grid = cut(x, tile_of(jobs), transposed, sum(job.statistics for job in jobs))
-    t, device = grid.tile, grid.x.device
-    rows, columns = grid.rows, grid.columns
-    assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
-    nothing = grid.x.new_empty(1, dtype=torch.float32)
-    arguments: list[Any] = []
-    specs: list[tuple[int, ...]] = []
-    memories: list[Tensor] = []
-    for i in range(MAX_CASTS):
-        if i >= len(jobs):
-            arguments += [nothing, nothing, nothing, 0.0, 1.0]
-            specs.append((tc.KIND_NONE.value, 0, 0, 0, 0, 0, 0))
-            memories.append(nothing)
-            continue
-        job, cast = jobs[i], jobs[i].cast
-        kind = _kind(cast)
-        memory, source = scale_memory(job, grid, kind)
-        data, scale_inv = outputs.get(i, (nothing, nothing))
-        if not job.out and kind >= tc.KIND_TENSOR.value:
-            scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more
-        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
-        arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
-        clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
-        out = {"": 0, "rows": 1, "columns": 2}[job.out]
-        e5m2 = int(cast.format == "e5m2")
-        specs.append((kind, source, e5m2, _ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
-        memories.append(memory)
-    native = is_native(device)
-    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 24, dtype=torch.float64)
-    counted = nothing
-    if histogram:
-        new = torch.empty if native else torch.zeros
-        counted = new(grid.programs, 32 * HISTOGRAM_WARPS, dtype=torch.int32, device=device)
-    words = rows % 4 == 0 if any(job.out == "columns" for job in jobs) else True
-    plain_kinds = (tc.KIND_NONE.value, tc.KIND_ROW.value, tc.KIND_TENSOR.value)
-    packed = native and t == ACROSS and grid.load == common.LOAD_BF16.value and all(s[0] in plain_kinds for s in specs)
-    tt.tile_kernel[(grid.programs,)](
-        grid.x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, partials, counted, *arguments, *specs, t.j,
-        t.h, t.r, t.lanes, grid.load, grid.even, words and columns % 4 == 0, statistics, histogram, native,
-        packed, num_warps=t.warps, enable_fp_fusion=False, maxnreg=_registers(t.warps, specs),
-    )  # fmt: skip
-    if not statistics:
-        return list(outputs.values()), None
-    found = into or _new_statistics(x, len(jobs), histogram)
-    _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
-    return list(outputs.values()), found
-
-
-def _registers(warps: int, specs: list[tuple[int, ...]]) -> int:
-    """Registers of a thread: the safe pass, which runs rarely, may spill for the fast one's occupancy."""
-    busy = sum(spec[5] for spec in specs)
-    return 65536 // (32 * warps) if warps > 4 else REGISTERS[busy]
-
-
-def _turned(cast: Cast) -> Cast:
-    return replace(cast, granularity=TRANSPOSED[cast.granularity])
-
-
-def _new_statistics(x: Tensor, n: int, histogram: bool) -> Statistics:
-    return Statistics(
-        x.new_empty(n, len(ts.COUNTS), dtype=torch.int64),
-        x.new_empty(n, len(ts.SUMS), dtype=torch.float64),
-        x.new_empty(n, len(ts.MAXIMA), dtype=torch.float32),
-        x.new_empty(n, len(ts.MINIMA), dtype=torch.float32),
-        x.new_empty(NUM_BINS if histogram else 0, dtype=torch.int64),
-    )
-
-
-def _reduce(
-    found: Statistics,
-    grid: Grid,
-    jobs: list[Job],
-    specs: list[tuple[int, ...]],
-    arguments: list[Any],
-    memories: list[Tensor],
-    partials: Tensor,
-    counted: Tensor,
-    histogram: bool,
-) -> None:
-    """Launch the second stage."""
-    rows, columns = grid.rows, grid.columns
-    t, n = grid.tile, len(jobs)
-    blocks, grids, epsilons, tops, roundings, margins = [], [], [], [], [], []
-    for job, spec in zip(jobs, specs, strict=False):
-        block = block_shape(job.cast.granularity, rows, columns)
-        blocks.append(-(-rows // block[0]) * -(-columns // block[1]))
-        counted_blocks = grid.num_tiles * (t.rows // block[0]) * (t.columns // block[1])
-        whole = 0 if job.cast.scaling == "current" else -1
-        grids.append(counted_blocks if spec[0] < tc.KIND_TENSOR.value else whole)
-        epsilons.append(float(job.cast.amax_eps))
-        tops.append(FORMATS[job.cast.format].max)
-        roundings.append(-1 if spec[1] == tc.FROM_SCALE_INV.value else spec[3])
-        margins.append(2.0**-job.cast.margin if job.cast.scaling == "delayed" else 1.0)
-    pad = MAX_CASTS - n
-    inverses = [arguments[5 * min(i, n - 1) + 1] for i in range(MAX_CASTS)]
-    for i, spec in enumerate(specs):
-        if spec[1] == tc.FROM_SCALE_INV.value:
-            inverses[i] = memories[i]
-    padding = grid.num_tiles * t.rows * t.columns - rows * columns
-    ts.reduce_kernel[(n + 8 * histogram,)](
-        partials, counted, *found, grid.programs, n, rows * columns, padding, *inverses, *blocks, *[1] * pad, *grids,
-        *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, *roundings, *[0] * pad, *margins, *[1.0] * pad,
-        CHUNK=16 if common.INTERPRETED else 256, HIST=histogram, num_warps=8,
-    )  # fmt: skip
-    for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
-        if spec[0] > tc.KIND_TENSOR.value:
-            _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
-
-
-def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:
-    """Fill the slots of blocks where each row or column of the tensor is one; a handful of torch ops on ``[n]``."""
-    amax, scale_inv = memory[:n], scale_inv.reshape(-1)[:n]
-    parts = memory[n:].reshape(-1, 3, n)
-    signal, noise, amin = parts[:, 0].double().sum(0), parts[:, 1].double().sum(0), parts[:, 2].amin(0)
-    inf, zero, top = float("inf"), amax == 0, FORMATS[cast.format].max
-    lifted = ((amax < cast.amax_eps) | (top / amax).isinf()) & ~zero
-    found.counts[i, 9] = zero.sum()
-    found.counts[i, 10] = lifted.sum()
-    found.sums[i, 6] = scale_inv.double().log2().masked_fill(zero, 0.0).sum()
-    found.maxima[i, 2] = scale_inv.masked_fill(zero, -inf).amax()
-    found.maxima[i, 3] = (amax / scale_inv).masked_fill(zero, -inf).amax() / top
-    found.maxima[i, 4] = (noise / signal).masked_fill(signal == 0, -inf).amax()
-    found.maxima[i, 5] = (amax.double() / amin.double()).log2().masked_fill(zero, -inf).amax()
-    found.minima[i, 1] = scale_inv.masked_fill(zero, inf).amin()
 
 
 def empty_statistics(x: Tensor, num_casts: int, histogram: bool) -> Statistics:

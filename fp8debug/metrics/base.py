@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from fp8debug.formats import FORMATS, block_shape
@@ -264,12 +264,20 @@ def uncovered(filled: Collection[str], columns: int, *, operand: bool, whole_row
     """
     return [
         metric
-        for metric in METRICS
-        if not {slot.name for slot in metric.slots} <= set(filled)
+        for metric in _uncovered(tuple(METRICS), frozenset(filled), operand)
+        if (operand or columns <= getattr(metric, "max_columns", columns))
+        and (whole_rows or not getattr(metric, "of_whole_rows", False))
+    ]
+
+
+@cache
+def _uncovered(metrics: tuple[Metric, ...], filled: frozenset[str], operand: bool) -> list[Metric]:
+    return [
+        metric
+        for metric in metrics
+        if not {slot.name for slot in metric.slots} <= filled
         and "" in getattr(metric, "kinds", ("",))
         and (getattr(metric, "of_operands", True) if operand else metric.of_results)
-        and (operand or columns <= getattr(metric, "max_columns", columns))
-        and (whole_rows or not getattr(metric, "of_whole_rows", False))
     ]
 
 

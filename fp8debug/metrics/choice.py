@@ -24,6 +24,7 @@ class Choice:
     of_results = True
     of_operands = False
     max_columns = MAX_CHOICES
+    of_whole_rows = True
     present = "num_choice_rows"
     slots = (
         Slot(name="num_choice_rows", merge="sum", kind="int64", unit="1", doc="finite rows of a result of 2 to 512 columns"),
@@ -37,9 +38,10 @@ class Choice:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Count; each slot int64 ``[]``; nothing for an operand or a wide result."""
-        x, y = pair.source.value, pair.y
-        if pair.quantized is not None or not 2 <= x.shape[1] <= MAX_CHOICES or not x.shape[0]:
+        num_rows, num_columns = pair.source.x.shape
+        if pair.quantized is not None or not pair.whole_rows or not 2 <= num_columns <= MAX_CHOICES or not num_rows:
             return {}
+        x, y = pair.source.value, pair.y
         finite = x.isfinite().all(1) & y.isfinite().all(1)
         wanted = x.topk(2).values
         chosen = x.gather(1, y.topk(2).indices)

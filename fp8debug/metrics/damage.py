@@ -18,6 +18,7 @@ class Damage:
 
     name = "damage"
     of_results = True
+    of_operands = False
     present = "num_damage_rows"
     slots = (
         Slot(

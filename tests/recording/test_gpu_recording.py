@@ -166,7 +166,7 @@ def test_two_runs_record_the_same_numbers(device: str, recipe: str, tmp_path: Pa
 
 
 #: Extremes that are a quotient or a logarithm of FP32 numbers, which two devices round differently.
-NEAR = ("worst_block_nmse", "max_block_range_log2", "headroom")
+NEAR = ("worst_block_nmse", "max_block_range_log2", "headroom", "worst_row_nmse")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -202,8 +202,11 @@ def test_rows_are_those_of_the_reference(device: str, dtype: torch.dtype, recipe
                 continue
             if key[5] != "operand" and name in ("amin", "num_zero"):  # a sum that almost vanishes is rounding error
                 continue
-            if key[5] == "exact" and "err" in name:  # the accumulation's own error: 14 bits on tensor cores, FP32 on a CPU
+            if key[5] == "exact" and ("err" in name or "nmse" in name):  # of the accumulation: 14 bits, FP32 on a CPU
                 assert found[key]["sum_err2"] <= 1e-4 * found[key]["sum_x2"]
+                continue
+            if name.endswith("_flips"):  # of columns that are almost equal
+                assert abs(want - value) <= max(2, 0.02 * row["num_choice_rows"]), (key, name, want, value)
                 continue
             # Sums of errors cancel; a result's error depends on how its GEMM sums.
             loose = key[5] != "operand"

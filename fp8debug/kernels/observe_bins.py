@@ -1,0 +1,175 @@
+"""Statistics of casts with one scale for the whole tensor, for many tensors at once; importable only where Triton is.
+
+``Bins.count`` reads a BF16 tensor once, whatever the number of casts; ``Bins.add`` puts a cast of it on a list; ``Bins.flush``
+works out the slots of all that is listed in two launches. What ``add`` returns is filled by then, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8debug.kernels import triton_bins as tb
+from fp8debug.kernels import triton_statistics as ts
+from fp8debug.kernels.dispatch import on_device
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_launch import is_native, num_sms
+from fp8debug.kernels.triton_run import launch
+from fp8debug.metrics.histogram import NUM_BINS
+from fp8debug.recipes import Cast
+
+#: Tables of 256 KiB that wait to be worked out.
+MAX_TABLES = 2 if INTERPRETED else 32
+#: The longest amax history that the kernel holds.
+MAX_HISTORY = 4096
+_ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
+_BLOCK = 256 if INTERPRETED else 8192
+
+Slots = dict[tuple[str, ...], Tensor]
+
+
+def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
+    """Return whether the tensor can be counted and every cast worked out from its counts."""
+    fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
+    plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
+    return fits and x.numel() % 2 == 0 and 0 < x.numel() < 2**31 and plain
+
+
+class _History:
+    """Where the amax history of one cast at one place lies, and how often it was used."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.num_calls = 0
+
+
+class Bins:
+    """Counts, amax histories and unfinished casts of one device.
+
+    Args:
+        device: where the tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
+        self._histories = torch.zeros(0, 2, device=device)
+        self._placed: dict[object, _History] = {}
+        self._seen: dict[int, tuple[object, ...]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._paddings: list[int] = []
+        self._ints: list[list[int]] = []
+        self._reals: list[list[float]] = []
+        self._busy: set[int] = set()
+        self._seen.clear()
+        room = 3 * MAX_TABLES
+        device = self.device
+        self._found = (
+            torch.empty(room, len(ts.COUNTS), dtype=torch.int64, device=device),
+            torch.empty(room, len(ts.SUMS), dtype=torch.float64, device=device),
+            torch.empty(room, len(ts.MAXIMA), device=device),
+            torch.empty(room, len(ts.MINIMA), device=device),
+        )
+        self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=device)
+
+    def count(self, x: Tensor, casts: Collection[Cast], place: object) -> int:
+        """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
+
+        Args:
+            x: a tensor that :func:`takes` accepts.
+            casts: what will be added of it.
+            place: whose amax histories they use; one is used once before a :meth:`flush`, which comes first where it must.
+        """
+        busy = any((history := self._placed.get((place, c))) is not None and history.row in self._busy for c in casts)
+        if busy or len(self._ints) + len(casts) > 3 * MAX_TABLES:
+            self.flush()
+        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        same = (storage, x.storage_offset(), x.shape, x._version)
+        for table, known in self._seen.items():
+            if known == same:
+                return table
+        if len(self._paddings) == MAX_TABLES:
+            self.flush()
+        table = len(self._paddings)
+        words = x.view(-1).view(torch.int32)
+        tiles = -(-words.numel() // _BLOCK)
+        self._paddings.append(2 * (tiles * _BLOCK - words.numel()))
+        arguments = words, self._tables[table], words.numel(), tiles
+        programs = min(tiles, num_sms(x.device))
+        launch(tb.count_kernel, (programs,), arguments, (_BLOCK, is_native(x.device)), num_warps=tb.COUNT_WARPS)
+        self._seen[table] = same
+        return table
+
+    def add(self, table: int, cast: Cast, place: object) -> Slots:
+        """Put a cast of a counted tensor on the list.
+
+        Args:
+            table: from :meth:`count`, with nothing counted since.
+            cast: a tensorwise cast.
+            place: whose amax history a delayed cast uses, anything hashable.
+
+        Returns:
+            its slots without the histogram, by the names of those of one kind; filled by the next :meth:`flush`.
+        """
+        scaling = {"current": tb.SCALING_CURRENT, "static": tb.SCALING_STATIC}.get(cast.scaling)
+        row = calls = 0
+        if scaling is None:
+            scaling = tb.SCALING_MAX if cast.algo == "max" else tb.SCALING_RECENT
+            history = self._history((place, cast), cast.history)
+            row, calls = history.row, history.num_calls
+            history.num_calls += 1
+            self._busy.add(row)
+        item = len(self._ints)
+        e5m2 = int(cast.format == "e5m2")
+        rounding = _ROUNDINGS[cast.scale_rounding]
+        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
+        # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
+        calls = calls if calls < cast.history else cast.history + calls % cast.history
+        self._ints.append([table, self._paddings[table], e5m2, rounding, scaling.value, row, cast.history, calls])
+        self._reals.append([float(cast.amax_eps), margin, cast.scale_inv or 0.0])
+        names = (ts.COUNTS, ts.SUMS, ts.MAXIMA, ts.MINIMA)
+        return {n: values[item] for n, values in zip(names, self._found, strict=True)}
+
+    def histogram(self, table: int) -> Tensor:
+        """Return the exponent histogram of a counted tensor, int64 ``[64]``; filled by the next :meth:`flush`."""
+        return self._hist[table]
+
+    def _history(self, key: object, length: int) -> _History:
+        if key not in self._placed:
+            row = len(self._placed)
+            wide = max(self._histories.shape[1], 1 + (1 << max(length - 1, 1).bit_length()))
+            if row == self._histories.shape[0] or wide > self._histories.shape[1]:
+                grown = torch.zeros(max(16, 2 * row), wide, device=self.device)
+                grown[:, 0] = 1.0  # the scale_inv before any amax
+                old = self._histories
+                grown[: old.shape[0], : old.shape[1]] = old
+                self._histories = grown
+            self._placed[key] = _History(row)
+        return self._placed[key]
+
+    def flush(self) -> None:
+        """Work out all that is listed, on the device's current stream, and start a new list."""
+        if not self._paddings:
+            return
+        with on_device(self._tables) if self.device.type == "cuda" else nullcontext():
+            self._finish()
+        self._begin()
+
+    def _finish(self) -> None:
+        if self._ints:
+            ints, reals = torch.tensor(self._ints, dtype=torch.int64), torch.tensor(self._reals)
+            if self.device.type == "cuda":
+                ints, reals = ints.pin_memory(), reals.pin_memory()
+            tb.finish_kernel[(len(self._ints),)](
+                self._tables, self._histories, ints.to(self.device, non_blocking=True), reals.to(self.device, non_blocking=True),
+                *self._found, 1024, max(2, self._histories.shape[1] - 1), num_warps=4 if INTERPRETED else 16,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        tb.exponents_kernel[(len(self._paddings),)](self._tables, self._hist, num_warps=4)
+        self._tables[: len(self._paddings)].zero_()

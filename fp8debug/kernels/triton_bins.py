@@ -1,0 +1,282 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
+"""Casts with one scale for the whole tensor, from counts of its BF16 values, on which alone depends what they do to an element.
+
+``count_kernel`` reads a tensor once and counts each of the 65536 bit patterns. ``finish_kernel`` takes the counts of many tensors
+and works out, for each tensor and cast, the amax, the scale (of this tensor, or of an amax history) and every slot in FP64;
+``exponents_kernel`` the exponent histogram. Counts are integers: the same in any order, and exact.
+
+On the GPU a program counts in shared memory: 40 binades around what a sample of the tensor has, with signs, and the zeros;
+what lies outside goes to device memory at once, slower and as exact. A table is ``[32768 magnitudes, 2 signs]``, int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8debug.kernels.triton_cast import is_finite
+from fp8debug.kernels.triton_common import FLOAT32_MAX, INF, bits_of, decode, encode, float_of
+from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
+
+COUNT_WARPS = 32
+TABLE = tl.constexpr(65536)
+MAGNITUDES = tl.constexpr(32768)
+NONFINITE = tl.constexpr(0x7F80)  # the magnitude of Inf; NaN lie above
+#: Counters of the window, in patterns: 256 a binade.
+_WINDOW = 40 * 256
+WINDOW = tl.constexpr(_WINDOW)
+BINADES_ABOVE = tl.constexpr(6)
+BINS = tl.constexpr(NUM_BINS)
+FIRST = tl.constexpr(FIRST_LOG2 + 127)  # exponent field of the first bin
+
+# Columns of a cast's parameters: int64 and FP32.
+NUM_INTS, NUM_REALS = 8, 3
+INTS = tl.constexpr(NUM_INTS)
+REALS = tl.constexpr(NUM_REALS)
+# SCALING: where a cast's scale comes from.
+SCALING_CURRENT = tl.constexpr(0)
+SCALING_MAX = tl.constexpr(1)  # the largest amax of a history
+SCALING_RECENT = tl.constexpr(2)  # its latest
+SCALING_STATIC = tl.constexpr(3)
+
+_END = 4 * (_WINDOW + 3)
+_START = tl.constexpr(
+    f".shared .align 16 .b8 fp8debug_bins[{_END}];\n"
+    "{ .reg .u32 a, t, n; .reg .pred p; mov.u32 t, %tid.x; mov.u32 a, fp8debug_bins; shl.b32 n, t, 2; add.u32 a, a, n;"
+    f" FP8DEBUG_CLEAR: setp.lt.u32 p, n, {_END}; @p st.shared.u32 [a], 0; add.u32 a, a, 4096; add.u32 n, n, 4096;"
+    f" setp.lt.u32 p, n, {_END}; @p bra FP8DEBUG_CLEAR; bar.sync 0; mov.u32 $0, n; }}"
+)
+# $1 two BF16 values, $2 minus the first pattern of the window, $3 the table. A pattern is 2 * magnitude + sign. Every value
+# counts in shared memory, without a branch; one outside the window in a counter that nobody reads, and in the table.
+_ONE = (
+    " setp.lt.u32 p, {i}, 2; selp.u32 d, {window}, $2, p; add.u32 {d}, d, {i}; min.u32 d, {d}, {limit}; shl.b32 d, d, 2;"
+    " add.u32 d, d, a; red.shared.add.u32 [d], 1;"
+)
+_BESIDE = " setp.ge.u32 p, {d}, {limit}; mad.wide.u32 g, {i}, 4, $3; @p red.global.add.u32 [g], 1;"
+_COUNT = tl.constexpr(
+    "{ .reg .u32 a, u, i, j, d, k, l; .reg .u64 g; .reg .pred p, q; mov.u32 a, fp8debug_bins;"
+    " shl.b32 u, $1, 1; and.b32 u, u, 0xFFFEFFFE; shr.u32 i, $1, 15; and.b32 i, i, 0x00010001; or.b32 u, u, i;"
+    " and.b32 i, u, 0xFFFF; shr.u32 j, u, 16;"
+    + _ONE.format(i="i", d="k", window=_WINDOW, limit=_WINDOW + 2)
+    + _ONE.format(i="j", d="l", window=_WINDOW, limit=_WINDOW + 2)
+    + f" max.u32 d, k, l; setp.lt.u32 q, d, {_WINDOW + 2}; @q bra FP8DEBUG_INSIDE;"
+    + _BESIDE.format(i="i", d="k", limit=_WINDOW + 2)
+    + _BESIDE.format(i="j", d="l", limit=_WINDOW + 2)
+    + " FP8DEBUG_INSIDE: mov.u32 $0, 0; }"
+)
+_STOP = tl.constexpr(
+    "{ .reg .u32 a, n, v, i; .reg .u64 g; .reg .pred p, z; bar.sync 0; mov.u32 n, %tid.x; mov.u32 a, fp8debug_bins;"
+    " shl.b32 i, n, 2; add.u32 a, a, i;"
+    " FP8DEBUG_FLUSH: mov.u32 v, 0; "
+    f" setp.lt.u32 p, n, {_WINDOW + 2}; @p ld.shared.u32 v, [a]; setp.lt.u32 z, n, {_WINDOW}; add.u32 i, n, $1;"
+    f" @!z sub.u32 i, n, {_WINDOW}; mad.wide.u32 g, i, 4, $2; setp.ne.u32 z, v, 0; @z red.global.add.u32 [g], v;"
+    " add.u32 a, a, 4096; add.u32 n, n, 1024;"
+    f" setp.lt.u32 p, n, {_WINDOW + 2}; @p bra FP8DEBUG_FLUSH; mov.u32 $0, n; }}"
+)
+
+
+@triton.jit
+def pattern_top(word):
+    """Return the larger finite magnitude of two BF16 values."""
+    low, high = word & 0x7FFF, (word >> 16) & 0x7FFF
+    return tl.maximum(tl.where(low < NONFINITE, low, 0), tl.where(high < NONFINITE, high, 0))
+
+
+@triton.jit
+def count_kernel(x_ptr, table, num_words, num_tiles, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    """Count the values of ``x [num_words]``, two to a word; ``table [65536]`` was zero. Tiles' padding counts as zeros."""
+    lane = tl.arange(0, BLOCK)
+    if NATIVE:
+        thread = tl.arange(0, 1024)
+        tl.inline_asm_elementwise(_START, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+        sample = (thread.to(tl.int64) * num_words // 1024).to(tl.int32)
+        top = tl.max(pattern_top(tl.load(x_ptr + sample)), axis=0)
+        top = tl.where(top == 0, 127 << 7, top)
+        base = tl.maximum((((top >> 7) + BINADES_ABOVE) << 8) - WINDOW, 2)
+        address = table.to(tl.int64)
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            at = tile * BLOCK + lane
+            word = tl.load(x_ptr + at, at < num_words, 0)
+            first = tl.zeros([BLOCK], tl.int32) - base
+            to = tl.zeros([BLOCK], tl.int64) + address
+            tl.inline_asm_elementwise(_COUNT, "=r,r,r,l", [word, first, to], dtype=tl.int32, is_pure=False, pack=1)
+        first = tl.zeros([1024], tl.int32) + base
+        to = tl.zeros([1024], tl.int64) + address
+        tl.inline_asm_elementwise(_STOP, "=r,r,l", [first, to], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            at = tile * BLOCK + lane
+            word = tl.load(x_ptr + at, at < num_words, 0)
+            one = tl.full([BLOCK], 1, tl.int32)
+            tl.atomic_add(table + (word & 0x7FFF) * 2 + ((word >> 15) & 1), one)
+            tl.atomic_add(table + ((word >> 16) & 0x7FFF) * 2 + ((word >> 31) & 1), one)
+
+
+@triton.jit
+def scale_now(amax, eps, margin, e5m2, rounding):
+    """``triton_common.scale_of`` for a format and a rounding known at run time only."""
+    top = tl.where(e5m2, 57344.0, 448.0)
+    zero = amax == 0.0
+    a = tl.where(zero, 1.0, tl.maximum(amax, eps))
+    scale = tl.div_rn(a * 0.0 + top, a)
+    lifted = ((amax < eps) | (scale == INF)) & (amax > 0.0)
+    scale = tl.minimum(scale, FLOAT32_MAX)
+    exponent = tl.minimum(tl.where(e5m2, 15, 8) + 127 - (bits_of(a) >> 23), 127)
+    floor = float_of((exponent + 127) << 23)
+    scale = tl.where(rounding == 1, float_of(bits_of(scale) & 0x7F800000), tl.where(rounding == 2, floor, scale))
+    least = float_of(bits_of(scale) * 0 + 0x400000)  # 2^-127
+    scale = tl.maximum(tl.minimum(scale * margin, FLOAT32_MAX), least)
+    scale = tl.where(zero, 1.0, scale)
+    return scale, tl.div_rn(scale * 0.0 + 1.0, scale), lifted
+
+
+@triton.jit
+def counts_at(table, magnitude):
+    """Return the counts of a magnitude with both signs, as FP64."""
+    positive = tl.load(table + magnitude * 2).to(tl.float64)
+    negative = tl.load(table + magnitude * 2 + 1).to(tl.float64)
+    return positive, negative
+
+
+@triton.jit
+def finish_kernel(
+    tables, histories, ints, reals, counts, sums, maxima, minima, CHUNK: tl.constexpr, LENGTH: tl.constexpr
+):  # fmt: skip
+    """One program per tensor and cast; slots in the order of ``triton_statistics``.
+
+    ``ints``: table, padding, e5m2, rounding, scaling, history, its length, calls before this one. ``reals``: eps, margin,
+    static scale_inv. ``histories [n, 1 + LENGTH]``: scale_inv, amaxes by ring position.
+    """
+    item = tl.program_id(0)
+    table = tables + tl.load(ints + item * INTS) * TABLE
+    padding = tl.load(ints + item * INTS + 1)
+    e5m2 = tl.load(ints + item * INTS + 2) != 0
+    rounding = tl.load(ints + item * INTS + 3)
+    scaling = tl.load(ints + item * INTS + 4)
+    eps = tl.load(reals + item * REALS)
+    margin = tl.load(reals + item * REALS + 1)
+    n = tl.arange(0, CHUNK)
+    largest = tl.zeros([CHUNK], tl.int32)
+    smallest = tl.full([CHUNK], NONFINITE, tl.int32)
+    for start in range(0, MAGNITUDES, CHUNK):
+        magnitude = start + n
+        positive, negative = counts_at(table, magnitude)
+        there = (positive + negative > 0.0) & (magnitude < NONFINITE)
+        largest = tl.maximum(largest, tl.where(there, magnitude, 0))
+        smallest = tl.minimum(smallest, tl.where(there & (magnitude > 0), magnitude, NONFINITE))
+    amax = float_of(tl.max(largest, axis=0) << 16)
+    amin = float_of(tl.min(smallest, axis=0) << 16)  # Inf where there is none
+    empty = amax == 0.0
+
+    scale, inv, lifted = scale_now(amax, eps, margin, e5m2, rounding)
+    if scaling == SCALING_MAX or scaling == SCALING_RECENT:
+        history = histories + tl.load(ints + item * INTS + 5) * (1 + LENGTH)
+        length = tl.load(ints + item * INTS + 6)
+        calls = tl.load(ints + item * INTS + 7)
+        slot = tl.arange(0, LENGTH)
+        ring = tl.load(history + 1 + slot, slot < length, 0.0)
+        latest = tl.max(tl.where(slot == (calls + length - 1) % length, ring, 0.0), axis=0)
+        known = tl.where(calls == 0, amax, tl.where(scaling == SCALING_MAX, tl.max(ring, axis=0), latest))
+        _, inverse, _ = scale_now(known, eps, margin, e5m2, rounding)
+        inv = tl.where((known > 0.0) & (known < INF), inverse, tl.load(history))
+        tl.debug_barrier()  # every thread has read
+        tl.store(history, inv)
+        tl.store(history + 1 + calls % length, amax)
+    elif scaling == SCALING_STATIC:
+        inv = tl.load(reals + item * REALS + 2)
+    if scaling != SCALING_CURRENT:
+        scale = tl.minimum(tl.div_rn(inv * 0.0 + 1.0, inv), FLOAT32_MAX)
+        lifted = lifted & False
+
+    wide = tl.zeros([CHUNK], tl.float64)
+    numel, zeros, nans, infs, made, under, subnormal, saturated = wide, wide, wide, wide, wide, wide, wide, wide
+    sx, sx2, sy2, sxy, se, se2, emax = wide, wide, wide, wide, wide, wide, wide
+    top = tl.where(e5m2, 57344.0, 448.0)
+    limit = tl.where(e5m2, 57344.0546875, 448.00042724609375)
+    for start in range(0, MAGNITUDES, CHUNK):
+        magnitude = start + n
+        positive, negative = counts_at(table, magnitude)
+        both = positive + negative
+        x = float_of(magnitude << 16)
+        finite = magnitude < NONFINITE
+        v = tl.where(finite, tl.minimum(x * scale, FLOAT32_MAX), x)
+        code = tl.where(e5m2, encode(v, True), encode(v, False))
+        d = tl.where(e5m2, decode(code, True), decode(code, False))
+        y = d * inv
+        y_ok = is_finite(y)
+        numel += both
+        zeros += tl.where(magnitude == 0, both, 0.0)
+        infs += tl.where(magnitude == NONFINITE, both, 0.0)
+        nans += tl.where(magnitude > NONFINITE, both, 0.0)
+        made += tl.where(finite & (y_ok == 0), both, 0.0)
+        under += tl.where((magnitude > 0) & (code == 0), both, 0.0)
+        subnormal += tl.where(finite & (code > 0) & (code < tl.where(e5m2, 4, 8)), both, 0.0)
+        clipped = finite & (tl.div_rn(x, inv + x * 0.0) > limit) & (code == tl.where(e5m2, 0x7B, 0x7E))
+        saturated += tl.where(clipped, both, 0.0)
+        valid = finite & y_ok
+        x64 = tl.where(valid, x, 0.0).to(tl.float64)
+        y64 = tl.where(valid, y, 0.0).to(tl.float64)
+        e64 = y64 - x64
+        sx += (positive - negative) * x64
+        sx2 += both * (x64 * x64)
+        sy2 += both * (y64 * y64)
+        sxy += both * (x64 * y64)
+        se += (positive - negative) * e64
+        se2 += both * (e64 * e64)
+        emax = tl.maximum(emax, tl.where(both > 0.0, tl.abs(e64), 0.0))
+    sum_x2, sum_err2 = tl.sum(sx2, axis=0), tl.sum(se2, axis=0)
+    at = counts + item * 12
+    tl.store(at, tl.sum(numel, axis=0).to(tl.int64) - padding)
+    tl.store(at + 1, tl.sum(zeros, axis=0).to(tl.int64) - padding)
+    tl.store(at + 2, tl.sum(nans, axis=0).to(tl.int64))
+    tl.store(at + 3, tl.sum(infs, axis=0).to(tl.int64))
+    tl.store(at + 4, tl.sum(made, axis=0).to(tl.int64))
+    tl.store(at + 5, tl.sum(under, axis=0).to(tl.int64))
+    tl.store(at + 6, tl.sum(subnormal, axis=0).to(tl.int64))
+    tl.store(at + 7, tl.sum(saturated, axis=0).to(tl.int64))
+    tl.store(at + 8, tl.full([], 1, tl.int64))
+    tl.store(at + 9, empty.to(tl.int64))
+    tl.store(at + 10, lifted.to(tl.int64))
+    tl.store(at + 11, tl.full([], 1, tl.int64))
+    at = sums + item * 7
+    tl.store(at, tl.sum(sx, axis=0))
+    tl.store(at + 1, sum_x2)
+    tl.store(at + 2, tl.sum(sy2, axis=0))
+    tl.store(at + 3, tl.sum(sxy, axis=0))
+    tl.store(at + 4, tl.sum(se, axis=0))
+    tl.store(at + 5, sum_err2)
+    tl.store(at + 6, tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64))))
+    at = maxima + item * 6
+    tl.store(at, amax)
+    tl.store(at + 1, tl.max(emax, axis=0).to(tl.float32))
+    tl.store(at + 2, tl.where(empty, -INF, inv))
+    head = tl.minimum(tl.div_rn(tl.div_rn(amax, inv), top + amax * 0.0), FLOAT32_MAX)
+    tl.store(at + 3, tl.where(empty, -INF, head))
+    nmse = sum_err2 / tl.where(sum_x2 == 0.0, 1.0, sum_x2)
+    tl.store(at + 4, tl.where(sum_x2 == 0.0, float("-inf"), nmse).to(tl.float32))
+    span = amax.to(tl.float64) / tl.where(empty, 1.0, amin).to(tl.float64)
+    tl.store(at + 5, tl.where(empty, float("-inf"), tl.math.log2(tl.where(empty, 1.0, span))).to(tl.float32))
+    tl.store(minima + item * 2, amin)
+    tl.store(minima + item * 2 + 1, tl.where(empty, INF, inv))
+
+
+@triton.jit
+def exponents_kernel(tables, log2_hist):
+    """The exponent histogram of every table, ``[tables, 64]``: nonzero finite values by exponent."""
+    table = tables + tl.program_id(0).to(tl.int64) * TABLE
+    out = log2_hist + tl.program_id(0) * BINS
+    pattern = tl.arange(0, 256)  # of one binade, with signs
+    bin = tl.arange(0, BINS)
+    inner = (bin > 0) & (bin < BINS - 1)
+    at = tl.expand_dims((bin + FIRST) * 256, 1) + tl.expand_dims(pattern, 0)
+    found = tl.load(table + at, tl.expand_dims(inner, 1), 0)
+    counted = tl.sum(found.to(tl.int64), axis=1)
+    low = tl.zeros([256], tl.int64)
+    for field in range(0, FIRST + 1):
+        low += tl.load(table + field * 256 + pattern, (pattern > 1) | (field > 0), 0).to(tl.int64)
+    high = tl.zeros([256], tl.int64)
+    for field in range(FIRST + BINS - 1, 255):
+        high += tl.load(table + field * 256 + pattern).to(tl.int64)
+    counted = tl.where(bin == 0, tl.sum(low, axis=0), tl.where(bin == BINS - 1, tl.sum(high, axis=0), counted))
+    tl.store(out + bin, counted)

@@ -1,0 +1,286 @@
+"""Launches of the tile kernel and of the second stage of its statistics.
+
+What one tensor and cast need but for pointers depends on the tensor's shape and layout alone: it is worked out once and kept,
+so that the next such tensor costs the host a few allocations and two launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.formats import FORMATS, TRANSPOSED, block_shape
+from fp8debug.kernels import triton_cast as tc
+from fp8debug.kernels import triton_common as common
+from fp8debug.kernels import triton_statistics as ts
+from fp8debug.kernels import triton_tile as tt
+from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
+from fp8debug.kernels.triton_launch import (
+    ACROSS,
+    DOWN,
+    MAX_CASTS,
+    REGISTERS,
+    ROUNDINGS,
+    Grid,
+    Job,
+    Statistics,
+    cut,
+    empty_statistics,
+    is_native,
+    kind_of,
+    new_outputs,
+    scale_memory,
+    tile_of,
+)
+from fp8debug.kernels.triton_run import launch
+from fp8debug.metrics.histogram import NUM_BINS
+from fp8debug.recipes import Cast
+
+#: Plans kept: shapes times casts of a model; a program that makes more starts over.
+MAX_PLANS = 4096
+
+
+@dataclass
+class _Plan:
+    """How a tensor of one shape and layout is quantized under one cast whose scales its tiles know alone.
+
+    Attributes:
+        grid: tiles, without the tensor.
+        columns: of the tensor as it comes, which its transpose may be worked on.
+        data: how to make the data and scale_inv; each transposed or not.
+        casts: eps and margin of the cast, and what stands for those that are not there.
+        constants: of the tile kernel.
+        options: of the tile kernel.
+        reduction: arguments of the second stage that are no tensors; None without statistics.
+        kernels: the compiled tile kernel and second stage, once they are.
+    """
+
+    grid: Grid
+    columns: int
+    data: tuple[Any, ...]
+    casts: tuple[Any, ...]
+    nothing: Tensor
+    constants: tuple[Any, ...]
+    options: dict[str, Any]
+    reduction: tuple[Any, ...] | None
+    kernels: list[Any]
+
+
+_PLANS: dict[Any, _Plan] = {}
+
+
+def _key(x: Tensor, job: Job) -> Any:
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, job.cast, job.out, job.statistics)
+
+
+def _replay(plan: _Plan, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
+    """Do what :func:`run` does for one job, as it was done for another tensor like this."""
+    grid, nothing = plan.grid, plan.nothing
+    flat = x.detach()
+    if flat.dim() != 2:
+        flat = flat.reshape(-1, plan.columns)
+    if flat.stride(1) != 1 and flat.shape[1] > 1:
+        flat = flat.contiguous()
+    outputs, data, scale_inv = [], nothing, nothing
+    if plan.data:
+        size, dtype, turned, blocks, blocks_turned = plan.data
+        data = flat.new_empty(size, dtype=dtype)
+        scale_inv = flat.new_empty(blocks, dtype=torch.float32)
+        outputs.append((data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv))
+    partials = nothing
+    if plan.reduction is not None:
+        partials = flat.new_empty((grid.programs, MAX_CASTS, 24), dtype=torch.float64)
+    absent = nothing, nothing, nothing, 0.0, 1.0
+    arguments = (
+        flat, grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns, partials, nothing, data, scale_inv,
+        nothing, *plan.casts, *absent, *absent,
+    )  # fmt: skip
+    if plan.kernels[0] is None:
+        plan.kernels[0] = launch(tt.tile_kernel, (grid.programs,), arguments, plan.constants, **plan.options)
+    else:
+        plan.kernels[0][(grid.programs, 1, 1)](*arguments, *plan.constants)
+    if plan.reduction is None:
+        return outputs, None
+    found = _new_statistics(flat, 1, False)
+    arguments = partials, nothing, *found, *plan.reduction[0], scale_inv, scale_inv, scale_inv, *plan.reduction[1]
+    constants = 16 if common.INTERPRETED else 256, False
+    if plan.kernels[1] is None:
+        plan.kernels[1] = launch(ts.reduce_kernel, (1,), arguments, constants, num_warps=8)
+    else:
+        plan.kernels[1][(1, 1, 1)](*arguments, *constants)
+    return outputs, found
+
+
+def run(
+    x: Tensor, jobs: list[Job], histogram: bool = False, into: Statistics | None = None
+) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
+    """Quantize or describe a tensor under up to three casts in one read (two for casts that need an amax first).
+
+    Returns:
+        (data, scale_inv) of every job with an ``out``, and the statistics if any job asks for them.
+    """
+    assert 0 < len(jobs) <= MAX_CASTS
+    statistics = any(job.statistics for job in jobs)
+    if not x.numel():
+        outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
+        for _, scale_inv in outputs.values():
+            scale_inv.fill_(1.0)
+        return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
+    plannable = len(jobs) == 1 and not histogram and into is None and x.dim() > 0
+    key = _key(x, jobs[0]) if plannable else None
+    if plannable and jobs[0].scale_inv is None and (plan := _PLANS.get(key)) is not None:
+        return _replay(plan, x)
+    outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
+    transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
+    if transposed:
+        jobs = [replace(j, cast=_turned(j.cast), out="rows" if j.out else "") for j in jobs]
+    grid = cut(x, tile_of(jobs), transposed, sum(job.statistics for job in jobs))
+    t, device = grid.tile, grid.x.device
+    rows, columns = grid.rows, grid.columns
+    assert not histogram or (statistics and t.warps == HISTOGRAM_WARPS)
+    nothing = grid.x.new_empty(1, dtype=torch.float32)
+    arguments: list[Any] = []
+    specs: list[tuple[int, ...]] = []
+    memories: list[Tensor] = []
+    for i in range(MAX_CASTS):
+        if i >= len(jobs):
+            arguments += [nothing, nothing, nothing, 0.0, 1.0]
+            specs.append((tc.KIND_NONE.value, 0, 0, 0, 0, 0, 0))
+            memories.append(nothing)
+            continue
+        job, cast = jobs[i], jobs[i].cast
+        kind = kind_of(cast)
+        memory, source = scale_memory(job, grid, kind)
+        data, scale_inv = outputs.get(i, (nothing, nothing))
+        if not job.out and kind >= tc.KIND_TENSOR.value:
+            scale_inv = grid.x.new_empty(memory.numel(), dtype=torch.float32)  # [1], or [n] and more
+        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
+        arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
+        clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
+        out = {"": 0, "rows": 1, "columns": 2}[job.out]
+        e5m2 = int(cast.format == "e5m2")
+        specs.append((kind, source, e5m2, ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
+        memories.append(memory)
+    native = is_native(device)
+    partials = nothing if not statistics else grid.x.new_empty(grid.programs, MAX_CASTS, 24, dtype=torch.float64)
+    counted = nothing
+    if histogram:
+        new = torch.empty if native else torch.zeros
+        counted = new(grid.programs, 32 * HISTOGRAM_WARPS, dtype=torch.int32, device=device)
+    words = rows % 4 == 0 if any(job.out == "columns" for job in jobs) else True
+    plain_kinds = (tc.KIND_NONE.value, tc.KIND_ROW.value, tc.KIND_TENSOR.value)
+    packed = native and t == ACROSS and grid.load == common.LOAD_BF16.value and all(s[0] in plain_kinds for s in specs)
+    even_words = words and columns % 4 == 0
+    constants = (*specs, t.j, t.h, t.r, t.lanes, grid.load, grid.even, even_words, statistics, histogram, native, packed)
+    options = {"num_warps": t.warps, "enable_fp_fusion": False, "maxnreg": _registers(t.warps, specs)}
+    start = grid.x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, partials, counted
+    tile = launch(tt.tile_kernel, (grid.programs,), (*start, *arguments), constants, **options)
+    found = second = reduction = None
+    if statistics:
+        found = into or _new_statistics(x, len(jobs), histogram)
+        second, reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
+    if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
+        made = tuple(_recreated(v) for v in outputs[0]) if outputs else ()
+        made = (*made[0][:1], outputs[0][0].dtype, made[0][1], *made[1]) if made else ()
+        if len(_PLANS) == MAX_PLANS:
+            _PLANS.clear()
+        bare = grid._replace(x=nothing)
+        casts = tuple(arguments[3:5])
+        if x.dim() == 2 or not outputs:
+            _PLANS[key] = _Plan(bare, x.shape[-1], made, casts, nothing, constants, options, reduction, [tile, second])
+    return list(outputs.values()), found
+
+
+def _recreated(made: Tensor) -> tuple[tuple[int, ...], bool]:
+    """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
+    turned = not made.is_contiguous()
+    return tuple(made.t().shape if turned else made.shape), turned
+
+
+def _registers(warps: int, specs: list[tuple[int, ...]]) -> int:
+    """Registers of a thread: the safe pass, which runs rarely, may spill for the fast one's occupancy."""
+    busy = sum(spec[5] for spec in specs)
+    return 65536 // (32 * warps) if warps > 4 else REGISTERS[busy]
+
+
+def _turned(cast: Cast) -> Cast:
+    return replace(cast, granularity=TRANSPOSED[cast.granularity])
+
+
+def _new_statistics(x: Tensor, n: int, histogram: bool) -> Statistics:
+    return Statistics(
+        x.new_empty(n, len(ts.COUNTS), dtype=torch.int64),
+        x.new_empty(n, len(ts.SUMS), dtype=torch.float64),
+        x.new_empty(n, len(ts.MAXIMA), dtype=torch.float32),
+        x.new_empty(n, len(ts.MINIMA), dtype=torch.float32),
+        x.new_empty(NUM_BINS if histogram else 0, dtype=torch.int64),
+    )
+
+
+def _reduce(
+    found: Statistics,
+    grid: Grid,
+    jobs: list[Job],
+    specs: list[tuple[int, ...]],
+    arguments: list[Any],
+    memories: list[Tensor],
+    partials: Tensor,
+    counted: Tensor,
+    histogram: bool,
+) -> tuple[Any, tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """Launch the second stage; return it compiled, and the arguments that are no tensors, before and after scale_inv."""
+    rows, columns = grid.rows, grid.columns
+    t, n = grid.tile, len(jobs)
+    blocks, grids, epsilons, tops, roundings, margins = [], [], [], [], [], []
+    for job, spec in zip(jobs, specs, strict=False):
+        block = block_shape(job.cast.granularity, rows, columns)
+        blocks.append(-(-rows // block[0]) * -(-columns // block[1]))
+        counted_blocks = grid.num_tiles * (t.rows // block[0]) * (t.columns // block[1])
+        whole = 0 if job.cast.scaling == "current" else -1
+        grids.append(counted_blocks if spec[0] < tc.KIND_TENSOR.value else whole)
+        epsilons.append(float(job.cast.amax_eps))
+        tops.append(FORMATS[job.cast.format].max)
+        roundings.append(-1 if spec[1] == tc.FROM_SCALE_INV.value else spec[3])
+        margins.append(2.0**-job.cast.margin if job.cast.scaling == "delayed" else 1.0)
+    pad = MAX_CASTS - n
+    inverses = [arguments[5 * min(i, n - 1) + 1] for i in range(MAX_CASTS)]
+    for i, spec in enumerate(specs):
+        if spec[1] == tc.FROM_SCALE_INV.value:
+            inverses[i] = memories[i]
+    padding = grid.num_tiles * t.rows * t.columns - rows * columns
+    before = grid.programs, n, rows * columns, padding
+    after = (
+        *blocks, *[1] * pad, *grids, *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, *roundings, *[0] * pad, *margins,
+        *[1.0] * pad,
+    )  # fmt: skip
+    second = launch(
+        ts.reduce_kernel,
+        (n + 8 * histogram,),
+        (partials, counted, *found, *before, *inverses, *after),
+        (16 if common.INTERPRETED else 256, histogram),
+        num_warps=8,
+    )
+    for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
+        if spec[0] > tc.KIND_TENSOR.value:
+            _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
+    return second, (before, after)
+
+
+def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:
+    """Fill the slots of blocks where each row or column of the tensor is one; a handful of torch ops on ``[n]``."""
+    amax, scale_inv = memory[:n], scale_inv.reshape(-1)[:n]
+    parts = memory[n:].reshape(-1, 3, n)
+    signal, noise, amin = parts[:, 0].double().sum(0), parts[:, 1].double().sum(0), parts[:, 2].amin(0)
+    inf, zero, top = float("inf"), amax == 0, FORMATS[cast.format].max
+    lifted = ((amax < cast.amax_eps) | (top / amax).isinf()) & ~zero
+    found.counts[i, 9] = zero.sum()
+    found.counts[i, 10] = lifted.sum()
+    found.sums[i, 6] = scale_inv.double().log2().masked_fill(zero, 0.0).sum()
+    found.maxima[i, 2] = scale_inv.masked_fill(zero, -inf).amax()
+    found.maxima[i, 3] = (amax / scale_inv).masked_fill(zero, -inf).amax() / top
+    found.maxima[i, 4] = (noise / signal).masked_fill(signal == 0, -inf).amax()
+    found.maxima[i, 5] = (amax.double() / amin.double()).log2().masked_fill(zero, -inf).amax()
+    found.minima[i, 1] = scale_inv.masked_fill(zero, inf).amin()
