@@ -88,7 +88,7 @@ def test_only_a_cast_that_ran_is_accused(tmp_path: Path) -> None:
     assert list(findings) == []
     assert ("F101", "no operand ran in FP8: the run has what-if rows only") in findings.skipped
     needy = {rule.code for rule in RULES if rule.needs_fp8}
-    assert {code for code, _ in findings.skipped} == needy
+    assert needy <= {code for code, _ in findings.skipped}
 
 
 def test_a_lasting_slight_clipping_is_a_warning(tmp_path: Path) -> None:
