@@ -132,10 +132,7 @@ class LossSpikeNotFp8(Rule):
         """Stand only when no harmful finding began up to the first sampled step after the spike."""
         until = _next_sampled(sampled_steps(run), finding.steps[0])
         return not any(
-            RULES.get(f.code).is_harmful
-            and (f.module or f.code == "F127")
-            and f.severity > Severity.INFO
-            and f.steps[0] <= until
+            RULES.get(f.code).is_harmful and (f.module or f.code == "F127") and f.severity > Severity.INFO and f.steps[0] <= until
             for f in others
         )
 
