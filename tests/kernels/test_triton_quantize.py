@@ -31,7 +31,12 @@ BLOCKS = ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", 
 ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
 #: The interpreter takes a second for what a GPU does in none: on a CPU a choice stands for all combinations.
 ALL = DEVICE == "cuda"
+#: A block and a ragged rest; more of them where they cost nothing.
+WIDTH = 264 if ALL else 136
 KINDS = ("plain", "outliers", "nonfinite", "subnormal", "huge", "zero")
+
+#: Every kind once in blocks and the ones that steer a whole row or tensor in those.
+CHOSEN = [*(("128x1", kind) for kind in KINDS), ("rowwise", "nonfinite"), ("rowwise", "zero"), ("tensorwise", "nonfinite")]
 
 GIVEN = [(kind, scale_inv) for kind in KINDS for scale_inv in (1e-3, 0.37, 1e3, 1e-30)]
 
@@ -102,14 +107,19 @@ def check(x: torch.Tensor, cast: Cast, scale_inv: torch.Tensor | None = None, la
     assert_same_slots(found.slots(), x, cast, expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize(
+    ("granularity", "shape"),
+    [(b, s) for i, b in enumerate(BLOCKS) for j, s in enumerate(SHAPES) if ALL or s == SHAPES[-1] or (i + j) % 4 == 0],
+    ids=str,
+)
 def test_granularities(granularity: str, shape: tuple[int, int]) -> None:
     check(sample("plain", shape), Cast(granularity=granularity))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("granularity", ["1x128", "128x1", "tensorwise", "rowwise"] if ALL else ["128x1", "rowwise"])
+@pytest.mark.parametrize(
+    ("granularity", "kind"),
+    [(b, k) for b in ("1x128", "128x1", "tensorwise", "rowwise") for k in KINDS if ALL or (b, k) in CHOSEN],
+)
 def test_special_values(granularity: str, kind: str) -> None:
     check(sample(kind, (40, 264)), Cast(granularity=granularity))
 
@@ -131,13 +141,13 @@ def test_dtypes(dtype: torch.dtype, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "scale_inv"), GIVEN if ALL else GIVEN[::7])
 def test_given_scale(kind: str, scale_inv: float) -> None:
-    x = sample(kind, (40, 264))
+    x = sample(kind, (40, WIDTH))
     check(x, Cast(scaling="delayed"), torch.tensor(scale_inv, device=DEVICE))
     check(x, Cast(scaling="static", scale_inv=scale_inv, granularity="1x128"))
 
 
 @pytest.mark.parametrize("granularity", ["128x1", "128x128", "tensorwise"])
-@pytest.mark.parametrize("shape", [*SHAPES, (130, 200)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 200)] if ALL else [SHAPES[1], (130, 200)], ids=str)
 def test_stored_transposed(granularity: str, shape: tuple[int, int]) -> None:
     x = sample("outliers", shape)
     check(x, Cast(granularity=granularity), layout="columns")
@@ -147,7 +157,7 @@ def test_stored_transposed(granularity: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "nonfinite"] if ALL else ["nonfinite"])
 def test_both_from_one_read(kind: str) -> None:
-    x = sample(kind, (136, 264))
+    x = sample(kind, (136, WIDTH))
     across, down = Cast(granularity="1x128"), Cast(granularity="128x1", scale_rounding="pow2_ceil")
     q, t, found = quantize_both(x, across, down, statistics=True)
     assert found is not None
@@ -159,7 +169,7 @@ def test_both_from_one_read(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS if ALL else ["nonfinite", "huge"])
 def test_observe_many_casts(kind: str) -> None:
-    x = sample(kind, (72, 264))
+    x = sample(kind, (72 if ALL else 40, WIDTH))
     casts = [Cast(granularity="1x128"), Cast(scaling="delayed"), Cast(granularity="1x32"), Cast(granularity="128x1")]
     scales = [None, torch.tensor(0.01, device=DEVICE), None, None]
     found = observe(x, casts, scales, histogram=True)
@@ -192,7 +202,7 @@ def test_same_bits_in_every_run() -> None:
 
 
 def test_fake_matches_real() -> None:
-    x = sample("plain", (64, 256))
+    x = sample("plain", (64, 256) if ALL else (32, WIDTH))
     tile, down = "e4m3fn 1x128 current", "e4m3fn 128x1 current"
     for arguments in ((tile, down, None, True, False), (tile, "", None, False, False)):
         operator = torch.ops.fp8debug.quantize.default
