@@ -48,8 +48,9 @@ def _padding(where: Target) -> Callable[[], None]:
         if not where.active:
             return ordinary_forward(x)
         flat = x.reshape(-1, x.shape[-1])
-        garbage = (finite_amax(flat.detach()) * factor).to(x.dtype).expand(rows, flat.shape[1])
-        output = ordinary_forward(torch.cat([flat, garbage]))[: len(flat)]
+        noise = torch.randn(rows, flat.shape[1], generator=torch.Generator().manual_seed(0)).to(x.device)
+        garbage = noise * finite_amax(flat.detach()) * factor
+        output = ordinary_forward(torch.cat([flat, garbage.to(x.dtype)]))[: len(flat)]
         return output.reshape(*x.shape[:-1], output.shape[-1])
 
     def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:

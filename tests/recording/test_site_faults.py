@@ -89,7 +89,7 @@ def test_a_checkpointed_model_with_another_scale_names_the_first_layer(tmp_path:
 
 def test_a_tied_weight_is_no_stalled_sum(tmp_path: Path) -> None:
     model = net("blockwise", {"head": None})
-    model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.get_submodule("blocks.1.up").weight = model.get_parameter("blocks.0.up.weight")
     findings = fp8debug.triage(run_of(tmp_path / "run", model, 3))
     assert list(findings) == []
 
