@@ -183,8 +183,10 @@ def run(
         found = into or _new_statistics(x, len(jobs), histogram)
         second, reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
-        made = tuple(_recreated(v) for v in outputs[0]) if outputs else ()
-        made = (*made[0][:1], outputs[0][0].dtype, made[0][1], *made[1]) if made else ()
+        made: tuple[Any, ...] = ()
+        if outputs:
+            (size, turned), blocks = (_recreated(v) for v in outputs[0])
+            made = (size, outputs[0][0].dtype, turned, *blocks)
         if len(_PLANS) == MAX_PLANS:
             _PLANS.clear()
         bare = grid._replace(x=nothing)

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fp8debug.formats import block_shape
 from fp8debug.kernels import reference, results
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Slots
@@ -111,7 +112,7 @@ def test_dequantize_lines(granularity: str, dim: int) -> None:
     cast = Cast(granularity=granularity, format="e5m2" if dim else "e4m3fn")
     q = reference.quantize(tensors(Gemm.FPROP)[0], cast)
     index = torch.tensor([36, 1, 5], device=DEVICE)
-    block = reference.block_shape(granularity, M, K)
+    block = block_shape(granularity, M, K)
     assert torch.equal(dequantize_lines(*q, block, dim, index), reference.dequantize(q, cast).index_select(dim, index))
 
 

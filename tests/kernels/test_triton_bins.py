@@ -1,0 +1,128 @@
+"""Casts worked out from counts of BF16 values equal the reference: on the GPU, and on the CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fp8debug.kernels import reference
+from fp8debug.kernels.history import AmaxHistory, finite_amax
+from fp8debug.kernels.observe_bins import MAX_TABLES, Bins, Slots, takes
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.recipes import Cast
+
+pytestmark = [
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALL = DEVICE.type == "cuda"
+CURRENT, E5M2 = Cast(), Cast(format="e5m2")
+DELAYED = Cast(scaling="delayed", history=3)
+RECENT = Cast(scaling="delayed", history=2, algo="most_recent", margin=1, format="e5m2")
+ROUNDED = Cast(scale_rounding="pow2_ceil")
+FLOOR = Cast(scale_rounding="pow2_floor", amax_eps=1e-3)
+STATIC = Cast(scaling="static", scale_inv=0.37)
+
+
+def sample(kind: str) -> torch.Tensor:
+    """``[40, 66]`` in BF16 with rows of unequal size, zero rows, and what ``kind`` says."""
+    generator = torch.Generator().manual_seed(len(kind))
+    x = torch.randn(40, 66, generator=generator) * torch.logspace(-30 if kind == "wide" else -3, 2, 40)[:, None]
+    x[1::7] = 0
+    if kind == "nonfinite":
+        x[2, 7], x[2, 8], x[2, 9] = float("nan"), float("inf"), -float("inf")
+    x *= {"subnormal": 1e-37, "huge": 1e35, "zero": 0.0}.get(kind, 1.0)
+    return x.bfloat16().to(DEVICE)
+
+
+def assert_same(found: Slots, x: torch.Tensor, cast: Cast, scale_inv: torch.Tensor | None = None) -> None:
+    x, given = x.cpu(), None if scale_inv is None else scale_inv.cpu()
+    wanted = reference.statistics(reference.operand_pair(x, cast, reference.quantize(x, cast, given)))
+    for names, values in found.items():
+        for name, value in zip(names, values.cpu(), strict=True):
+            want = wanted[name].double()
+            if values.dtype is torch.float64:  # signed sums cancel
+                near = torch.isclose(value, want, rtol=1e-6, atol=1e-9 * float(wanted["sum_x2"].sqrt()))
+            else:
+                quotient = name in ("worst_block_nmse", "max_block_range_log2")
+                near = torch.isclose(value.double(), want, rtol=1e-6 if quotient else 0.0, atol=0.0)
+            assert near, (name, value.item(), want.item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "casts"),
+    [
+        ("plain", (CURRENT, E5M2, ROUNDED)),
+        ("nonfinite", (FLOOR, STATIC)),
+        ("subnormal", (CURRENT,)),
+        ("huge", (STATIC,)),
+        ("wide", (E5M2,)),
+        ("zero", (FLOOR,)),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_equals_reference(kind: str, casts: tuple[Cast, ...]) -> None:
+    x, bins = sample(kind), Bins(DEVICE)
+    assert takes(x, casts)
+    table = bins.count(x, casts, "here")
+    found = [bins.add(table, cast, "here") for cast in casts]
+    counted = bins.histogram(table)
+    bins.flush()
+    for cast, slots in zip(casts, found, strict=True):
+        assert_same(slots, x, cast)
+    pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))
+    assert torch.equal(counted.cpu(), reference.statistics(pair)["log2_hist"])
+
+
+def test_histories_are_those_of_delayed_scaling() -> None:
+    bins, kinds = Bins(DEVICE), ("plain", "zero", "nonfinite", "plain")[: None if ALL else 2]
+    known = {cast: AmaxHistory(cast, DEVICE) for cast in (DELAYED, RECENT)}
+    for kind in kinds:
+        x = sample(kind)
+        table = bins.count(x, known, "here")  # what waits is worked out first: a history is used once at a time
+        found = {cast: bins.add(table, cast, "here") for cast in known}
+        bins.flush()
+        for cast, slots in found.items():
+            assert_same(slots, x, cast, known[cast].next_scale_inv(finite_amax(x)))
+
+
+def test_a_history_that_waits_comes_first() -> None:
+    bins, first, second = Bins(DEVICE), sample("plain"), sample("plain") * 4
+    waiting = bins.add(bins.count(first, [DELAYED], "here"), DELAYED, "here")
+    apart = bins.add(bins.count(second, [DELAYED], "there"), DELAYED, "there")
+    later = bins.add(bins.count(second, [DELAYED], "here"), DELAYED, "here")
+    assert_same(waiting, first, DELAYED)  # by now
+    assert_same(apart, second, DELAYED)
+    bins.flush()
+    history = AmaxHistory(DELAYED, DEVICE)
+    history.next_scale_inv(finite_amax(first))
+    assert_same(later, second, DELAYED, history.next_scale_inv(finite_amax(second)))
+
+
+def test_the_same_tensor_is_counted_once() -> None:
+    bins, x = Bins(DEVICE), sample("plain")
+    table = bins.count(x, [CURRENT], "a")
+    assert bins.count(x.view(66, 40).view(40, 66), [CURRENT], "b") == table
+    x.add_(1)
+    assert bins.count(x, [CURRENT], "a") == table + 1 == bins.count(x.detach(), [CURRENT], "a")
+    assert Bins(DEVICE).count(x.clone(), [CURRENT], "a") == 0 and len(bins._paddings) == 2
+
+
+def test_more_tensors_than_tables() -> None:
+    bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
+    for x in tensors:
+        bins.histogram(bins.count(x, [], "here"))
+    assert len(bins._paddings) == 1
+
+
+@pytest.mark.parametrize("x", [torch.ones(4, 4), torch.ones(3, 3).bfloat16(), torch.ones(4, 4).bfloat16()[:, :2]], ids=str)
+def test_takes_whole_bf16_alone(x: torch.Tensor) -> None:
+    assert not takes(x.to(DEVICE), [CURRENT])
+    assert not takes(torch.ones(4, 4).bfloat16().to(DEVICE), [Cast(granularity="rowwise")])

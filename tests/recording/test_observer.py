@@ -1,0 +1,113 @@
+"""What the observer and its tables do: contributions in parts, what modules share, what is not kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8debug
+from fp8debug.metrics.damage import Damage
+from fp8debug.observer import Observer, Settings
+from fp8debug.recipes import get_recipe
+from fp8debug.table import Table
+
+CPU = torch.device("cpu")
+
+
+def observer() -> Observer:
+    settings = Settings(every=1, shadow_rows=8, plain_recipe=get_recipe("blockwise"))
+    return Observer(settings, lambda finished: None, lambda module, text, aloud: None)
+
+
+def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
+    counts, extremes = torch.arange(8).reshape(4, 2), torch.tensor([[3.0], [7.0], [5.0]])
+    table = Table(2, CPU)
+    table.merge(0, {("numel", "num_zero"): counts, ("amax",): extremes, ("amin",): extremes, "num_nan": torch.tensor(4)})
+    table.merge(1, {("numel", "num_zero"): counts[0], ("amax",): extremes[:2]})
+    table.merge(0, {("numel", "num_zero"): counts[:3], ("amin",): extremes - 2})
+    found = table.snapshot().read([0, 1])
+    assert found["numel"].tolist() == [12 + 6, 0] and found["num_zero"].tolist() == [16 + 9, 1]
+    assert found["amax"].tolist() == [7.0, 7.0] and found["amin"][0] == 1.0 and found["num_nan"].tolist() == [4, 0]
+
+
+def test_a_tensor_is_worked_on_once_as_long_as_it_is_the_same() -> None:
+    seen, made = observer(), iter(range(100))
+    x = torch.randn(8, 4)
+
+    def once(x: torch.Tensor, what: str = "a") -> int:
+        return seen.shared(x, what, lambda: next(made))
+
+    assert once(x) == once(x.detach()) == once(x.view(2, 16).view(8, 4)) == 0
+    assert once(x, "b") == 1 and once(x[:4]) == 2 and once(x.clone()) == 3 and once(x.t()) == 4
+    x[0] = 0  # in place
+    assert once(x) == 5
+    del x
+    gc.collect()
+    assert once(torch.randn(8, 4)) == 6  # it may lie where the old one lay
+    seen.start_step(1)
+    assert once(torch.randn(8, 4)) == 7
+
+
+def test_sampled_rows_are_those_of_the_step() -> None:
+    seen = observer()
+    first = seen.sample(64, CPU)
+    assert isinstance(first, torch.Tensor) and seen.sample(64, CPU) is first
+    assert seen.sample(8, CPU) == slice(None)
+    seen.start_step(1)
+    second = seen.sample(64, CPU)
+    assert isinstance(second, torch.Tensor) and not torch.equal(first, second)
+    assert torch.equal(second.sort().values.diff(), torch.full((7,), 8))
+
+
+def test_modules_that_read_one_tensor_share_its_columns_and_keep_them_no_longer(tmp_path: Path) -> None:
+    model = fp8debug.convert(nn.ModuleDict({name: nn.Linear(64, 32) for name in ("q", "k")}), "blockwise")
+    x = torch.randn(16, 64, requires_grad=True)
+    with fp8debug.watch(model, tmp_path / "run", every=1, shadow_rows=8):
+        q, k = (module(x) for module in model.values())  # type: ignore[operator]  # a ModuleDict's values are modules
+        kept = _kept(q, k)
+        assert kept[0].input_columns is kept[1].input_columns
+        columns = weakref.ref(kept[0].input_columns)
+        del kept
+        (q.sum() + k.sum()).backward()
+        del q, k
+        gc.collect()
+        assert columns() is None  # before the step ends: microbatches do not pile up
+
+
+def _kept(*outputs: torch.Tensor) -> list[Any]:
+    """What the autograd functions behind these outputs keep."""
+    found: list[Any] = []
+    for output in outputs:
+        node: Any = output.grad_fn
+        while node is not None and not hasattr(node, "kept"):
+            node = node.next_functions[0][0]
+        assert node is not None
+        found.append(node.kept)
+    return found
+
+
+def test_what_a_metric_says_nothing_of_is_not_asked() -> None:
+    from fp8debug.metrics import METRICS, Slot
+    from fp8debug.metrics.base import uncovered
+
+    class Mine(Damage):
+        slots: Any = (Slot(name="mine", merge="sum", kind="int64", unit="1", doc="a slot that no kernel fills"),)
+        of_operands = True
+
+    filled = {slot.name for metric in METRICS for slot in metric.slots}
+    METRICS.add("mine", Mine())
+    try:
+        assert [type(m) for m in uncovered(filled, 64, operand=True)] == [Mine]
+        assert [type(m) for m in uncovered(filled, 64, operand=False)] == [Mine]
+        names = {m.name for m in uncovered((), 1024, operand=False)}
+        assert "choice" not in names and "reread" not in names and "rows" in names
+        assert "choice" in {m.name for m in uncovered((), 64, operand=False)}
+        assert "choice" not in {m.name for m in uncovered((), 64, operand=False, whole_rows=False)}
+        assert "rows" not in {m.name for m in uncovered((), 64, operand=True)}
+    finally:
+        del METRICS._items["mine"]
