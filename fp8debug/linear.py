@@ -219,6 +219,8 @@ class Fp8Linear(nn.Linear):
             self._is_evaluation = not torch.is_grad_enabled()
             output: Tensor = _Fp8Matmul.apply(flat, self.weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
             self._is_evaluation = False
+            if self.probe is not None and probe is None and torch.is_grad_enabled():
+                self.probe.check(flat, self.weight, output)
             if self.bias is not None:
                 output = output + self.bias.to(output.dtype)
             return output.reshape(*input.shape[:-1], self.out_features)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
 from fp8debug.recipes import Recipe
@@ -49,12 +50,15 @@ class Settings:
         shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs; None is all.
         what_if: recipes whose casts are recorded beside the running one.
         plain_recipe: recipe that a plain nn.Linear is tried under.
+        check_finite: whether steps that are not sampled are searched for the first NaN or Inf of their forward pass too;
+            None is yes for tensors on a CPU.
     """
 
     every: int = 10
     shadow_rows: int | None = 256
     what_if: tuple[Recipe, ...] = ()
     plain_recipe: Recipe
+    check_finite: bool | None = None
 
     @property
     def rows_per_module(self) -> int:
@@ -64,12 +68,16 @@ class Settings:
 
 @dataclass
 class FinishedStep:
-    """One step on its way to the sink; each table comes as (snapshot, rows of it, what these rows are)."""
+    """One step on its way to the sink; each table comes as (snapshot, rows of it, what these rows are).
+
+    ``first_nonfinite`` in the scalars is a place in ``checked`` as :func:`place_of_first` writes it.
+    """
 
     step: int
     sampled: bool
     scalars: dict[str, Any]
     tables: list[tuple[Snapshot, list[int], list[RowInfo]]] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
 
     def ready(self) -> bool:
         """Return whether every copy has arrived."""
@@ -105,6 +113,7 @@ class Observer:
         self._num_calls = 0
         self._samples: dict[tuple[int, torch.device], Tensor] = {}
         self._shared: dict[Any, Any] = {}
+        self._checked: list[tuple[str, Tensor]] = []
 
     @property
     def has_rows(self) -> bool:
@@ -151,6 +160,16 @@ class Observer:
         found: T = self._shared[key]
         return found
 
+    def check(self, module: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
+        """Note whether a forward GEMM's operands and result are finite: one read of each, no synchronization.
+
+        A DTensor is not looked at: its sum would be a collective.
+        """
+        if any(is_traceable_wrapper_subclass(t) for t in (x, weight, output)):
+            return
+        sums = [t.detach().sum(dtype=torch.float64) for t in (x, weight, output)]
+        self._checked.append((module, torch.stack(sums).isfinite()))
+
     def end_step(self, scalars: dict[str, Any]) -> None:
         """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
 
@@ -159,6 +178,10 @@ class Observer:
         """
         moving = {k: _leaving_device(v) for k, v in scalars.items()}
         finished = FinishedStep(self.step, self.sampling, moving)
+        if self._checked:
+            finished.checked = [module for module, _ in self._checked]
+            moving["first_nonfinite"] = _leaving_device(place_of_first([found for _, found in self._checked]))
+            self._checked = []
         for device, filled in self._filled.items():
             rows = sorted(filled)
             try:
@@ -188,6 +211,19 @@ class Observer:
             first = self._pending.pop(0)
             first.scalars = {k: v.read() if isinstance(v, Scalar) else v for k, v in first.scalars.items()}
             self._sink(first)
+
+
+def place_of_first(found: list[Tensor]) -> Tensor:
+    """Return 4 * place + 2 * (weight is not finite) + (input is not finite) of the first output that is not; -1: all are.
+
+    Args:
+        found: bool ``[3]`` of each GEMM in order: input, weight and output are finite.
+    """
+    device = found[0].device
+    sick = ~torch.stack([one.to(device, non_blocking=True) for one in found])
+    first = sick[:, 2].int().argmax()
+    row = sick.index_select(0, first[None])[0].int()
+    return torch.where(row[2] > 0, 4 * first + 2 * row[1] + row[0], -1)
 
 
 def _leaving_device(value: Any) -> Any:

@@ -148,7 +148,7 @@ class Probe:
         self.observer.before_forward()
         if not self.observer.sampling or self.failed or self.given_up:
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]  # torch's
+        if is_capturing():
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False
         if torch._C._current_graph_task_id() == -1:
@@ -160,6 +160,15 @@ class Probe:
             self.call_index = self.observer.next_call_index()
             self.num_calls += 1
         return True
+
+    @guarded
+    def check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
+        """See whether a training forward GEMM of a step that is not sampled is finite; a recomputed one is left out."""
+        wanted = self.observer.settings.check_finite
+        if self.observer.sampling or wanted is False or (wanted is None and output.device.type != "cpu"):
+            return
+        if not is_capturing() and torch._C._current_graph_task_id() == -1:
+            self.observer.check(self.module, x, weight, output)
 
     @guarded
     def quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
@@ -374,6 +383,11 @@ class Probe:
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
         return self.observer.sample(length, device)
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph captures what runs now."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
 
 
 def _none() -> None:

@@ -19,7 +19,7 @@ from fp8debug.adapters.arguments import check_arguments, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.inference import compare_paths
-from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns
+from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, common_recipe, roots_of
 from fp8debug.dumps import Dumper, Limits, load_safetensors
 from fp8debug.errors import AttachError, UsageError
@@ -53,6 +53,7 @@ def watch(
     dump_memory_bytes: int = 1 << 30,
     dump_steps: int = 3,
     guard: Guard | None = None,
+    check_finite: bool | None = None,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -77,6 +78,8 @@ def watch(
         dump_memory_bytes: host memory of each rank for steps that are held and files that wait for the disk.
         dump_steps: sampled steps that ``on-finding`` holds.
         guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
+        check_finite: search the forward pass of the steps between for the first NaN or Inf too, at the price of reading each
+            FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -94,6 +97,7 @@ def watch(
         shadow_rows=shadow_rows if shadow == "sample" else None,
         what_if=tuple(recipe_of(r) for r in several(what_if)),
         plain_recipe=recipe_of(plain_recipe),
+        check_finite=check_finite,
     )
     for told in list(on_watch):
         told()
@@ -339,7 +343,12 @@ class Watch:
         if self._dumper is not None:
             reasons = [f"{module} {message}" for module, message in by_execution(nonfinite)]
             self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
-        self._writer.steps({"step": finished.step, "sampled": finished.sampled, **finished.scalars})
+        unseen = unsampled_nonfinite(finished)
+        if unseen and not self._nonfinite:
+            self._nonfinite.add((unseen["nonfinite_module"], "fprop", "output"))
+            message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
+            self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
+        self._writer.steps({"step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars})
 
     def _report(self, module: str, text: str, aloud: bool) -> None:
         text = f"{module} is {text}"

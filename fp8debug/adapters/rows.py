@@ -60,6 +60,15 @@ def first_nonfinite(columns: dict[str, Any], seen: set[tuple[str, str, str]]) ->
     return found
 
 
+def unsampled_nonfinite(finished: FinishedStep) -> dict[str, str]:
+    """Take ``first_nonfinite`` out of a step's scalars; return what the steps table holds of it, nothing where all was finite."""
+    code = int(finished.scalars.pop("first_nonfinite", -1))
+    if code < 0:
+        return {}
+    origin = "weight" if code & 2 else "outside" if code & 1 else "gemm"
+    return {"nonfinite_module": finished.checked[code >> 2], "nonfinite_origin": origin}
+
+
 def by_execution(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return what :func:`first_nonfinite` found with the forward pass first, and the backward pass from its end."""
     forward = [one for one in found if one[1].startswith(Gemm.FPROP.value)]

@@ -71,7 +71,7 @@ def _features(module: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
-    """Return the number of experts held beside a Linear in 3-D weights, where it is its out_features: it may choose among them."""
+    """Return the number of experts held beside a Linear in 3-D weights, where it is its out_features: it may choose."""
     out_features, in_features = _features(module)
     for _ in range(2):  # a router may sit in a module of its own
         name = name.rpartition(".")[0]

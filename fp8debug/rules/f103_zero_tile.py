@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.evidence import Trace, traces
 from fp8debug.rules.nonfinite import Origin, first_poison
 
@@ -22,7 +22,8 @@ class ZeroTileNan(Rule):
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). The first such cast is the culprit; every module whose operands hold a
         NaN or Inf from that step on is its victim, and no rule accuses it. Zero blocks that stay zero are healthy.
-        A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite.
+        A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite; so
+        is the first one of a step that was not sampled, where the run looked there (watch's check_finite).
         Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
 
     Why it matters
@@ -99,14 +100,21 @@ class ZeroTileNan(Rule):
 
     def _of_gemm(self, origin: Origin) -> Finding:
         row = origin.row
-        message = (
-            f"{origin.count} of {row['numel']} sampled elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
-            f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
-        )
-        cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
+        if origin.count is None:
+            message = (
+                f"the fprop output holds a NaN or Inf at step {origin.step}, which was not sampled, and input and weight were"
+                " finite: the cast makes NaN of a block of zeros, or the GEMM overflows"
+            )
+            cure = f"amax_eps=1e-12 for its input and weight; sample step {origin.step} to see which; else BF16 for this GEMM"
+        else:
+            message = (
+                f"{origin.count} of {row['numel']} sampled elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
+                f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
+            )
+            cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"
         site = {key: row[key] for key in ("module", "gemm", "tensor")}
         return Finding(code=self.code, name="gemm-nonfinite", severity=Severity.ERROR, **site, cast=row["cast_name"],
-                       steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=float(origin.count),
+                       steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=finite(origin.count),
                        threshold=float(self.max_nonfinite), message=message, cure=cure, call_index=row["call_index"] or 0,
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 

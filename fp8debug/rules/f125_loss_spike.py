@@ -122,10 +122,11 @@ class LossSpikeNotFp8(Rule):
 
     def _path(self, origin: Origin) -> str:
         row = origin.row
+        elements = "" if origin.count is None else f" ({origin.count} elements)"
         last = f"{origin.before}, computed before it, was finite" if origin.before else "no Linear is computed before it"
         return (
             f"the first NaN or Inf came to the {row['gemm']} {row['tensor']} of {row['module']} at step {origin.step} from"
-            f" outside the Linears ({origin.count} elements): {last}"
+            f" outside the Linears{elements}: {last}"
         )
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:

@@ -1,8 +1,9 @@
 """The first NaN or Inf of a run: which cast or GEMM made it, or whether it came to the Linears from outside.
 
-All tensors of the first sampled step that holds one are put in the order in which they were computed: forward by
-execution, backward in reverse; of one GEMM the operands before their casts, then the casts, then the result. The first
-that is not finite is the origin, everything after it a victim.
+Of a step that was not sampled the steps table may say which module's fprop gave the first one. All tensors of the first
+sampled step that holds one are put in the order in which they were computed: forward by execution, backward in reverse; of
+one GEMM the operands before their casts, then the casts, then the result. The first that is not finite is the origin,
+everything after it a victim.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Origin:
     Attributes:
         kind: ``cast`` (finite before it), ``gemm`` (a result of finite operands), ``weight`` (the weight held it when the
             step began) or ``outside`` (it came with the input, or with the gradient).
-        row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts.
+        row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts; the counts are None for a
+            step that was not sampled.
         before: the Linear that was computed before; None for the first.
         poisoned: modules whose operands held a NaN or Inf in that step or later, in execution order.
     """
@@ -42,13 +44,43 @@ class Origin:
         return int(self.row["step"])
 
     @property
-    def count(self) -> int:
-        """Elements that are NaN or Inf there."""
+    def count(self) -> int | None:
+        """Elements that are NaN or Inf there; None when nobody counted."""
+        if self.row["num_nan"] is None:
+            return None
         return int(self.row["num_nan"] + self.row["num_inf"] + self.row["num_made"])
 
 
 def first_poison(run: Run) -> Origin | None:
     """Return the origin of the first NaN or Inf that mattered; None where all was finite, or counts were not recorded."""
+    seen, unsampled = _first_sampled(run), _first_unsampled(run)
+    if seen is not None and unsampled is not None:
+        return unsampled if unsampled.step < seen.step else seen
+    return seen or unsampled
+
+
+def _first_unsampled(run: Run) -> Origin | None:
+    """Return the origin that the steps table tells of a step that was not sampled."""
+    if not run.has("nonfinite_module"):
+        return None
+    query = "SELECT step, nonfinite_module, nonfinite_origin FROM steps WHERE nonfinite_module IS NOT NULL ORDER BY step LIMIT 1"
+    found = run.sql(query).to_pylist()
+    if not found:
+        return None
+    step, module, kind = found[0]["step"], found[0]["nonfinite_module"], found[0]["nonfinite_origin"]
+    last = (
+        "SELECT module, cast_name, call_index, ranks FROM sites WHERE actual AND gemm = 'fprop' AND tensor = 'output' AND step < "
+    )
+    known = [row for row in run.sql(f"{last}{step} ORDER BY step, call_index").to_pylist() if row["module"] == module]
+    row: dict[str, Any] = {"cast_name": None, "call_index": 0, "ranks": run.ranks, **(known[-1] if known else {})}
+    tensor = {"outside": "input", "weight": "weight"}.get(kind, "output")
+    row |= {"step": step, "module": module, "gemm": "fprop", "tensor": tensor, "numel": None, "num_nan": None}
+    called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
+    later = tuple(fqn for at, fqn in called if at > row["call_index"])
+    return Origin(kind=kind, row=row, before=_before(run, row), poisoned=(module, *later) if kind != "gemm" else later)
+
+
+def _first_sampled(run: Run) -> Origin | None:
     if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
         return None
     query = (

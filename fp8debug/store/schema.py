@@ -111,6 +111,20 @@ STEPS: tuple[Column, ...] = (
     Column("tokens", "int64", "1", "sum", "Tokens that the rank trained on in the step."),
     Column("seconds", "float64", "s", "max", "Wall time of the step."),
     Column("sampled", "bool", "", "any", "True when the step's statistics were recorded."),
+    Column(
+        "nonfinite_module",
+        "string",
+        "",
+        "min",
+        "Module whose fprop gave the first NaN or Inf of a step that was not sampled; null where none did or none looked.",
+    ),
+    Column(
+        "nonfinite_origin",
+        "string",
+        "",
+        "min",
+        "What held it: gemm (its cast or GEMM made it), outside (its input came with it) or weight.",
+    ),
 )
 
 EVENTS: tuple[Column, ...] = (

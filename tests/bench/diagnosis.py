@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,23 +71,33 @@ def cases(held_out: bool) -> list[Case]:
     return found
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Train and judge one case; return the label, the findings and how they compare."""
+def run(case: Case, kept: Path | None = None) -> dict[str, Any]:
+    """Train and judge one case; return the label, the findings and how they compare.
+
+    Args:
+        case: the case.
+        kept: folder of runs; one that is there already is judged again, not trained again.
+    """
     torch.set_num_threads(1)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run"
+    with tempfile.TemporaryDirectory() as scratch:
+        path = (kept or Path(scratch)) / case.key.replace("/", "-")
         try:
-            module = _ranked(case, path) if case.fault in RANKED else train(case, path)
+            if (path / "done").exists():
+                module = (path / "done").read_text(encoding="utf-8") or None
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                module = _ranked(case, path) if case.fault in RANKED else train(case, path)
+                (path / "done").write_text(module or "", encoding="utf-8")
+            trained = time.perf_counter()
+            opened = fp8debug.Run(path)
+            found = [{**f.to_dict(), "cure": None} for f in fp8debug.triage(opened)]
+            steps = opened.sql("SELECT DISTINCT step FROM steps WHERE sampled ORDER BY step").to_pylist()
         except UsageError as error:
             return {"key": case.key, **asdict(case), "not_applicable": str(error)}
         except Exception as error:  # of one run; the others go on, and the report has it
             return {"key": case.key, **asdict(case), "failed": f"{type(error).__name__}: {error}"}
-        trained = time.perf_counter()
-        opened = fp8debug.Run(path)
-        findings = fp8debug.triage(opened)
-        found = [{**f.to_dict(), "cure": None} for f in findings]
-        sampled = [r["step"] for r in opened.sql("SELECT DISTINCT step FROM steps WHERE sampled ORDER BY step").to_pylist()]
+    sampled = [row["step"] for row in steps]
     chosen = plan(case)
     start = 0 if case.fault in AT_ONCE else chosen.at
     label = next((f.code for f in fp8debug.list_faults() if f.name == case.fault), None)
@@ -198,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--out", type=Path, help="JSON lines; cases that are in it already are not run again")
+    parser.add_argument("--runs", type=Path, help="keep the runs there; what is there is judged again, not trained again")
     parser.add_argument("--only", default="", help="cases whose key contains this, such as zero_tile/gpt or clean/")
     parser.add_argument("--held-out", action="store_true", help="other widths and seeds")
     parser.add_argument("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further case after that")
@@ -213,7 +225,7 @@ def main() -> None:
     todo = [c for c in cases(options.held_out) if options.only in c.key and c.key not in done]
     started = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run, case) for case in todo}
+        waiting = {pool.submit(run, case, options.runs) for case in todo}
         for future in as_completed(waiting):
             if future.cancelled():
                 continue

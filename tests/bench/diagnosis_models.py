@@ -167,8 +167,6 @@ def plan(case: Case) -> Plan:
     at = 0 if slow else every * draw.randint(6 // every, 12 // every) + draw.randint(0, every - 1)
     if case.fault == "data_spike":
         at = 24 + draw.randint(0, 5)
-    if case.fault == "zero_tile":
-        at -= at % every  # a NaN between two samples is reported, but nobody saw where it began
     return Plan(
         every=every,
         num_microbatches=draw.choice((4, 6)) if needs_many else draw.choice((1, 1, 2)),
