@@ -1,4 +1,4 @@
-"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [gemm]``; prints tables, asserts no times.
+"""Check and time the kernels on a GPU: ``python tests/bench/kernels.py [casts] [gemm] [samples]``; no times are asserted.
 
 Times are medians of CUDA-graph replays over rotating inputs larger than the L2 together; speeds are relative to what the
 row names. Data are random: products run faster on zeros.
@@ -19,10 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.gemm import gemm
+from fp8debug.kernels.gemm_sampled import exact_gemm
 from fp8debug.kernels.observe import observe
+from fp8debug.kernels.observe_bins import Bins
+from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
-from fp8debug.recipes import Cast
-from fp8debug.types import Gemm
+from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
+from fp8debug.recipes import Cast, get_recipe
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
 
 ROTATE = 4
 TILE = Cast(granularity="1x128")
@@ -152,10 +156,63 @@ def _gemm(which: Gemm, pairs: list[Any], backend: str, i: int) -> torch.Tensor:
     return gemm(which, *pairs[i], backend=backend)
 
 
+def samples() -> None:
+    """What a watched step adds at a GEMM of 256 sampled rows or columns, and counting a tensor for casts of one scale."""
+    for tokens, n, k in SHAPES[::2]:
+        for which in Gemm:
+            shapes = {TensorRole.INPUT: (tokens, k), TensorRole.WEIGHT: (n, k), TensorRole.GRAD_OUTPUT: (tokens, n)}
+            pairs = [tuple(_operand(which, role, shapes[role]) for role in OPERANDS[which]) for _ in range(ROTATE)]
+            index = _sample(k if which is Gemm.WGRAD else tokens)
+            wanted = reference.gemm(which, *(reference.dequantize(*o) for o in pairs[0]), accumulate=torch.float64)
+            wanted = wanted.index_select(int(which is Gemm.WGRAD), index)
+            found = exact_gemm(which, pairs[0][0], pairs[0][1], index)
+            assert found is not None
+            loss = ((found - wanted).square().sum() / wanted.square().sum()).log10().item() * -10
+            del wanted, found
+            time = microseconds(partial(_exact, which, pairs, index), inner=2)
+            report(f"exact {which} {tokens}x{n}x{k}, {loss:.0f} dB", time)
+    for rows, columns, dim in ((8192, 14336, 0), (8192, 4096, 0), (14336, 4096, 1)):
+        actual = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
+        index = _sample((rows, columns)[dim])
+        shadow = [a.index_select(dim, index) for a in actual]
+        exact = [s.float() for s in shadow]
+        report(f"a result [{rows}, {columns}] against both", microseconds(partial(_compare, actual, shadow, exact, index, dim)))
+    bins = Bins(torch.device("cuda"))
+    for name, scale in (("normal", torch.ones(8192, 1)), ("rows over 9 decades", torch.logspace(-9, 0, 8192)[:, None])):
+        words = [(torch.randn(8192, 4096) * scale).bfloat16().cuda().view(-1).view(torch.int32) for _ in range(ROTATE)]
+        report(f"count bf16[8192, 4096], {name}", microseconds(partial(_count, bins, words)))
+
+
+def _operand(which: Gemm, role: TensorRole, shape: tuple[int, int]) -> Any:
+    cast = get_recipe("blockwise").casts[which, role]
+    assert cast is not None
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return quantize(x, cast, layout="columns" if (which, role) in CONTRACTS_ROWS else "rows")[0], cast
+
+
+def _sample(length: int) -> torch.Tensor:
+    return (torch.arange(256, device="cuda") * length // 256 + 77) % length
+
+
+def _exact(which: Gemm, pairs: list[Any], index: torch.Tensor, i: int) -> object:
+    return exact_gemm(which, pairs[i][0], pairs[i][1], index)
+
+
+def _compare(actual: list[Any], shadow: list[Any], exact: list[Any], index: torch.Tensor, dim: int, i: int) -> object:
+    return compare(actual[i], shadow[i], exact[i], index, dim=dim, keep=dim == 0)
+
+
+def _count(bins: Bins, words: list[torch.Tensor], i: int) -> None:
+    num = words[i].numel()
+    count_kernel[(132,)](words[i], bins._tables[i], num, num // 8192, 8192, True, num_warps=COUNT_WARPS)
+
+
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["casts", "gemm"]
+    chosen = sys.argv[1:] or ["casts", "gemm", "samples"]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if "casts" in chosen:
         casts()
     if "gemm" in chosen:
         gemms()
+    if "samples" in chosen:
+        samples()

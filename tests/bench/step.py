@@ -1,7 +1,10 @@
-"""Time whole training steps on a GPU, watched and not: ``python tests/bench/step.py [--layers 2] [--profile]``; asserts no times.
+"""Time whole training steps on a GPU, watched and not: ``python tests/bench/step.py [--layers 2] [--offset 3] [--profile]``.
 
 Llama-like blocks in BF16, hidden 4096, SwiGLU 14336, 8192 tokens, AdamW. A time is the median over blocks of ten steps of the
-wall-clock time of a block, the device idle before and after it, divided by ten.
+wall-clock time of a block, the device idle before and after it, divided by ten; no times are asserted. With every 10th step
+watched it is the first of a block, which the host starts while the GPU has nothing else to do, as in a loop that reads the loss
+in every step; ``--offset 3`` puts it behind seven others, as in a loop that waits for nothing. ``--profile`` prints where a
+watched step's time goes.
 """
 
 from __future__ import annotations
@@ -89,6 +92,8 @@ def measure(options: argparse.Namespace, recipe: str | None, every: int | None) 
         return job.milliseconds(options.blocks), torch.cuda.max_memory_allocated() / 2**30
     with tempfile.TemporaryDirectory() as folder, fp8debug.watch(job.model, Path(folder, "run"), every=every) as watch:
         job.milliseconds(1, watch)
+        for _ in range(options.offset):
+            job.step(watch)
         found = job.milliseconds(options.blocks, watch)
         if options.profile and every == 1:
             profile(job, watch)
@@ -109,7 +114,7 @@ def profile(job: Job, watch: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("layers", 2), ("width", 4096), ("hidden", 14336), ("tokens", 8192), ("blocks", 5)):
+    for name, default in (("layers", 2), ("width", 4096), ("hidden", 14336), ("tokens", 8192), ("blocks", 5), ("offset", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", default="blockwise")
     parser.add_argument("--profile", action="store_true")
