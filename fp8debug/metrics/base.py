@@ -220,7 +220,10 @@ def spread(grid: Tensor, block_rows: int, block_columns: int, rows: int, columns
 
 
 class Metric(Protocol):
-    """One file in ``metrics/``: the slots one tensor fills, and what is derived from them; five constants and a function."""
+    """One file in ``metrics/``: the slots one tensor fills, and what is derived from them; five constants and a function.
+
+    Further constants keep it from being asked in vain, see :func:`uncovered`.
+    """
 
     @property
     def name(self) -> str:
@@ -253,7 +256,7 @@ METRICS: Registry[Metric] = Registry("metric")
 def uncovered(filled: Collection[str], columns: int, *, operand: bool, whole_rows: bool = True) -> list[Metric]:
     """Return the metrics with slots that no kernel has filled, of those that say something of such a tensor.
 
-    What it has nothing to say of a metric tells by optional constants: ``of_operands = False``; ``max_columns``, of a result;
+    Of what a metric has nothing to say, it tells by optional constants: ``of_operands = False``; ``max_columns``, of a result;
     ``of_whole_rows = True``; ``kinds``, the values of ``Pair.kind`` that it is for, where that is not the ordinary pair.
 
     Args:
