@@ -7,11 +7,13 @@ every view can be reloaded and sent to a colleague, and no state lives in the se
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import dash
 import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
+import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -20,13 +22,13 @@ from fp8debug.errors import Fp8DebugError
 
 from . import source as sources
 from .figures import plain
-from .pages import fallback, heatmap, module, overview, runs
+from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
 from .source import Source
 from .urls import View, href, parse, query
 from .widgets import card, note
 
-PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, fallback)}
+PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, ranks, findings, fallback, compare)}
 #: How often the browser asks whether a run's files have grown.
 REFRESH_MS = 4000
 
@@ -53,9 +55,12 @@ def make_app(path: str | Path) -> dash.Dash:
     app.layout = _shell()
     _route(app, source)
     _refresh(app, source)
+    _settle(app, source)
     _clicks(app, source)
     for page in PAGES.values():
         _redraw(app, source, page)
+    fallback.callbacks(app, source)
+    findings.callbacks(app, source)
     return app
 
 
@@ -69,6 +74,7 @@ def _shell() -> Component:
         [
             dcc.Location(id="url", refresh="callback-nav"),
             dcc.Store(id="stamp"),
+            dcc.Store(id="settled"),
             dcc.Store(id="here"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(
@@ -134,7 +140,7 @@ def is_at(here: Here | None, view: View) -> bool:
 
 def agrees(view: View, values: list[str], ids: list[dict[str, str]]) -> bool:
     """Tell whether the controls on screen say what the URL says; after "back" they do not."""
-    return all(view.get(i["control"], i["default"]) == (v or "") for v, i in zip(values, ids, strict=True))
+    return all(view.get(i["control"], str(i["default"])) == str("" if v is None else v) for v, i in zip(values, ids, strict=True))
 
 
 def page_of(view: View, source: Source) -> Component:
@@ -144,7 +150,12 @@ def page_of(view: View, source: Source) -> Component:
             return runs.layout(source)
         if view.page not in PAGES:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
-        return PAGES[view.page].layout(view, source.open(view.run))
+        opened = source.open(view.run)
+        shown = PAGES[view.page].layout(view, opened)
+        if not opened.run.problems:
+            return shown
+        words = "Not everything could be read, the rest is shown: " + "; ".join(opened.run.problems)
+        return html.Div([html.Div(words, className="problems", role="alert"), shown])
     except Fp8DebugError as error:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
@@ -201,18 +212,61 @@ def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
         *(Output(*output) for output in page.outputs),
         Input("url", "search"),
         Input("stamp", "data"),
+        Input("settled", "data"),
         State("url", "pathname"),
         State("here", "data"),
         prevent_initial_call=True,
     )
-    def redraw(search: str | None, stamp: str | None, pathname: str | None, here: Here | None) -> Any:
+    def redraw(search: str | None, stamp: str | None, settled: Any, pathname: str | None, here: Here | None) -> Any:
         view = parse(pathname, search)
-        if not is_at(here, view):
+        if not is_at(here, view) or view.page != page.name:
             raise PreventUpdate  # the router lays out another page
         try:
-            return page.parts(view, source.open(view.run))
+            found = page.parts(view, source.open(view.run))
         except Fp8DebugError:
             raise PreventUpdate from None  # the files are changing under us; the next tick looks again
+        is_same_view = "url.search" not in dash.ctx.triggered_prop_ids
+        return tuple(patched(part) if is_same_view else part for part in found)
+
+
+def patched(part: Any) -> Any:
+    """Return a figure as a change of the one on screen: zoom, hidden lines and the plot itself stay; other parts as they are."""
+    if not isinstance(part, go.Figure):
+        return part
+    values, patch = part.to_dict(), dash.Patch()
+    patch["data"] = values["data"]
+    patch["layout"].update(values["layout"])
+    return patch
+
+
+def _settle(app: dash.Dash, source: Source) -> None:
+    """Answer when what takes long is known: the browser waits for it with the page already on screen."""
+
+    @app.callback(
+        Output("settled", "data"),
+        Input("here", "data"),
+        Input("stamp", "data"),
+        Input("url", "search"),
+        State("url", "pathname"),
+        prevent_initial_call=True,
+    )
+    def settle(here: Here | None, stamp: str | None, search: str | None, pathname: str | None) -> Any:
+        view = parse(pathname, search)
+        if here is None:
+            raise PreventUpdate
+        if is_list(view, source):
+            if not source.judge_all(runs.WAIT_S):
+                raise PreventUpdate
+            return source.stamp(None)
+        page = PAGES.get(view.page)
+        try:
+            opened = source.open(view.run)
+            if page is None or not page.is_pending(view, opened):
+                raise PreventUpdate
+            page.settle(view, opened)
+        except Fp8DebugError:
+            raise PreventUpdate from None
+        return f"{opened.stamp} {time.monotonic()}"
 
 
 def _refresh(app: dash.Dash, source: Source) -> None:
@@ -237,11 +291,12 @@ def _refresh(app: dash.Dash, source: Source) -> None:
     @app.callback(
         Output("runs", "rowData"),
         Input("stamp", "data"),
+        Input("settled", "data"),
         State("url", "pathname"),
         State("url", "search"),
         prevent_initial_call=True,
     )
-    def relist(stamp: str | None, pathname: str | None, search: str | None) -> Any:
+    def relist(stamp: str | None, settled: Any, pathname: str | None, search: str | None) -> Any:
         if not is_list(parse(pathname, search), source):
             raise PreventUpdate
         return runs.parts(source)
@@ -279,6 +334,14 @@ def _clicks(app: dash.Dash, source: Source) -> None:
 
     _in_browser(
         app,
+        "zoom",
+        Output("url", "search", allow_duplicate=True),
+        Input("heat", "relayoutData"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    _in_browser(
+        app,
         "open_module",
         Output("url", "pathname", allow_duplicate=True),
         Output("url", "search", allow_duplicate=True),
@@ -286,6 +349,7 @@ def _clicks(app: dash.Dash, source: Source) -> None:
         State("url", "search"),
         prevent_initial_call=True,
     )
+    _in_browser(app, "compare", Output("compare-chosen", "children"), Input("runs", "selectedRows"))
     _in_browser(
         app,
         "open_run",

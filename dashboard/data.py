@@ -19,7 +19,8 @@ from fp8debug.metrics import derived_columns, slots
 from fp8debug.metrics.histogram import FIRST_LOG2
 
 from .envelopes import KIND_SQL, badness_sql
-from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
+from .grids import floats, grid_of, ints
+from .records import CastRange, Heat, Histogram, Trace
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -48,24 +49,12 @@ def column(metric: str) -> str:
     return metric
 
 
-def floats(table: pa.Table, name: str) -> Floats:
-    """Return a column as float32, NaN for null."""
-    values = table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore"):
-        return np.asarray(values).astype(np.float32)
-
-
-def ints(table: pa.Table, name: str) -> Ints:
-    """Return a column without nulls as int32."""
-    return np.asarray(table.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
-
-
 def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run.sql(query, list(params)).to_pylist()
     return found
 
 
-def _width(run: Run, view: str, first: int, last: int, most: int) -> int:
+def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
     """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows."""
     if last - first < most:
         return 1
@@ -88,7 +77,7 @@ def training(run: Run) -> list[Trace]:
     bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
     if bounds["first"] is None:
         return []
-    width = _width(run, "raw_steps", bounds["first"], bounds["last"], MAX_POINTS)
+    width = width_of(run, "raw_steps", bounds["first"], bounds["last"], MAX_POINTS)
     table = run.sql(
         f"SELECT min(step) AS step, {aggregates} FROM steps"
         f" GROUP BY CAST(floor((step - {int(bounds['first'])}) / {width}) AS BIGINT) ORDER BY 1"
@@ -193,7 +182,7 @@ def heat(
             metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32)
         )
     first, last = shown
-    width = _width(run, "raw", first, last, MAX_CELLS)
+    width = width_of(run, "raw", first, last, MAX_CELLS)
     table = run.sql(
         f"WITH picked AS (SELECT module, step, call_index, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
         f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
@@ -202,23 +191,7 @@ def heat(
         " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
         values,
     )
-    return _grid(table, metric, unit, modules, width)
-
-
-def _grid(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
-    names = table.column("module").to_pylist()
-    order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *names]))}
-    present = sorted(set(names), key=order.__getitem__)
-    row = {name: i for i, name in enumerate(present)}
-    cells, index = np.unique(ints(table, "cell"), return_inverse=True)
-    rows = np.array([row[name] for name in names], dtype=np.int64)
-    values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
-    kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
-    steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)
-    values[rows, index] = floats(table, "v")
-    kinds[rows, index] = ints(table, "kind")
-    np.minimum.at(steps, index, ints(table, "step"))
-    return Heat(metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width)
+    return grid_of(table, metric, unit, modules, width)
 
 
 def default_cast(run: Run) -> str:
@@ -260,7 +233,7 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
     name, shown = column(metric), step_range(run)
     if shown is None:
         return []
-    width = _width(run, "raw", *shown, MAX_POINTS)
+    width = width_of(run, "raw", *shown, MAX_POINTS)
     condition, values = "module = ?", [module]
     if site is not None:
         condition, values = condition + " AND gemm = ? AND tensor = ?", [module, *site]

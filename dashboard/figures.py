@@ -187,8 +187,10 @@ def line(
     )
 
 
-def heatmap(heat: Heat) -> go.Figure:
+def heatmap(heat: Heat, view: str = "") -> go.Figure:
     """Return modules (execution order, from the top) by steps; colour is severity where NUMERICS.md says what is healthy.
+
+    The axes keep what the reader zoomed to as long as ``view`` is the same.
 
     A metric without an envelope is coloured between its 2nd and 98th percentile, so that one outlier hides nothing.
     """
@@ -220,7 +222,7 @@ def heatmap(heat: Heat) -> go.Figure:
     labelled = range(0, len(names), every)
     styled(figure, height)
     figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 38})
-    figure.update_xaxes(title_text="step", title_standoff=4, showgrid=False)
+    figure.update_xaxes(title_text="step", title_standoff=4, showgrid=False, uirevision=view)
     figure.update_yaxes(
         autorange="reversed",
         showgrid=False,

@@ -111,6 +111,44 @@ class Histogram:
 
 
 @dataclass(frozen=True, kw_only=True)
+class History:
+    """Exponents of one tensor over steps, with the range of a cast at each.
+
+    Attributes:
+        first_log2: floor(log2(abs x)) of the first bin.
+        steps: int32 ``[points]``.
+        shares: of all nonzeros, float32 ``[bins, points]``; 0 where there are none.
+        scale_inv_log2: mean log2 of scale_inv, float32 ``[points]``, NaN where it is not known.
+        format: name of the number format of the cast, or "".
+        cast_name: of the cast, or "".
+    """
+
+    first_log2: int
+    steps: Ints
+    shares: Floats
+    scale_inv_log2: Floats
+    format: str = ""
+    cast_name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockMap:
+    """SQNR of each tile of a dumped operand.
+
+    Attributes:
+        title: what it is of.
+        sqnr_db: float32 ``[tile rows, tile columns]``; NaN where the tile is 0.
+        tile: rows and columns of a tile.
+        stride: tiles per cell that is drawn, (rows, columns); above 1 a cell shows the worst of them.
+    """
+
+    title: str
+    sqnr_db: Floats
+    tile: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Coverage:
     """Which Linears run in FP8.
 

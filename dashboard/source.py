@@ -2,93 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
 
 from . import data
+from .opened import Opened
 from .records import Mark, Summary
 from .theme import level
 
 if TYPE_CHECKING:
-    from fp8debug import Fallback, Finding, Run
+    from fp8debug import Finding
 
 #: A run whose files have not grown for this long and that was not closed is taken for killed.
 QUIET_S = 120.0
 _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
-
-
-@dataclass
-class Opened:
-    """A run with what was concluded from it, as of one state of its files.
-
-    Attributes:
-        run: the run; its queries are safe from several threads.
-        stamp: state of its files.
-    """
-
-    run: Run
-    stamp: str
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _findings: list[Finding] | None = None
-    _fallbacks: list[Fallback] | None = None
-    _skipped: tuple[tuple[str, str], ...] = ()
-    _failure: str = ""
-
-    def findings(self) -> list[Finding]:
-        """Return what triage says, culprit first; computed once."""
-        with self._lock:
-            if self._findings is None:
-                from fp8debug import triage
-
-                try:
-                    found = triage(self.run)
-                    self._findings = list(found)
-                    self._skipped = tuple((str(code), str(reason)) for code, reason in found.skipped)
-                except Fp8DebugError as error:
-                    self._findings, self._failure = [], str(error)
-            return self._findings
-
-    @property
-    def is_triaged(self) -> bool:
-        """True when the findings are known."""
-        return self._findings is not None
-
-    @property
-    def skipped(self) -> tuple[tuple[str, str], ...]:
-        """(code, reason) of rules that could not look."""
-        self.findings()
-        return self._skipped
-
-    @property
-    def failure(self) -> str:
-        """Why triage could not run, or ""."""
-        self.findings()
-        return self._failure
-
-    @property
-    def verdict(self) -> str:
-        """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` for a run without data or a triage that failed."""
-        found = self.findings()
-        if self._failure:
-            return "unknown"
-        return min((level(f.severity) for f in found), key=_ORDER.__getitem__, default="ok")
-
-    def fallbacks(self) -> list[Fallback]:
-        """Return the candidates; computed once."""
-        findings = self.findings()
-        with self._lock:
-            if self._fallbacks is None:
-                from fp8debug import recommend
-
-                self._fallbacks = list(recommend(self.run, findings))
-            return self._fallbacks
 
 
 class Source:
@@ -110,6 +43,7 @@ class Source:
             raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
         self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
+        self._judging: threading.Thread | None = None
 
     def names(self) -> list[str]:
         """Return the names of the runs in the folder, newest first; one run is not listed."""
@@ -144,13 +78,41 @@ class Source:
             if found is None or found.stamp != stamp:
                 from fp8debug import Run
 
-                found = self._opened[folder.name] = Opened(Run(folder), stamp)
+                size = int(stamp.split(".")[1], 16)
+                run = Run(folder)
+                opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
+                opened.beside = self.open if self.is_folder else None
+                if found is not None:
+                    opened.earlier, found.is_superseded = found.latest(), True
+                found = self._opened[folder.name] = opened
             return found
 
     def is_triaged(self, name: str) -> bool:
         """Tell whether a run's findings are known, so that asking for them costs nothing."""
         found = self._opened.get(name)
         return found is not None and found.is_triaged
+
+    def judge_all(self, wait_s: float) -> bool:
+        """Judge all runs one after another in the background, newest first; wait a moment for it.
+
+        Returns:
+            False where all verdicts were known already.
+        """
+        waiting = [name for name in self.names() if not self.is_triaged(name)]
+        if not waiting:
+            return False
+        with self._lock:
+            if self._judging is None or not self._judging.is_alive():
+                self._judging = threading.Thread(target=self._judge, args=(waiting,), daemon=True)
+                self._judging.start()
+            thread = self._judging
+        thread.join(wait_s)
+        return True
+
+    def _judge(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(Fp8DebugError, OSError):
+                self.open(name).judge()
 
     def stamp(self, name: str | None) -> str:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
@@ -223,7 +185,8 @@ def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, .
     """Return where findings begin, those of one step (and module) together, most severe first in each."""
     grouped: dict[tuple[int, str | None], list[Finding]] = {}
     for finding in findings:
-        grouped.setdefault((int(finding.steps[0]), finding.module if by_module else None), []).append(finding)
+        for module in dict.fromkeys((finding.module, *finding.also)) if by_module else (None,):
+            grouped.setdefault((int(finding.steps[0]), module), []).append(finding)
     result = []
     for (step, module), group in sorted(grouped.items(), key=lambda item: item[0][0]):
         group.sort(key=lambda f: _ORDER[level(f.severity)])
@@ -243,12 +206,3 @@ def _line(finding: Finding) -> str:
     from .figures import mark_label
 
     return mark_label(level(finding.severity), finding.code, finding.module, finding.message)
-
-
-def exported(fallbacks: Sequence[Fallback], run: Run) -> str:
-    """Return the fallback list as the JSON file that ``fp8debug.apply`` and ``fp8debug fallback --to json`` use."""
-    from fp8debug.exporters import EXPORTERS
-
-    text: str = EXPORTERS.get("json").export(run, list(fallbacks))
-    json.loads(text)
-    return text

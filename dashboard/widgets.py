@@ -19,8 +19,7 @@ _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 #: PNG export stays, what nobody uses goes; the logo would link to a site.
 GRAPH_CONFIG: Any = {
     "displaylogo": False,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
-    "toImageButtonOptions": {"scale": 2},
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d", "toImage"],  # "PNG" stands under every plot
 }
 
 
@@ -40,8 +39,19 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
 
 
 def graph(id: str, figure: Any) -> Component:
-    """Return a plot; it keeps its zoom when its data change."""
-    return dcc.Graph(id=id, figure=figure, config=GRAPH_CONFIG, className="plot")
+    """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
+    plot = dcc.Graph(id=id, figure=figure, config=GRAPH_CONFIG, className="plot")
+    return html.Div([plot, _save("PNG", f"save the plot {id} as PNG", {"data-png": id})], className="saved saved-plot")
+
+
+def _save(text: str, label: str, what: dict[str, str]) -> Component:
+    attributes: dict[str, Any] = {**what, "aria-label": label}
+    return html.Button(text, className="save", title=label, **attributes)
+
+
+def poster(text: Child, *more: Child) -> Component:
+    """Return what stands where something will be that takes a moment."""
+    return html.P([html.Span(className="pulse"), text, *more], className="hint poster", role="status")
 
 
 def facts(pairs: Sequence[tuple[str, Child]]) -> Component:
@@ -59,17 +69,26 @@ def code(text: str) -> Component:
     return html.Code(text)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Child]], numeric: Sequence[int] = ()) -> Component:
-    """Return a small plain table; columns in ``numeric`` are aligned right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[Child]], numeric: Sequence[int] = (), name: str = "table") -> Component:
+    """Return a small plain table; columns in ``numeric`` are aligned right, ``name`` is that of its CSV file."""
 
     def cells(tag: Callable[..., Component], row: Sequence[Child]) -> list[Component]:
         return [tag(cell, className="num" if i in numeric else None) for i, cell in enumerate(row)]
 
     body = [html.Tr(cells(html.Td, row)) for row in rows]
-    return html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table")
+    shown = html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table")
+    return html.Div([shown, _save("CSV", f"save the table {name} as CSV", {"data-csv": name})], className="saved")
 
 
-def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], none: str) -> Component:
+def grid(
+    id: str,
+    columns: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    none: str,
+    *,
+    choose: bool = False,
+    csv: bool = True,
+) -> Component:
     """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets.
 
     Args:
@@ -77,7 +96,10 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
         columns: AG Grid's column definitions.
         rows: one mapping per row.
         none: what it says without rows.
+        choose: rows have boxes to tick.
+        csv: it has a button that saves it.
     """
+    chosen = {"mode": "multiRow", "checkboxes": True, "headerCheckbox": False, "enableClickSelection": False}
     component: Component = dag.AgGrid(
         id=id,
         columnDefs=list(columns),
@@ -93,15 +115,18 @@ def grid(id: str, columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[s
             "enableCellTextSelection": True,
             "ensureDomOrder": True,
             "suppressCellFocus": False,
-            "pagination": len(rows) > 20,
+            "pagination": True,  # style.css hides its bar where there is one page
             "paginationPageSize": 20,
+            **({"rowSelection": chosen} if choose else {}),
         },
+        getRowId="params.data.id",
         csvExportParams={"fileName": f"{id}.csv"},
         columnSize="responsiveSizeToFit",
         style={"height": None, "width": "100%"},
         dangerously_allow_code=False,
     )
-    return component
+    save = [_save("CSV", f"save the table {id} as CSV", {"data-csv-grid": id})] if csv else []
+    return html.Div([component, *save], className="saved")
 
 
 def control(name: str, default: str, value: str, options: Sequence[Any], label: str, width: int = 180) -> Component:
@@ -129,6 +154,28 @@ def segments(name: str, default: str, value: str, options: Sequence[Any], label:
             html.Label(label, className="control-label"),
             dmc.SegmentedControl(
                 id={"control": name, "default": default}, value=value, data=list(options), size="xs", className="control"
+            ),
+        ]
+    )
+
+
+def slider(name: str, default: int, value: int, label: str, marks: Sequence[int]) -> Component:
+    """Return a share in percent that lives in the URL."""
+    return html.Div(
+        [
+            html.Label(label, className="control-label"),
+            dmc.Slider(
+                id={"control": name, "default": str(default)},
+                value=value,
+                min=0,
+                max=100,
+                step=1,
+                marks=[{"value": mark, "label": f"{mark}%"} for mark in marks],
+                size="sm",
+                w=420,
+                mb=16,
+                updatemode="mouseup",
+                **{"aria-label": label},
             ),
         ]
     )

@@ -8,8 +8,16 @@ from typing import Any
 
 from dash.development.base_component import Component
 
-from ..source import Opened
+from ..opened import Opened
 from ..urls import View
+
+
+def _is_judging(view: View, opened: Opened) -> bool:
+    return not opened.is_triaged
+
+
+def _judge(view: View, opened: Opened) -> object:
+    return opened.judge()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +30,8 @@ class Page:
         layout: the whole page for a view.
         outputs: (component id, property) of what changes.
         parts: new values of ``outputs`` for a view, in their order.
+        is_pending: tells whether parts of the page wait for something that takes long.
+        settle: computes that; the page is redrawn after it.
     """
 
     name: str
@@ -29,3 +39,5 @@ class Page:
     layout: Callable[[View, Opened], Component]
     outputs: tuple[tuple[str, str], ...]
     parts: Callable[[View, Opened], tuple[Any, ...]]
+    is_pending: Callable[[View, Opened], bool] = _is_judging
+    settle: Callable[[View, Opened], object] = _judge

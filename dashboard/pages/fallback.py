@@ -1,23 +1,37 @@
-"""What to take out of FP8, or into a better cast: candidates with their reasons, and the file that a training job applies."""
+"""What to take out of FP8, or into a better cast: candidates with reasons, what a budget buys, the file, and its proof."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dash import dcc, html
+import dash
+from dash import Input, Output, State, dcc, html
 from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
 
-from .. import source
-from ..source import Opened
+from fp8debug.errors import Fp8DebugError
+from fp8debug.exporters import EXPORTERS
+from fp8debug.store.speed_file import cost_basis
+
+from ..fallback_figures import Choice, pareto, trials
+from ..figures import empty
+from ..opened import SMALL_BYTES, Opened
+from ..source import Source
 from ..theme import NO_DATA
-from ..urls import View, href
-from ..widgets import card, code, grid, note, number, percent
+from ..trial_files import read_trial
+from ..urls import View, href, parse
+from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
 from .base import Page
 
 if TYPE_CHECKING:
     from fp8debug import Fallback
 
+BUDGET, TO, FILL = 10, "json", "no"
+#: Budgets of the curve, in percent.
+CURVE = (0, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+GRADES = {"closed": "ok", "nothing_to_close": "ok", "found": "ok", "partly": "warning", "not_closed": "error", "failed": "error"}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 190, "tooltipField": "module"},
     {"field": "gemms", "headerName": "GEMMs", "width": 120},
@@ -33,6 +47,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
     """Return a candidate as a row of the grid."""
     return {
+        "id": f"{fallback.module} {fallback.gemms} {fallback.tensor} {fallback.cast}",
         "module": fallback.module,
         "href": href("module", run, module=fallback.module),
         "gemms": " ".join(str(gemm) for gemm in fallback.gemms),
@@ -45,55 +60,192 @@ def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
     }
 
 
+def budget_of(view: View) -> int:
+    """Return the budget of the URL in percent."""
+    asked = view.get_int("budget")
+    return BUDGET if asked is None else min(100, max(0, asked))
+
+
+def _choice(opened: Opened, budget: int, total: float) -> Choice:
+    found = opened.fallbacks(budget / 100, fill=True)
+    return Choice(budget=budget / 100, cost=sum(f.cost for f in found), recovered=damage(found) / total, count=len(found))
+
+
+def damage(fallbacks: list[Fallback]) -> float:
+    """Return the damage of the modules whose forward GEMM a list takes out of FP8."""
+    taken = {f.module: f.damage or 0.0 for f in fallbacks if f.cast is None and "fprop" in f.gemms}
+    return sum(taken.values())
+
+
+def is_pending(view: View, opened: Opened) -> bool:
+    """Tell whether triage or the curve is still to be computed."""
+    return not opened.is_triaged or not opened.is_kept(("fallbacks", CURVE[-1] / 100, True))
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Judge the run and fill every budget of the curve."""
+    return [opened.fallbacks(budget / 100, fill=True) for budget in CURVE]
+
+
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
-    rows, text, about = parts(view, opened)
-    path = shlex.quote(str(opened.run.path))
-    apply = f"import fp8debug\n\nfp8debug.apply(model, {'fallback.json'!r})"
+    rows, text, about, notes, curve, proof = parts(view, opened)
+    fill = [{"value": "no", "label": "what is ill"}, {"value": "yes", "label": "fill the budget"}]
+    controls = html.Div(
+        [
+            slider("budget", BUDGET, budget_of(view), "budget: share of the FP8 speed-up to give back", (0, 10, 25, 50, 75, 100)),
+            segments("fill", FILL, view.get("fill", FILL), fill, "spend it on"),
+        ],
+        className="controls",
+    )
+    to = control("to", TO, view.get("to", TO), EXPORTERS.names(), "for", 150)
+    copy = dcc.Clipboard(target_id="exported", title="Copy", className="copy")
+    save = html.Button("Download", id="fallback-save", className="linkish")
     return html.Div(
         [
-            card("Candidates", html.Div(about, id="fallback-about"), grid("candidates", COLUMNS, rows, "No candidate")),
+            card("Candidates", controls, html.Div(about, id="fallback-about"), grid("candidates", COLUMNS, rows, "No candidate")),
             html.Div(
                 [
                     card(
                         "The file",
-                        html.Div(
-                            [dcc.Clipboard(target_id="exported", title="Copy", className="copy"), html.Pre(text, id="exported")],
-                            className="exported",
-                        ),
-                        note="as fp8debug fallback --to json writes it",
+                        html.Div(notes, id="fallback-notes"),
+                        html.Div([copy, html.Pre(text, id="exported")], className="exported"),
+                        dcc.Download(id="fallback-file"),
+                        note=html.Div([to, save], className="controls"),
                         grow=True,
                     ),
-                    card(
-                        "Use it",
-                        html.P(["Write it: ", code(f"fp8debug fallback {path} --to json -o fallback.json")]),
-                        html.P("Apply it after convert():"),
-                        html.Pre(apply),
-                        html.P(
-                            "These are candidates: hard faults first, then measured damage per speed given back."
-                            " Run again to see what they buy."
-                        ),
-                    ),
+                    card("What a budget buys", graph("pareto", curve), note="every budget filled by damage per speed"),
                 ],
-                className="columns columns-wide-left",
+                className="columns",
             ),
+            card("Proof", html.Div(proof, id="fallback-proof"), note="candidates are proved by a run with them"),
         ],
         className="page",
     )
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
-    """Return the rows, the exported text and a line about both."""
-    fallbacks = opened.fallbacks()
-    if opened.failure:
-        about = note(f"Triage could not run, so nothing is recommended: {opened.failure}", kind="warning")
-    elif not fallbacks:
-        about = note("No candidate: no finding calls for another cast.")
-    else:
-        cost = sum(f.cost for f in fallbacks)
-        count = f"{len(fallbacks)} candidate{'s' if len(fallbacks) > 1 else ''}"
-        about = note(f"{count}, giving back {percent(cost) if cost else 'nothing'} of the FP8 speed-up.")
-    return [row(f, view.run) for f in fallbacks], source.exported(fallbacks, opened.run), about
+    """Return the rows, the exported text, lines about both, the curve, and the proof."""
+    budget, judged, proof = budget_of(view), opened.judged(), _proof(view, opened)
+    if judged.is_pending or (opened.size >= SMALL_BYTES and is_pending(view, opened)):
+        waiting = poster("The rules are looking; candidates come with what they find.")
+        return [], "", waiting, None, empty("not known yet", 200), proof
+    if judged.failure:
+        failed = note(f"Triage could not run, so nothing is recommended: {judged.failure}", kind="warning")
+        return [], "", failed, None, empty("nothing to choose from", 200), proof
+    try:
+        fallbacks = opened.fallbacks(budget / 100, fill=view.get("fill") == "yes")
+        basis = cost_basis(opened.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
+        total = damage(opened.fallbacks(1.0, fill=True)) or 1.0
+        curve = pareto([_choice(opened, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
+    except Fp8DebugError as error:
+        return [], "", note(str(error), kind="error"), None, empty("nothing to choose from", 200), proof
+    cost = sum(f.cost for f in fallbacks)
+    count = f"{len(fallbacks) or 'No'} candidate{'' if len(fallbacks) == 1 else 's'}"
+    words = f"{count}, giving back {percent(cost) if cost else 'nothing'} of the FP8 speed-up. {basis[:1].upper()}{basis[1:]}"
+    if not fallbacks:
+        words = "No candidate: no finding calls for another cast, and no recorded error lies outside the healthy range."
+    exporter = EXPORTERS.get(_format(view))
+    limits = [note(f"{exporter.name} {line}", kind="warning") for line in exporter.notes(opened.run, fallbacks)]
+    return (
+        [row(f, view.run) for f in fallbacks],
+        _text(view, opened, fallbacks),
+        note(words),
+        [_use(view, opened), *limits],
+        curve,
+        proof,
+    )
+
+
+def _chosen(fallbacks: list[Fallback], budget: int, total: float) -> Choice:
+    cost = sum(f.cost for f in fallbacks)
+    return Choice(budget=budget / 100, cost=cost, recovered=damage(fallbacks) / total, count=len(fallbacks))
+
+
+def _format(view: View) -> str:
+    asked = view.get("to", TO)
+    return asked if asked in EXPORTERS.names() else TO
+
+
+def _text(view: View, opened: Opened, fallbacks: list[Fallback]) -> str:
+    files = EXPORTERS.get(_format(view)).files(opened.run, fallbacks)
+    if len(files) == 1:
+        return next(iter(files.values()))
+    return "\n".join(f"# file: fallback{stem}\n{text}" for stem, text in files.items())
+
+
+def _use(view: View, opened: Opened) -> Component:
+    path, name = shlex.quote(str(opened.run.path)), _format(view)
+    more = f" --budget {budget_of(view)}%" if budget_of(view) != BUDGET else ""
+    more += " --fill" if view.get("fill") == "yes" else ""
+    command = f"fp8debug fallback {path}{more} --to {name} -o fallback{EXPORTERS.get(name).suffix}"
+    apply: list[Component | str] = []
+    if name == "json":
+        apply = [". Apply it after convert(): ", code("fp8debug.apply(model, 'fallback.json')")]
+    return note("The same file: ", code(command), *apply)
+
+
+def _proof(view: View, opened: Opened) -> list[Component]:
+    path = shlex.quote(str(opened.run.path))
+    shown: list[Component] = []
+    for name, ask in (("verify.json", "what the list buys: "), ("bisect.json", "what must leave FP8, by the loss alone: ")):
+        command = f"fp8debug {name.removesuffix('.json')} {path} --script train.py"
+        try:
+            found = read_trial(opened.run.path, name)
+        except Fp8DebugError as error:
+            shown.append(note(str(error), kind="warning"))
+            continue
+        if found is None:
+            shown.append(note(f"Not measured yet: {ask}", code(command)))
+            continue
+        verdict = str(found.get("verdict", "unknown"))
+        shown.append(html.H3([badge(GRADES.get(verdict, "unknown"), f"{name}: {verdict.replace('_', ' ')}")]))
+        shown.append(html.Ul([html.Li(line) for line in found["statements"]]))
+        if found.get("arms"):
+            shown += [_arms(found), graph("trials", trials(found))]
+    return shown
+
+
+def _arms(found: Mapping[str, Any]) -> Component:
+    body: list[list[Any]] = []
+    for arm in found["arms"]:
+        if isinstance(arm, Mapping):
+            bands = [_band(arm.get("above_bf16")), _band(arm.get("share"))]
+            body.append(
+                [
+                    str(arm.get("name")),
+                    number(arm.get("loss")),
+                    *bands,
+                    str(arm.get("closed") or NO_DATA),
+                    str(arm.get("about") or ""),
+                ]
+            )
+    return table(["Arm", "Loss", "Above BF16", "Share of the gap closed", "Closed", "What"], body, numeric=(1,), name="verify")
+
+
+def _band(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return NO_DATA
+    return f"{number(value.get('value'), 3)} [{number(value.get('low'), 3)}, {number(value.get('high'), 3)}]"
+
+
+def callbacks(app: dash.Dash, source: Source) -> None:
+    """Register the download of the file on view."""
+
+    @app.callback(
+        Output("fallback-file", "data"),
+        Input("fallback-save", "n_clicks"),
+        State("url", "pathname"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    def save(clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:
+        if not clicks:
+            raise PreventUpdate
+        view = parse(pathname, search)
+        opened = source.open(view.run)
+        text = _text(view, opened, opened.fallbacks(budget_of(view) / 100, fill=view.get("fill") == "yes"))
+        return {"content": text, "filename": f"fallback{EXPORTERS.get(_format(view)).suffix}", "type": "text/plain"}
 
 
 PAGE = Page(
@@ -101,5 +253,14 @@ PAGE = Page(
     title="Fallback",
     layout=layout,
     parts=parts,
-    outputs=(("candidates", "rowData"), ("exported", "children"), ("fallback-about", "children")),
+    is_pending=is_pending,
+    settle=settle,
+    outputs=(
+        ("candidates", "rowData"),
+        ("exported", "children"),
+        ("fallback-about", "children"),
+        ("fallback-notes", "children"),
+        ("pareto", "figure"),
+        ("fallback-proof", "children"),
+    ),
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
@@ -12,9 +13,9 @@ from fp8debug.errors import Fp8DebugError
 from .. import data, figures, source
 from ..envelopes import envelope
 from ..module_figures import SITES
+from ..opened import Opened
 from ..records import Heat
-from ..source import Opened
-from ..urls import View
+from ..urls import View, href
 from ..widgets import card, control, graph, note
 from .base import Page
 
@@ -77,14 +78,13 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         heat = data.heat(opened.run, metric, site, cast, steps=(view.get_int("from"), view.get_int("to")))
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
-    heat = _marked(heat, opened)
-    return note(_about(heat, len(opened.run.modules))), figures.heatmap(heat)
-
-
-def _marked(heat: Heat, opened: Opened) -> Heat:
-    from dataclasses import replace
-
-    return replace(heat, marks=source.marks(opened.findings(), by_module=True))
+    heat = replace(heat, marks=source.marks(opened.judged().findings, by_module=True))
+    whole = None
+    if view.get("from") or view.get("to"):
+        kept = {key: value for key, value in view.params.items() if key not in ("from", "to")}
+        whole = dcc.Link("show all steps", href=href("heatmap", view.run, **kept))
+    about = note(_about(heat, len(opened.run.modules)), " ", whole) if whole else note(_about(heat, len(opened.run.modules)))
+    return about, figures.heatmap(heat, f"{view.get('from')}:{view.get('to')}")
 
 
 def _about(heat: Heat, num_modules: int) -> str:
@@ -97,7 +97,7 @@ def _about(heat: Heat, num_modules: int) -> str:
     missing = num_modules - len(heat.modules)
     if missing > 0:
         words.append(f"{missing} module{'s have' if missing > 1 else ' has'} no such data.")
-    return " ".join([*words, "Click a cell for the module at that step."])
+    return " ".join([*words, "Click a cell for the module at that step; draw a box to see its steps one by one."])
 
 
 PAGE = Page(name="heatmap", title="Heatmap", layout=layout, parts=parts, outputs=(("heat-about", "children"), ("heat", "figure")))

@@ -8,15 +8,16 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
+from fp8debug.types import RESULTS, Gemm
 
-from .. import data, module_figures
+from .. import data, history_data, history_figures, module_figures
 from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
-from ..source import Opened
+from ..opened import Opened
 from ..theme import NO_DATA, level
 from ..urls import View, href
-from ..widgets import badge, card, control, facts, graded, graph, note, number, segments, table
+from ..widgets import badge, card, control, facts, graded, graph, note, number, poster, segments, table
 from .base import Page
 from .heatmap import metric_options
 from .overview import module_href
@@ -46,7 +47,7 @@ def chosen_module(view: View, opened: Opened) -> str | None:
     asked = view.get("module")
     if asked:
         return asked if asked in names else None
-    culprit = next((f.module for f in opened.findings() if f.module in names), None)
+    culprit = next((f.module for f in opened.judged().findings if f.module in names), None)
     return culprit or next(iter(names), None)
 
 
@@ -59,7 +60,7 @@ def chosen_site(view: View) -> tuple[str, str]:
 
 def default_step(opened: Opened, module: str, steps: list[int]) -> int | None:
     """Return the step at which a finding that names the module begins, or the last one."""
-    begins = [f.steps[0] for f in opened.findings() if module in (f.module, *f.also)]
+    begins = [f.steps[0] for f in opened.judged().findings if module in (f.module, *f.also)]
     return _nearest(steps, min(begins)) if begins else steps[-1] if steps else None
 
 
@@ -78,7 +79,7 @@ def layout(view: View, opened: Opened) -> Component:
     module = chosen_module(view, opened)
     if module is None:
         return html.Div(note(f"No module {view.get('module')!r} in this run; search one above.", kind="error"), className="page")
-    head, about, nine, table_of_casts, scale, hist = parts(view, opened)
+    head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, opened)
     steps = data.sampled_steps(opened.run, module)
     step = chosen_step(view, opened, module, steps)
     site = chosen_site(view)
@@ -109,6 +110,16 @@ def layout(view: View, opened: Opened) -> Component:
                     ],
                     className="columns",
                 ),
+                html.Div(
+                    [
+                        html.Div(
+                            [html.H3("exponents over steps, and the ends of the cast's range"), graph("history", over_time)]
+                        ),
+                        html.Div([html.H3("error of this GEMM's result, split"), graph("split", split)]),
+                    ],
+                    className="columns",
+                ),
+                html.Div(dumped, id="dumped"),
                 note=html.Div(
                     [
                         control(
@@ -131,11 +142,11 @@ def _steps(steps: list[int], default: int | None) -> list[dict[str, str]]:
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
-    """Return head, a line about the metric, nine sites, casts side by side, scales and histogram."""
+    """Return head, line about the metric, nine sites, casts, scales, histogram, its history, split error and block map."""
     module = chosen_module(view, opened)
     if module is None:
         nothing = empty("no such module")
-        return [], [], nothing, [], nothing, nothing
+        return [], [], nothing, [], nothing, nothing, nothing, nothing, None
     run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
     steps = data.sampled_steps(run, module)
     step = chosen_step(view, opened, module, steps)
@@ -146,6 +157,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         about, nine = note(str(error), kind="warning"), empty("not recorded", 300)
     scale = data.module_traces(run, module, "scale_inv_mean_log2", site)
     headroom = data.module_traces(run, module, "headroom", site)
+    traces = data.module_traces(run, module, "sqnr_db", (site[0], RESULTS[Gemm(site[0])].value))
     if step is None:
         return (
             _head(view, opened, module),
@@ -154,9 +166,12 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
             note(_why_empty(opened, module)),
             module_figures.scales([], []),
             module_figures.histogram(None),
+            history_figures.exponents(None),
+            history_figures.error_split(traces),
+            None,
         )
-    cast = view.get("cast", CAST)
-    hist = data.histogram(run, module, site, step, None if cast == CAST else cast)
+    cast = None if view.get("cast", CAST) == CAST else view.get("cast")
+    hist = data.histogram(run, module, site, step, cast)
     return (
         _head(view, opened, module),
         about,
@@ -164,7 +179,30 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         _casts(opened, module, site, step),
         module_figures.scales(scale, headroom, step),
         module_figures.histogram(hist),
+        history_figures.exponents(history_data.history(run, module, site, cast), step),
+        history_figures.error_split(traces, step),
+        _dumped(view, opened, module, site, step),
     )
+
+
+def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step: int) -> list[Component] | None:
+    """Return the map of the nearest dump of the site, or which sites of the module have one; None without any."""
+    try:
+        found = history_data.block_map(opened.run, module, site, step)
+        if found is not None:
+            return [html.H3(f"SQNR of each tile: {found.title}"), graph("blocks", history_figures.blocks(found))]
+        listed = history_data.dumped_steps(opened.run, module)
+    except Fp8DebugError as error:
+        return [note(str(error), kind="warning")]
+    if not listed:
+        return None
+    links = [
+        dcc.Link(
+            f"{name.replace('.', ' ')} at {at:,}", href=href("module", view.run, **{**view.params, "site": name, "step": at})
+        )
+        for at, name in listed[:24]
+    ]
+    return [note("Dumped are ", *(part for link in links for part in (link, " ")))]
 
 
 def _why_empty(opened: Opened, module: str) -> str:
@@ -191,8 +229,9 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
             in_words(entry.get("casts")) if entry.get("fp8") else f"not FP8: {entry.get('reason') or 'no reason recorded'}",
         ),
     ]
-    named = [f for f in opened.findings() if module in (f.module, *f.also)]
-    suffers = [f for f in opened.findings() if module in f.victims]
+    judged = opened.judged()
+    named = [f for f in judged.findings if module in (f.module, *f.also)]
+    suffers = [f for f in judged.findings if module in f.victims]
     lines = [
         html.Div(
             [
@@ -214,15 +253,25 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
     return [
         html.Div([html.H1(module), html.Nav(steps, className="neighbours")], className="module-title"),
         facts(pairs),
-        *(lines or [html.Div([badge("ok", "No finding"), " names this module"], className="named")]),
+        *(lines or (_silent(judged.is_pending),)),
     ]
 
 
+def _silent(is_pending: bool) -> Component:
+    if is_pending:
+        return poster("The rules are looking.")
+    return html.Div([badge("ok", "No finding"), " names this module"], className="named")
+
+
 def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -> Component:
+    side = "neighbour-before" if arrow.startswith("←") else "neighbour-after"
     if name is None:
         return html.Span()
     text = f"{arrow}{name}" if arrow.startswith("←") else f"{name} →"
-    return dcc.Link(text, href=href("module", view.run, module=name, **kept), title=name)
+    link = dcc.Link(
+        text, href=href("module", view.run, module=name, **kept), title=f"{name}  ( {'[' if side.endswith('before') else ']'} )"
+    )
+    return html.Span(link, className=side)
 
 
 def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Component:
@@ -239,7 +288,10 @@ def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Com
     numeric = range(2, 2 + len(columns))
     caption = f"{site[0]} {site[1]} at step {step:,}"
     return html.Div(
-        [html.H3(f"casts side by side: {caption}"), table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric))]
+        [
+            html.H3(f"casts side by side: {caption}"),
+            table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric), name="casts"),
+        ]
     )
 
 
@@ -259,5 +311,8 @@ PAGE = Page(
         ("casts", "children"),
         ("scales", "figure"),
         ("hist", "figure"),
+        ("history", "figure"),
+        ("split", "figure"),
+        ("dumped", "children"),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dash import dcc, html
@@ -14,10 +14,10 @@ from fp8debug.errors import Fp8DebugError
 
 from .. import data, figures, source
 from ..coverage import coverage
-from ..source import Opened
+from ..opened import Judgement, Opened
 from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level
 from ..urls import View, href
-from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, table
+from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, poster, table
 from .base import Page
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
-    verdict, todo, worst, loss, rows, covered = parts(view, opened)
+    verdict, kind, todo, worst, loss, rows, covered = parts(view, opened)
     return html.Div(
         [
             html.Div(verdict, id="verdict"),
+            html.Div(kind, id="classification"),
             html.Div(
                 [
                     card("Training", graph("loss", loss), note="findings marked where they begin", grow=True),
@@ -74,7 +75,7 @@ def layout(view: View, opened: Opened) -> Component:
             ),
             card(
                 "Findings",
-                grid("findings", COLUMNS, rows, "No finding"),
+                grid("findings", COLUMNS, rows, "No finding so far"),
                 note="culprit first; click a module to see its numbers",
             ),
             card(
@@ -86,12 +87,14 @@ def layout(view: View, opened: Opened) -> Component:
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
-    """Return verdict, what to do, worst operands, training figure, findings and coverage."""
-    findings = opened.findings()
+    """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
+    judged = opened.judged()
+    findings = judged.findings
     figure = figures.training(data.training(opened.run), source.marks(findings), data.loss_lost_at(opened.run))
     return (
-        _verdict(opened, findings),
-        _todo(view, opened, findings),
+        _verdict(opened, judged),
+        _classification(view, judged),
+        _todo(view, opened, judged),
         _worst(view, opened),
         figure,
         [row(finding, view.run) for finding in findings],
@@ -104,6 +107,7 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
     site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
     others = [*finding.also, *finding.victims]
     return {
+        "id": f"{finding.code} {finding.module} {finding.gemm} {finding.tensor} {finding.steps[0]}",
         "severity": level(finding.severity),
         "icon": ICONS[level(finding.severity)],
         "word": WORDS[level(finding.severity)],
@@ -128,8 +132,8 @@ def module_href(finding: Finding, run: str | None) -> str:
     return href("module", run, module=finding.module, site=site, step=finding.steps[0])
 
 
-def _verdict(opened: Opened, findings: Sequence[Finding]) -> list[Component | None]:
-    run, verdict = opened.run, opened.verdict
+def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
+    run, verdict = opened.run, judged.verdict
     steps = run.steps_range
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
@@ -139,28 +143,44 @@ def _verdict(opened: Opened, findings: Sequence[Finding]) -> list[Component | No
         ("last loss", number(data.last_loss(run))),
         ("state", source.state(run.path, run.rank_manifests)),
     ]
-    return [
-        html.Div([badge(verdict), html.P(sentence(opened, findings)), facts(pairs)], className=f"verdict verdict-{verdict}"),
-        note("Not everything could be read: " + "; ".join(run.problems), kind="warning") if run.problems else None,
-    ]
+    word = "Looking" if judged.is_pending and verdict == "unknown" else ""
+    return [html.Div([badge(verdict, word), html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
 
 
-def sentence(opened: Opened, findings: Sequence[Finding]) -> str:
+def sentence(judged: Judgement) -> str:
     """Return the verdict in words."""
-    if opened.failure:
-        return f"Triage could not run: {opened.failure}"
+    findings = judged.findings
+    if judged.failure:
+        return f"Triage could not run: {judged.failure}"
+    if judged.is_pending and not findings:
+        return "The rules are looking at the run; what they find appears here."
     if not findings:
         return "No finding: every rule that could look stayed silent."
     first = findings[0]
     where = f"{first.module} is the first culprit" if first.module else "No layer is to blame"
     counts = Counter(level(f.severity) for f in findings)
     counted = ", ".join(f"{n} {name}{'s' if n > 1 and name != 'info' else ''}" for name, n in counts.items())
-    return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}."
+    again = " The run has grown: the rules are looking again." if judged.is_pending else ""
+    return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}.{again}"
 
 
-def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Component | None]:
+def _classification(view: View, judged: Judgement) -> Component | None:
+    found = judged.findings.classification
+    if not found:
+        return None
+    origin: Component | None = None
+    if found.get("module"):
+        target = href("module", view.run, module=found["module"], step=found.get("step"))
+        origin = html.Span(["origin ", dcc.Link(str(found["module"]), href=target)])
+    evidence = [html.Li(str(line)) for line in found.get("evidence") or ()]
+    more = html.Details([html.Summary("why"), html.Ul(evidence)]) if evidence else None
+    words = [html.B(f"Class: {found['title']}"), html.Span(str(found["what"])), origin, more]
+    return html.Div([word for word in words if word is not None], className="class-line")
+
+
+def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | None]:
     path = shlex.quote(str(opened.run.path))
-    skipped = opened.skipped
+    findings, skipped = judged.findings, judged.findings.skipped
     silent = html.Details(
         [
             html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} could not look"),
@@ -171,16 +191,18 @@ def _todo(view: View, opened: Opened, findings: Sequence[Finding]) -> list[Compo
     if data.last_loss(opened.run) is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
-        return [html.P("Nothing: no rule found a fault." if opened.verdict == "ok" else "Nothing can be said yet."), *hints]
+        if judged.is_pending:
+            return [poster("The rules are looking."), *hints]
+        return [html.P("Nothing: no rule found a fault." if judged.verdict == "ok" else "Nothing can be said yet."), *hints]
     items: list[Component] = []
     for finding in list(dict.fromkeys(f for f in findings if level(f.severity) != "info"))[:3] or [findings[0]]:
         name = finding.module or "the whole run"
         link = dcc.Link(name, href=module_href(finding, view.run)) if finding.module else name
         items.append(html.Li([badge(level(finding.severity), finding.code), " ", link, html.P(finding.cure)]))
-    try:
-        candidates = len(opened.fallbacks())
-    except Fp8DebugError:
-        candidates = 0
+    candidates = 0
+    if not judged.is_pending:
+        with suppress(Fp8DebugError):
+            candidates = len(opened.fallbacks())
     more: list[Component] = [html.Li(["Read the manual page: ", code(f"fp8debug explain {findings[0].code}")])]
     if candidates:
         text = f"{candidates} fallback candidate{'s' if candidates != 1 else ''}"
@@ -200,7 +222,7 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
         link = dcc.Link(figures.shorten(worst["module"], 30), href=href("module", view.run, **params), title=worst["module"])
         body.append([link, site, graded("sqnr_db", worst["sqnr_db"], worst["kind"])])
     head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
-    return [table(head, body, numeric=(2,))]
+    return [table(head, body, numeric=(2,), name="noisiest-operands")]
 
 
 def _coverage(view: View, opened: Opened) -> list[Component | None]:
@@ -213,6 +235,7 @@ def _coverage(view: View, opened: Opened) -> list[Component | None]:
         ["Modules", "FLOPs", "Cast"],
         [[number(n), percent(part), name] for name, n, part in found.casts],
         numeric=(0, 1),
+        name="casts",
     )
     skipped = table(
         ["Not in FP8", "Kind", "Asked for", "Why"],
@@ -220,6 +243,7 @@ def _coverage(view: View, opened: Opened) -> list[Component | None]:
             [dcc.Link(name, href=href("module", view.run, module=name)), kind, asked, reason]
             for name, kind, asked, reason in found.skipped[:200]
         ],
+        name="not-in-fp8",
     )
     idle = [f"{kind} {pattern!r}" for kind, pattern, matched in found.filters if not matched]
     return [
@@ -236,6 +260,7 @@ PAGE = Page(
     parts=parts,
     outputs=(
         ("verdict", "children"),
+        ("classification", "children"),
         ("todo", "children"),
         ("worst", "children"),
         ("loss", "figure"),

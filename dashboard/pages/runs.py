@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from dash import html
@@ -16,8 +15,8 @@ from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS
 from ..urls import href
 from ..widgets import card, grid
 
-#: Triage of many runs is spread over several refreshes; one refresh spends this much on it.
-TRIAGE_S = 1.5
+#: How long the browser waits for verdicts before it shows those that are known; the others come with later refreshes.
+WAIT_S = 3.0
 
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 200, "tooltipField": "name"},
@@ -41,13 +40,13 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def layout(source: Source) -> Component:
     """Return the page."""
-    rows = parts(source)
+    chosen = html.Span("choose two or more to compare them", id="compare-chosen", className="dim")
     return html.Div(
         [
             card(
                 "Runs",
-                grid("runs", COLUMNS, rows, "No run"),
-                note="newest first; click one to open it",
+                grid("runs", COLUMNS, parts(source), "No run", choose=True),
+                note=html.Span(["newest first; click one to open it; ", chosen]),
             )
         ],
         className="page",
@@ -56,15 +55,15 @@ def layout(source: Source) -> Component:
 
 def parts(source: Source) -> list[dict[str, Any]]:
     """Return one row per run; a verdict that is not known yet says so and comes with a later refresh."""
-    rows, until = [], time.monotonic() + TRIAGE_S
+    rows = []
     for name in source.names():
-        verdict, finding = "unknown", ""
         summary = source.summary(name)
-        if not summary.error and (time.monotonic() < until or source.is_triaged(name)):
+        verdict, finding = "unknown", "" if summary.error else "the rules are looking"
+        if not summary.error and source.is_triaged(name):
             try:
-                opened = source.open(name)
-                verdict = opened.verdict
-                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in opened.findings()), opened.failure)
+                judged = source.open(name).judge()
+                verdict = judged.verdict
+                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in judged.findings), judged.failure)
             except Fp8DebugError as error:
                 finding = str(error)
         rows.append(row(summary, verdict, finding))
@@ -74,6 +73,7 @@ def parts(source: Source) -> list[dict[str, Any]]:
 def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
     """Return a run as a row of the grid."""
     return {
+        "id": summary.name,
         "name": summary.name,
         "href": None if summary.error else href("overview", summary.name),
         "severity": verdict,

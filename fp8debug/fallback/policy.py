@@ -8,7 +8,7 @@ budget, what the recorded errors ask for. The list names candidates; only a run 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,17 @@ def recommend(
     """
     share = parse_share(budget)
     run = run if isinstance(run, Run) else Run(run)
-    return _Plan(run).fill(list(findings), share, everything=fill)
+    return solver(run, findings)(share, fill=fill)
+
+
+def solver(run: Run, findings: Iterable[Finding]) -> Callable[..., list[Fallback]]:
+    """Return ``recommend`` of one run as a function of ``budget`` and ``fill``: the run is asked once for all budgets."""
+    plan, found = _Plan(run), list(findings)
+
+    def solve(budget: float | str = 0.10, *, fill: bool = False) -> list[Fallback]:
+        return plan.fill(found, parse_share(budget), everything=fill)
+
+    return solve
 
 
 class _Plan:
@@ -73,6 +83,8 @@ class _Plan:
         self.errors = result_errors(run)
 
     def fill(self, findings: Sequence[Finding], budget: float, *, everything: bool) -> list[Fallback]:
+        self.casts.clear()
+        self.bf16.clear()
         sites = [site for finding in findings for site in finding.sites if _has_cure(site)]
         later = [site for site in sites if not self._change_cast(site) and not self._leave_fp8(site)]
         entries = self._entries(dict.fromkeys(site.module for site in sites if site.module))

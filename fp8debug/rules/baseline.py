@@ -69,6 +69,8 @@ def is_gap(gap: float | None, error: float | None, loss: float) -> bool:
 
 def _diverges_at(common: Sequence[int], ours: dict[int, float], theirs: dict[int, float]) -> int | None:
     since = None
+    if not common:
+        return None
     for start in range(len(common) - min(WINDOW, len(common)), -1, -1):
         window = common[start : start + WINDOW]
         gap, error = gap_of([ours[step] - theirs[step] for step in window])

@@ -32,10 +32,13 @@ def browser_context_args(browser_context_args: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sick run, a healthy one, one without a loss, one with names that look like HTML, and a folder that is no run."""
+    """Runs: sick, healthy, of four ranks, without a loss, with names that look like HTML; and a folder that is none."""
     root = tmp_path_factory.mktemp("runs")
     samples.write_sick(root / "sick", num_steps=400, every=10)
+    samples.write_dump(root / "sick")
+    samples.write_verify(root / "sick")
     samples.write_healthy(root / "healthy")
+    samples.write_ranks(root / "ranks")
     nothing = {"loss": None, "grad_norm": None, "lr": None}
     samples.write_healthy(root / "no-loss", num_steps=40, steps=dict.fromkeys(range(40), nothing))
     samples.write_healthy(root / "<b>hostile<b>", num_steps=40, modules=samples.HOSTILE_MODULES)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fp8debug.store.dump_files import KIND, file_name, rank_folder
 from tests.synthetic import Override, Plan, Slots, write
 
 SICK = "blocks.3.mlp.gate"
@@ -113,6 +117,70 @@ def write_healthy(path: Path, num_steps: int = 120, **plan: Any) -> Path:
     given: dict[str, Any] = {"num_steps": num_steps, "modules": gpt_modules(2), "steps": losses(num_steps), **plan}
     write(path, Plan(**given))
     return path
+
+
+SICK_RANK = 2
+
+
+def write_ranks(path: Path, num_steps: int = 120) -> Path:
+    """Write a run of four ranks of which one, from half of the run on, has twice the scale at one site."""
+    doubled = {
+        "scale_inv_min": lambda row: 2 * row["scale_inv_min"],
+        "scale_inv_max": lambda row: 2 * row["scale_inv_max"],
+        "scale_inv_sum_log2": lambda row: row["scale_inv_sum_log2"] + row["num_blocks"],
+    }
+    apart = Override(module="blocks.1.mlp.up", gemm="fprop", tensor="input", slots=doubled, steps=(60, None), ranks=(SICK_RANK,))
+    plan = Plan(num_steps=num_steps, every=10, modules=gpt_modules(2), steps=losses(num_steps), world_size=4, overrides=[apart])
+    write(path, plan)
+    return path
+
+
+def write_dump(path: Path, module: str = SICK, step: int = 300) -> Path:
+    """Write a dump of a module's input into a run: 4 x 6 tiles of 1 x 128, of which one row lost its small values."""
+    rows, columns, tile = 256, 768, (64, 128)
+    grid = rows // tile[0], columns // tile[1]
+    energy = np.full(grid, 100.0)
+    error = energy * 10 ** (-31 / 10)
+    error[1] = energy[1] * 10 ** (-12 / 10)
+    tensors: dict[str, tuple[str, np.ndarray[Any, Any]]] = {
+        "reference": ("BF16", np.zeros((rows, columns), np.uint16)),
+        "data": ("F8_E4M3", np.zeros((rows, columns), np.uint8)),
+        "scale_inv": ("F32", np.ones(grid, np.float32)),
+        "block_sum_err2": ("F64", error),
+        "block_sum_x2": ("F64", energy),
+        "block_num_nonfinite": ("I32", np.zeros(grid, np.int32)),
+    }
+    about = {"kind": KIND, "module": module, "gemm": "fprop", "tensor": "input", "cast": "e4m3fn tensorwise delayed(16,max)"}
+    about |= {"actual": "true", "step": str(step), "rank": "0", "call": "0", "reason": "on-finding"}
+    about |= {"shape": f"{rows},{columns}", "tile": f"{tile[0]},{tile[1]}"}
+    header: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, (dtype, values) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": [end, end + values.nbytes]}
+        end += values.nbytes
+    text = json.dumps(header).encode()
+    folder = rank_folder(path, step, 0)
+    folder.mkdir(parents=True)
+    file = folder / file_name(module, "fprop", "input")
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(values.tobytes() for _, values in tensors.values()))
+    return file
+
+
+def write_verify(path: Path) -> Path:
+    """Write what ``fp8debug verify`` would: FP8 above BF16, and candidates that close the gap."""
+    steps = range(40)
+    bf16 = [2 + 3 * math.exp(-s / 12) for s in steps]
+    arms = []
+    for name, gap in (("bf16", 0.0), ("fp8", 0.3), ("candidates", 0.02)):
+        own = [loss + gap * (1 - math.exp(-s / 8)) for s, loss in zip(steps, bf16, strict=True)]
+        share = None if name != "candidates" else {"value": 0.93, "low": 0.88, "high": 0.98}
+        above = None if name == "bf16" else {"value": gap, "low": 0.9 * gap, "high": 1.1 * gap}
+        arms.append({"name": name, "about": f"the {name} arm", "loss": own[-1], "above_bf16": above, "share": share})
+        arms[-1] |= {"closed": "yes" if share else None, "first_step": 0, "losses": [own, [loss + 0.01 for loss in own]]}
+    statements = ["FP8 trains +13 % above BF16: 0.3 [0.27, 0.33]", "the candidates close 93 % of the gap"]
+    document = {"schema": 1, "run": path.name, "complete": True, "verdict": "closed", "statements": statements, "arms": arms}
+    (path / "verify.json").write_text(json.dumps(document))
+    return path / "verify.json"
 
 
 #: Module names that are markup in HTML, in plotly's labels and in hover templates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +21,10 @@ PICTURES = {
     "overview-dark": ("/?run=gpt-delayed", "dark"),
     "heatmap": ("/heatmap?run=gpt-delayed", "light"),
     "module": (f"/module?run=gpt-delayed&module={samples.SICK}&step=300", "light"),
+    "ranks": ("/ranks?run=gpt-ranks", "light"),
+    "findings": ("/findings?run=gpt-delayed", "light"),
     "fallback": ("/fallback?run=gpt-delayed", "light"),
+    "compare": ("/compare?run=gpt-delayed&with=gpt-blockwise", "light"),
     "runs": ("/", "light"),
 }
 
@@ -29,6 +33,7 @@ def take(page: Page, address: str, path: Path) -> None:
     """Wait until a page has drawn everything, then write it as it is, no higher than its content."""
     page.goto(address)
     page.locator(".page").wait_for(timeout=30_000)
+    page.locator(".pulse").first.wait_for(state="detached", timeout=60_000)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(1500)
     bottom = page.locator(".page > :last-child").bounding_box()
@@ -38,21 +43,29 @@ def take(page: Page, address: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Write every picture to docs/img."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
+    """Write every picture to docs/img; with a folder as argument write every page there, light and dark."""
+    pictures, images = PICTURES, IMAGES
+    if sys.argv[1:]:
+        images = Path(sys.argv[1]).resolve()
+        names = [name for name in PICTURES if not name.endswith("-dark")]
+        pictures = {f"{name}-{scheme}": (PICTURES[name][0], scheme) for name in names for scheme in ("light", "dark")}
+    images.mkdir(parents=True, exist_ok=True)
     home, root = Path.cwd(), Path("runs")
     os.chdir(tempfile.mkdtemp())  # the pages print commands with the path as it was given
     samples.write_sick(root / "gpt-delayed")
-    samples.write_healthy(root / "gpt-blockwise", num_steps=300)
+    samples.write_dump(root / "gpt-delayed")
+    samples.write_verify(root / "gpt-delayed")
+    samples.write_ranks(root / "gpt-ranks")
+    samples.write_healthy(root / "gpt-blockwise", num_steps=samples.NUM_STEPS, every=samples.EVERY, modules=samples.gpt_modules())
     try:
         with served(root) as address, sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=browser_args())
-            for name, (place, scheme) in PICTURES.items():
+            for name, (place, scheme) in pictures.items():
                 dark = scheme == "dark"
                 page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark" if dark else "light")
-                take(page, address + place, IMAGES / f"{name}.png")
+                take(page, address + place, images / f"{name}.png")
                 page.close()
-                print(f"Wrote {name}.png to {IMAGES}")
+                print(f"Wrote {name}.png to {images}")
             browser.close()
     finally:
         shutil.rmtree(Path.cwd())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from fp8debug.recipes import get_recipe
 from fp8debug_dashboard import data, urls
 from fp8debug_dashboard.coverage import coverage, in_words
 from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRAD_OUTPUT, envelope, kind_of, severities
-from fp8debug_dashboard.source import Opened, Source, file_stamp, is_run, marks, state
+from fp8debug_dashboard.opened import Opened
+from fp8debug_dashboard.source import Source, file_stamp, is_run, marks, state
 from tests.dashboard import samples
 from tests.synthetic import Override, build
 
@@ -237,7 +239,7 @@ def test_urls_leave_out_what_is_default() -> None:
 
 def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
     source = Source(folder)
-    assert source.is_folder and set(source.names()) == {"sick", "healthy", "no-loss", "empty", "<b>hostile<b>"}
+    assert source.is_folder and set(source.names()) == {"sick", "healthy", "ranks", "no-loss", "empty", "<b>hostile<b>"}
     for name in ("../runs/sick", "sick/", "/etc", "notes", None, ""):
         with pytest.raises(UnknownNameError):
             source.folder(name)
@@ -270,10 +272,32 @@ def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: py
 
 def test_verdict_and_marks_come_from_triage(folder: Path, run: Run) -> None:
     opened = Opened(run, "")
-    assert opened.verdict == "error" and opened.findings()[0].module == samples.SICK
-    (mark,) = marks(opened.findings())
+    judged = opened.judge()
+    assert judged.verdict == "error" and judged.findings[0].module == samples.SICK
+    (mark,) = marks(judged.findings)
     assert mark.severity == "error" and mark.codes[0] == "F101" and samples.SICK in mark.lines[0]
-    assert Opened(Run(folder / "healthy"), "").verdict == "ok"
+    assert Opened(Run(folder / "healthy"), "").judge().verdict == "ok"
+
+
+def test_modules_with_the_same_cause_are_marked_too(run: Run) -> None:
+    finding = replace(Opened(run, "").judge().findings[0], also=("blocks.3.mlp.up",))
+    assert [mark.module for mark in marks([finding], by_module=True)] == [samples.SICK, "blocks.3.mlp.up"]
+
+
+def test_a_large_run_is_shown_before_it_is_judged(run: Run) -> None:
+    opened = Opened(run, "", size=1 << 40)
+    assert opened.judged().is_pending and opened.judged().verdict == "unknown" and not opened.is_triaged
+    opened.judge()
+    assert opened.judged().verdict == "error" and not opened.judged().is_pending
+
+
+def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
+    first = Opened(run, "")
+    first.judge()
+    again = Opened(run, "", size=1 << 40, earlier=first.latest())
+    assert again.judged().is_pending and again.judged().verdict == "error"
+    overtaken = Opened(run, "", earlier=first.latest(), is_superseded=True)
+    assert overtaken.judge() is first.latest() and not overtaken.is_triaged
 
 
 def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +306,8 @@ def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("fp8debug.triage", fail)
     opened = Opened(run, "")
-    assert (opened.verdict, opened.failure, opened.fallbacks()) == ("unknown", "damaged", [])
+    judged = opened.judge()
+    assert (judged.verdict, judged.failure, opened.fallbacks()) == ("unknown", "damaged", [])
 
 
 def test_a_loss_that_became_nan_is_told(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from werkzeug.serving import make_server
 
 from fp8debug.errors import RunError
 from fp8debug_dashboard import make_app, serve, server
-from fp8debug_dashboard.pages import fallback, heatmap, module, overview, runs
+from fp8debug_dashboard.app import PAGES
+from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.source import Source
 from fp8debug_dashboard.urls import View
 
@@ -134,12 +135,15 @@ def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
     before, source = digest(folder), Source(folder)
     runs.layout(source)
     for name in ("sick", "healthy", "no-loss", "<b>hostile<b>"):
-        for page in (overview, heatmap, module, fallback):
-            page.PAGE.layout(View(page.PAGE.name, name), source.open(name))
+        for page in PAGES.values():
+            view, opened = View(page.name, name, {"with": "healthy"}), source.open(name)
+            page.layout(view, opened)
+            page.settle(view, opened)
+            page.parts(view, opened)
     assert digest(folder) == before
 
 
-@pytest.mark.parametrize("page", [overview.PAGE, heatmap.PAGE, module.PAGE, fallback.PAGE], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", list(PAGES.values()), ids=lambda page: page.name)
 @pytest.mark.parametrize(
     "params",
     [
@@ -147,12 +151,17 @@ def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
         {"metric": "nothing", "site": "x.y", "cast": "no cast", "step": "x", "from": "1e9"},
         {"metric": "log2_hist", "site": "fprop.output", "step": "-5", "module": "no.such"},
         {"metric": "damage", "module": "lm_head"},
+        {"with": "healthy/no-loss/nope", "of": "no.such", "budget": "900", "to": "nope", "fill": "yes", "code": "F999"},
+        {"with": "../x", "group": "culprit", "budget": "-3", "to": "torchtitan"},
     ],
 )
 def test_any_url_gives_a_page_that_agrees_with_its_outputs(folder: Path, page: Any, params: dict[str, str]) -> None:
     opened = Source(folder).open("sick")
     view = View(page.name, "sick", params)
     text = json.dumps(page.layout(view, opened).to_plotly_json(), default=lambda o: o.to_plotly_json(), skipkeys=True)
+    assert len(page.parts(view, opened)) == len(page.outputs)
+    page.settle(view, opened)
+    assert not page.is_pending(view, opened)
     assert len(page.parts(view, opened)) == len(page.outputs)
     if params.get("module") != "no.such" or page.name != "module":
         assert all(f'"{name}"' in text for name, _ in page.outputs)

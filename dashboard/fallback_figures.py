@@ -1,0 +1,90 @@
+"""What a budget buys: damage recovered against speed given back, and the losses of the trainings that proved a list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
+from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
+
+from .figures import empty, line, styled
+from .records import Trace
+from .theme import LINES, ORANGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One point of the curve: a budget, what its candidates cost, and the share of all damage that they take away."""
+
+    budget: float
+    cost: float
+    recovered: float
+    count: int
+
+
+def pareto(choices: Sequence[Choice], chosen: Choice | None) -> go.Figure:
+    """Return the curve of damage recovered over speed given back, with the chosen budget on it."""
+    if not choices or not any(choice.recovered > 0 for choice in choices):
+        return empty("No damage was recorded, so nothing tells what a budget buys: record with shadow_rows above 0", 200)
+    cost = np.array([100 * choice.cost for choice in choices], dtype=np.float32)
+    figure = go.Figure(
+        go.Scatter(
+            x=cost,
+            y=np.array([100 * choice.recovered for choice in choices], dtype=np.float32),
+            mode="lines+markers",
+            line={"color": LINES[0], "width": 1.6},
+            marker={"size": 5},
+            customdata=np.array([[choice.count, round(100 * choice.budget)] for choice in choices], dtype=np.int32),
+            hovertemplate="budget %{customdata[1]}%: %{customdata[0]} candidates<br>gives back %{x:.3g}% of the speed-up,"
+            " recovers %{y:.3g}% of the damage<extra></extra>",
+        )
+    )
+    if chosen is not None:
+        figure.add_trace(
+            go.Scatter(
+                x=np.array([100 * chosen.cost], dtype=np.float32),
+                y=np.array([100 * chosen.recovered], dtype=np.float32),
+                mode="markers+text",
+                text=["chosen"],
+                textposition="bottom right",
+                marker={"size": 12, "symbol": "diamond", "color": ORANGE},
+                hoverinfo="skip",
+            )
+        )
+    styled(figure, 270)
+    figure.update_xaxes(title_text="speed-up given back, %", title_standoff=2, range=[-3, 4 + float(cost.max())])
+    figure.update_yaxes(title_text="damage recovered, %", title_standoff=4, range=[-4, 108])
+    return figure
+
+
+def trials(document: Mapping[str, Any]) -> go.Figure:
+    """Return the loss of every arm that ``fp8debug verify`` trained, the mean of its repeats."""
+    figure = make_subplots(rows=1, cols=1)
+    arms = [arm for arm in document.get("arms") or () if isinstance(arm, Mapping)]
+    for i, arm in enumerate(arms):
+        curves = [curve for curve in arm.get("losses") or () if isinstance(curve, Sequence) and curve]
+        if not curves:
+            continue
+        shortest = min(len(curve) for curve in curves)
+        values = np.array([[np.nan if v is None else float(v) for v in curve[:shortest]] for curve in curves], dtype=np.float32)
+        first = arm.get("first_step")
+        steps = (int(first) if isinstance(first, int) else 0) + np.arange(shortest, dtype=np.int32)
+        many = len(curves) > 1
+        mean = Trace(
+            name=str(arm.get("name")),
+            steps=steps,
+            values=values.mean(axis=0),
+            low=values.min(axis=0) if many else None,
+            high=values.max(axis=0) if many else None,
+        )
+        line(figure, mean, LINES[i % len(LINES)], row=1, col=1, legend=mean.name, in_legend=True, rank=i)
+    if not figure.data:
+        return empty("verify.json holds no losses yet", 160)
+    styled(figure, 260, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
+    figure.update_layout(margin={"t": 26}, hovermode="x")
+    figure.update_yaxes(title_text="loss", title_standoff=4)
+    figure.update_xaxes(title_text="step", title_standoff=2)
+    return figure

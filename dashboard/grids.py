@@ -1,0 +1,37 @@
+"""Answers of the engine as numpy arrays: columns, and grids of names by steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from .records import Floats, Heat, Ints
+
+
+def floats(table: pa.Table, name: str) -> Floats:
+    """Return a column as float32, NaN for null."""
+    values = table.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore"):
+        return np.asarray(values).astype(np.float32)
+
+
+def ints(table: pa.Table, name: str) -> Ints:
+    """Return a column without nulls as int32."""
+    return np.asarray(table.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
+
+
+def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
+    """Return rows of (module, cell, step, v, kind) as an array of modules, in the given order, by cells of steps."""
+    names = table.column("module").to_pylist()
+    order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *names]))}
+    present = sorted(set(names), key=order.__getitem__)
+    row = {name: i for i, name in enumerate(present)}
+    cells, index = np.unique(ints(table, "cell"), return_inverse=True)
+    rows = np.array([row[name] for name in names], dtype=np.int64)
+    values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
+    kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
+    steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)
+    values[rows, index] = floats(table, "v")
+    kinds[rows, index] = ints(table, "kind")
+    np.minimum.at(steps, index, ints(table, "step"))
+    return Heat(metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width)

@@ -1,0 +1,171 @@
+"""One run as its files were at one moment, with what was concluded from it; what takes long is done once, off the first paint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.errors import Fp8DebugError
+from fp8debug.rules.findings import Findings
+
+from .theme import level
+
+if TYPE_CHECKING:
+    from fp8debug import Fallback, Run
+    from fp8debug.rules.differences import Differences
+
+#: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
+SMALL_BYTES = 8 << 20
+#: The longest that a layout waits for the verdict of a small run.
+WAIT_S = 1.5
+_ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What triage says, or that it is still at it.
+
+    Attributes:
+        findings: culprit first.
+        is_pending: the rules are still looking; ``findings`` are those of an earlier state of the files, or none.
+        failure: why triage could not run, or "".
+    """
+
+    findings: Findings
+    is_pending: bool = False
+    failure: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` without findings while pending, and after a failure."""
+        if self.failure or (self.is_pending and not self.findings):
+            return "unknown"
+        return min((level(f.severity) for f in self.findings), key=_ORDER.__getitem__, default="ok")
+
+
+PENDING = Judgement(findings=Findings(), is_pending=True)
+
+
+@dataclass
+class Opened:
+    """A run with what was concluded from it, as of one state of its files.
+
+    Attributes:
+        run: the run; its queries are safe from several threads.
+        stamp: state of its files.
+        size: their bytes.
+        name: of its folder.
+        siblings: returns the names of the runs in the same folder; none where one run is served.
+        beside: opens another run of the same folder by its name.
+        earlier: what was known of an earlier state of the files.
+        is_superseded: the files have changed since.
+    """
+
+    run: Run
+    stamp: str
+    size: int = 0
+    name: str = ""
+    siblings: Callable[[], list[str]] = list
+    beside: Callable[[str], Opened] | None = None
+    earlier: Judgement = PENDING
+    is_superseded: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _solving: threading.Lock = field(default_factory=threading.Lock)
+    _judgement: Judgement | None = None
+    _solve: Callable[..., list[Fallback]] | None = None
+    _differences: dict[str, Differences] = field(default_factory=dict)
+    _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def judge(self) -> Judgement:
+        """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
+        with self._lock:
+            if self._judgement is None:
+                if self.is_superseded:
+                    return self.earlier
+                self._judgement = self._triage()
+            return self._judgement
+
+    def _triage(self) -> Judgement:
+        from fp8debug import Run, triage
+
+        try:
+            own = Run(self.run.path)
+            found = Judgement(findings=triage(own))
+        except Fp8DebugError as error:
+            return Judgement(findings=Findings(), failure=str(error))
+        with suppress(Fp8DebugError), self._solving:  # the fallback page says what went wrong
+            self._solve = self._solver(own, found.findings)
+        return found
+
+    def judged(self) -> Judgement:
+        """Return what is known by now: at once for a large run, after a moment for a small one."""
+        if self._judgement is None and self.size < SMALL_BYTES:
+            thread = threading.Thread(target=self.judge, daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+        if self._judgement is not None:
+            return self._judgement
+        earlier = self.earlier
+        return Judgement(findings=earlier.findings, is_pending=True, failure=earlier.failure)
+
+    def latest(self) -> Judgement:
+        """Return the newest conclusions without any work."""
+        return self._judgement or self.earlier
+
+    @property
+    def is_triaged(self) -> bool:
+        """True when the findings are known."""
+        return self._judgement is not None
+
+    def fallbacks(self, budget: float = 0.10, *, fill: bool = False) -> list[Fallback]:
+        """Return the candidates within a budget; the run is asked once, whatever the number of budgets.
+
+        Raises:
+            RunError: ``speed.json`` is damaged.
+        """
+        self.judge()
+        with self._solving:
+            if self._solve is None:
+                self._solve = self._solver(self.run, self.latest().findings)
+            key = ("fallbacks", budget, fill)
+            if key not in self._kept:
+                self._kept[key] = self._solve(budget, fill=fill)
+            found: list[Fallback] = self._kept[key]
+            return found
+
+    @staticmethod
+    def _solver(run: Run, findings: Findings) -> Callable[..., list[Fallback]]:
+        from fp8debug.fallback.policy import solver
+
+        return solver(run, findings)
+
+    def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return what was computed under a key, or compute it now."""
+        if key not in self._kept:
+            self._kept[key] = compute()
+        return self._kept[key]
+
+    def is_kept(self, key: Any) -> bool:
+        """Tell whether something was computed under a key."""
+        return key in self._kept
+
+    def kept(self, key: Any) -> Any:
+        """Return what was computed under a key, or None."""
+        return self._kept.get(key)
+
+    def differences(self, name: str) -> Differences | None:
+        """Return how this run differs from another of the folder, None while nobody has compared them."""
+        return self._differences.get(name)
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Compare this run with others of the folder, each the first of its pair; what is known is kept."""
+        from fp8debug import Run
+        from fp8debug.rules.differences import diff_runs
+
+        for name in names:
+            if name not in self._differences and self.beside is not None:
+                other = self.beside(name)
+                self._differences[name] = diff_runs(Run(other.run.path), Run(self.run.path))

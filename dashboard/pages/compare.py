@@ -1,0 +1,211 @@
+"""This run beside others: loss gap, what was in force, and the first site and step at which they part."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from dash import html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+from fp8debug.rules.apart import APART, SiteDifference, unwrapped
+from fp8debug.rules.baseline import configuration_words
+
+from .. import data
+from ..compare_figures import losses, site_in_both
+from ..figures import empty
+from ..opened import Opened
+from ..theme import NO_DATA
+from ..urls import View, href
+from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
+from .base import Page
+
+if TYPE_CHECKING:
+    from fp8debug.rules.differences import Differences
+
+METRIC = "rms"
+#: What a folder name cannot hold: it separates names in the URL.
+SEPARATOR = "/"
+#: Differences of configuration and sites that the page lists; the command line has all of them.
+MAX_SETTINGS, MAX_SITES = 60, 300
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "at", "headerName": "Parts at", "type": "rightAligned", "width": 90},
+    {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
+    {"field": "site", "headerName": "Site", "width": 150},
+    {"field": "reference", "headerName": "Against", "width": 90},
+    {"field": "what", "headerName": "What", "width": 300, "tooltipField": "what"},
+    {"field": "differs", "headerName": "Differs since", "type": "rightAligned", "width": 100},
+    {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140},
+    {"field": "rms", "headerName": "rms", "width": 170},
+)
+
+
+def others(view: View, opened: Opened) -> list[str]:
+    """Return the names of the URL that are runs of this folder, this one left out."""
+    asked = [name for name in view.get("with").split(SEPARATOR) if name]
+    return [name for name in dict.fromkeys(asked) if name in opened.siblings() and name != opened.name]
+
+
+def is_pending(view: View, opened: Opened) -> bool:
+    """Tell whether the sites are still to be compared, which reads both runs."""
+    return any(opened.differences(name) is None for name in others(view, opened)[:1])
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Compare the sites of this run with the first of the others."""
+    opened.compare(others(view, opened)[:1])
+    return None
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    about, figure, settings, rows, site = parts(view, opened)
+    names = [name for name in opened.siblings() if name != opened.name]
+    value = view.get("with")
+    options = [{"value": "", "label": "(choose a run)"}, *names]
+    if SEPARATOR in value:
+        options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
+    metrics = [name for name in APART if opened.run.has(name)]
+    pick = control("with", "", value, options, "beside", 260)
+    return html.Div(
+        [
+            card(
+                "Loss",
+                html.Div(about, id="compare-about"),
+                graph("compare-loss", figure),
+                note=html.Div([pick], className="controls"),
+            ),
+            card("Where they part", grid("compare-sites", COLUMNS, rows, "No site parts"), note="first divergence on top"),
+            card(
+                "One site in these runs",
+                graph("compare-site", site),
+                note=html.Div(
+                    [control("metric", METRIC, view.get("metric", METRIC), metrics or [METRIC], "metric", 200)],
+                    className="controls",
+                ),
+            ),
+            card("What was in force", html.Div(settings, id="compare-settings"), note="what differs"),
+        ],
+        className="page",
+    )
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return a line about both, the losses, the configuration, the sites that part, and one site in all of them."""
+    names = others(view, opened)
+    if not names or opened.beside is None:
+        return _nothing(view, opened)
+    try:
+        beside = [(name, opened.beside(name).run) for name in names]
+    except Fp8DebugError as error:
+        return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
+    found = opened.differences(names[0])
+    runs = [(opened.name, opened.run), *beside]
+    curves = [(name, next((t for t in data.training(run) if t.name == "loss"), None)) for name, run in runs]
+    figure = losses(curves, found.loss["diverges_at"] if found else None)
+    if found is None:
+        waiting = poster(f"The sites of {opened.name} and {names[0]} are being compared.")
+        return waiting, figure, None, [], empty("not known yet", 160)
+    parted = [site for site in found.sites if site.diverges_at is not None]
+    rows = [_row(site, view) for site in parted[:MAX_SITES]]
+    return _about(found), figure, _settings(found), rows, _site(view, runs, parted)
+
+
+def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
+    if opened.beside is None:
+        folder = opened.run.path.resolve().parent
+        about = note("One run is served. To compare runs serve their folder: ", code(f"fp8debug dashboard {folder}"))
+    elif len(opened.siblings()) < 2:
+        about = note("This folder holds one run; record a second one, in BF16 say, beside it.")
+    else:
+        about = note("Choose a run to compare with: the good one, or the one in BF16.")
+    if view.get("with") and opened.beside is not None:
+        about = note(f"No run {view.get('with')!r} in this folder.", kind="error")
+    return about, empty("nothing to compare with yet", 160), None, [], empty("nothing to compare with yet", 120)
+
+
+def _about(found: Differences) -> list[Component]:
+    gap = found.loss["diverges_at"] is not None
+    first = found.first
+    sites = found.site_words if first is not None or not found.sites else f"no site parts: {found.site_words}"
+    lines: list[Component] = [
+        html.P([badge("warning" if gap else "ok", "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
+        html.P([badge("warning" if first is not None else "ok", "sites"), f" {sites}"]),
+    ]
+    for name, only in zip(found.names, found.only, strict=True):
+        if only:
+            more = f" and {len(only) - 8} more" if len(only) > 8 else ""
+            lines.append(note(f"Only in {name}: {', '.join(only[:8])}{more}", kind="warning"))
+    return lines
+
+
+def _settings(found: Differences) -> Component:
+    words = configuration_words(found.configuration)
+    if not words:
+        return note("No difference.")
+    body = [[what, _cell(first), _cell(second)] for what, first, second in words[:MAX_SETTINGS]]
+    more = (
+        note(f"and {len(words) - MAX_SETTINGS} more; fp8debug diff --format json has them all")
+        if len(words) > MAX_SETTINGS
+        else None
+    )
+    shown = table(["What", found.names[0], found.names[1]], body, name="configuration")
+    return html.Div([shown, more] if more is not None else [shown])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return NO_DATA
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _row(site: SiteDifference, view: View) -> dict[str, Any]:
+    name = f"{site.gemm}.{site.tensor}"
+    pairs = {key: " -> ".join(number(v) for v in site.medians.get(key, (None, None))) for key in ("sqnr_db", "rms")}
+    kept = {"with": view.get("with"), "of": site.module, "site": name}
+    return {
+        "id": f"{site.module} {name} {site.reference}",
+        "at": site.diverges_at,
+        "module": site.module,
+        "href": href("compare", view.run, **kept),
+        "site": name.replace(".", " "),
+        "reference": site.reference,
+        "what": site.what,
+        "differs": site.differs_at,
+        **pairs,
+    }
+
+
+def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference]) -> Any:
+    first = parted[0] if parted else None
+    module = view.get("of") or (first.module if first else "")
+    gemm, _, tensor = (view.get("site") or (f"{first.gemm}.{first.tensor}" if first else "fprop.input")).partition(".")
+    metric = view.get("metric", METRIC)
+    step = next((s.diverges_at for s in parted if (s.module, s.gemm, s.tensor) == (module, gemm, tensor)), None)
+    lines = []
+    for name, run in runs:
+        own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)
+        own = own or next((str(m["fqn"]) for m in run.modules), "")
+        try:
+            lines.append((f"{name}: {own} {gemm} {tensor}", data.module_traces(run, own, metric, (gemm, tensor))))
+        except Fp8DebugError as error:
+            return empty(str(error), 160)
+    return site_in_both(lines, metric, step)
+
+
+PAGE = Page(
+    name="compare",
+    title="Compare",
+    layout=layout,
+    parts=parts,
+    is_pending=is_pending,
+    settle=settle,
+    outputs=(
+        ("compare-about", "children"),
+        ("compare-loss", "figure"),
+        ("compare-settings", "children"),
+        ("compare-sites", "rowData"),
+        ("compare-site", "figure"),
+    ),
+)

@@ -1,0 +1,215 @@
+"""Everything triage found, to filter, sort and take along; one finding with its evidence and its rule's manual page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dash
+from dash import Input, Output, State, dcc, html
+from dash.development.base_component import Component
+from dash.exceptions import PreventUpdate
+
+from fp8debug.errors import Fp8DebugError
+from fp8debug.reports.evidence import charts_of, loss_chart
+from fp8debug.rules import RULES
+
+from ..evidence_figures import evidence
+from ..figures import empty
+from ..opened import Judgement, Opened
+from ..source import Source
+from ..theme import NO_DATA, level
+from ..urls import View, href, parse
+from ..widgets import badge, card, code, graph, grid, note, number, poster, segments
+from . import overview
+from .base import Page
+
+if TYPE_CHECKING:
+    from fp8debug import Finding
+
+GROUP = "none"
+COLUMNS: tuple[dict[str, Any], ...] = tuple(
+    {**column, "cellRenderer": "Link", "headerName": "Code", "width": 90, "maxWidth": 130}
+    if column["field"] == "code"
+    else {key: value for key, value in column.items() if key != "cellRenderer"}
+    if column["field"] == "module"
+    else column
+    for column in overview.COLUMNS
+)
+
+
+def row(finding: Finding, run: str | None) -> dict[str, Any]:
+    """Return a finding as a row whose link shows its evidence."""
+    target = href("findings", run, code=finding.code, culprit=finding.module)
+    return {**overview.row(finding, run), "href": target}
+
+
+def grouped(findings: Sequence[Finding], run: str | None) -> list[dict[str, Any]]:
+    """Return one row per culprit: its worst finding, with the codes and victims of all of them."""
+    by_module: dict[str | None, list[Finding]] = {}
+    for finding in findings:
+        by_module.setdefault(finding.module, []).append(finding)
+    rows = []
+    for module, own in by_module.items():
+        shown = row(own[0], run)
+        others = dict.fromkeys(name for f in own for name in (*f.also, *f.victims))
+        since, until = min(f.steps[0] for f in own), max(f.steps[1] for f in own)
+        rows.append(
+            {
+                **shown,
+                "id": str(module),
+                "code": " ".join(dict.fromkeys(f.code for f in own)),
+                "name": ", ".join(dict.fromkeys(f.name for f in own)),
+                "since": since,
+                "until": until,
+                "message": f"{len(own)} finding{'s' if len(own) > 1 else ''}; {own[0].message}",
+                "others": ", ".join(others) or NO_DATA,
+            }
+        )
+    return rows
+
+
+def chosen(view: View, judged: Judgement) -> Finding | None:
+    """Return the finding of the URL, or the first."""
+    findings = judged.findings
+    asked, culprit = view.get("code"), view.get("culprit")
+    named = (f for f in findings if f.code == asked and (f.module or "") == culprit)
+    return next(named, findings[0] if findings else None)
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    about, rows, head, figure, manual = parts(view, opened)
+    choices = [{"value": "none", "label": "each finding"}, {"value": "culprit", "label": "by culprit"}]
+    controls = html.Div(
+        [
+            segments("group", GROUP, view.get("group", GROUP), choices, "rows"),
+            html.Button(
+                "JSON", id="findings-json", className="linkish", title="save the document of fp8debug triage --format json"
+            ),
+            html.Button("CSV", id="findings-csv", className="linkish", title="save as fp8debug triage --format csv writes it"),
+            dcc.Download(id="findings-file"),
+        ],
+        className="controls",
+    )
+    return html.Div(
+        [
+            card(
+                "Findings",
+                html.Div(about, id="findings-about"),
+                grid("all-findings", COLUMNS, rows, "No finding so far", csv=False),
+                note=controls,
+            ),
+            html.Div(
+                [
+                    card("Evidence", html.Div(head, id="finding-head"), graph("evidence", figure), grow=True),
+                    card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual")),
+                ],
+                className="columns columns-wide-left",
+            ),
+        ],
+        className="page",
+    )
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return a line about the list, its rows, and head, evidence and manual page of the chosen finding."""
+    judged = opened.judged()
+    findings = judged.findings
+    rows = grouped(findings, view.run) if view.get("group") == "culprit" else [row(f, view.run) for f in findings]
+    finding = chosen(view, judged)
+    if finding is None:
+        words = "No rule found a fault, so there is no evidence to show."
+        waiting = "The rules are looking; evidence appears with the first finding."
+        return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
+    return _about(judged), rows, _head(view, finding), _evidence(opened, judged, finding), _manual(finding)
+
+
+def _about(judged: Judgement) -> Component:
+    if judged.failure:
+        return note(f"Triage could not run: {judged.failure}", kind="warning")
+    if judged.is_pending:
+        return poster("The rules are looking at the run.")
+    silent = len(judged.findings.skipped)
+    more = f" {silent} of {len(RULES)} rules could not look: they lack columns or a second rank." if silent else ""
+    return note(f"Culprit first: errors, then the order of first appearance.{more}")
+
+
+def _head(view: View, finding: Finding) -> list[Component]:
+    grade = level(finding.severity)
+    name = finding.module or "the whole run"
+    where = dcc.Link(name, href=overview.module_href(finding, view.run)) if finding.module else name
+    limit = f", limit {number(finding.threshold)}" if finding.threshold is not None else ""
+    unit = "" if finding.unit == "1" else f" {finding.unit}"
+    first = [badge(grade, f"{finding.code} {finding.name}"), where]
+    if finding.value is not None:
+        first.append(f"value {number(finding.value)}{unit}{limit}")
+    lines = [html.Div(first, className="chosen"), html.P(finding.message), html.P([html.B("Cure: "), finding.cure])]
+    for label, names in (("Also: ", finding.also), ("Victims: ", finding.victims)):
+        if names:
+            links: list[Any] = [dcc.Link(n, href=href("module", view.run, module=n, step=finding.steps[0])) for n in names[:12]]
+            spaced = [part for link in links for part in (link, " ")]
+            lines.append(html.P([html.B(label), *spaced, f"and {len(names) - 12} more" if len(names) > 12 else ""]))
+    return lines
+
+
+def _evidence(opened: Opened, judged: Judgement, finding: Finding) -> Any:
+    try:
+        charts = charts_of(opened.run, finding)
+        if not charts:
+            loss = loss_chart(opened.run, judged.findings)
+            charts = [loss] if loss is not None else []
+    except Fp8DebugError as error:
+        return empty(str(error), 160)
+    return evidence(charts, finding.steps)
+
+
+def _manual(finding: Finding) -> list[Component]:
+    if finding.code not in RULES:
+        return [note(f"No rule {finding.code} is installed here.")]
+    rule = RULES.get(finding.code)
+    pages = [part for heading, text in rule.manual().items() for part in (html.H3(heading), html.Pre(text))]
+    return [html.P([html.B(f"{rule.code} {rule.name}. "), rule.summary]), *pages]
+
+
+def _silent(judged: Judgement) -> list[Component]:
+    lines = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.findings.skipped]
+    return [html.P("Rules that could not look:"), html.Ul(lines)] if lines else [note("Choose a finding.")]
+
+
+def callbacks(app: dash.Dash, source: Source) -> None:
+    """Register the two exports: the documents that the command line writes."""
+
+    @app.callback(
+        Output("findings-file", "data"),
+        Input("findings-json", "n_clicks"),
+        Input("findings-csv", "n_clicks"),
+        State("url", "pathname"),
+        State("url", "search"),
+        prevent_initial_call=True,
+    )
+    def export(json_clicks: int | None, csv_clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:
+        if not (json_clicks or csv_clicks):
+            raise PreventUpdate
+        found = source.open(parse(pathname, search).run).judge().findings
+        is_json = dash.ctx.triggered_id == "findings-json"
+        return {
+            "content": found.to_json() if is_json else found.to_csv(),
+            "filename": f"findings.{'json' if is_json else 'csv'}",
+            "type": "application/json" if is_json else "text/csv",
+        }
+
+
+PAGE = Page(
+    name="findings",
+    title="Findings",
+    layout=layout,
+    parts=parts,
+    outputs=(
+        ("findings-about", "children"),
+        ("all-findings", "rowData"),
+        ("finding-head", "children"),
+        ("evidence", "figure"),
+        ("finding-manual", "children"),
+    ),
+)

@@ -1,0 +1,168 @@
+"""The same site on every rank: how far they lie apart, which one lies apart, and whether their scales agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from .. import data, rank_data
+from ..figures import empty, heatmap
+from ..module_figures import SITES
+from ..opened import Opened
+from ..rank_figures import spread
+from ..theme import GRID_NUMBER, NO_DATA
+from ..urls import View, href
+from ..widgets import card, code, control, graph, grid, note, number, poster, table
+from .base import Page
+from .heatmap import metric_options
+
+SITE = "fprop.input"
+NAMES = tuple(f"{gemm}.{tensor}" for row in SITES for gemm, tensor in row)
+_NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "width": 110}
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
+    {"field": "site", "headerName": "Site", "width": 150},
+    {"field": "spread", "headerName": "Largest spread", **_NUMBER},
+    {"field": "step", "headerName": "At step", "type": "rightAligned", "width": 90},
+    {"field": "median", "headerName": "Median", **_NUMBER},
+    {"field": "outlier", "headerName": "Outlier rank", "type": "rightAligned", "width": 110},
+    {"field": "value", "headerName": "Its value", **_NUMBER},
+    {"field": "scale_spread", "headerName": "Scales differ by 2^", **_NUMBER},
+)
+
+
+def default_metric(opened: Opened) -> str:
+    """Return the scale, about which ranks should agree most, or what else was recorded."""
+    return "scale_inv_mean_log2" if opened.run.has("scale_inv_mean_log2") else "sqnr_db"
+
+
+def _metric(view: View, opened: Opened) -> str:
+    return view.get("metric") or default_metric(opened)
+
+
+def _key(view: View, opened: Opened) -> tuple[str, str]:
+    return "ranks", _metric(view, opened)
+
+
+def is_pending(view: View, opened: Opened) -> bool:
+    """Tell whether the sites are still to be compared, which reads the whole run."""
+    return len(opened.run.ranks) > 1 and not opened.is_kept(_key(view, opened))
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Compare all sites over the ranks; of a metric that is none, or was not recorded, there are none."""
+    metric = _metric(view, opened)
+    if len(opened.run.ranks) < 2 or metric not in data.recorded(opened.run):
+        return opened.keep(_key(view, opened), list)
+    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.run, metric))
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    listed, about, rows, heat, lines = parts(view, opened)
+    metric, default = _metric(view, opened), default_metric(opened)
+    names = [str(m["fqn"]) for m in opened.run.modules]
+    sites = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
+    controls = html.Div(
+        [
+            control("metric", default, metric, metric_options(data.recorded(opened.run)), "metric", 230),
+            control("of", "", view.get("of"), [{"value": "", "label": "(largest spread)"}, *names], "module", 280),
+            control("site", SITE, view.get("site", SITE), sites, "site", 180),
+        ],
+        className="controls",
+    )
+    return html.Div(
+        [
+            card(
+                "One site on every rank",
+                controls,
+                html.Div(about, id="ranks-about"),
+                graph("rank-lines", lines),
+                graph("rank-heat", heat),
+            ),
+            card(
+                "Sites by disagreement",
+                grid("rank-sites", COLUMNS, rows, "No site with two ranks"),
+                note="click a module to see it above",
+            ),
+            card("Ranks", html.Div(listed, id="rank-list")),
+        ],
+        className="page",
+    )
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return the ranks, a line about the site, the sites by disagreement, ranks by steps, and the band of all ranks."""
+    run, metric, listed = opened.run, _metric(view, opened), _ranks(opened)
+    if len(run.ranks) < 2:
+        about = note(
+            "This run has one rank, so there is nothing to compare. Several processes that record into one folder give one: ",
+            code("torchrun --nproc-per-node 2 -m fp8debug.run --out RUN train.py"),
+        )
+        return listed, about, [], empty("one rank only", 120), empty("one rank only", 120)
+    found = opened.kept(_key(view, opened))
+    rows = [_row(one, view, metric) for one in found or ()]
+    try:
+        module, site, worst = _site(view, opened, found or ())
+        rank = worst["outlier"] if worst is not None else run.ranks[0]
+        step = worst["step"] if worst is not None else None
+        heat = rank_data.by_rank(run, module, site, metric)
+        lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank), metric, step)
+    except Fp8DebugError as error:
+        return listed, note(str(error), kind="warning"), rows, empty("not recorded", 160), empty("not recorded", 160)
+    words = f"{module}, {site[0]} {site[1]}, running cast, on {len(run.ranks)} ranks."
+    if worst is not None:
+        beside = f"{number(worst['value'])} beside {number(worst['median'])}"
+        words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
+    about = note(words) if found is not None else poster(words + " All sites are being compared.")
+    return listed, about, rows, heatmap(heat), lines
+
+
+def _site(view: View, opened: Opened, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:
+    """Return module, site and what is known of their disagreement: those of the URL, or the largest spread."""
+    asked, name = view.get("of"), view.get("site", SITE)
+    if not asked and "site" not in view.params and found:
+        return found[0]["module"], (found[0]["gemm"], found[0]["tensor"]), found[0]
+    gemm, _, tensor = (name if name in NAMES else SITE).partition(".")
+    names = [str(m["fqn"]) for m in opened.run.modules]
+    module = asked if asked in names else names[0] if names else ""
+    known = (one for one in found if (one["module"], one["gemm"], one["tensor"]) == (module, gemm, tensor))
+    return module, (gemm, tensor), next(known, None)
+
+
+def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:
+    site = f"{one['gemm']}.{one['tensor']}"
+    target = href("ranks", view.run, of=one["module"], site=site, metric=view.get("metric"))
+    return {**one, "id": f"{one['module']} {site} {one['reference']}", "site": site.replace(".", " "), "href": target}
+
+
+def _ranks(opened: Opened) -> list[Component]:
+    manifests = opened.run.rank_manifests
+    body: list[list[Any]] = []
+    for one in rank_data.rank_rows(opened.run)[:256]:
+        own = manifests.get(one["rank"], {})
+        state = "ended" if own.get("ended") else "not closed" if own else "no manifest"
+        body.append([number(one["rank"]), number(one["last"]), number(one["n"]), str(own.get("device") or NO_DATA), state])
+    missing = [note(problem, kind="warning") for problem in opened.run.problems if "rank" in problem]
+    return [*missing, table(["Rank", "Last step", "Rows", "Device", "State"], body, numeric=(0, 1, 2), name="ranks")]
+
+
+PAGE = Page(
+    name="ranks",
+    title="Ranks",
+    layout=layout,
+    parts=parts,
+    is_pending=is_pending,
+    settle=settle,
+    outputs=(
+        ("rank-list", "children"),
+        ("ranks-about", "children"),
+        ("rank-sites", "rowData"),
+        ("rank-heat", "figure"),
+        ("rank-lines", "figure"),
+    ),
+)
