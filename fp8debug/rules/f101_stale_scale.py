@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +22,8 @@ class StaleScaleSaturation(Rule):
         Under delayed or static scaling the scale comes from amaxes before this step. When the tensor has grown since,
         values beyond the old amax are clamped. The rule wants a material share of clipped elements, at several sampled
         steps or one overwhelming one, and a headroom (amax / scale_inv / format maximum) clearly above 1. The few
-        elements that clip while activations grow in the first steps are healthy and not reported.
+        elements that clip while activations grow in the first steps are healthy and not reported, and gradients that clip
+        only in the backward pass of a loss spike follow from that (F125).
         Where nothing clips yet, a headroom that rises steadily is reported as stale-scale-saturation-forecast, with when
         it will clip (docs/triage.md).
 
@@ -99,6 +100,16 @@ class StaleScaleSaturation(Rule):
             return bool(row["overflow_rate"] > self.max_rate_once and (is_settled or is_far))
 
         return holds
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to a stale or foreign weight, and to a loss spike in whose own backward pass alone gradients clip."""
+        foreign = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
+        spikes = {f.steps[0] for f in others if f.code == "F125"}
+        return not all(
+            (part.tensor == "weight" and part.module in foreign)
+            or (part.tensor == "grad_output" and part.steps[0] == part.steps[1] and part.steps[0] in spikes)
+            for part in finding.sites
+        )
 
     def _finding(self, trace: Trace, severity: Severity, threshold: float) -> Finding:
         row = trace.worst("overflow_rate")

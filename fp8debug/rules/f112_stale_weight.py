@@ -42,7 +42,8 @@ class StaleWeight(Rule):
         - max_cosine 0.999: numerics.md, 4 (warn below); healthy weights have 0.9996 and more [measured].
         - max_own_scale_sqnr_db 30: where the scale is not made of the weight's own amax (by 0.2 %; FP32 scales under current
           scaling hit it exactly), at a cosine below 0.9995; numerics.md, 4 (warn below 30).
-        - max_headroom 1.25: beyond, the scales are of other blocks (F119).
+        - max_headroom 1.25: at the first step that shows it; beyond, the scales are of other blocks (F119). A weight that is
+          stale for long outgrows its scales later.
         - min_reread_gap_db 1: SQNR that the second microbatch's weight lies below the first's. No published basis: 0 in
           healthy runs, 0.07 where rows are sampled; three times as much under delayed scaling, whose scale moves between two
           reads (0.95 dB) [measured].

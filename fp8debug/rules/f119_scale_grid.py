@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,11 @@ class ScaleGrid(Rule):
                 f" {times(row['headroom'])} times beyond their block's current scale: the scales are those of other blocks"
             )
             yield trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to a weight that is another's or went stale before it outgrew its scales."""
+        foreign = {part.module: part.steps[0] for f in others if f.code in ("F112", "F121") for part in f.sites}
+        return not all(part.tensor == "weight" and foreign.get(part.module, math.inf) <= part.steps[0] for part in finding.sites)
 
 
 RULES.add(ScaleGrid.code, ScaleGrid())

@@ -130,10 +130,17 @@ class LossSpikeNotFp8(Rule):
         )
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Stand only when no harmful finding began up to the first sampled step after the spike."""
+        """Stand only when no harmful finding began up to the first sampled step after the spike.
+
+        Gradients that are first seen sick in the spike's own step come after its loss: they did not cause it.
+        """
         until = _next_sampled(sampled_steps(run), finding.steps[0])
         return not any(
-            RULES.get(f.code).is_harmful and (f.module or f.code == "F127") and f.severity > Severity.INFO and f.steps[0] <= until
+            RULES.get(f.code).is_harmful
+            and (f.module or f.code == "F127")
+            and f.severity > Severity.INFO
+            and f.steps[0] <= until
+            and not (f.steps[0] == finding.steps[0] and all(part.tensor == "grad_output" for part in f.sites))
             for f in others
         )
 

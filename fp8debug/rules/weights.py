@@ -63,13 +63,16 @@ def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
     own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
     bad = (
         f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
-        f" AND coalesce(headroom, 1) <= {limits.max_headroom}"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
         f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
         f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
     )
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate"]
-    found = [trace for trace in traces(run, bad, columns) if _lasts(trace, limits) and not _has_noise_of_e5m2(trace)]
+    found = [
+        trace
+        for trace in traces(run, bad, columns)
+        if _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
+    ]
     starts = _starts(run, found[0].start) if found else frozenset()
     reasons: dict[str, str] = {}
     for trace in found:
@@ -80,6 +83,18 @@ def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
 def _lasts(trace: Trace, limits: Limits) -> bool:
     is_delayed = trace.cast is not None and trace.cast.scaling == "delayed"
     return trace.lasting(min(limits.min_steps, len(trace.sampled)), limits.warmup if is_delayed else 0)
+
+
+def _is_of_weight(trace: Trace, limits: Limits) -> bool:
+    """Tell whether the values are at fault, not the scales: those of a stale weight are outgrown later than they are wrong."""
+    first = trace.rows[0]
+    return (first["headroom"] or 1) <= limits.max_headroom or _are_mixed(first, limits)
+
+
+def _are_mixed(row: dict[str, Any], limits: Limits) -> bool:
+    """Tell whether some rows are right and the others of another place."""
+    bad, good = row["bad_row_rate"], row["good_row_rate"]
+    return bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8
 
 
 def _has_noise_of_e5m2(trace: Trace) -> bool:
@@ -99,8 +114,8 @@ def _starts(run: Run, first: int) -> frozenset[int]:
 def _foreign(trace: Trace, starts: frozenset[int], limits: Limits) -> str:
     """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
     row: dict[str, Any] = trace.rows[0]
-    bad, good = row["bad_row_rate"], row["good_row_rate"]
-    if bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8:
+    if _are_mixed(row, limits):
+        bad, good = row["bad_row_rate"], row["good_row_rate"]
         return f"{bad:.0%} of its rows are other values and {good:.0%} are right, so that a part is of another place"
     if row["step"] in starts and row["sqnr_db"] < limits.max_foreign_sqnr_db:
         return "it is so from the first step on, before any update could part them"
