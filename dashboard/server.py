@@ -24,6 +24,10 @@ POLICY = (
 )
 
 
+#: By these Dash lets a page look up and end processes on the server ("background callbacks"); we have none, and answer to none.
+JOB_WORDS = ("job", "cancelJob", "cacheKey", "oldJob")
+
+
 class QuietHandler(WSGIRequestHandler):
     """Logs errors only."""
 
@@ -79,6 +83,8 @@ def guard(app: dash.Dash, token: str | None) -> None:
 
     @server.before_request
     def check() -> flask.Response | None:
+        if any(flask.request.args.get(word) is not None for word in JOB_WORDS):
+            return flask.Response("This dashboard has no background jobs.\n", 400, mimetype="text/plain")
         if token is None:
             name = flask.request.host.rsplit(":", 1)[0].strip("[]")
             return None if is_loopback(name) else _refusal("This server answers to localhost only; start it with a token.")

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8debug import Run
+from fp8debug import Run, recommend
 from fp8debug.errors import RunError, UnknownNameError
 from fp8debug.recipes import get_recipe
-from fp8debug_dashboard import data, urls
+from fp8debug_dashboard import data, history_data, rank_data, urls
 from fp8debug_dashboard.coverage import coverage, in_words
 from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRAD_OUTPUT, envelope, kind_of, severities
 from fp8debug_dashboard.opened import Opened
+from fp8debug_dashboard.pages import fallback
 from fp8debug_dashboard.source import Source, file_stamp, is_run, marks, state
+from fp8debug_dashboard.trial_files import read_trial
 from tests.dashboard import samples
 from tests.synthetic import Override, build
 
@@ -330,3 +332,59 @@ def test_wgrad_underflow_does_not_hide_an_operand_that_may_lose_less(tmp_path: P
     found = {name: round(float(heat.values[i, 0]), 3) for i, name in enumerate(heat.modules)}
     assert found["blocks.0.mlp.down"] == 0.02 and found["blocks.0.mlp.up"] == 0.04
     assert colors[heat.modules.index("blocks.0.mlp.down"), 0] > 1 > colors[heat.modules.index("blocks.0.mlp.up"), 0]
+
+
+def test_ranks_that_differ_are_found_with_the_step_and_the_rank(folder: Path) -> None:
+    run = Run(folder / "ranks")
+    found = rank_data.disagreement(run, "scale_inv_mean_log2")
+    assert (found[0]["module"], found[0]["tensor"], found[0]["outlier"]) == ("blocks.1.mlp.up", "input", samples.SICK_RANK)
+    assert found[0]["step"] >= 60 and found[0]["spread"] == pytest.approx(1.0, abs=0.1) and found[1]["spread"] < 0.2
+    heat = rank_data.by_rank(run, "blocks.1.mlp.up", SITE, "scale_inv_mean_log2")
+    assert heat.modules == ("rank 0", "rank 1", "rank 2", "rank 3") and heat.values.shape == (4, 12)
+    spread = rank_data.spread_over_steps(run, "blocks.1.mlp.up", SITE, "scale_inv_mean_log2", samples.SICK_RANK)
+    assert spread.median.high is not None and spread.outlier.values[-1] == pytest.approx(spread.median.high[-1])
+    assert [row["rank"] for row in rank_data.rank_rows(run)] == [0, 1, 2, 3]
+
+
+def test_history_has_the_shares_of_each_step_and_the_scale_of_the_cast(run: Run) -> None:
+    found = history_data.history(run, samples.SICK, SITE)
+    assert found is not None and found.shares.shape == (64, 40) and found.format == "e4m3fn"
+    assert found.shares.sum(axis=0) == pytest.approx(np.ones(40))
+    one = data.histogram(run, samples.SICK, SITE, 390)
+    assert one is not None and found.shares[:, -1] == pytest.approx(one.counts / one.counts.sum())
+    other = history_data.history(run, samples.SICK, SITE, "e4m3fn tensorwise current")
+    assert other is not None and other.scale_inv_log2[-1] - found.scale_inv_log2[-1] == pytest.approx(3.3, abs=0.3)
+    assert history_data.history(run, samples.SICK, ("fprop", "output")) is None
+
+
+def test_the_block_map_is_that_of_the_nearest_dump(run: Run) -> None:
+    found = history_data.block_map(run, samples.SICK, SITE, 200)
+    assert found is not None and found.sqnr_db.shape == (4, 6) and found.tile == (64, 128)
+    assert found.sqnr_db[1].tolist() == pytest.approx([12.0] * 6, abs=0.01) and "step 300" in found.title
+    assert history_data.block_map(run, "blocks.0.mlp.up", SITE, 200) is None
+    assert history_data.dumped_steps(run, samples.SICK) == [(300, "fprop.input")]
+
+
+def test_a_large_block_map_shows_the_worst_tile_of_each_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_data, "MAX_TILES", 3)
+    found = history_data.block_map(run, samples.SICK, SITE, 300)
+    assert found is not None and found.stride == (2, 2) and found.sqnr_db.shape == (2, 3)
+    assert found.sqnr_db[0, 0] == pytest.approx(12, abs=0.01) and found.sqnr_db[1, 0] == pytest.approx(31, abs=0.01)
+
+
+def test_what_a_budget_buys_rises_with_it(run: Run) -> None:
+    opened = Opened(run, "")
+    costs = [sum(f.cost for f in opened.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
+    damage = [fallback.damage(opened.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
+    assert costs == sorted(costs) and damage == sorted(damage) and costs[1] <= 0.1 < costs[2] and damage[1] > 0
+    assert opened.fallbacks(0.1) == recommend(run, opened.judge().findings, 0.1)
+
+
+def test_a_damaged_trial_file_is_told(folder: Path, tmp_path: Path) -> None:
+    assert read_trial(tmp_path, "verify.json") is None
+    found = read_trial(folder / "sick", "verify.json")
+    assert found is not None and found["verdict"] == "closed"
+    for text in ("{", "[]", '{"schema": 1}', '{"schema": 99, "statements": []}', "[" * 100_000):
+        (tmp_path / "verify.json").write_text(text)
+        with pytest.raises(RunError, match=r"verify\.json"):
+            read_trial(tmp_path, "verify.json")

@@ -14,7 +14,8 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.serving import make_server
 
-from fp8debug.errors import RunError
+from fp8debug.errors import RunError, UsageError
+from fp8debug_cli.dashboard import command
 from fp8debug_dashboard import make_app, serve, server
 from fp8debug_dashboard.app import PAGES
 from fp8debug_dashboard.pages import runs
@@ -69,6 +70,19 @@ def test_a_page_may_reach_this_server_only(folder: Path) -> None:
     policy = reply.headers["Content-Security-Policy"]
     assert "connect-src 'self'" in policy and "http" not in policy
     assert b"https://" not in reply.data and b"//cdn" not in reply.data
+
+
+@pytest.mark.parametrize("word", server.JOB_WORDS)
+def test_no_request_reaches_controls_of_background_jobs(folder: Path, word: str) -> None:
+    browser = client(folder, None)
+    assert browser.post(f"/_dash-update-component?{word}=1", json={}).status_code == 400
+    told = browser.get("/_dash-dependencies").json
+    assert told and not any(entry.get("background") or entry.get("running") for entry in told)
+
+
+def test_a_short_token_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="16 or more"):
+        command.main([str(folder), "--token", "short"], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
