@@ -68,8 +68,8 @@ def test_operands_agree_with_measure(tmp_path: Path) -> None:
         (row,) = rows(run, where)
         assert row["cast_name"] == str(cast) and row["reference"] == "operand"
         for name, expected in measure(value, cast).items():
-            if name == "num_damage_rows":  # of results
-                assert row[name] is None
+            if name in ("num_damage_rows", "num_choice_rows"):  # of results
+                assert row[name] is None and expected == 0
             elif isinstance(expected, float):
                 assert row[name] == pytest.approx(expected, rel=1e-6, abs=1e-12), name
             else:
