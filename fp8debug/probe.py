@@ -7,7 +7,7 @@ dgrad) or columns of the input (wgrad), chosen by the step number; their MSE, co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
@@ -60,6 +60,7 @@ class Kept:
     output: OutputError
     columns: Tensor | slice
     input_columns: Tensor
+    tried: Tried = field(default_factory=dict)  # the what-if casts of the input
 
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
@@ -220,7 +221,7 @@ class Probe:
         rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
         error = self._result(Gemm.FPROP, (x[rows], weight), (a, b), output, rows, keep=True)
         self._ridden.clear()
-        return Kept(error, columns, self._columns(x, columns))
+        return Kept(error, columns, self._columns(x, columns), tried)
 
     @guarded
     def backward(

@@ -19,6 +19,8 @@ from fp8debug.adapters.arguments import check_arguments, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.inference import compare_paths
+from fp8debug.adapters.listening import listen_at_roots
+from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, common_recipe, roots_of
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -126,6 +128,7 @@ def watch(
         "plain_recipe": settings.plain_recipe.name,
         "modules": [c.describe(i) for i, c in enumerate(candidates)],
         "filters": filters,
+        "outside": modules_outside(roots),
         "environment": describe_environment(),
         "git": git_state(),
         "argv": sys.argv,
@@ -190,6 +193,7 @@ class Watch:
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
         self._seen_modules: set[str] = set()
+        self._fp8 = [c.fp8 for c in candidates]
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
@@ -199,6 +203,8 @@ class Watch:
             for c in candidates:
                 if c.reason is None and c.adapter is not None:
                     self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
+            if any(c.reason is None and c.is_heard for c in candidates):
+                self._undo.append(listen_at_roots(roots, self._observer))
         except BaseException:
             self.detach()
             raise
@@ -322,6 +328,9 @@ class Watch:
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
+        if self._observer.sampling and self._fp8 != (fp8 := [c.fp8 for c in self._candidates]):
+            self._fp8 = fp8  # heard for the first time
+            self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(self._candidates)})
         self._observer.end_step(scalars)
         if settle:
             self._changes.settle(self._observer.step)

@@ -20,6 +20,7 @@ class Native:
     name = "native"
     kind = "Fp8Linear"
     fp8 = True
+    is_heard = False
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is an Fp8Linear."""

@@ -69,6 +69,7 @@ class Plain:
     name = "plain"
     kind = "Linear"
     fp8 = False
+    is_heard = False
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is an nn.Linear and nothing more."""

@@ -33,6 +33,11 @@ class Candidate:
         """Whether the module runs in FP8 now."""
         return self.adapter is not None and self.adapter.recipe(self.module) is not None
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether only its GEMMs tell if it runs in FP8."""
+        return self.adapter is not None and self.adapter.is_heard
+
     def describe(self, index: int) -> dict[str, Any]:
         """Return the module's entry of the manifest."""
         recipe = self.adapter.recipe(self.module) if self.adapter else None
@@ -42,13 +47,13 @@ class Candidate:
         out_features, in_features = _features(self.module)
         return {
             "fqn": self.fqn,
-            "kind": self.adapter.kind if self.adapter else type(self.module).__name__,
+            "kind": (self.adapter.kind if self.adapter else "") or type(self.module).__name__,
             "in_features": in_features,
             "out_features": out_features,
             "bias": getattr(self.module, "bias", None) is not None,
             "index": index,
             "fp8": recipe is not None,
-            "observed": self.adapter is not None and self.reason is None,
+            "observed": self.adapter is not None and self.reason is None and (recipe is not None or not self.is_heard),
             "casts": casts,
             "recipe": recipe.name if recipe else None,
             "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
@@ -62,7 +67,10 @@ class Candidate:
     def _why_not(self) -> str:
         if getattr(self.module, "fp8debug_request", None) == "bf16":
             return "left in high precision on request"
-        return "not converted"
+        if self.is_heard:
+            return "no FP8 GEMM was heard in it: it runs in high precision, or in kernels that are not read"
+        odd = [str(n) for n in _features(self.module) if n is not None and n % 16]
+        return f"not converted ({odd[0]} is not a multiple of 16, as most FP8 GEMMs want it)" if odd else "not converted"
 
 
 def _features(module: nn.Module) -> tuple[int | None, int | None]:
@@ -142,7 +150,7 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
             c.reason = c.reason or "not in include"
         elif any(fnmatch.fnmatchcase(c.fqn, p) for p in exclude):
             c.reason = c.reason or "excluded"
-        elif any_fp8 and not c.fp8:
+        elif any_fp8 and not c.fp8 and not c.is_heard:
             c.reason = c.reason or c._why_not()
     if all(c.reason for c in candidates):
         reasons = sorted({str(c.reason) for c in candidates})

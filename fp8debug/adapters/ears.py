@@ -1,0 +1,240 @@
+"""The probe of a module whose GEMMs are only heard: it fits each GEMM to input, weight and gradient, and records it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
+from fp8debug.errors import AttachError
+from fp8debug.kernels.dispatch import Operand
+from fp8debug.metrics import Source
+from fp8debug.observer import Observer
+from fp8debug.probe import Kept, Probe, Product, guarded
+from fp8debug.recipes import Cast
+from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
+
+#: (gemm, tensor, format, granularity) -> the cast that is in force there.
+CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
+#: Modules that a watch listens to.
+_HEARD: WeakSet[nn.Module] = WeakSet()
+_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+
+
+class Call:
+    """One forward call of a module: what its backward needs, sampled, and what was heard of it."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self.kept: Kept | None = None
+        self.x: Callable[[], Tensor | None] = _gone
+        self.weight: Tensor | None = None
+        self.wanted: set[Gemm] = set()
+        self.products: dict[Gemm, Product] = {}
+        self.grad_output: Tensor | None = None
+        self.nodes_left = 0
+
+
+class Ears(Probe):
+    """A probe that is fed by hooks and by the listener.
+
+    Args:
+        observer: where it records.
+        module: FQN.
+        cast_of: names the cast of an operand that was heard.
+        reference: what the module does to its input before it is quantized.
+    """
+
+    def __init__(
+        self, observer: Observer, module: str, cast_of: CastOf, reference: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        super().__init__(observer, module)
+        self._cast_of = cast_of
+        self._reference = reference
+        self._listener = listener_of(observer)
+        self._unfinished: list[Call] = []
+        self._reported: set[str] = set()
+        observer.on_end_step.append(self._end_step)
+
+    def listen(self, module: nn.Module) -> Callable[[], None]:
+        """Hook the module and return what undoes it.
+
+        Raises:
+            AttachError: another watch listens to it.
+        """
+        if module in _HEARD:
+            raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
+        _HEARD.add(module)
+        handles = [
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+        def undo() -> None:
+            _HEARD.discard(module)
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = Call() if self.begin() else None
+        self._listener.begin(self, call, None if call is None else call.heard.append, self._fail)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        ear = self._listener.end(self)
+        if ear is not None and isinstance(ear.call, Call):
+            self._record_fprop(ear.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
+
+    @guarded
+    def _fail(self, error: Exception) -> None:
+        raise error
+
+    @guarded
+    def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
+        heard = [h for h in call.heard if h.is_fp8]
+        output = output[0] if isinstance(output, tuple) else output
+        if not heard or output is None:  # high precision, or an exception
+            return
+        weight: Any = module.weight
+        for name, value in (("input", x), ("weight", weight)):
+            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
+                self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
+                return
+        flat = self._reference(x.detach()).reshape(-1, x.shape[-1])
+        detached = call.weight = weight.detach()
+        fits = [f for h in heard if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
+        if not fits:
+            self.give_up(f"{heard[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
+            return
+        if len(heard) > 1:
+            self.report_once(f"recorded by one of {len(heard)} FP8 GEMMs of its forward pass")
+        a, b, result = self._product(Gemm.FPROP, fits[0])
+        call.kept = self.fprop(flat, detached, a, b, None, result)
+        call.heard.clear()
+        if call.kept is None or not output.requires_grad:
+            return
+        wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
+        call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
+        call.x = TensorWeakRef(x)  # a strong one could keep what the module itself does not
+        nodes = nodes_between(output, x, weight)
+        call.nodes_left = len(nodes)
+        self._unfinished.append(call)
+
+        def before(grads: Any) -> None:
+            self._listener.begin(call, call, call.heard.append, self._fail)
+
+        def after(grads: Any, others: Any) -> None:
+            self._listener.end(call)
+            call.nodes_left -= 1
+            self._sort(call)
+
+        def take(grad: Tensor) -> None:
+            if call in self._unfinished:
+                call.grad_output = grad.detach().reshape(-1, grad.shape[-1])
+
+        output.register_hook(take)
+        for node in nodes:
+            node.register_prehook(before)
+            node.register_hook(after)
+
+    @guarded
+    def _sort(self, call: Call) -> None:
+        """After a node: find out which of its GEMMs are dgrad and wgrad, and record them once nothing is missing."""
+        heard, call.heard = call.heard, []
+        grad_output, weight = call.grad_output, call.weight
+        if call not in self._unfinished or grad_output is None or weight is None:
+            return
+        found: dict[Gemm, Heard] = {}
+        unsure = []
+        for one in heard:
+            fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, one, grad_output.shape[0], weight)) is not None}
+            if len(fits) == 2 and one.which is None:
+                unsure.append(fits)
+            elif fits:
+                found.update(fits if one.which is None else {w: f for w, f in fits.items() if w is one.which})
+            elif one.is_fp8:
+                self.report_once(f"not recorded in full: {one} in its backward pass is neither dgrad nor wgrad")
+        if len(unsure) == 2:  # as many tokens as outputs: the order of the equations, which every library keeps
+            found.update({Gemm.DGRAD: unsure[0][Gemm.DGRAD], Gemm.WGRAD: unsure[1][Gemm.WGRAD]})
+        elif unsure:
+            left = call.wanted - set(found) - set(call.products)
+            if len(left) == 1 and len(unsure) == 1:
+                found.update({which: unsure[0][which] for which in left})
+            else:
+                self.report_once("not recorded in full: with as many tokens as outputs its GEMMs cannot be told apart")
+        for which in call.wanted & set(found):
+            call.products[which] = self._product(which, found[which])
+        if not call.nodes_left or set(call.products) == call.wanted:
+            self._finish(call)
+
+    @guarded
+    def _finish(self, call: Call) -> None:
+        """Record what was heard of a backward pass."""
+        if call not in self._unfinished:
+            return
+        self._unfinished.remove(call)
+        products, grad_output, weight, kept = call.products, call.grad_output, call.weight, call.kept
+        call.products, call.grad_output, call.weight, call.kept = {}, None, None, None
+        if grad_output is None or weight is None:
+            return
+        for which in sorted(call.wanted - set(products)):
+            self.report_once(f"not recorded in full: no {which} was heard in its backward pass")
+        if (wgrad := products.get(Gemm.WGRAD)) is not None and kept is not None:
+            x = call.x()
+            if x is None:
+                self.report_once("not recorded in full: its input in high precision is gone before wgrad, whose cast has no row")
+            else:
+                flat = self._reference(x.detach()).reshape(-1, x.shape[-1])
+                self._operand(Gemm.WGRAD, TensorRole.INPUT, Source(flat), wgrad[1], kept.tried)
+        self.backward(grad_output, weight, products.get(Gemm.DGRAD), wgrad, kept)
+
+    def _product(self, which: Gemm, heard: Heard) -> Product:
+        """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
+        first, second = OPERANDS[which]
+        a = heard.first.t() if which is Gemm.WGRAD else heard.first
+        b = heard.second.t() if which is Gemm.FPROP else heard.second
+        result = heard.result if heard.bias is None else heard.result.float() - heard.bias.float()
+        return self._as_operand(which, first, a), self._as_operand(which, second, b), result
+
+    def _as_operand(self, which: Gemm, role: TensorRole, side: Side) -> Operand:
+        if side.scale_inv is None:
+            return side.values
+        cast = self._cast_of(which, role, _FORMATS[side.values.dtype], side.granularity)
+        return Quantized(side.values, side.scale_inv.float().contiguous()), cast
+
+    def report_once(self, text: str) -> None:
+        """Report something of this module, the first time in the life of the watch."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self.observer.report(self.module, text, len(self._reported) == 1)
+
+    def _end_step(self) -> None:
+        for call in self._unfinished:
+            if call.grad_output is not None:
+                missing = ", ".join(sorted(call.wanted - set(call.products)))
+                self.report_once(f"not recorded in full: no {missing} was heard before the step ended")
+        self._unfinished.clear()
+
+
+def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | None:
+    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not."""
+    (n, k), m = weight.shape, tokens
+    first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
+    for way in (heard, heard.t()):
+        if way.first.values.shape == first and way.second.values.shape == second:
+            return way
+    return None
+
+
+def _gone() -> None:
+    return None

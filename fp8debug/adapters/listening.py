@@ -1,0 +1,269 @@
+"""Hearing GEMMs that are not ours: which module and which of its three GEMMs an op belongs to.
+
+A dispatch mode hears the ops of a watched module's forward, and of the autograd nodes between its output and its input; nothing
+else runs under it but, to count GEMMs that belong to nobody, the forward pass of the root. It is entered on sampled steps only
+and always in a scope that ends where it began (a module's forward, one node), so that it can never end up below a mode of the
+user's. High-precision operands come from the forward hook and from a hook on the output. Compiled code keeps running: its GEMMs
+are counted, and are nobody's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._C import (
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8debug.formats import TRANSPOSED
+from fp8debug.observer import Observer
+from fp8debug.types import Gemm
+
+#: Nodes looked at between a module's output and its input.
+MAX_NODES = 64
+
+
+class Side(NamedTuple):
+    """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither."""
+
+    values: Tensor
+    scale_inv: Tensor | None = None
+    granularity: str = ""
+
+    def t(self) -> Side:
+        """Return it transposed."""
+        if self.scale_inv is None:
+            return Side(self.values.t())
+        return Side(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity])
+
+
+class Heard(NamedTuple):
+    """One GEMM that ran: ``result[r, s] = first[r, c] @ second[c, s]``, what was added to it, and which it is, if it says so."""
+
+    name: str
+    first: Side
+    second: Side
+    result: Tensor
+    bias: Tensor | None = None
+    which: Gemm | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an operand is quantized."""
+        return self.first.scale_inv is not None or self.second.scale_inv is not None
+
+    def t(self) -> Heard:
+        """Return the same GEMM as ``result.t() = second.t() @ first.t()``."""
+        return Heard(self.name, self.second.t(), self.first.t(), self.result.t(), self.bias, self.which)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {list(self.first.values.shape)} by {list(self.second.values.shape)}"
+
+
+class Ear(NamedTuple):
+    """Who listens to the ops that run now: ``hear`` is told every GEMM; None where they are known not to be recorded."""
+
+    owner: object
+    call: object
+    hear: Callable[[Heard], None] | None
+    fail: Callable[[Exception], None]
+    entered: bool
+
+
+#: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
+DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], Heard | None]] = {}
+#: Ops that are FP8 GEMMs whatever their arguments.
+SCALED: set[Any] = set()
+
+
+class Listener(TorchDispatchMode):
+    """Hears the GEMMs of one watch; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._local = threading.local()
+        self._stacks: list[list[Ear]] = []
+        #: FP8 GEMMs of a forward pass that belong to no watched module, or that no adapter can read.
+        self.strays: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile trace and run as if nobody listened (torch 2.9; the mode is not entered for it before)."""
+        return True
+
+    @property
+    def ears(self) -> list[Ear]:
+        """Who listens on this thread, the innermost last."""
+        if not hasattr(self._local, "ears"):
+            self._local.ears = []
+            self._stacks.append(self._local.ears)
+        found: list[Ear] = self._local.ears
+        return found
+
+    def enter(self) -> bool:
+        """Hear the ops of this thread until :meth:`leave`; False where they are heard already.
+
+        The stack is pushed to directly: entering by ``with`` also sets flags for the whole process, which would stay set
+        where an exception ends a backward node.
+        """
+        if self._is_heard():
+            return False
+        _push_on_torch_dispatch_stack(self)
+        return True
+
+    def leave(self) -> None:
+        """End what :meth:`enter` began; modes that somebody left above it stay."""
+        above = []
+        while self._is_heard():
+            mode = _pop_torch_dispatch_stack(None)
+            if mode is not self:
+                above.append(mode)
+        for mode in reversed(above):
+            _push_on_torch_dispatch_stack(mode)
+
+    def _is_heard(self) -> bool:
+        return any(_get_dispatch_stack_at(i) is self for i in range(_len_torch_dispatch_stack()))
+
+    def begin(self, owner: object, call: object, hear: Callable[[Heard], None] | None, fail: Callable[[Exception], None]) -> None:
+        """Let an owner hear what runs on this thread from now on, for one of its calls."""
+        ears = self.ears
+        ears.append(Ear(owner, call, hear, fail, hear is not None and self.enter()))
+
+    def end(self, owner: object) -> Ear | None:
+        """End the owner's turn; None where it had none, because an exception came before it."""
+        ears = self.ears
+        if not ears or ears[-1].owner is not owner:
+            return None
+        ear = ears.pop()
+        if ear.entered:
+            self.leave()
+        return ear
+
+    def forget(self) -> None:
+        """End every turn: a step ended, or an exception did."""
+        for ears in self._stacks:
+            ears.clear()
+        self.leave()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the op, and tell the innermost listener of it when it is a GEMM."""
+        kwargs = kwargs or {}
+        ears = self.ears
+        if ears and ears[-1].hear is not None and (key := _inside(func, args)) is not None:
+            with self:
+                return func.redispatch(key, *args, **kwargs)
+        result = func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", None)
+        if packet in SCALED and not ears:
+            self.strays[str(packet)] += 1
+        elif packet in DECODERS and ears and ears[-1].hear is not None:
+            try:
+                with torch.no_grad():
+                    heard = DECODERS[packet](_bound(func, args, kwargs), result)
+                if heard is not None:
+                    ears[-1].hear(heard)
+            except Exception as error:  # whatever it is, the user's step goes on
+                ears[-1].fail(error)
+        return result
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name; trailing defaults are left out of ``args``."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _inside(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the key under which a user's custom op runs its own ops; None for torch's, which have no others inside."""
+    if getattr(func, "namespace", "aten") in ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug"):
+        return None
+    device = next((a.device.type for a in args if isinstance(a, Tensor)), None)
+    key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device or "")
+    if key is None:
+        return None
+    keys = (key, torch._C.DispatchKey.CompositeExplicitAutograd)  # the latter is an op for all devices
+    has_kernel = any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), k) for k in keys)
+    return torch._C.DispatchKeySet(key) if has_kernel else None
+
+
+_LISTENERS: WeakKeyDictionary[Observer, Listener] = WeakKeyDictionary()
+
+
+def listener_of(observer: Observer) -> Listener:
+    """Return the one listener of a watch."""
+    if observer not in _LISTENERS:
+        listener = _LISTENERS[observer] = Listener()
+        observer.on_end_step.append(listener.forget)
+    return _LISTENERS[observer]
+
+
+def listen_at_roots(roots: Iterable[nn.Module], observer: Observer) -> Callable[[], None]:
+    """Count the FP8 GEMMs of sampled forward passes that belong to no watched module, and return what ends it.
+
+    They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes.
+    """
+    listener = listener_of(observer)
+    told = False
+
+    def before(root: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        observer.before_forward()
+        if observer.sampling and hasattr(TorchDispatchMode, "ignore_compile_internals") and listener.enter():
+            entered.append(root)
+
+    def after(root: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and entered and entered[-1] is root:
+            entered.pop()
+            listener.leave()
+
+    def report() -> None:
+        nonlocal told
+        entered.clear()
+        if listener.strays:
+            counts = ", ".join(f"{n} {name}" for name, n in sorted(listener.strays.items()))
+            text = (
+                f"not seen in full: {counts} in one forward pass belong to no watched module (code under torch.compile, a"
+                " function, or a module that no adapter takes); run sampled steps without torch.compile to record them"
+            )
+            listener.strays.clear()
+            observer.report("the model", text, not told)
+            told = True
+
+    entered: list[nn.Module] = []
+    handles = []
+    for root in roots:
+        handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after, always_call=True)]
+    observer.on_end_step.append(report)
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        report()
+        listener.forget()
+
+    return undo
+
+
+def nodes_between(output: Tensor, *inputs: Any) -> list[Any]:
+    """Return the autograd nodes that lead from a module's output to its inputs and parameters, without theirs."""
+    stop = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
+    found: list[Any] = []
+    todo = [output.grad_fn]
+    while todo and len(found) < MAX_NODES:
+        node = todo.pop()
+        if node is None or node.name().endswith("AccumulateGrad") or any(node is other for other in (*stop, *found)):
+            continue
+        found.append(node)
+        todo.extend(following for following, _ in node.next_functions)
+    return found

@@ -1,0 +1,129 @@
+"""The adapter of any Linear whose FP8 GEMMs are torch's own: ``aten._scaled_mm`` and ``_scaled_mm_v2``, every overload.
+
+It takes subclasses of nn.Linear, and modules named like one with a 2-D weight of their own. Whether one runs in FP8 is known
+when its first GEMM was heard. The op shows data and decode factors, not how these were found: the cast is called ``current``,
+and scales that lag behind show in its headroom and ``scale_log2_ratio``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.ears import Ears
+from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
+from fp8debug.formats import GRANULARITIES, block_shape
+from fp8debug.observer import Observer
+from fp8debug.recipes import Cast, Recipe
+from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
+
+#: ``_scaled_mm_v2`` names its scalings by number (torch.nn.functional.ScalingType).
+_TENSORWISE, _ROWWISE = 0, 1
+#: Scale grids that ``_scaled_mm`` tells apart by shape alone.
+_BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
+
+
+def side_of(data: Tensor, scale_inv: Tensor) -> Side:
+    """Return an operand whose scaling is read off the shape of its decode factors.
+
+    Raises:
+        ValueError: no scaling that we know has decode factors of that shape or type.
+    """
+    if data.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise ValueError(f"its data are in {data.dtype}")
+    if scale_inv.numel() == 1:
+        scale_inv = scale_inv.reshape(1, 1)
+    if scale_inv.dtype is torch.float32 and scale_inv.dim() == 2:
+        for granularity in _BY_SHAPE:
+            rows, columns = block_shape(granularity, *data.shape)
+            if scale_inv.shape == (-(-data.shape[0] // rows), -(-data.shape[1] // columns)):
+                return Side(data, scale_inv, granularity)
+    shape = f"{str(scale_inv.dtype).removeprefix('torch.')}{list(scale_inv.shape)}"
+    raise ValueError(f"scales {shape} of data {list(data.shape)} are of no known layout")
+
+
+def _scaled_mm(args: Mapping[str, Any], result: Any) -> Heard:
+    if args.get("scale_result") is not None or result.element_size() == 1:
+        raise ValueError("its result is in FP8")
+    sides = side_of(args["self"], args["scale_a"]), side_of(args["mat2"], args["scale_b"])
+    return Heard("_scaled_mm", *sides, result, args.get("bias"))
+
+
+def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> Heard:
+    sides = []
+    for name, end, along in (("self", "a", (-1, 1)), ("mat2", "b", (1, -1))):
+        scales, kinds = args[f"scale_{end}"], list(args[f"recipe_{end}"])
+        if kinds not in ([_TENSORWISE], [_ROWWISE]) or any(args[f"swizzle_{end}"]) or args.get("contraction_dim"):
+            raise ValueError(f"scaling type {kinds} of _scaled_mm_v2 is not read")
+        sides.append(side_of(args[name], scales[0].reshape(along) if kinds == [_ROWWISE] else scales[0]))
+    return Heard("_scaled_mm_v2", sides[0], sides[1], result, args.get("bias"))
+
+
+def _mm(args: Mapping[str, Any], result: Any) -> Heard | None:
+    """Read a GEMM in high precision, one of three that a recipe leaves there, or one of another library's tensors."""
+    first, second = args["self"], args["mat2"]
+    for read in SUBCLASSES:
+        if (heard := read(first, second, result)) is not None:
+            return heard
+    if type(first) is Tensor and type(second) is Tensor and first.is_floating_point():
+        return Heard("mm", Side(first), Side(second), result)
+    return None
+
+
+#: Read ``aten.mm`` of tensors of another library; None where they are none.
+SUBCLASSES: list[Callable[[Any, Any, Tensor], Heard | None]] = []
+
+DECODERS[torch.ops.aten._scaled_mm] = _scaled_mm
+DECODERS[torch.ops.aten.mm] = _mm
+SCALED.add(torch.ops.aten._scaled_mm)
+if hasattr(torch.ops.aten, "_scaled_mm_v2"):
+    DECODERS[torch.ops.aten._scaled_mm_v2] = _scaled_mm_v2
+for _name in ("_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"):
+    if hasattr(torch.ops.aten, _name):
+        SCALED.add(getattr(torch.ops.aten, _name))
+
+
+#: Casts of modules as they were heard.
+_CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
+
+
+class ScaledMm:
+    """Linears of unknown make."""
+
+    name = "scaled_mm"
+    kind = ""  # the class's name
+    fp8 = True
+    is_heard = True
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether it is a subclass of nn.Linear or like one, and no other adapter knows better."""
+        name, weight = type(module).__name__, module._parameters.get("weight")
+        if type(module) is nn.Linear or name == "NonDynamicallyQuantizableLinear" or weight is None or weight.dim() != 2:
+            return False
+        if not isinstance(module, nn.Linear) and not name.endswith("Linear"):
+            return False
+        return not any(other.matches(module) for other in ADAPTERS if other is not self)
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return the casts that were heard; None before the first, and without any."""
+        casts = _CASTS.get(module)
+        return Recipe("scaled_mm", dict(casts)) if casts else None
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Listen to the module."""
+
+        def cast_of(which: Gemm, role: TensorRole, number_format: str, granularity: str) -> Cast:
+            assert granularity in GRANULARITIES
+            cast = Cast(format=number_format, granularity=granularity)
+            _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = cast
+            return cast
+
+        return Ears(observer, name, cast_of).listen(module)
+
+
+ADAPTERS.add(ScaledMm.name, ScaledMm())
