@@ -121,6 +121,22 @@ def recorded(run: Run) -> list[str]:
     return [name for name in metrics() if run.has(name)]
 
 
+def recorded_lately(run: Run) -> list[str]:
+    """Return the metrics with a value in the first, a middle or the last sampled step: at once, however long the run."""
+    names = list(metrics())
+    edges = _rows(run, "SELECT min(step) AS a, max(step) AS b FROM raw")[0]
+    if edges["a"] is None:
+        return []
+    middle = _rows(run, f"SELECT min(step) AS m FROM raw WHERE step >= {(edges['a'] + edges['b']) // 2}")[0]["m"]
+    there = [name for name in names if name in run.columns]
+    counts = ", ".join(f"count({name}) AS {name}" for name in there)
+    found: dict[str, int] = {}
+    for step in {edges["a"], middle, edges["b"]}:
+        for name, count in _rows(run, f"SELECT {counts} FROM stats WHERE step = ?", [step])[0].items():
+            found[name] = found.get(name, 0) + count
+    return [name for name in names if found.get(name)]
+
+
 def casts(run: Run) -> list[tuple[str, bool]]:
     """Return (cast name, running) of every operand cast recorded, running ones first."""
     table = run.sql(
@@ -206,8 +222,10 @@ def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
     badness, (condition, _) = badness_sql("sqnr_db"), where("operands", default_cast(run))
-    query = f"SELECT max(step) AS step FROM stats WHERE {condition} AND sqnr_db IS NOT NULL"
-    last = _rows(run, query)[0]["step"]
+    having = f"{condition} AND sqnr_db IS NOT NULL"
+    last = run.steps_range[1]
+    if not _rows(run, f"SELECT 1 AS one FROM stats WHERE step = ? AND {having} LIMIT 1", [last]):  # not a sampled step
+        last = _rows(run, f"SELECT max(step) AS step FROM stats WHERE {having}")[0]["step"]
     return _rows(
         run,
         f"SELECT step, module, max_by(gemm, {badness}) AS gemm, max_by(tensor, {badness}) AS tensor,"
@@ -230,21 +248,32 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
     Raises:
         UnknownNameError: no such metric.
     """
-    name, shown = column(metric), step_range(run)
+    return [t for t in several_traces(run, module, [metric])[metric] if site is None or (t.gemm, t.tensor) == site]
+
+
+def several_traces(run: Run, module: str, names: Sequence[str]) -> dict[str, list[Trace]]:
+    """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    wanted, shown = [column(name) for name in dict.fromkeys(names)], step_range(run)
     if shown is None:
-        return []
+        return {name: [] for name in wanted}
     width = width_of(run, "raw", *shown, MAX_POINTS)
-    condition, values = "module = ?", [module]
-    if site is not None:
-        condition, values = condition + " AND gemm = ? AND tensor = ?", [module, *site]
+    values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
     table = run.sql(
-        "SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step,"
-        f" avg({name}) AS v, min({name}) AS low, max({name}) AS high FROM sites WHERE {condition} AND {name} IS NOT NULL"
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
         " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
         " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
-        values,
+        [module],
     )
-    return _traces(table, banded=width > 1)
+    keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step"]
+    found = {}
+    for name in wanted:
+        own = table.select([*keys, f"{name}_avg", f"{name}_min", f"{name}_max"]).rename_columns([*keys, "v", "low", "high"])
+        found[name] = _traces(own.filter(own.column("v").is_valid()), banded=width > 1)
+    return found
 
 
 def _traces(table: pa.Table, banded: bool) -> list[Trace]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.errors import Fp8DebugError
 from fp8debug.rules.findings import Findings
 
+from . import data
 from .theme import level
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 SMALL_BYTES = 8 << 20
 #: The longest that a layout waits for the verdict of a small run.
 WAIT_S = 1.5
+#: Answers that are kept for a run, the oldest goes first: a heatmap takes 2 MB at most.
+MAX_KEPT = 96
+RECORDED = "recorded"
 _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
 
 
@@ -96,6 +100,8 @@ class Opened:
             found = Judgement(findings=triage(own))
         except Fp8DebugError as error:
             return Judgement(findings=Findings(), failure=str(error))
+        with suppress(Fp8DebugError):
+            self.keep(RECORDED, lambda: data.recorded(own))
         with suppress(Fp8DebugError), self._solving:  # the fallback page says what went wrong
             self._solve = self._solver(own, found.findings)
         return found
@@ -145,8 +151,15 @@ class Opened:
     def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return what was computed under a key, or compute it now."""
         if key not in self._kept:
+            while len(self._kept) >= MAX_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
             self._kept[key] = compute()
-        return self._kept[key]
+        return self._kept.get(key)
+
+    def recorded(self) -> list[str]:
+        """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""
+        found: list[str] = self.kept(RECORDED) or self.keep("recorded lately", lambda: data.recorded_lately(self.run))
+        return found
 
     def is_kept(self, key: Any) -> bool:
         """Tell whether something was computed under a key."""

@@ -51,14 +51,22 @@ def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
 
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
-    metrics = data.recorded(opened.run)
-    cast = data.default_cast(opened.run)
+    metrics = opened.recorded()
+    cast = opened.keep("default cast", lambda: data.default_cast(opened.run))
+    casts = opened.keep("casts", lambda: data.casts(opened.run))
     about, figure = parts(view, opened)
     controls = html.Div(
         [
             control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "metric", 230),
             control("site", SITE, view.get("site", SITE), site_options(), "site", 290),
-            control("cast", cast, view.get("cast", cast), cast_options(data.casts(opened.run)), "cast", 290),
+            control(
+                "cast",
+                cast,
+                view.get("cast", cast),
+                cast_options(casts),
+                "cast",
+                290,
+            ),
         ],
         className="controls",
     )
@@ -70,12 +78,13 @@ def layout(view: View, opened: Opened) -> Component:
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return a line about the figure, and the figure."""
     metric, site = view.get("metric", METRIC), view.get("site", SITE)
-    cast = view.get("cast") or data.default_cast(opened.run)
-    if not opened.run.has(metric):
-        text = f"{metric} is not recorded in this run; recorded are {', '.join(data.recorded(opened.run)) or 'no metrics'}."
+    cast = view.get("cast") or opened.keep("default cast", lambda: data.default_cast(opened.run))
+    if metric not in opened.recorded() and not opened.run.has(metric):
+        text = f"{metric} is not recorded in this run; recorded are {', '.join(opened.recorded()) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
-        heat = data.heat(opened.run, metric, site, cast, steps=(view.get_int("from"), view.get_int("to")))
+        steps = (view.get_int("from"), view.get_int("to"))
+        heat = opened.keep(("heat", metric, site, cast, steps), lambda: data.heat(opened.run, metric, site, cast, steps=steps))
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
     heat = replace(heat, marks=source.marks(opened.judged().findings, by_module=True))

@@ -14,7 +14,8 @@ from .. import data, history_data, history_figures, module_figures
 from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
-from ..opened import Opened
+from ..opened import SMALL_BYTES, Opened
+from ..records import History, Trace
 from ..theme import NO_DATA, level
 from ..urls import View, href
 from ..widgets import badge, card, control, facts, graded, graph, note, number, poster, segments, table
@@ -80,14 +81,14 @@ def layout(view: View, opened: Opened) -> Component:
     if module is None:
         return html.Div(note(f"No module {view.get('module')!r} in this run; search one above.", kind="error"), className="page")
     head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, opened)
-    steps = data.sampled_steps(opened.run, module)
+    steps = _sampled(opened, module)
     step = chosen_step(view, opened, module, steps)
     site = chosen_site(view)
     default = default_step(opened, module, steps)
-    metrics = metric_options(data.recorded(opened.run))
+    metrics = metric_options(opened.recorded())
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
-    casts += [{"value": name, "label": name} for name, _ in data.casts(opened.run)]
+    casts += [{"value": name, "label": name} for name, _ in opened.keep("casts", lambda: data.casts(opened.run))]
     return html.Div(
         [
             html.Div(head, id="module-head"),
@@ -148,16 +149,18 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         nothing = empty("no such module")
         return [], [], nothing, [], nothing, nothing, nothing, nothing, None
     run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
-    steps = data.sampled_steps(run, module)
+    steps = _sampled(opened, module)
     step = chosen_step(view, opened, module, steps)
     about: Component | None = None
     try:
-        nine = module_figures.sites(data.module_traces(run, module, metric), metric, site, step)
+        lines = _lines(opened, module, metric)
+        nine = module_figures.sites(lines[metric], metric, site, step)
     except Fp8DebugError as error:
+        lines = _lines(opened, module, METRIC)
         about, nine = note(str(error), kind="warning"), empty("not recorded", 300)
-    scale = data.module_traces(run, module, "scale_inv_mean_log2", site)
-    headroom = data.module_traces(run, module, "headroom", site)
-    traces = data.module_traces(run, module, "sqnr_db", (site[0], RESULTS[Gemm(site[0])].value))
+    scale, headroom = ([t for t in lines[name] if (t.gemm, t.tensor) == site] for name in ("scale_inv_mean_log2", "headroom"))
+    result = (site[0], RESULTS[Gemm(site[0])].value)
+    traces = [t for t in lines["sqnr_db"] if (t.gemm, t.tensor) == result]
     if step is None:
         return (
             _head(view, opened, module),
@@ -179,7 +182,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         _casts(opened, module, site, step),
         module_figures.scales(scale, headroom, step),
         module_figures.histogram(hist),
-        history_figures.exponents(history_data.history(run, module, site, cast), step),
+        _history(view, opened, module, step),
         history_figures.error_split(traces, step),
         _dumped(view, opened, module, site, step),
     )
@@ -203,6 +206,47 @@ def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step
         for at, name in listed[:24]
     ]
     return [note("Dumped are ", *(part for link in links for part in (link, " ")))]
+
+
+def _sampled(opened: Opened, module: str) -> list[int]:
+    found: list[int] = opened.keep(("sampled", module), lambda: data.sampled_steps(opened.run, module))
+    return found
+
+
+def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
+    names = (metric, "sqnr_db", "scale_inv_mean_log2", "headroom")
+    key = ("lines", module, metric)
+    found: dict[str, list[Trace]] = opened.keep(key, lambda: data.several_traces(opened.run, module, names))
+    return found
+
+
+def _key(view: View, module: str) -> tuple[Any, ...]:
+    return "history", module, chosen_site(view), view.get("cast", CAST)
+
+
+def _read_history(view: View, opened: Opened, module: str) -> History | None:
+    cast = None if view.get("cast", CAST) == CAST else view.get("cast")
+    found: History | None = opened.keep(
+        _key(view, module), lambda: history_data.history(opened.run, module, chosen_site(view), cast)
+    )
+    return found
+
+
+def _history(view: View, opened: Opened, module: str, step: int) -> Any:
+    """Return the exponents over steps; of a large run they come later, as they are the widest column there is."""
+    if opened.size >= SMALL_BYTES and not opened.is_kept(_key(view, module)):
+        return empty("reading the histograms of all steps", 320)
+    return history_figures.exponents(_read_history(view, opened, module), step)
+
+
+def is_pending(view: View, opened: Opened) -> bool:
+    """Tell whether findings or the histograms of all steps are still to come."""
+    return not opened.is_triaged or not opened.is_kept(_key(view, chosen_module(view, opened) or ""))
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Read the histograms of the module and judge the run."""
+    return _read_history(view, opened, chosen_module(view, opened) or ""), opened.judge()
 
 
 def _why_empty(opened: Opened, module: str) -> str:
@@ -304,6 +348,8 @@ PAGE = Page(
     title="Module",
     layout=layout,
     parts=parts,
+    is_pending=is_pending,
+    settle=settle,
     outputs=(
         ("module-head", "children"),
         ("module-about", "children"),

@@ -212,7 +212,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
 
 
 def _worst(view: View, opened: Opened) -> list[Component | None]:
-    rows = data.worst_operands(opened.run) if opened.run.has("sqnr_db") else []
+    rows = opened.keep("worst", lambda: data.worst_operands(opened.run)) if "sqnr_db" in opened.recorded() else []
     if not rows:
         return [note("No operand's error was recorded.")]
     body: list[list[Any]] = []

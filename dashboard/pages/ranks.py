@@ -9,7 +9,7 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import data, rank_data
+from .. import rank_data
 from ..figures import empty, heatmap
 from ..module_figures import SITES
 from ..opened import Opened
@@ -37,7 +37,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def default_metric(opened: Opened) -> str:
     """Return the scale, about which ranks should agree most, or what else was recorded."""
-    return "scale_inv_mean_log2" if opened.run.has("scale_inv_mean_log2") else "sqnr_db"
+    return "scale_inv_mean_log2" if "scale_inv_mean_log2" in opened.recorded() else "sqnr_db"
 
 
 def _metric(view: View, opened: Opened) -> str:
@@ -56,7 +56,7 @@ def is_pending(view: View, opened: Opened) -> bool:
 def settle(view: View, opened: Opened) -> object:
     """Compare all sites over the ranks; of a metric that is none, or was not recorded, there are none."""
     metric = _metric(view, opened)
-    if len(opened.run.ranks) < 2 or metric not in data.recorded(opened.run):
+    if len(opened.run.ranks) < 2 or metric not in opened.recorded():
         return opened.keep(_key(view, opened), list)
     return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.run, metric))
 
@@ -69,7 +69,7 @@ def layout(view: View, opened: Opened) -> Component:
     sites = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     controls = html.Div(
         [
-            control("metric", default, metric, metric_options(data.recorded(opened.run)), "metric", 230),
+            control("metric", default, metric, metric_options(opened.recorded()), "metric", 230),
             control("of", "", view.get("of"), [{"value": "", "label": "(largest spread)"}, *names], "module", 280),
             control("site", SITE, view.get("site", SITE), sites, "site", 180),
         ],
