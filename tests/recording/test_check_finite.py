@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import fp8debug
 from fp8debug.observer import place_of_first
+from fp8debug.rules import Findings
 from tests.recording.models import Net, net, train
 
 AT, EVERY = 7, 5
 
 
-def record(path: Path, model: nn.Module, **options: Any) -> tuple[fp8debug.Findings, list[float]]:
+def record(path: Path, model: nn.Module, **options: Any) -> tuple[Findings, list[float]]:
     with fp8debug.watch(model, path, every=EVERY, **options) as watch:
         losses = train(model, 12, after=lambda _, loss: watch.step(loss=loss))
     return fp8debug.triage(path), losses
@@ -62,7 +63,7 @@ def test_one_in_the_weights_was_made_a_step_earlier(tmp_path: Path) -> None:
     model = net("blockwise", {"head": None})
 
     def spoil(x: Tensor) -> None:
-        model.blocks[1].up.weight.data[0, 0] = float("nan")
+        model.get_parameter("blocks.1.up.weight").data[0, 0] = float("nan")
 
     poison_at(model, "blocks.0.gate", spoil)
     findings, _ = record(tmp_path / "run", model)
