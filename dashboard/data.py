@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -62,9 +63,19 @@ def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
     return 1 if run.sql(count).column("n")[0].as_py() <= most else -(-(last - first + 1) // most)
 
 
+_BOUNDS: WeakKeyDictionary[Run, tuple[int, int]] = WeakKeyDictionary()
+
+
+def _bounds(run: Run) -> tuple[int, int]:
+    """Return ``run.steps_range``, asked once: a run that has grown is opened anew."""
+    if run not in _BOUNDS:
+        _BOUNDS[run] = run.steps_range
+    return _BOUNDS[run]
+
+
 def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
     """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
-    low, high = run.steps_range
+    low, high = _bounds(run)
     if low is None:  # rows without a step, from a writer that is not ours
         return None  # type: ignore[unreachable]  # the annotation believes the file
     low, high = max(low, low if first is None else first), min(high, high if last is None else last)
@@ -130,10 +141,8 @@ def recorded_lately(run: Run) -> list[str]:
     middle = _rows(run, f"SELECT min(step) AS m FROM raw WHERE step >= {(edges['a'] + edges['b']) // 2}")[0]["m"]
     there = [name for name in names if name in run.columns]
     counts = ", ".join(f"count({name}) AS {name}" for name in there)
-    found: dict[str, int] = {}
-    for step in {edges["a"], middle, edges["b"]}:
-        for name, count in _rows(run, f"SELECT {counts} FROM stats WHERE step = ?", [step])[0].items():
-            found[name] = found.get(name, 0) + count
+    wanted = [edges["a"], middle, edges["b"]]
+    found = _rows(run, f"SELECT {counts} FROM stats WHERE step IN (?, ?, ?)", wanted)[0]
     return [name for name in names if found.get(name)]
 
 
@@ -221,18 +230,25 @@ def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
-    badness, (condition, _) = badness_sql("sqnr_db"), where("operands", default_cast(run))
-    having = f"{condition} AND sqnr_db IS NOT NULL"
-    last = run.steps_range[1]
-    if not _rows(run, f"SELECT 1 AS one FROM stats WHERE step = ? AND {having} LIMIT 1", [last]):  # not a sampled step
-        last = _rows(run, f"SELECT max(step) AS step FROM stats WHERE {having}")[0]["step"]
+    last = _bounds(run)[1]
+    rows = _worst_at(run, "running", last, count)
+    if rows:
+        return rows
+    cast = default_cast(run)  # the last step was not sampled, or nothing ran in FP8
+    condition, _ = where("operands", cast)
+    last = _rows(run, f"SELECT max(step) AS step FROM stats WHERE {condition} AND sqnr_db IS NOT NULL")[0]["step"]
+    return _worst_at(run, cast, last, count)
+
+
+def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[str, Any]]:
+    badness, (condition, _) = badness_sql("sqnr_db"), where("operands", cast)
     return _rows(
         run,
         f"SELECT step, module, max_by(gemm, {badness}) AS gemm, max_by(tensor, {badness}) AS tensor,"
         f" max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind FROM sites"
         f" WHERE step = ? AND {condition} AND sqnr_db IS NOT NULL"
         f" GROUP BY step, module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
-        [last],
+        [step],
     )
 
 

@@ -179,12 +179,24 @@ def line(
             legendgroup=legend,
             showlegend=in_legend,
             legendrank=rank,
-            customdata=[what] * len(trace.steps),
-            hovertemplate="%{y:.5g} · step %{x}<br>%{customdata}<extra></extra>",
+            meta=what,
+            hovertemplate="%{y:.5g} · step %{x}<br>%{meta}<extra></extra>",
         ),
         row=row,
         col=col,
     )
+
+
+def rule_lines(i: int, color: str, *, x: float | None = None, y: float | None = None, dash: str = "dash") -> dict[str, object]:
+    """Return a line through the i-th subplot, at a step or at a value, for ``layout.shapes``.
+
+    ``add_vline`` and ``add_hline`` look through the whole figure for each of them: a second for the nine sites of a module.
+    """
+    n = "" if i == 0 else str(i + 1)
+    along = {"x0": x, "x1": x, "xref": f"x{n}", "y0": 0, "y1": 1, "yref": f"y{n} domain"}
+    across = {"x0": 0, "x1": 1, "xref": f"x{n} domain", "y0": y, "y1": y, "yref": f"y{n}"}
+    style = {"type": "line", "line": {"color": color, "width": 1, "dash": dash}, "opacity": 0.7}
+    return {**(across if x is None else along), **style}
 
 
 def heatmap(heat: Heat, view: str = "") -> go.Figure:

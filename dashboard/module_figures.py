@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plo
 from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
-from .figures import empty, line, styled
+from .figures import empty, line, rule_lines, styled
 from .records import CastRange, Histogram, Trace
 from .theme import GREY, LINES, ORANGE, VERMILLION
 
@@ -49,6 +49,7 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     groups = sorted({_group(trace) for trace in traces}, key=_group_order)
     colors = {group: LINES[i % len(LINES)] for i, group in enumerate(groups)}
     shown: set[str] = set()
+    shapes = [rule_lines(i, GREY, x=step) for i in range(len(flat))] if step is not None else []
     for i, site in enumerate(flat):
         row, col = divmod(i, 3)
         here = [t for t in traces if (t.gemm, t.tensor) == site]
@@ -62,35 +63,36 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
         if len(scaled) < len(here):
             figure.layout.annotations[i].text += f" · against exact above {PERFECT_DB} dB, off the scale"
         if here:
-            _thresholds(figure, scaled, metric, row + 1, col + 1)
+            shapes += _thresholds(figure, scaled, metric, i)
         else:
             words = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
             figure.add_annotation(**words, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row + 1, col=col + 1)
-    if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    figure.update_layout(shapes=shapes)
     styled(figure, 480, showlegend=True, legend={"orientation": "h", "y": 1.055, "yanchor": "bottom", "x": 0})
     figure.update_layout(margin={"l": 44, "r": 12, "t": 42, "b": 34})
     figure.update_xaxes(title_text="step", title_standoff=2, row=3)
     return figure
 
 
-def _thresholds(figure: go.Figure, traces: Sequence[Trace], metric: str, row: int, col: int) -> None:
-    """Set the range of an axis such that the nearest warn threshold is in it, and draw the thresholds that are."""
+def _thresholds(figure: go.Figure, traces: Sequence[Trace], metric: str, i: int) -> list[dict[str, object]]:
+    """Set the range of the i-th axis such that the nearest warn threshold is in it; return the thresholds that are."""
     main = next((t for t in traces if t.actual and t.reference != "exact"), traces[0])
     found = envelope(metric, kind_of(main.gemm, main.tensor, main.cast_name, main.reference))
     values = np.concatenate([part[np.isfinite(part)] for t in traces for part in (t.values, t.low, t.high) if part is not None])
     if found is None or not len(values):
-        return
+        return []
     low, high = float(values.min()), float(values.max())
     warn, act = found.at(1), found.at(2)
     below, above = [v for v in warn if v < high], [v for v in warn if v > low]
     low, high = min(low, *below[-1:], low), max(high, *above[:1], high)
     pad = 0.06 * (high - low) or 0.5
-    figure.update_yaxes(range=[low - pad, high + pad], row=row, col=col)
-    for limits, color in ((warn, ORANGE), (act, VERMILLION)):
-        for value in limits:
-            if low - pad <= value <= high + pad:
-                figure.add_hline(y=value, line={"color": color, "width": 1, "dash": "dash"}, opacity=0.7, row=row, col=col)
+    figure.update_layout({f"yaxis{i + 1 if i else ''}": {"range": [low - pad, high + pad]}})
+    return [
+        rule_lines(i, color, y=value)
+        for limits, color in ((warn, ORANGE), (act, VERMILLION))
+        for value in limits
+        if low - pad <= value <= high + pad
+    ]
 
 
 def _without_perfect(traces: Sequence[Trace], metric: str) -> list[Trace]:
@@ -130,9 +132,8 @@ def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None =
         clips = trace.values > 1 + 2.0**-20
         if clips.any():
             figure.add_trace(_clipping(trace, clips), row=2, col=1)
-    figure.add_hline(y=1, line={"color": VERMILLION, "width": 1, "dash": "dash"}, row=2, col=1)
-    if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
+    at_step = [rule_lines(i, GREY, x=step) for i in range(2)] if step is not None else []
+    figure.update_layout(shapes=[rule_lines(1, VERMILLION, y=1), *at_step])
     style = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     styled(figure, 340, showlegend=True, legend=style)
     figure.update_layout(margin={"t": 46})

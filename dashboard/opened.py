@@ -12,6 +12,7 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.rules.findings import Findings
 
 from . import data
+from .judge import triage_apart
 from .theme import level
 
 if TYPE_CHECKING:
@@ -96,14 +97,14 @@ class Opened:
         from fp8debug import Run, triage
 
         try:
-            own = Run(self.run.path)
-            found = Judgement(findings=triage(own))
+            if self.size >= SMALL_BYTES:
+                found = Judgement(findings=triage_apart(self.run.path))
+            else:
+                found = Judgement(findings=triage(Run(self.run.path)))
         except Fp8DebugError as error:
             return Judgement(findings=Findings(), failure=str(error))
         with suppress(Fp8DebugError):
-            self.keep(RECORDED, lambda: data.recorded(own))
-        with suppress(Fp8DebugError), self._solving:  # the fallback page says what went wrong
-            self._solve = self._solver(own, found.findings)
+            self.keep(RECORDED, lambda: data.recorded(Run(self.run.path)))
         return found
 
     def judged(self) -> Judgement:
@@ -126,6 +127,11 @@ class Opened:
         """True when the findings are known."""
         return self._judgement is not None
 
+    @property
+    def has_fallbacks(self) -> bool:
+        """True when candidates are known without asking the run."""
+        return self._solve is not None
+
     def fallbacks(self, budget: float = 0.10, *, fill: bool = False) -> list[Fallback]:
         """Return the candidates within a budget; the run is asked once, whatever the number of budgets.
 
@@ -135,18 +141,14 @@ class Opened:
         self.judge()
         with self._solving:
             if self._solve is None:
-                self._solve = self._solver(self.run, self.latest().findings)
+                from fp8debug.fallback.policy import solver
+
+                self._solve = solver(self.run, self.latest().findings)
             key = ("fallbacks", budget, fill)
             if key not in self._kept:
                 self._kept[key] = self._solve(budget, fill=fill)
             found: list[Fallback] = self._kept[key]
             return found
-
-    @staticmethod
-    def _solver(run: Run, findings: Findings) -> Callable[..., list[Fallback]]:
-        from fp8debug.fallback.policy import solver
-
-        return solver(run, findings)
 
     def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return what was computed under a key, or compute it now."""

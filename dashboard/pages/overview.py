@@ -14,7 +14,7 @@ from fp8debug.errors import Fp8DebugError
 
 from .. import data, figures, source
 from ..coverage import coverage
-from ..opened import Judgement, Opened
+from ..opened import SMALL_BYTES, Judgement, Opened
 from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level
 from ..urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, poster, table
@@ -90,7 +90,8 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
     judged = opened.judged()
     findings = judged.findings
-    figure = figures.training(data.training(opened.run), source.marks(findings), data.loss_lost_at(opened.run))
+    curves = opened.keep("training", lambda: (data.training(opened.run), data.loss_lost_at(opened.run)))
+    figure = figures.training(curves[0], source.marks(findings), curves[1])
     return (
         _verdict(opened, judged),
         _classification(view, judged),
@@ -100,6 +101,14 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         [row(finding, view.run) for finding in findings],
         _coverage(view, opened),
     )
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Judge the run, and see what could be recommended."""
+    opened.judge()
+    with suppress(Fp8DebugError):  # the fallback page says what went wrong
+        opened.fallbacks()
+    return None
 
 
 def row(finding: Finding, run: str | None) -> dict[str, Any]:
@@ -134,17 +143,22 @@ def module_href(finding: Finding, run: str | None) -> str:
 
 def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
     run, verdict = opened.run, judged.verdict
-    steps = run.steps_range
+    steps = data.step_range(run) or (0, 0)
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
         ("steps", f"{steps[0]:,} to {steps[1]:,}"),
         ("every", number(run.manifest.get("every"))),
         ("ranks", number(len(run.ranks))),
-        ("last loss", number(data.last_loss(run))),
+        ("last loss", number(_last_loss(opened))),
         ("state", source.state(run.path, run.rank_manifests)),
     ]
     word = "Looking" if judged.is_pending and verdict == "unknown" else ""
     return [html.Div([badge(verdict, word), html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
+
+
+def _last_loss(opened: Opened) -> float | None:
+    found: float | None = opened.keep("last loss", lambda: data.last_loss(opened.run))
+    return found
 
 
 def sentence(judged: Judgement) -> str:
@@ -188,7 +202,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         ]
     )
     hints: list[Component | None] = [silent if skipped else None]
-    if data.last_loss(opened.run) is None:
+    if _last_loss(opened) is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
         if judged.is_pending:
@@ -200,7 +214,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         link = dcc.Link(name, href=module_href(finding, view.run)) if finding.module else name
         items.append(html.Li([badge(level(finding.severity), finding.code), " ", link, html.P(finding.cure)]))
     candidates = 0
-    if not judged.is_pending:
+    if not judged.is_pending and (opened.size < SMALL_BYTES or opened.has_fallbacks):
         with suppress(Fp8DebugError):
             candidates = len(opened.fallbacks())
     more: list[Component] = [html.Li(["Read the manual page: ", code(f"fp8debug explain {findings[0].code}")])]
@@ -212,7 +226,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
 
 
 def _worst(view: View, opened: Opened) -> list[Component | None]:
-    rows = opened.keep("worst", lambda: data.worst_operands(opened.run)) if "sqnr_db" in opened.recorded() else []
+    rows = opened.keep("worst", lambda: data.worst_operands(opened.run))
     if not rows:
         return [note("No operand's error was recorded.")]
     body: list[list[Any]] = []
@@ -258,6 +272,7 @@ PAGE = Page(
     title="Overview",
     layout=layout,
     parts=parts,
+    settle=settle,
     outputs=(
         ("verdict", "children"),
         ("classification", "children"),

@@ -24,6 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from playwright.sync_api import Page, Request, sync_playwright
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: the other tests are a package
+
 from fp8debug.store.stream import write_part
 from tests.conftest import CHROMIUM
 from tests.dashboard import samples

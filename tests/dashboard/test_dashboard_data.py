@@ -15,6 +15,7 @@ from fp8debug.recipes import get_recipe
 from fp8debug_dashboard import data, history_data, rank_data, urls
 from fp8debug_dashboard.coverage import coverage, in_words
 from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRAD_OUTPUT, envelope, kind_of, severities
+from fp8debug_dashboard.judge import triage_apart
 from fp8debug_dashboard.opened import Opened
 from fp8debug_dashboard.pages import fallback
 from fp8debug_dashboard.source import Source, file_stamp, is_run, marks, state
@@ -291,6 +292,13 @@ def test_a_large_run_is_shown_before_it_is_judged(run: Run) -> None:
     assert opened.judged().is_pending and opened.judged().verdict == "unknown" and not opened.is_triaged
     opened.judge()
     assert opened.judged().verdict == "error" and not opened.judged().is_pending
+
+
+def test_a_large_run_is_judged_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    assert triage_apart(folder / "sick")[0].module == samples.SICK
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(RunError, match="holds no recorded step"):
+        triage_apart(tmp_path)
 
 
 def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
