@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
 from fp8debug.errors import RunError
 
 from .console import open_run, print_table, to_csv, to_json
 
-COLUMNS = ["module", "kind", "fp8", "requested", "flops", "casts", "reason"]
+COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
 
-#: The casts are those that the recorded steps ran, not those that were asked for.
+#: The casts are those that the recorded steps ran, not those that were asked for. ``gemms`` is how many fprop/dgrad/wgrad GEMMs
+#: were seen a sampled step on all ranks; a module without a gradient to pass on has no dgrad, one with a frozen weight no wgrad.
 MODULES = """
 WITH recorded AS (
   SELECT module, string_agg(DISTINCT tensor || ': ' || cast_name, '; ' ORDER BY tensor || ': ' || cast_name) AS casts
   FROM sites WHERE actual AND reference = 'operand' GROUP BY module
+), seen AS (
+  SELECT module, sum(num_tensors) FILTER (WHERE gemm = 'fprop') AS fprop, sum(num_tensors) FILTER (WHERE gemm = 'dgrad') AS dgrad,
+    sum(num_tensors) FILTER (WHERE gemm = 'wgrad') AS wgrad
+  FROM sites WHERE actual AND reference = 'shadow' GROUP BY module
+), sampled AS (
+  SELECT count(DISTINCT step) AS times FROM sites WHERE actual
 )
 SELECT fqn AS module, kind, coalesce(fp8, false) AS fp8, coalesce(requested, 'nobody asked') AS requested,
-  round(100.0 * flops_per_token / sum(flops_per_token) OVER (), 2) || ' %' AS flops, casts,
-  CASE WHEN NOT coalesce(fp8, false) THEN coalesce(reason, 'no reason recorded') WHEN NOT coalesce(observed, false)
-  THEN coalesce(reason, 'not observed') END AS reason
-FROM modules LEFT JOIN recorded ON recorded.module = modules.fqn ORDER BY call_index NULLS LAST, fqn
+  round(100.0 * flops_per_token / sum(flops_per_token) OVER (), 2) || ' %' AS flops,
+  round(fprop / times, 2) || '/' || round(coalesce(dgrad, 0) / times, 2) || '/' || round(coalesce(wgrad, 0) / times, 2) AS gemms,
+  casts, CASE WHEN NOT coalesce(fp8, false) THEN coalesce(reason, 'no reason recorded') WHEN NOT coalesce(observed, false)
+  THEN coalesce(reason, 'not observed')
+  WHEN fprop IS NULL THEN 'never called in a sampled step, or under torch.compile' END AS reason,
+  CASE WHEN coalesce(wgrad, 0) = 0 AND fprop > 0 THEN 'no wgrad seen: a frozen weight, or not recorded'
+  WHEN fprop > wgrad THEN 'fewer wgrad than fprop: ' || CAST(fprop - wgrad AS INTEGER) || ' not seen'
+  WHEN fprop > dgrad THEN 'fewer dgrad than fprop: ' || CAST(fprop - dgrad AS INTEGER) || ' not seen' END AS note
+FROM modules CROSS JOIN sampled LEFT JOIN recorded ON recorded.module = modules.fqn LEFT JOIN seen ON seen.module = modules.fqn
+ORDER BY call_index NULLS LAST, fqn
 """
+
+#: Parts of a name that say what a Linear is for, where common practice keeps it in high precision.
+SPARED = {"lm_head": "an output head", "head": "an output head", "output_layer": "an output head", "embed_out": "an output head"}
+SPARED |= {"router": "a router", "embed": "an embedding", "embedding": "an embedding", "norm": "a normalisation"}
 
 TOTALS = """
 SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
@@ -38,12 +58,25 @@ def command(run: str, form: str) -> None:
     if not opened.manifest.get("modules"):
         raise RunError(f"{opened.name}: coverage was not recorded, manifest.json is missing or lists no modules")
     rows = opened.sql(MODULES).to_pylist()
+    told = {module["fqn"]: module for module in opened.modules}
+    for row in rows:
+        row["note"] = "; ".join(note for note in (row["note"], _against_practice(told[row["module"]])) if note) or None
     if form != "table":
         click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
         return
     totals = opened.sql(TOTALS).to_pylist()[0]
     share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
     click.echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}\n")
-    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason"])
+    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason", "note"])
     for entry in opened.manifest.get("filters") or ():
         click.echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
+    for module in opened.manifest.get("outside") or ():
+        click.echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
+
+
+def _against_practice(module: Mapping[str, Any]) -> str | None:
+    """Return a note on an FP8 module whose like is usually left in high precision, by its place or by its name."""
+    if not module.get("fp8"):
+        return None
+    what = "a router" if module.get("selects") else SPARED.get(module["fqn"].rpartition(".")[2].lower())
+    return f"{what} in FP8, against common practice" if what else None

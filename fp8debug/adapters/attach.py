@@ -183,6 +183,7 @@ class Watch:
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
+        self._first_step = first_step
         self._observer.before_forward = self._close_counted_step
         self._changes = changes
         self._dumper = dumper
@@ -367,7 +368,7 @@ class Watch:
             self._writer.event(self._observer.step, "skipped", module, text)
 
     def _report_never_called(self) -> None:
-        if not self._seen_modules:
+        if not self._seen_modules and self._observer.step == self._first_step:
             return
         missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._seen_modules]
         for fqn in missing:

@@ -1,0 +1,108 @@
+"""What coverage says of a model: what ran, how often, what was not seen, what is against common practice, what is outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug_cli.coverage import command
+from tests.adapters.linears import model as scaled
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4, bias=False)
+        self.weights = nn.Parameter(torch.zeros(4, 32, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.router(x).sum(-1, keepdim=True)
+        return out
+
+
+class Mixed(nn.Module):
+    """A convolution, attention, experts, Linears and a head; one Linear is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(64, 64, 1)
+        self.attention = nn.MultiheadAttention(64, 2)
+        self.up = nn.Linear(64, 32)
+        self.moe = Experts()
+        self.unused = nn.Linear(32, 32)
+        self.lm_head = nn.Linear(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.moe(self.up(x)))
+        return out
+
+
+def covered(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the rows of ``fp8debug coverage`` by module, and what it prints for people."""
+    rows = CliRunner().invoke(command, [str(path), "--format", "json"])
+    table = CliRunner().invoke(command, [str(path)])
+    assert rows.exit_code == table.exit_code == 0, rows.output
+    return {row["module"]: row for row in json.loads(rows.output)}, table.output
+
+
+def test_of_a_mixed_model(tmp_path: Path) -> None:
+    net = Mixed()
+    fp8debug.convert(net, "blockwise", overrides={"up": None})
+    with fp8debug.watch(net, tmp_path / "run", every=1, include=("*", "nothing.*")) as watch:
+        for _ in range(2):
+            net(torch.randn(8, 64)).sum().backward()
+            net(torch.randn(8, 64)).sum().backward()
+            watch.step()
+    rows, table = covered(tmp_path / "run")
+    assert rows["lm_head"]["gemms"] == "2.0/2.0/2.0"
+    assert rows["lm_head"]["note"] == "an output head in FP8, against common practice"
+    assert rows["moe.router"]["note"] == "a router in FP8, against common practice"
+    assert rows["unused"]["reason"] == "never called in a sampled step, or under torch.compile" and rows["unused"]["fp8"]
+    assert (rows["up"]["fp8"], rows["up"]["reason"]) == (False, "left in high precision on request")
+    assert "include 'nothing.*': 0 modules" in table
+    assert "not watched: conv (Conv1d): a convolution: only Linears are watched" in table
+    assert "not watched: attention (MultiheadAttention): attention and its fused projections" in table
+    assert "not watched: moe (Experts): weights of several experts in one tensor" in table
+
+
+def test_gemms_that_were_not_seen(tmp_path: Path) -> None:
+    net = scaled()
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        for _ in range(3):
+            loss = net(torch.randn(8, 64).bfloat16()).sum()
+        loss.backward()
+        watch.step()
+    rows, _ = covered(tmp_path / "run")
+    assert rows["2"]["gemms"] == "3.0/1.0/1.0" and rows["2"]["note"] == "fewer wgrad than fprop: 2 not seen"
+    assert rows["0"]["gemms"] == "3.0/0.0/1.0"  # data want no gradient
+
+
+def test_a_foreign_library_is_named(tmp_path: Path) -> None:
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(16, 16))
+
+    Foreign.__module__ = "transformer_engine.pytorch.module.linear"
+    net = nn.Sequential(nn.Linear(16, 16), Foreign())
+    with fp8debug.watch(net, tmp_path / "run") as watch:
+        net[0](torch.randn(4, 16)).sum().backward()
+        watch.step()
+    assert "not watched: 1 (Foreign): a module of Transformer Engine, which no adapter reads" in covered(tmp_path / "run")[1]
+
+
+def test_a_model_whose_forward_nobody_sees_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """model.compile() takes the hooks of the root along; nothing is recorded then, and that is said."""
+    net = scaled()
+    net.forward = lambda x: net[2].forward(net[0].forward(x))  # type: ignore[method-assign,operator]  # no hooks
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        net.forward(torch.randn(8, 64).bfloat16()).sum().backward()
+        watch.step(loss=1.0)
+    assert "never called in a sampled step, no statistics: 0, 2" in capsys.readouterr().err
