@@ -17,9 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8debug import __version__
 from fp8debug.adapters.arguments import check_arguments, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
+from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.inference import compare_paths
-from fp8debug.adapters.listening import listen_at_roots
+from fp8debug.adapters.listening import listen_at_roots, listener_of
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
 from fp8debug.adapters.targets import Candidate, candidates_of, choose, common_recipe, roots_of
@@ -206,6 +207,7 @@ class Watch:
                     self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
             if any(c.reason is None and c.is_heard for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
+                self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
         except BaseException:
             self.detach()
             raise

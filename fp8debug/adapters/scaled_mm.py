@@ -7,7 +7,7 @@ and scales that lag behind show in its headroom and ``scale_log2_ratio``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,10 @@ _TENSORWISE, _ROWWISE = 0, 1
 _BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
 
 
-def side_of(data: Tensor, scale_inv: Tensor) -> Side:
+def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -> Side:
     """Return an operand whose scaling is read off the shape of its decode factors.
+
+    Where a block spans the whole dimension, as a tile over at most 128 tokens does, the first of ``among`` that fits names it.
 
     Raises:
         ValueError: no scaling that we know has decode factors of that shape or type.
@@ -39,7 +41,7 @@ def side_of(data: Tensor, scale_inv: Tensor) -> Side:
     if scale_inv.numel() == 1:
         scale_inv = scale_inv.reshape(1, 1)
     if scale_inv.dtype is torch.float32 and scale_inv.dim() == 2:
-        for granularity in _BY_SHAPE:
+        for granularity in among:
             rows, columns = block_shape(granularity, *data.shape)
             if scale_inv.shape == (-(-data.shape[0] // rows), -(-data.shape[1] // columns)):
                 return Side(data, scale_inv, granularity)

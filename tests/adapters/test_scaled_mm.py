@@ -193,6 +193,20 @@ def test_as_many_tokens_as_outputs(tmp_path: Path, wants_dgrad: bool) -> None:
         assert row["sqnr_db"] > 20, row
 
 
+# Dynamo instantiates the autograd function that it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_sampled_steps_without_compilation_are_recorded(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(cast(nn.Module, torch.compile(model(), backend="eager")))
+    with fp8debug.watch(net, tmp_path / "run", every=2) as watch:
+        for step in range(4):
+            with torch.compiler.set_stance("default" if step % 2 else "force_eager"):
+                net(batch(step)).square().mean().backward()
+            watch.step()
+    run = fp8debug.Run(tmp_path / "run")
+    assert sites(run, "0.2") == INNER and {row["step"] for row in rows(run)} == {0, 2}
+
+
 def test_a_gemm_that_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Padded(ScaledLinear):
         def forward(self, x: Tensor) -> Tensor:
