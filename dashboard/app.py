@@ -7,7 +7,9 @@ every view can be reloaded and sent to a colleague, and no state lives in the se
 from __future__ import annotations
 
 import math
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,7 @@ def make_app(path: str | Path) -> dash.Dash:
         assets_folder=str(Path(__file__).with_name("assets")),
         pages_folder="",
         serve_locally=True,
+        eager_loading=True,  # the plot library comes while the server reads the run
         suppress_callback_exceptions=True,  # pages come and go
         title=f"{source.path.resolve().name} · fp8debug",
         update_title="",
@@ -61,7 +64,15 @@ def make_app(path: str | Path) -> dash.Dash:
         _redraw(app, source, page)
     fallback.callbacks(app, source)
     findings.callbacks(app, source)
+    if not source.is_folder:
+        threading.Thread(target=_warm, args=(source,), daemon=True).start()
     return app
+
+
+def _warm(source: Source) -> None:
+    """Read what the first page shows while the browser loads its scripts."""
+    with suppress(Fp8DebugError):  # the page says what is wrong
+        overview.PAGE.layout(View("overview"), source.open(None))
 
 
 def _in_browser(app: dash.Dash, function: str, *dependencies: Any, **options: Any) -> None:

@@ -6,6 +6,7 @@ back with the process. The bytes between the two processes are a pickle that nob
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -25,7 +26,10 @@ def triage_apart(path: Path) -> Findings:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise RunError(said[-1] if said else f"triage ended with code {done.returncode}")
-    found: Findings = pickle.loads(done.stdout)
+    try:
+        found: Findings = pickle.loads(done.stdout)
+    except (pickle.UnpicklingError, EOFError):
+        raise RunError(f"triage of {path} was cut off") from None
     return found
 
 
@@ -33,12 +37,15 @@ def main(path: str) -> int:
     """Write the findings of a run to stdout; return the exit code."""
     from fp8debug import triage
 
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # DuckDB draws a progress bar on stdout when a query takes long
     try:
         found = triage(path)
     except Fp8DebugError as error:
         print(error, file=sys.stderr)
         return 1
-    sys.stdout.buffer.write(pickle.dumps(found))
+    with answer:
+        pickle.dump(found, answer)
     return 0
 
 

@@ -83,6 +83,8 @@ class Opened:
     _solve: Callable[..., list[Fallback]] | None = None
     _differences: dict[str, Differences] = field(default_factory=dict)
     _kept: dict[Any, Any] = field(default_factory=dict)
+    _locks: dict[Any, threading.Lock] = field(default_factory=dict)
+    _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
 
     def judge(self) -> Judgement:
         """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
@@ -151,12 +153,16 @@ class Opened:
             return found
 
     def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Return what was computed under a key, or compute it now."""
-        if key not in self._kept:
-            while len(self._kept) >= MAX_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
-            self._kept[key] = compute()
-        return self._kept.get(key)
+        """Return what was computed under a key, or compute it now; who asks for the same meanwhile waits for it."""
+        with self._lock_of_locks:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._kept:
+                found = compute()
+                while len(self._kept) >= MAX_KEPT:
+                    self._kept.pop(next(iter(self._kept)), None)
+                self._kept[key] = found
+            return self._kept.get(key)
 
     def recorded(self) -> list[str]:
         """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""

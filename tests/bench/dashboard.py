@@ -120,22 +120,18 @@ class Answers:
 
     def __init__(self, page: Page) -> None:
         self.times: list[float] = []
-        self.begun: dict[Request, float] = {}
-        page.on("request", self._begin)
         page.on("requestfinished", self._end)
 
-    def _begin(self, request: Request) -> None:
-        if request.url.endswith("_dash-update-component") and "settled.data" not in (request.post_data or "")[:80]:
-            self.begun[request] = time.perf_counter()
-
     def _end(self, request: Request) -> None:
-        if request in self.begun:
+        if "_dash-update-component" in request.url and not (request.post_data or "").startswith('{"output":"settled.data"'):
             timing = request.timing
             self.times.append(timing["responseStart"] - timing["requestStart"])
 
     def line(self) -> str:
         """Return median and 95th percentile."""
         times = sorted(self.times)
+        if not times:
+            return "no answers"
         return f"{len(times)} answers, median {statistics.median(times):.0f} ms, p95 {times[int(0.95 * (len(times) - 1))]:.0f} ms"
 
 
