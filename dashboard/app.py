@@ -246,7 +246,7 @@ def patched(part: Any) -> Any:
         return part
     values, patch = part.to_dict(), dash.Patch()
     patch["data"] = values["data"]
-    patch["layout"].update(values["layout"])
+    patch["layout"] = values["layout"]  # whole: shapes and notes of the earlier figure must go; uirevision keeps the zoom
     return patch
 
 
