@@ -94,9 +94,8 @@ class LossSpikeNotFp8(Rule):
     def _finding(
         self, run: Run, severity: Severity, step: int, message: str, value: float | None, threshold: float | None
     ) -> Finding:
-        ranks = tuple(run.ranks)
-        return Finding(code=self.code, name=self.name, severity=severity, steps=(step, step), ranks=ranks, value=value,
-                       threshold=threshold, message=message, cure=self.cure)  # fmt: skip
+        return Finding(code=self.code, name=self.name, severity=severity, steps=(step, step), ranks=tuple(run.ranks),
+                       value=value, threshold=threshold, message=message, cure=self.cure)  # fmt: skip
 
     def _nonfinite(self, run: Run, sampled: Sequence[int], step: int, loss: float) -> Finding:
         """Return the finding of a loss that is not finite, named by how much is known of its origin."""
@@ -130,10 +129,7 @@ class LossSpikeNotFp8(Rule):
         )
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Stand only when no harmful finding began up to the first sampled step after the spike.
-
-        Gradients that are first seen sick in the spike's own step come after its loss: they did not cause it.
-        """
+        """Stand when no harmful finding began up to the first sampled step after the spike, its own backward pass apart."""
         until = _next_sampled(sampled_steps(run), finding.steps[0])
         return not any(
             RULES.get(f.code).is_harmful
