@@ -1,18 +1,21 @@
 """Judges a large run in a process of its own: ``python -m fp8debug_dashboard.judge RUN`` writes what it found to stdout.
 
 Triage of millions of rows holds the interpreter and a gigabyte for seconds; pages are answered meanwhile, and the memory goes
-back with the process. The bytes between the two processes are a pickle that nobody else can write.
+back with the process. What goes between the two processes is JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fp8debug.errors import Fp8DebugError, RunError
+from fp8debug.rules import Finding, Severity
 from fp8debug.rules.findings import Findings
 
 
@@ -27,17 +30,35 @@ def triage_apart(path: Path) -> Findings:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise RunError(said[-1] if said else f"triage ended with code {done.returncode}")
     try:
-        found: Findings = pickle.loads(done.stdout)
-    except (pickle.UnpicklingError, EOFError):
+        return unpacked(json.loads(done.stdout))
+    except (ValueError, KeyError, TypeError):
         raise RunError(f"triage of {path} was cut off") from None
-    return found
+
+
+def packed(findings: Findings) -> dict[str, Any]:
+    """Return findings, their parts too, as plain values that :func:`unpacked` reads."""
+    kept = ("run", "steps", "skipped", "baseline", "classification", "thresholds")
+    return {"findings": [asdict(f) for f in findings], **{name: getattr(findings, name) for name in kept}}
+
+
+def unpacked(document: dict[str, Any]) -> Findings:
+    """Return the findings that :func:`packed` wrote."""
+    rest = {name: value for name, value in document.items() if name != "findings"}
+    rest |= {"steps": tuple(rest["steps"]), "skipped": [tuple(entry) for entry in rest["skipped"]]}
+    return Findings([_finding(values) for values in document["findings"]], **rest)
+
+
+def _finding(values: dict[str, Any]) -> Finding:
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list) and name != "parts"}
+    parts = tuple(_finding(part) for part in values["parts"])
+    return Finding(**{**values, **lists, "severity": Severity(values["severity"]), "parts": parts})
 
 
 def main(path: str) -> int:
     """Write the findings of a run to stdout; return the exit code."""
     from fp8debug import triage
 
-    answer = os.fdopen(os.dup(1), "wb")
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # DuckDB draws a progress bar on stdout when a query takes long
     try:
         found = triage(path)
@@ -45,7 +66,7 @@ def main(path: str) -> int:
         print(error, file=sys.stderr)
         return 1
     with answer:
-        pickle.dump(found, answer)
+        json.dump(packed(found), answer)
     return 0
 
 
