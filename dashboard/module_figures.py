@@ -49,11 +49,10 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     groups = sorted({_group(trace) for trace in traces}, key=_group_order)
     colors = {group: LINES[i % len(LINES)] for i, group in enumerate(groups)}
     shown: set[str] = set()
-    ends = [min(int(t.steps[0]) for t in traces), max(int(t.steps[-1]) for t in traces)]
     shapes = [rule_lines(i, GREY, x=step) for i in range(len(flat))] if step is not None else []
     for i, site in enumerate(flat):
         row, col = divmod(i, 3)
-        here = [t for t in traces if (t.gemm, t.tensor) == site]
+        here = [t for t in traces if (t.gemm, t.tensor) == site and np.isfinite(t.values).any()]
         for trace in sorted(here, key=lambda t: t.actual):
             group = _group(trace)
             width = 1.6 if trace.actual else 1.2
@@ -68,8 +67,8 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
         else:
             words = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
             figure.add_annotation(**words, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row + 1, col=col + 1)
-            # Where a whole column is empty plotly has no range to draw the axes by, and writes NaN.
-            figure.update_layout({f"xaxis{i + 1 if i else ''}": {"range": ends}, f"yaxis{i + 1 if i else ''}": {"range": [0, 1]}})
+            # Where a whole column is empty plotly draws its axes' lines at NaN.
+            figure.update_layout({f"{axis}axis{i + 1 if i else ''}": {"visible": False} for axis in "xy"})
     figure.update_layout(shapes=shapes)
     styled(figure, 480, showlegend=True, legend={"orientation": "h", "y": 1.055, "yanchor": "bottom", "x": 0})
     figure.update_layout(margin={"l": 44, "r": 12, "t": 42, "b": 34})
