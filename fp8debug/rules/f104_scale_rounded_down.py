@@ -46,6 +46,8 @@ class ScaleRoundedDown(Rule):
           stays near 1 (0.998 measured); a scale that is off by a tenth is F113's. No published basis.
         - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds
           by its rounding alone, 2 / 1.75 = 1.143; beyond, the scale is stale (F101).
+        - min_headroom_undeclared 1.07: where pow2_floor is not declared, how far the largest value must lie above what its
+          scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, and harmless.
         - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
@@ -60,6 +62,7 @@ class ScaleRoundedDown(Rule):
     min_gain: float = 0.8
     min_gain_undeclared: float = 0.97
     max_headroom: float = 1.15
+    min_headroom_undeclared: float = 1.07
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
@@ -67,7 +70,8 @@ class ScaleRoundedDown(Rule):
             f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
             " AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
             f" AND (cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
-            f" OR num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared})"
+            f" OR num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
+            f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared})"
         )
         for trace in traces(run, bad, ["overflow_rate", "gain"]):
             row = trace.worst("overflow_rate")

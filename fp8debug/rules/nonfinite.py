@@ -91,8 +91,11 @@ def _first_sampled(run: Run) -> Origin | None:
     rows = sorted(run.sql(query).to_pylist(), key=lambda row: (row["step"], *_place(row)))
     sick_steps = {r["step"] for r in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}
     for step, group in groupby(rows, key=lambda row: row["step"]):
-        row = next(group)
+        row, *others = group
         kind = _kind(row)
+        if kind == "outside" and row["num_tensors"] > 1:  # of several calls: what a later layer made may have come back to it
+            made = [r for r in others if r["num_made"] and r["reference"] == "operand" and r["num_tensors"] > 1]
+            row, kind = (made[0], "cast") if made else (row, kind)
         is_backward = row["gemm"] != "fprop"
         follows = any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
         if kind == "cast" or follows or not is_backward:

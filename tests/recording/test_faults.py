@@ -24,6 +24,8 @@ ELSEWHERE = {
 }
 #: Faults of the backward pass or of data: they leave the model's outputs alone.
 OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute_scale"}
+#: Those that need a weight to age before they show.
+OF_TIME = {"stale_weight"}
 
 
 def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None = None, fallbacks: object = None) -> list[float]:
@@ -43,6 +45,8 @@ def sick_run(path: Path, name: str, module: str | None, model: nn.Module | None 
 )
 @pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
 def test_triage_names_the_module_and_the_cause(fault: Fault, module: str, tmp_path: Path) -> None:
+    if fault.name == "uneven_tokens":
+        module = module.replace("blocks.0", "blocks.1")  # the first layer's input wants no gradient, so it has no dgrad
     sick_run(tmp_path / "run", fault.name, module)
     findings = fp8debug.triage(tmp_path / "run")
     assert [f.code for f in findings] == [fault.code], [f.message for f in findings]
@@ -103,7 +107,7 @@ def test_a_removed_fault_leaves_no_trace() -> None:
         injection.remove()
         injection.remove()
         assert torch.equal(model(x), expected), fault.name
-        assert not torch.equal(faulty, expected) or fault.name in OF_GRADIENTS, fault.name
+        assert not torch.equal(faulty, expected) or fault.name in OF_GRADIENTS | OF_TIME, fault.name
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()), fault.name
 
 

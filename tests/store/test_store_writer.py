@@ -14,6 +14,7 @@ import pytest
 from fp8debug.errors import RecordError
 from fp8debug.store import stream, writer
 from fp8debug.store.run import Run
+from fp8debug.store.schema import SCHEMA_VERSION
 from fp8debug.store.writer import RunWriter
 from tests.store.recording import names_below, record, site_rows
 
@@ -73,7 +74,7 @@ class TestFiles:
         opened.update_manifest({"modules": [{"fqn": "a"}]})
         opened.close()
         manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-        assert manifest["schema_version"] == 1 and manifest["name"] == "run" and manifest["created"]
+        assert manifest["schema_version"] == SCHEMA_VERSION and manifest["name"] == "run" and manifest["created"]
         assert (manifest["every"], manifest["path"], manifest["modules"]) == (10, "x", [{"fqn": "a"}])
         own = json.loads((tmp_path / "run/rank=00001/manifest.json").read_text())
         assert (own["rank"], own["world_size"], own["pid"]) == (1, 2, os.getpid())
