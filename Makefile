@@ -18,8 +18,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# A file at a time on every core; then the pages, whose waits want the machine for themselves.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import times, traces
+from fp8debug.rules.weights import OUTGROWN_COSINE
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -38,7 +39,8 @@ class ScaleGrid(Rule):
     Thresholds
         - max_sqnr_db 10: numerics.md, 5, has below 0 dB; a grid whose blocks differ by a third gives 10 dB. No published basis.
         - min_headroom 1.25: amax over what the scale holds; under current scaling 1, with a scale rounded down at most 1.143.
-        - max_cosine 0.999: above, the shape is right and one factor is wrong (F113).
+        - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight with a cosine above 0.9 that is
+          too short is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
     """
 
@@ -57,6 +59,7 @@ class ScaleGrid(Rule):
         bad = (
             f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND sqnr_db < {self.max_sqnr_db}"
             f" AND cosine < {self.max_cosine} AND numel >= {self.min_elements}"
+            f" AND NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)"
         )
         for trace in traces(run, bad, ["sqnr_db", "headroom", "cosine"]):
             row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))

@@ -177,7 +177,7 @@ def plan(case: Case) -> Plan:
         dtype=draw.choice((torch.float32, torch.float32, torch.bfloat16)),
         loss_scale=case.fault == "loss_scale_loop" or draw.random() < 0.2,
         depth=5 if case.fault == "depth_outliers" else 2,
-        steps=max(16, at + 5 * every),
+        steps=max(16, at + (14 if case.fault == "loss_scale_loop" else 5 * every)),
         at=at,
     )
 
