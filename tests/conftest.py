@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 # Before torch is imported, and for child processes: on small tensors, two threads that wait for each other on a busy
 # machine take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before triton is imported, which torchao does: without a GPU the kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
