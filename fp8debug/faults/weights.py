@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, WEIGHTS, Fault, Key, Ordinary, Target, distort, quantized
+from fp8debug.faults.base import FAULTS, WEIGHTS, Change, Fault, Key, Ordinary, Target, distort, quantized
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized, TensorRole
@@ -36,10 +36,11 @@ def stale(where: Target) -> Callable[[], None]:
 
     # The weights of the steps before the fault are needed too, so it is planted from step 0.
     early = replace(where, step=0)
-    undo = [
-        distort(early, lambda x, cast, ordinary, _, key=key: change(key, x, cast, ordinary), key)  # type: ignore[misc]
-        for key in WEIGHTS
-    ]
+
+    def change_of(key: Key) -> Change:
+        return lambda x, cast, ordinary, _: change(key, x, cast, ordinary)
+
+    undo = [distort(early, change_of(key), key) for key in WEIGHTS]
 
     def undo_all() -> None:
         for one in reversed(undo):
