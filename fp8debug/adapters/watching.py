@@ -1,0 +1,254 @@
+"""``Watch``: a running recording, the one place where an Observer is joined to a RunWriter."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8debug.adapters.changes import RecipeChanges
+from fp8debug.adapters.deep_gemm import wrap_deep_gemm
+from fp8debug.adapters.inference import compare_paths
+from fp8debug.adapters.listening import listen_at_roots, listener_of
+from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.adapters.targets import Candidate, common_recipe
+from fp8debug.dumps import Dumper
+from fp8debug.errors import UsageError
+from fp8debug.kernels.reference import Operand
+from fp8debug.observer import FinishedStep, Observer, Settings
+from fp8debug.store.writer import RunWriter
+from fp8debug.types import Gemm, TensorRole
+
+
+class Watch:
+    """A running recording; made by :func:`fp8debug.watch`.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(
+        self,
+        candidates: list[Candidate],
+        roots: list[nn.Module],
+        settings: Settings,
+        writer: RunWriter,
+        optimizer: torch.optim.Optimizer | None,
+        first_step: int,
+        dumper: Dumper | None,
+        changes: RecipeChanges,
+    ) -> None:
+        self.path = writer.path
+        self._candidates = candidates
+        self._writer = writer
+        self._nonfinite: set[tuple[str, str, str]] = set()
+        self._observer = Observer(settings, self._sink, self._report)
+        self._observer.start_step(first_step)
+        self._first_step = first_step
+        self._observer.before_forward = self._close_counted_step
+        self._changes = changes
+        self._dumper = dumper
+        if dumper is not None:
+            self._observer.on_operand = self._dump
+        self._explicit = False
+        self._counted = False
+        self._optimizer = optimizer
+        self._noted: dict[str, Any] = {}
+        self._seen_modules: set[str] = set()
+        self._fp8 = [c.fp8 for c in candidates]
+        self._roots = roots
+        self._params = {id(p) for root in roots for p in root.parameters()}
+        self._started = time.perf_counter()
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        try:
+            for c in candidates:
+                if c.reason is None and c.adapter is not None:
+                    self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
+            if any(c.reason is None and c.is_heard for c in candidates):
+                self._undo.append(listen_at_roots(roots, self._observer))
+                self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
+        except BaseException:
+            self.detach()
+            raise
+        if optimizer is not None:
+            self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
+        else:
+            hook = register_optimizer_step_post_hook(self._after_any_optimizer)
+            self._undo.append(hook.remove)
+        atexit.register(self.close)
+
+    @property
+    def current_step(self) -> int:
+        """Number of the step that is under way."""
+        return self._observer.step
+
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        grad_norm: Tensor | float | None = None,
+        lr: float | None = None,
+        loss_scale: Tensor | float | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Close the step that is under way; call it once per optimizer step, after it.
+
+        Without any call steps are counted from the optimizer, and only the learning rate is known of them.
+
+        Args:
+            loss: number or scalar tensor; a tensor on a GPU is copied without synchronizing.
+            grad_norm: the same.
+            lr: learning rate; read from the optimizer when it is not given.
+            loss_scale: of a gradient scaler.
+            tokens: tokens of the step.
+
+        Raises:
+            UsageError: a value is no number, or the watch is closed.
+        """
+        if self._closed:
+            raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
+        self._explicit = True
+        self._counted = False
+        self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
+
+    def note(self, **values: Any) -> None:
+        """Give numbers (as for :meth:`step`) of the step under way when steps are counted from the optimizer."""
+        self._noted.update(values)
+
+    def compare_inference(self, *args: Any, inference: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        """Note how far inference's logits of a batch lie from training's, which rule F122 judges (see ``compare_paths``).
+
+        Args:
+            args: what the model's forward takes.
+            inference: the path of inference; the model with its FP8 Linears in high precision by default.
+            kwargs: as args.
+        """
+        self.note(**compare_paths(self._roots[0], args, kwargs, inference))
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """Return one entry per Linear-like module: FQN, kind, whether it runs in FP8, its effective casts, and why not.
+
+        The keys are those of ``modules`` in the manifest (docs/schema.md).
+        """
+        return [c.describe(i) for i, c in enumerate(self._candidates)]
+
+    def detach(self) -> None:
+        """Take every hook off the model, which is then as it was before; what was recorded so far is kept."""
+        while self._undo:
+            self._undo.pop()()
+
+    def close(self) -> None:
+        """Detach, write what is under way, and end the run; calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._close_counted_step()
+        if self._observer.has_rows:  # a step that was cut short, by an exception say
+            self._end({})
+        self.detach()
+        self._observer.hand_over(wait=True)
+        self._report_never_called()
+        if self._dumper is not None:
+            self._dumper.close()
+        self._writer.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._writer.event(self._observer.step, "note", None, f"ended by {type(error).__name__}: {error}"[:300])
+        self.close()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if optimizer is self._optimizer and self._counted and not self._explicit:
+            self._end({}, settle=False)  # no watched module ran in FP8 since: a warm-up in BF16
+        self._optimizer = optimizer
+        self._counted = True
+
+    def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
+            self._after_optimizer(optimizer, args, kwargs)
+
+    def _close_counted_step(self) -> None:
+        """Close a step that an optimizer ended; at the next forward pass, so that ``step()`` can come first."""
+        if self._counted and not self._explicit:
+            self._counted = False
+            self._end({})
+
+    def _end(self, given: dict[str, Any], *, settle: bool = True) -> None:
+        now = time.perf_counter()
+        scalars = {**self._noted, **{k: v for k, v in given.items() if v is not None}}
+        self._noted = {}
+        for name, value in scalars.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UsageError(f"{name} must be a number or a scalar tensor, got {value.dtype}{list(value.shape)}")
+            if not isinstance(value, Tensor | int | float):
+                if not isinstance(value, SupportsFloat):
+                    raise UsageError(f"{name} must be a number or a scalar tensor, got {value!r}")
+                scalars[name] = float(value)
+        if "lr" not in scalars and self._optimizer is not None:
+            scalars["lr"] = self._optimizer.param_groups[0].get("lr")
+        scalars["seconds"], self._started = now - self._started, now
+        if self._observer.sampling and self._fp8 != (fp8 := [c.fp8 for c in self._candidates]):
+            self._fp8 = fp8  # heard for the first time
+            self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(self._candidates)})
+        self._observer.end_step(scalars)
+        if settle:
+            self._changes.settle(self._observer.step)
+
+    def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
+        assert self._dumper is not None
+        self._dumper.observe(self._observer.step, module, actual, gemm, tensor, reference, operand)
+
+    def _sink(self, finished: FinishedStep) -> None:
+        nonfinite: list[tuple[str, str]] = []
+        for snapshot, rows, infos in finished.tables:
+            columns = stats_columns(finished, snapshot, rows, infos)
+            self._changes.see(finished.step, columns)
+            self._seen_modules.update(columns["module"])
+            self._writer.stats(columns)
+            for module, message in first_nonfinite(columns, self._nonfinite):
+                self._writer.event(finished.step, "nonfinite", module, message)
+                nonfinite.append((module, message))
+        if self._dumper is not None:
+            reasons = [f"{module} {message}" for module, message in by_execution(nonfinite)]
+            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
+        unseen = unsampled_nonfinite(finished)
+        if unseen and not self._nonfinite:
+            self._nonfinite.add((unseen["nonfinite_module"], "fprop", "output"))
+            message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
+            self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
+        self._writer.steps({"step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars})
+
+    def _report(self, module: str, text: str, aloud: bool) -> None:
+        text = f"{module} is {text}"
+        if aloud:
+            say(self._writer, self._observer.step, text, module)
+        else:
+            self._writer.event(self._observer.step, "skipped", module, text)
+
+    def _report_never_called(self) -> None:
+        if not self._seen_modules and self._observer.step == self._first_step:
+            return
+        missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._seen_modules]
+        for fqn in missing:
+            self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
+        if missing:
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            say(None, 0, f"never called in a sampled step, no statistics: {names}")
+
+
+def say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:
+    """Report something skipped or dumped: once on stderr, and as an event."""
+    print(f"fp8debug: {text}", file=sys.stderr)
+    if writer is not None:
+        writer.event(step, kind, module, text)
