@@ -17,7 +17,7 @@ from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
-from fp8debug.errors import AttachError, UsageError
+from fp8debug.errors import AttachError
 from fp8debug.guard import Guard
 from fp8debug.observer import Settings
 from fp8debug.recipes import Recipe
