@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import json
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +20,29 @@ import pyarrow as pa
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.batch import record_batch
+from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, Occupied, job_of, live_owner
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
+from fp8debug.store.worker import Worker
 
 #: A stream becomes a part at this size, or at close().
 PART_ROWS, PART_BYTES, PART_BATCHES = 256 * 1024, 64 * 2**20, 16 * 1024
 #: Writings that may wait for a slow disk, per table; what comes while they wait is dropped and counted.
 MAX_WAITING = {"stats": 32, "steps": 4096, "events": 4096}
-#: How long close() waits for the disk before it gives up.
-CLOSE_TIMEOUT_S = 120.0
+#: Rows of ``stats`` that may wait in memory, about 1 KB each; a single writing always may.
+MAX_WAITING_ROWS = 256 * 1024
+#: How long close() waits for a disk that gets nothing done before it gives up, and how long the constructor does.
+CLOSE_PATIENCE_S = 60.0
+OPEN_PATIENCE_S = 30.0
 
-_Job = Callable[[], None]
+Columns = Mapping[str, "Sequence[Any] | np.ndarray[Any, Any]"]
 
 
 class RunWriter:
     """Appends the rows of one rank to a run directory.
 
-    Nothing but the constructor raises: when the disk fails later, recording stops with one line on stderr and
-    ``stopped`` holds the reason. A forked child holds a writer that does nothing.
+    Nothing but the constructor raises: when the disk fails later, recording stops with one line on stderr, an event if it
+    can still be written, and ``stopped`` holds the reason. A forked child holds a writer that does nothing. So does a
+    process that finds another one, which lives, writing the same rank's folder.
 
     Args:
         path: the run's folder; it is made when it is not there.
@@ -47,10 +52,12 @@ class RunWriter:
         rank_manifest: what this rank is (device, versions, mesh).
         resume: go on in a folder that holds this rank's part of a run already; new rows replace the earlier ones from
             the first new step on.
+        max_bytes: what this rank's ``stats`` may take on disk; from there on only steps and events are written.
 
     Attributes:
         stopped: why recording stopped, or None.
         num_dropped: writings that were dropped because the disk was too slow.
+        num_bytes: what this rank's finished parts of ``stats`` take.
 
     Raises:
         RecordError: the folder holds a run already, or cannot be written.
@@ -65,19 +72,24 @@ class RunWriter:
         manifest: Mapping[str, Any],
         rank_manifest: Mapping[str, Any] | None = None,
         resume: bool = False,
+        max_bytes: int | None = None,
     ) -> None:
         self.path, self.rank = Path(path), rank
         self.stopped: str | None = None
-        self.num_dropped = 0
+        self.num_dropped = self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._is_full = False
         self._root = self.path.absolute()  # the training script may change its directory
         self._folder = self._root / f"rank={rank:05d}"
         self._pid = os.getpid()
+        self._job = job_of(world_size)
+        self._lock: Lock | None = None
         self._streams: dict[str, stream.Stream] = {}
-        self._waiting = dict.fromkeys(TABLES, 0)
-        self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
+        self._counting = threading.Lock()
         self._closed = False
         self._must_tell_resume = False
+        self._last_step: int | None = None
         self._manifest = {"schema_version": SCHEMA_VERSION, "name": self._root.name, "created": _now(), **manifest}
         self._rank_manifest = {
             "schema_version": SCHEMA_VERSION,
@@ -88,26 +100,48 @@ class RunWriter:
             **(rank_manifest or {}),
             "ended": None,
         }
-        try:
-            self._open(resume)
-        except OSError as error:
-            if isinstance(error, RecordError):
-                raise
-            reason = error.strerror or str(error)
-            raise RecordError(f"cannot write to {self.path}: {reason}; choose a folder that can be written") from error
-        self._thread = threading.Thread(target=self._work, name="fp8debug-writer", daemon=True)
-        self._thread.start()
+        self._worker = Worker("fp8debug-writer", self._failed, self._beat, HEARTBEAT_S)
+        self._begin(resume)
         atexit.register(self.close)
+
+    def _begin(self, resume: bool) -> None:
+        """Open the folder from the thread, so that one that hangs is not waited for."""
+        problems: list[OSError | Occupied] = []
+
+        def job() -> None:
+            try:
+                self._open(resume)
+            except (OSError, Occupied) as problem:
+                problems.append(problem)
+
+        self._worker.put(job)
+        if not self._worker.wait(OPEN_PATIENCE_S + SILENCE_S):
+            self._stop(f"{self.path} does not answer", "not recorded")
+        for problem in problems:
+            if isinstance(problem, Occupied) and not problem.is_own:
+                self._stop(f"{self.path} is written by another process that runs ({problem})", "not recorded")
+                continue
+            self._release()
+            self._worker.end(OPEN_PATIENCE_S)
+            if isinstance(problem, RecordError):
+                raise problem
+            if isinstance(problem, Occupied):
+                raise RecordError(f"this process records into {self.path} already; close() the first watch") from problem
+            reason = problem.strerror or str(problem)
+            raise RecordError(f"cannot write to {self.path}: {reason}; choose a folder that can be written") from problem
 
     def _open(self, resume: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"{self.path} is a file; a run needs a folder of its own")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self.rank and (other := live_owner(self._root / "rank=00000", but_job=self._job)):
+            raise Occupied(other)
+        self._lock = Lock(self._folder, self._job)
+        taken = [n for t in TABLES for n in (*stream.streams(self._folder, t), *stream.parts(self._folder, t))]
         own = self._root / "manifest.json" if self.rank == 0 else self._folder / "manifest.json"
-        holds = own.exists() or self._folder.exists()
+        holds = own.exists() or (self._folder / "manifest.json").exists() or bool(taken)
         if holds and not resume:
             raise RecordError(f"{self.path} already holds a run; choose another folder or delete it")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        taken = [n for t in TABLES for n in (*stream.streams(self._folder, t), *stream.parts(self._folder, t))]
         self._number = max(taken, default=-1) + 1
         writings: list[Any] = []
         if holds:
@@ -118,23 +152,30 @@ class RunWriter:
         for table in TABLES:
             for number, path in stream.streams(self._folder, table).items():
                 part = stream.part_path(self._folder, table, number)
-                self._jobs.put(partial(_compact_leftover, path, part))
+                self._worker.put(partial(_compact_leftover, path, part))
+        self.num_bytes = sum(part.stat().st_size for part in stream.parts(self._folder, "stats").values())
         self._rank_manifest["writings"] = [*writings, {"first_part": self._number, "created": _now()}]
         self._numbers = dict.fromkeys(TABLES, self._number)
         self._write_json(self._folder / "manifest.json", self._rank_manifest)
         if self.rank == 0:
             self._write_json(self._root / "manifest.json", self._manifest)
 
-    def stats(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
+    def stats(self, columns: Columns | Callable[[], Columns], num_rows: int | None = None) -> bool:
         """Append the rows of one sampled step.
 
         Args:
             columns: equally long lists or arrays by column name; the caller must not change them any more. ``rank`` may
                 be left out. A missing column is null; so are None, masked elements, and in slots NaN and the neutral
                 infinity of an extreme. ``log2_hist`` is a list of 64 counts or None per row, or an array
-                ``[rows, 64]``.
+                ``[rows, 64]``. Or a function that returns them, which is called in the writer's thread.
+            num_rows: how many rows a function will return.
+
+        Returns:
+            False when the rows will not be written (dropped, or recording has stopped); a function is not called then.
         """
-        self._append("stats", columns)
+        if num_rows is None:
+            num_rows = 1 if callable(columns) else len(columns["step"])
+        return not self._is_full and self._append("stats", columns, num_rows)
 
     def steps(self, row: Mapping[str, Any]) -> None:
         """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null."""
@@ -153,15 +194,13 @@ class RunWriter:
             self._manifest.update(changes)
             self._write_json(self._root / "manifest.json", self._manifest)
 
-        if self.rank == 0 and self._is_open():
-            self._jobs.put(job)
+        if self.rank == 0 and self._is_open() and self.stopped is None:
+            self._worker.put(job)
 
     def flush(self) -> None:
-        """Wait until all rows so far are with the operating system."""
-        if self._is_open():
-            done = threading.Event()
-            self._jobs.put(done.set)
-            done.wait(CLOSE_TIMEOUT_S)
+        """Wait until all rows so far are with the operating system, as long as its disk gets anything done."""
+        if self._is_open() and self.stopped is None:
+            self._worker.wait(CLOSE_PATIENCE_S)
 
     def close(self) -> None:
         """Write what waits, turn the streams into parts and end the thread; a second call does nothing."""
@@ -169,56 +208,69 @@ class RunWriter:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._jobs.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            _say(f"gave up waiting for {self.path} after {CLOSE_TIMEOUT_S:.0f} s; the last rows may be missing")
+        self._worker.put(self._finish_all)
+        self._worker.put(self._end)
+        if not self._worker.end(CLOSE_PATIENCE_S if self.stopped is None else 1.0) and self.stopped is None:
+            _say(f"gave up waiting for {self.path}: nothing got done; the last rows may be missing")
         elif self.num_dropped:
             _say(f"{self.num_dropped} writings were dropped because {self.path} is too slow")
 
     def _is_open(self) -> bool:
         return os.getpid() == self._pid and not self._closed
 
-    def _append(self, table: str, columns: Mapping[str, Any]) -> None:
+    def _append(self, table: str, columns: Columns | Callable[[], Columns], num_rows: int = 0) -> bool:
         if not self._is_open() or self.stopped:
-            return
-        with self._lock:
-            if self._waiting[table] >= MAX_WAITING[table]:
+            return False
+        if not self._worker.is_alive:
+            self._stop("the writer's thread is gone")
+            return False
+        with self._counting:
+            is_full = self._waiting[table] >= MAX_WAITING[table]
+            if is_full or (self._waiting_rows and self._waiting_rows + num_rows > MAX_WAITING_ROWS):
                 self.num_dropped += 1
                 if self.num_dropped == 1:
                     _say(f"a step was not recorded: {self.path} is too slow; more such steps are only counted")
-                return
+                return False
             self._waiting[table] += 1
-        self._jobs.put(partial(self._store, table, columns))
+            self._waiting_rows += num_rows
+        self._worker.put(partial(self._store, table, columns, num_rows))
+        return True
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._guarded(job)
-        for table in list(self._streams):
-            self._guarded(partial(self._finish, table))
-        self._guarded(self._end)
+    def _beat(self) -> None:
+        if self._lock is not None and self.stopped is None and not self._lock.renew():
+            raise RecordError(f"another process has taken {self.path} over")
 
-    def _guarded(self, job: _Job) -> None:
-        try:
-            job()
-        except Exception as error:  # a thread's traceback helps nobody, and training must go on
-            self._stop((error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}")
+    def _failed(self, error: BaseException) -> None:
+        """Stop after an error in the thread, and try to leave an event of it."""
+        reason = error.strerror if isinstance(error, OSError) else None
+        if self.stopped is None:
+            self._stop(reason or (str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"))
+            with contextlib.suppress(Exception):
+                self._put_event(_event(self._last_step, "recording", None, f"recording stopped: {self.stopped}"))
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, what: str = "recording stopped") -> None:
         if self.stopped is None:
             self.stopped = reason
-            _say(f"recording stopped: {reason}")
+            _say(f"{what}: {reason}")
 
-    def _store(self, table: str, columns: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._waiting[table] -= 1
-        if self.stopped is None:
-            batch = record_batch(arrow_schema(table), {"rank": self.rank, **columns})
-            if self._must_tell_resume and table != "events" and batch.num_rows:
-                self._must_tell_resume = False
-                event = _event(batch["step"][0].as_py(), "resume", None, "recording goes on in a folder that held a run")
-                self._put("events", record_batch(arrow_schema("events"), {"rank": self.rank, **event}))
-            self._put(table, batch)
+    def _store(self, table: str, columns: Columns | Callable[[], Columns], num_rows: int) -> None:
+        try:
+            if self.stopped is None:
+                batch = record_batch(arrow_schema(table), {"rank": self.rank, **(columns() if callable(columns) else columns)})
+                if table != "events" and batch.num_rows:
+                    self._last_step = batch["step"][0].as_py()
+                    if self._must_tell_resume:
+                        self._must_tell_resume = False
+                        text = "recording goes on in a folder that held a run"
+                        self._put_event(_event(self._last_step, "resume", None, text))
+                self._put(table, batch)
+        finally:
+            with self._counting:
+                self._waiting[table] -= 1
+                self._waiting_rows -= num_rows
+
+    def _put_event(self, event: Columns) -> None:
+        self._put("events", record_batch(arrow_schema("events"), {"rank": self.rank, **event}))
 
     def _put(self, table: str, batch: pa.RecordBatch) -> None:
         current = self._streams.get(table)
@@ -226,20 +278,51 @@ class RunWriter:
             path = stream.stream_path(self._folder, table, self._numbers[table])
             current = self._streams[table] = stream.Stream(path, batch.schema)
         current.append(batch)
-        if current.num_rows >= PART_ROWS or current.num_bytes >= PART_BYTES or current.num_batches >= PART_BATCHES:
+        max_bytes = PART_BYTES if self._max_bytes is None else min(PART_BYTES, self._max_bytes)
+        if current.num_rows >= PART_ROWS or current.num_bytes >= max_bytes or current.num_batches >= PART_BATCHES:
             self._finish(table)
 
     def _finish(self, table: str) -> None:
         current = self._streams.pop(table)
         current.close()
         if self.stopped is None:
-            stream.compact(current.path, stream.part_path(self._folder, table, self._numbers[table]))
+            part = stream.part_path(self._folder, table, self._numbers[table])
+            stream.compact(current.path, part)
             self._numbers[table] += 1
+            if table == "stats" and part.exists():
+                self.num_bytes += part.stat().st_size
+                self._look_at_budget()
+
+    def _look_at_budget(self) -> None:
+        """Write no more statistics once the next part of like size would not fit into ``max_bytes``."""
+        num_parts = len(stream.parts(self._folder, "stats"))
+        if self._max_bytes is not None and self.num_bytes * (1 + 1 / num_parts) > self._max_bytes:
+            self._is_full = True
+            text = f"no more statistics of rank {self.rank}: they take {self.num_bytes / 1e9:.3g} GB, near the budget"
+            _say(f"{text}; loss and events are still recorded")
+            self._put_event(_event(self._last_step, "recording", None, text))
+
+    def _finish_all(self) -> None:
+        if self.num_dropped and self.stopped is None:
+            text = f"{self.num_dropped} writings were dropped because the disk was too slow"
+            self._put_event(_event(self._last_step, "recording", None, text))
+        for table in TABLES:  # events last: finishing the others may make some
+            if table in self._streams:
+                self._finish(table)
 
     def _end(self) -> None:
-        if self.stopped is None:
-            self._rank_manifest["ended"] = _now()
-            self._write_json(self._folder / "manifest.json", self._rank_manifest)
+        try:
+            if self.stopped is None:
+                self._beat()
+                self._rank_manifest["ended"] = _now()
+                self._write_json(self._folder / "manifest.json", self._rank_manifest)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                self._lock.release()
 
     def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         temporary = path.with_name(f".{path.name}.{self._pid}.tmp")

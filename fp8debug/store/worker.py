@@ -1,0 +1,92 @@
+"""A thread that does a writer's jobs one after another; whoever waits for it gives up when nothing gets done any more."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+Job = Callable[[], object]
+_LOOK_S = 0.1
+
+
+class Worker:
+    """The thread; it ends with :meth:`end`, or with the process.
+
+    Args:
+        name: of the thread.
+        failed: called in the thread with whatever a job raises; the next job is done all the same.
+        beat: called in the thread, between jobs, about every ``beat_s``.
+        beat_s: seconds.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None], beat: Job, beat_s: float) -> None:
+        self._failed, self._beat, self._beat_s = failed, beat, beat_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_done = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread.is_alive()
+
+    def put(self, job: Job) -> None:
+        """Have a job done after those that were put before; returns at once."""
+        self._jobs.put(job)
+
+    def wait(self, patience_s: float) -> bool:
+        """Wait for the jobs put so far; return False once no job has ended for ``patience_s``, or the thread is gone."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return self._waited(done.wait, patience_s)
+
+    def end(self, patience_s: float) -> bool:
+        """Have the jobs put so far done and end the thread; returns as :meth:`wait` does."""
+        self._jobs.put(None)
+        return self._waited(self._has_ended, patience_s)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _waited(self, is_over: Callable[[float], bool], patience_s: float) -> bool:
+        seen, since = self._num_done, time.monotonic()
+        while not is_over(_LOOK_S):
+            if not self._thread.is_alive():
+                return is_over(0)
+            if self._num_done != seen:
+                seen, since = self._num_done, time.monotonic()
+            elif time.monotonic() - since > patience_s:
+                return False
+        return True
+
+    def _work(self) -> None:
+        try:
+            last_beat = time.monotonic()
+            while True:
+                try:
+                    job = self._jobs.get(timeout=self._beat_s)
+                except queue.Empty:
+                    job = _nothing
+                if job is None:
+                    return
+                if time.monotonic() - last_beat >= self._beat_s:
+                    self._guarded(self._beat)
+                    last_beat = time.monotonic()
+                self._guarded(job)
+                self._num_done += 1
+        except BaseException as error:  # whatever ends this thread, training goes on and hears of it once
+            self._failed(error)
+
+    def _guarded(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:  # a thread's traceback helps nobody, and training must go on
+            self._failed(error)
+
+
+def _nothing() -> None:
+    pass
