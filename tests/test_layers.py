@@ -43,7 +43,7 @@ LAYERS = {
     "fp8debug.faults": 6.5,
     "fp8debug.fallback": 6,
     "fp8debug.adapters": 7,
-    "fp8debug.trainers": 7,
+    "fp8debug.trainers": 6.5,
     "fp8debug.exporters": 7,
     "fp8debug.reports": 7,
     "fp8debug.arms": 7.2,
@@ -71,7 +71,9 @@ RECORDING = (
 READERS_ONLY = {"duckdb", "dash", "plotly", "pandas", "click", "rich"}
 SLOW = {"torch", "dash", "plotly", "pandas", "dash_ag_grid", "dash_mantine_components"}
 #: Imported only inside their adapter's functions, when the user's program has imported them already.
-OPTIONAL = {"transformer_engine", "torchao", "lightning", "pytorch_lightning", "transformers", "torchtitan", "megatron"}
+OPTIONAL = {
+    *("transformer_engine", "torchao", "lightning", "pytorch_lightning", "transformers", "accelerate", "torchtitan", "megatron")
+}
 
 MAX_LINES = 400
 #: One metric, rule, exporter or command a file; ``base`` and ``__init__`` are the frame around them.

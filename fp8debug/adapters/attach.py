@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from fp8debug import __version__
 from fp8debug.adapters.arguments import check_arguments, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
+from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
@@ -23,6 +25,7 @@ from fp8debug.observer import Settings
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import parse_selectors
 from fp8debug.store.writer import RunWriter
+from fp8debug.trainers import loop_of
 
 __all__ = ["Watch", "on_watch", "watch"]
 
@@ -55,7 +58,7 @@ def watch(
     In a model without FP8 modules every nn.Linear is tried under ``plain_recipe``: what would FP8 do to this run?
 
     Args:
-        target: a module, or a list of modules (pipeline chunks).
+        target: a module, a list of modules (pipeline chunks), or a trainer (docs/trainers.md), which then tells of its steps.
         path: the run directory; it must not hold a run yet.
         every: statistics are taken at steps 0, every, 2 * every, ...; loss and learning rate at all.
         shadow_rows: rows or columns in the shadow and exact GEMMs of a sampled step.
@@ -85,6 +88,7 @@ def watch(
         RecordError: the folder holds a run already or cannot be written.
         UsageError: an argument out of range or an unknown recipe.
     """
+    options = {name: value for name, value in locals().items() if name not in ("target", "path")}
     check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from)
     limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
@@ -96,6 +100,12 @@ def watch(
     )
     for told in list(on_watch):
         told()
+    if (loop := loop_of(target)) is not None:
+
+        def begin(models: list[nn.Module], first_step: int | None) -> Watch:
+            return watch(models, path, **{**options, "resume_from": first_step or resume_from})
+
+        return TrainerWatch(loop, target, path, begin)
     roots = roots_of(target)
     candidates = candidates_of(roots)
     include, exclude = several(include), several(exclude)

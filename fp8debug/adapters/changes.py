@@ -45,6 +45,11 @@ class RecipeChanges:
             if later is not None and later is not module.recipe:
                 writer.event(first_step, "recipe", fqn, f"begins by a schedule with {difference(later, module.recipe)}")
 
+    @property
+    def has_guard(self) -> bool:
+        """Whether something in here may change a recipe by itself."""
+        return self._evidence is not None
+
     def see(self, step: int, columns: Mapping[str, Any]) -> None:
         """Show the guard the rows of a sampled step."""
         if self._evidence is not None:

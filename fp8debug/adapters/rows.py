@@ -39,8 +39,8 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
         for slot in metric.slots:
             found = values[slot.name]
             if slot.size > 1:
-                kept = found.sum(1) > 0
-                columns[slot.name] = [list(f) if k and not a else None for f, k, a in zip(found, kept, absent, strict=True)]
+                missing = absent | ~(found.sum(1) > 0)
+                columns[slot.name] = np.ma.masked_array(found, np.repeat(missing[:, None], slot.size, axis=1))
             else:
                 mask = absent | (~np.isfinite(found) if slot.kind == "float32" else False)
                 columns[slot.name] = np.ma.masked_array(found, mask)
@@ -50,10 +50,12 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
 def first_nonfinite(columns: dict[str, Any], seen: set[tuple[str, str, str]]) -> list[tuple[str, str]]:
     """Return (module, message) for each site that shows its first NaN or Inf in these rows; ``seen`` is updated."""
     found = []
-    sites = zip(columns["module"], columns["gemm"], columns["tensor"], strict=True)
-    before = columns["num_nan"] + columns["num_inf"]
-    for site, num_before, num_made in zip(sites, before, columns["num_actual_nonfinite"], strict=True):
-        if (num_before or num_made) and site not in seen:
+    num_nonfinite = np.ma.filled(columns["num_nan"] + columns["num_inf"], 0)
+    made_here = np.ma.filled(columns["num_actual_nonfinite"], 0)
+    for row in np.flatnonzero((num_nonfinite > 0) | (made_here > 0)):
+        site = columns["module"][row], columns["gemm"][row], columns["tensor"][row]
+        num_before, num_made = num_nonfinite[row], made_here[row]
+        if site not in seen:
             seen.add(site)
             where = f"made by the cast or GEMM: {num_made}" if num_made else f"in the high-precision tensor: {num_before}"
             found.append((site[0], f"{site[1]} {site[2]}: first NaN or Inf, {where}"))

@@ -16,6 +16,9 @@ from fp8debug.types import OPERAND_SITES
 #: Wrappers that put their own name into an FQN; one form is used everywhere.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
+#: Wrappers around a whole model, and where they keep it.
+_AROUND = {"DistributedDataParallel": "module", "DeepSpeedEngine": "module", "OptimizedModule": "_orig_mod"}
+
 
 @dataclass
 class Candidate:
@@ -97,11 +100,18 @@ def roots_of(target: object) -> list[nn.Module]:
         AttachError: it is neither a module nor a non-empty list of modules.
     """
     found = list(target) if isinstance(target, list | tuple) else [target]
-    modules = [m for m in found if isinstance(m, nn.Module)]
+    modules = [_unwrapped(m) for m in found if isinstance(m, nn.Module)]
     if not modules or len(modules) != len(found):
         odd = next((type(m).__name__ for m in found if not isinstance(m, nn.Module)), "an empty list")
-        raise AttachError(f"cannot watch {odd}: expected an nn.Module or a list of them, such as watch(trainer.model, ...)")
-    return [m.module if type(m).__name__ == "DistributedDataParallel" else m for m in modules]  # type: ignore[misc]  # DDP's model
+        raise AttachError(f"cannot watch {odd}: expected an nn.Module or a list of them, or a trainer (docs/trainers.md)")
+    return modules
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers that libraries put around a whole model."""
+    while (place := _AROUND.get(type(module).__name__)) and isinstance(inner := getattr(module, place, None), nn.Module):
+        module = inner
+    return module
 
 
 def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:

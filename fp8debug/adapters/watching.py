@@ -17,12 +17,12 @@ from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
-from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.dumps import Dumper
 from fp8debug.errors import UsageError
 from fp8debug.kernels.reference import Operand
-from fp8debug.observer import FinishedStep, Observer, Settings
+from fp8debug.observer import Observer, Settings
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
@@ -48,7 +48,7 @@ class Watch:
         self.path = writer.path
         self._candidates = candidates
         self._writer = writer
-        self._nonfinite: set[tuple[str, str, str]] = set()
+        self._sink = StepSink(writer, changes, dumper)
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
         self._first_step = first_step
@@ -61,7 +61,6 @@ class Watch:
         self._counted = False
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
-        self._seen_modules: set[str] = set()
         self._fp8 = [c.fp8 for c in candidates]
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
@@ -209,26 +208,6 @@ class Watch:
         assert self._dumper is not None
         self._dumper.observe(self._observer.step, module, actual, gemm, tensor, reference, operand)
 
-    def _sink(self, finished: FinishedStep) -> None:
-        nonfinite: list[tuple[str, str]] = []
-        for snapshot, rows, infos in finished.tables:
-            columns = stats_columns(finished, snapshot, rows, infos)
-            self._changes.see(finished.step, columns)
-            self._seen_modules.update(columns["module"])
-            self._writer.stats(columns)
-            for module, message in first_nonfinite(columns, self._nonfinite):
-                self._writer.event(finished.step, "nonfinite", module, message)
-                nonfinite.append((module, message))
-        if self._dumper is not None:
-            reasons = [f"{module} {message}" for module, message in by_execution(nonfinite)]
-            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
-        unseen = unsampled_nonfinite(finished)
-        if unseen and not self._nonfinite:
-            self._nonfinite.add((unseen["nonfinite_module"], "fprop", "output"))
-            message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
-            self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
-        self._writer.steps({"step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars})
-
     def _report(self, module: str, text: str, aloud: bool) -> None:
         text = f"{module} is {text}"
         if aloud:
@@ -237,9 +216,9 @@ class Watch:
             self._writer.event(self._observer.step, "skipped", module, text)
 
     def _report_never_called(self) -> None:
-        if not self._seen_modules and self._observer.step == self._first_step:
+        if not self._sink.seen_modules and self._observer.step == self._first_step:
             return
-        missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._seen_modules]
+        missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
         for fqn in missing:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
         if missing:

@@ -1,0 +1,71 @@
+"""Accelerate: a loop of the user's own around ``accelerator.backward`` and the prepared optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8debug.errors import AttachError
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of
+
+
+class Accelerate:
+    """``accelerate.Accelerator`` after ``prepare()``: its models are watched, the last optimizer ends the steps."""
+
+    name = "accelerate"
+
+    def matches(self, target: object) -> bool:
+        """Return whether it is an Accelerator."""
+        return is_a(target, "Accelerator", "accelerate")
+
+    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+        """Listen to ``backward``, ``clip_grad_norm_`` and the optimizer; the loss is the mean over the microbatches.
+
+        Raises:
+            AttachError: nothing was prepared yet.
+        """
+        if not target._models or not target._optimizers:
+            raise AttachError("the Accelerator has prepared no model and optimizer yet; call watch() after accelerator.prepare()")
+        losses = LossSum()
+        optimizer = target._optimizers[-1]
+
+        def backward(own: Callable[..., Any]) -> Callable[..., Any]:
+            def heard(loss: Any, *args: Any, **kwargs: Any) -> Any:
+                losses.add(loss)
+                return own(loss, *args, **kwargs)
+
+            return heard
+
+        def clip(own: Callable[..., Any]) -> Callable[..., Any]:
+            def heard(*args: Any, **kwargs: Any) -> Any:
+                norm = own(*args, **kwargs)
+                recorder.note(grad_norm=norm)
+                return norm
+
+            return heard
+
+        def step(own: Callable[..., Any]) -> Callable[..., Any]:
+            def heard(*args: Any, **kwargs: Any) -> Any:
+                is_last = optimizer.gradient_state.sync_gradients
+                if is_last:
+                    recorder.note(lr=rate_of(optimizer), loss_scale=scale_of(target.scaler))
+                result = own(*args, **kwargs)
+                if is_last:
+                    recorder.note(loss=losses.take(mean=True))
+                    recorder.end_step()
+                return result
+
+            return heard
+
+        recorder.begin(target._models)
+        undo = [replace(target, "backward", backward), replace(target, "clip_grad_norm_", clip)]
+        undo.append(replace(optimizer, "step", step))
+
+        def detach() -> None:
+            while undo:
+                undo.pop()()
+
+        return detach
+
+
+LOOPS.add(Accelerate.name, Accelerate())
