@@ -32,6 +32,13 @@ def check_arguments(path: Any, every: Any, shadow_rows: Any, shadow: Any, optimi
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
 
 
+def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    """Return the optimizer inside the wrappers of libraries, which do not run the hooks of one."""
+    while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def several(values: Sequence[Any] | str) -> Sequence[Any]:
     """Return a sequence; a lone string is one value, not its letters.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8debug import __version__
-from fp8debug.adapters.arguments import check_arguments, recipe_of, several
+from fp8debug.adapters.arguments import check_arguments, own_optimizer, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.following import TrainerWatch
@@ -154,7 +154,7 @@ def watch(
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
-        return Watch(candidates, roots, settings, writer, optimizer, resume_from or 0, dumper, changes)
+        return Watch(candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes)
     except BaseException:
         if dumper is not None:
             dumper.close()
