@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ import pyarrow.parquet as pq
 
 from fp8debug.errors import RunError
 from fp8debug.store import stream
-from fp8debug.store.schema import SCHEMA_VERSION, TABLES, columns_of
+from fp8debug.store.arrows import read_batches
+from fp8debug.store.checked import Refused, has_long_text, leads_inside, places, read_footer, size_of, twice
+from fp8debug.store.manifest import read_manifest
+from fp8debug.store.schema import SCHEMA_VERSION, SITE_KEYS, TABLES, columns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Source:
         schema: Arrow schema of its rows.
         rows: the rows of a stream; None for a part, which the query engine reads itself.
         first_step: smallest step, None without one.
+        is_whole: every row is known to have its keys; else readers leave out the rows that lack one.
     """
 
     path: Path
@@ -38,6 +42,7 @@ class Source:
     schema: pa.Schema
     rows: pa.Table | None
     first_step: int | None
+    is_whole: bool = False
 
 
 @dataclass
@@ -78,14 +83,13 @@ def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
         RunError: there is no run, or its schema is newer than ours.
     """
     problems: list[str] = []
-    folders = {_rank_of(folder): folder for folder in sorted(path.glob("rank=*")) if folder.is_dir()}
-    folders.pop(-1, None)
-    manifest = _manifest(path / "manifest.json", problems)
+    folders = _rank_folders(path, problems)
+    manifest = read_manifest(path / "manifest.json", path, problems)
     _check_is_run(path, manifest, folders)
     _check_version(path, manifest)
     files = RunFiles({} if manifest is None else manifest, {}, problems=problems)
     for rank, folder in sorted(folders.items()):
-        own = _manifest(folder / "manifest.json", problems)
+        own = read_manifest(folder / "manifest.json", path, problems)
         if own is None:
             continue
         _check_version(folder, own)
@@ -93,15 +97,34 @@ def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
     damaged = set(unreadable)
     problems.extend(f"{file} is damaged; its rows are left out" for file in sorted(damaged))
     for rank, folder in sorted(folders.items()):
-        found = [s for table in TABLES for s in _sources(folder, table, rank, damaged, problems)]
+        found = [s for table in TABLES for s in _sources(path, folder, table, rank, damaged, problems)]
         for before, source in _by_writing(found, files.rank_manifests.get(rank, {})):
             files.sources.setdefault(before, []).append(source)
     world = max((_int(m.get("world_size")) for m in files.rank_manifests.values()), default=0)
-    missing = sorted(set(range(world)) - set(files.ranks))
-    if missing and files.ranks:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        problems.append(f"no rows of rank {shown} ({len(missing)} of {world} ranks)")
+    there = set(files.ranks)
+    num_missing = max(0, world) - sum(rank < world for rank in there)
+    if num_missing > 0 and there:
+        missing = islice((rank for rank in count() if rank not in there), min(num_missing, 8))
+        shown = ", ".join(map(str, missing)) + (", ..." if num_missing > 8 else "")
+        problems.append(f"no rows of rank {shown} ({num_missing} of {world} ranks)")
     return files
+
+
+def _rank_folders(path: Path, problems: list[str]) -> dict[int, Path]:
+    folders: dict[int, Path] = {}
+    for folder in sorted(path.glob("rank=*")):
+        rank = _rank_of(folder)
+        try:
+            leads_inside(folder, path)
+            if not folder.is_dir() or not 0 <= rank < 2**31:
+                raise Refused("is left out: it is no folder of a rank")
+            if rank in folders:
+                raise Refused(f"names the rank of {folders[rank].name} again; it is left out")
+        except (OSError, Refused) as error:
+            problems.append(f"{folder} {_first_line(error)}")
+        else:
+            folders[rank] = folder
+    return folders
 
 
 def _check_is_run(path: Path, manifest: dict[str, Any] | None, folders: dict[int, Path]) -> None:
@@ -124,54 +147,69 @@ def _check_version(path: Path, manifest: dict[str, Any] | None) -> None:
         )
 
 
-def _manifest(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("not a JSON object")
-    except FileNotFoundError:
-        problems.append(f"{path} is missing")
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path} cannot be read: {_first_line(error)}")
-    else:
-        return value
-    return None
-
-
-def _sources(folder: Path, table: str, rank: int, damaged: set[Path], problems: list[str]) -> Iterator[Source]:
+def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path], problems: list[str]) -> Iterator[Source]:
     # A stream that turns into a part between the two listings is in both, or its file is gone when it is opened and the
     # part is there at the second look.
+    try:
+        leads_inside(folder / table, root)
+    except (OSError, Refused) as error:
+        problems.append(f"{folder / table} {_first_line(error)}")
+        return
     streams = stream.streams(folder, table)
     parts = stream.parts(folder, table)
     for number, path in streams.items():
         if number in parts:
             continue
         try:
-            rows = stream.read_stream(path)
+            rows, lost = read_batches(path, root)
         except FileNotFoundError:
             parts |= {number: part for number, part in stream.parts(folder, table).items() if number not in parts}
-        except (OSError, pa.ArrowException) as error:
-            if path.exists() and path.stat().st_size:
+        except (OSError, ValueError, pa.ArrowException) as error:
+            if not _is_empty(path):
                 problems.append(f"{path} cannot be read: {_first_line(error)}")
         else:
+            if lost:
+                problems.append(f"{path} {lost}")
             if rows.num_rows and _fits(rows.schema, table, path, problems):
                 first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
+                first = first if isinstance(first, int) else None
                 yield Source(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
     for number, path in sorted(parts.items()):
         if path in damaged:
             continue
         try:
-            metadata = pq.read_metadata(path)
+            size = size_of(path, root)
+            metadata = read_footer(path, size)
             schema = metadata.schema.to_arrow_schema()
-        except (OSError, pa.ArrowException) as error:
+            if has_long_text(metadata, path, schema):
+                raise Refused("holds a name or a message longer than 64 KB")
+        except (OSError, ValueError, pa.ArrowException) as error:
             problems.append(f"{path} cannot be read: {_first_line(error)}")
             continue
-        if _fits(schema, table, path, problems):
+        if metadata.num_rows and _fits(schema, table, path, problems):
             first = _first_step(metadata)
-            yield Source(path=path, table=table, rank=rank, number=number, schema=schema, rows=None, first_step=first)
+            whole = _is_whole(metadata, table)
+            yield Source(
+                path=path, table=table, rank=rank, number=number, schema=schema, rows=None, first_step=first, is_whole=whole
+            )
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return size_of(path) == 0
+    except (OSError, Refused):
+        return False
+
+
+def needed(table: str) -> tuple[str, ...]:
+    """Return the columns without which a row of a table stands for nothing; an event may belong to no step."""
+    return {"stats": (*SITE_KEYS, "rank"), "steps": ("step", "rank"), "events": ("kind",)}[table]
 
 
 def _fits(schema: pa.Schema, table: str, path: Path, problems: list[str]) -> bool:
+    if (name := twice(schema)) is not None:
+        problems.append(f"{path} is left out: it has the column {name} twice")
+        return False
     for column in columns_of(table):
         index = schema.get_field_index(column.name)
         if index >= 0 and _family(schema.field(index).type) != _family(column.field.type):
@@ -192,14 +230,28 @@ def _family(arrow: pa.DataType) -> str:
 
 
 def _first_step(metadata: pq.FileMetaData) -> int | None:
-    found: list[int] = []
+    index = places(metadata).get("step")
+    if index is None:
+        return None
+    found = [metadata.row_group(group).column(index).statistics for group in range(metadata.num_row_groups)]
+    steps = [one.min for one in found if one is not None and one.has_min_max]
+    return min((step for step in steps if isinstance(step, int)), default=None)
+
+
+def _is_whole(metadata: pq.FileMetaData, table: str) -> bool:
+    """Tell whether the footer says that no row lacks a key, and none has a negative step."""
+    at = places(metadata)
+    if not at.keys() >= set(needed(table)):
+        return False
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
-        for index in range(row_group.num_columns):
-            column = row_group.column(index)
-            if column.path_in_schema == "step" and column.statistics is not None and column.statistics.has_min_max:
-                found.append(column.statistics.min)
-    return min(found, default=None)
+        for name in needed(table):
+            known = row_group.column(at[name]).statistics
+            if known is None or not known.has_null_count or known.null_count:
+                return False
+            if name == "step" and not (known.has_min_max and isinstance(known.min, int) and known.min >= 0):
+                return False
+    return True
 
 
 def _by_writing(sources: list[Source], manifest: dict[str, Any]) -> Iterator[tuple[int | None, Source]]:
@@ -214,7 +266,7 @@ def _by_writing(sources: list[Source], manifest: dict[str, Any]) -> Iterator[tup
 
 def _rank_of(folder: Path) -> int:
     digits = folder.name.removeprefix("rank=")
-    return int(digits) if digits.isascii() and digits.isdigit() else -1
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
 
 
 def _int(value: object) -> int:

@@ -49,6 +49,9 @@ class JoinedRun(Run):
     def __repr__(self) -> str:
         return f"JoinedRun({[str(path) for path in self.paths]!r})"
 
+    def _folders(self) -> Sequence[Path]:
+        return self.paths
+
     def _scan(self) -> RunFiles:
         joined: RunFiles | None = None
         for place, path in enumerate(self.paths):
@@ -68,5 +71,11 @@ class JoinedRun(Run):
 
 
 def open_runs(paths: Sequence[str | Path]) -> Run:
-    """Open one run, or a run with its resumed parts as one."""
+    """Open one run, or a run with its resumed parts as one.
+
+    Raises:
+        UsageError: paths is no list of folders.
+    """
+    if not isinstance(paths, Sequence):
+        raise UsageError(f"expected a run, its folder, or the folders of its parts, got {type(paths).__name__}")
     return Run(paths[0]) if len(paths) == 1 else JoinedRun(paths)

@@ -10,19 +10,14 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fp8debug.errors import NoMatchError, RunError, UnknownNameError, UsageError
-from fp8debug.store.files import RunFiles, Source, scan
+from fp8debug.store.engine import connect, path_literal, unreadable
+from fp8debug.store.files import RunFiles, Source, needed, scan
+from fp8debug.store.places import forget, place_of, why
 from fp8debug.store.schema import ARROW_TYPES, Column, columns_from, columns_of
 from fp8debug.store.views import DUCKDB, SQL_TYPES, is_plain, sites_sql, stats_sql, steps_sql
 from fp8debug.types import Gemm, Reference, TensorRole
-
-_CONFIG: dict[str, str | bool | int | float | list[str]] = {
-    # FROM name means a view, never a local variable of the caller; a run must not make us fetch an extension.
-    "python_enable_replacements": "false",
-    "autoinstall_known_extensions": "false",
-}
 
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
@@ -62,7 +57,9 @@ class Run:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        if not isinstance(path, str | Path):
+            raise UsageError(f"expected the path of a run's folder, got {path!r}")
+        self.path = place_of(path)
         self.name = self.path.resolve().name
         self._lock = threading.RLock()
         self._damaged: set[Path] = set()
@@ -77,18 +74,30 @@ class Run:
             self._open()
 
     def _open(self) -> None:
-        files = self._scan()
+        for folder in self._folders():
+            forget(folder)
+        try:
+            self._use(self._scan())
+        except duckdb.Error as error:
+            if not self._find_damage():
+                raise RunError(f"{self.path} cannot be read: {why(error)}") from None
+            self._use(self._scan())
+
+    def _use(self, files: RunFiles) -> None:
+        self._parts = [source.path for source in files.of() if source.rows is None]
         if not any(s.table != "events" for s in files.of()):
             found = "; ".join(files.problems)
             raise RunError(f"{self.path} holds no recorded step yet" + (f": {found}" if found else ""))
         self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
         self.ranks, self.problems = files.ranks, files.problems
-        self._parts = [source.path for source in files.of() if source.rows is None]
         self._has: dict[str, bool] = {}
         self._modules: list[dict[str, Any]] | None = None
-        self._connection = duckdb.connect(":memory:", config=_CONFIG)
-        self._connection.execute("SET TimeZone = 'UTC'")
+        self._connection = connect(self._folders())
         self._create_views(files)
+
+    def _folders(self) -> Sequence[Path]:
+        """Return the folders whose files make up the run."""
+        return (self.path,)
 
     def _scan(self) -> RunFiles:
         """Look for the files; a run of several folders looks in all of them."""
@@ -115,16 +124,18 @@ class Run:
         for before, group in files.sources.items():
             where = f" WHERE step < {before} OR step IS NULL" if before is not None else ""
             of_table = [source for source in group if source.table == table]
-            parts = [source for source in of_table if source.rows is None]
-            if parts:
-                paths = ", ".join(_path_literal(source.path) for source in parts)
-                scan_sql = f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
-                selects.append(f"SELECT {_typed(columns, parts)} FROM {scan_sql}{where}")
+            for is_whole in (True, False):
+                parts = [source for source in of_table if source.rows is None and source.is_whole is is_whole]
+                if parts:
+                    paths = ", ".join(path_literal(source.path) for source in parts)
+                    scan_sql = f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
+                    selects.append(_rows(f"SELECT {_typed(columns, parts)} FROM {scan_sql}", where, table, is_whole=is_whole))
             for source in of_table:
                 if source.rows is not None:
                     name = f"stream_{table}_{source.rank}_{source.number}"
                     self._connection.register(name, source.rows)
-                    selects.append(f"SELECT {_typed(columns, [source])} FROM {name}{where}")
+                    rows = f"SELECT {_typed(columns, [source])} FROM {name}"
+                    selects.append(_rows(rows, where, table, is_whole=source.is_whole))
         if not selects:
             selects.append(f"SELECT {_typed(columns, [])} WHERE FALSE")
         return "\nUNION ALL\n".join(selects)
@@ -164,13 +175,7 @@ class Run:
 
     def _find_damage(self) -> bool:
         """Read every part to its end, which costs as much as a query; remember those that fail."""
-        found = set()
-        for path in self._parts:
-            try:
-                for batch in pq.ParquetFile(path).iter_batches():
-                    batch.validate()
-            except (OSError, pa.ArrowException):
-                found.add(path)
+        found = unreadable(self._parts, self._folders())
         self._damaged |= found
         return bool(found)
 
@@ -323,14 +328,26 @@ def _columns(table: str, files: RunFiles) -> list[Column]:
 
 
 def _typed(columns: Sequence[Column], sources: Sequence[Source]) -> str:
-    there = {name for source in sources for name in source.schema.names}
-    return ", ".join(f"CAST({c.name if c.name in there else 'NULL'} AS {SQL_TYPES[c.type]}) AS {c.name}" for c in columns)
+    there: dict[str, set[pa.DataType]] = {}
+    for source in sources:
+        for field in source.schema:
+            there.setdefault(field.name, set()).add(field.type)
+
+    def cast(column: Column) -> str:
+        # A value that the type cannot hold is none; TRY_CAST only where the types differ, as it hides nothing elsewhere.
+        differs = there.get(column.name, set()) - {column.field.type}
+        word = "TRY_CAST" if differs else "CAST"
+        return f"{word}({column.name if column.name in there else 'NULL'} AS {SQL_TYPES[column.type]}) AS {column.name}"
+
+    return ", ".join(map(cast, columns))
 
 
-def _path_literal(path: Path) -> str:
-    """Return a path as SQL text, its glob characters escaped."""
-    text = "".join(f"[{char}]" if char in "*?[" else char for char in str(path.absolute()))
-    return "'" + text.replace("'", "''") + "'"
+def _rows(select: str, where: str, table: str, *, is_whole: bool) -> str:
+    """Return a query with the rows that count; where keys may be missing, only rows that have them."""
+    if is_whole:
+        return f"{select}{where}"
+    keys = " AND ".join(["coalesce(step, 0) >= 0", *(f"{key} IS NOT NULL" for key in needed(table))])
+    return f"SELECT * FROM ({select}{where}) AS counted WHERE {keys}"
 
 
 def _modules_table(modules: Sequence[Mapping[str, Any]]) -> pa.Table:

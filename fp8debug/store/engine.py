@@ -1,0 +1,60 @@
+"""DuckDB as runs are read with it: no file but the run's own, no extension, nothing drawn, and a text for any file name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import duckdb
+
+from fp8debug.store.places import ObjectPath
+
+#: FROM name means a view, never a local variable of the caller; a run must not make us fetch or load an extension.
+_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+    "python_enable_replacements": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+}
+
+
+def connect(folders: Sequence[Path]) -> duckdb.DuckDBPyConnection:
+    """Return a connection that reads what lies below these folders and nothing else, by file or by network."""
+    connection = duckdb.connect(":memory:", config=_CONFIG)
+    for folder in folders:
+        if isinstance(folder, ObjectPath):
+            connection.register_filesystem(folder.store)
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET enable_progress_bar = false")  # it draws on stdout
+    # A store's own address is checked as a pattern, a file's as it is.
+    allowed = {text for folder in folders for text in (_quoted(f"{folder.absolute()}/"), _quoted(f"{_escaped(folder)}/"))}
+    connection.execute(f"SET allowed_directories = [{', '.join(sorted(allowed))}]")
+    connection.execute("SET enable_external_access = false")
+    return connection
+
+
+def path_literal(path: Path) -> str:
+    """Return a path as SQL text, its glob characters escaped."""
+    return _quoted(_escaped(path))
+
+
+def unreadable(parts: Iterable[Path], folders: Sequence[Path]) -> set[Path]:
+    """Return the Parquet files that cannot be read to their end."""
+    connection, found = connect(folders), set()
+    for path in parts:
+        query = f"SELECT min(hash(COLUMNS(*))) FROM read_parquet([{path_literal(path)}], hive_partitioning = false)"
+        try:
+            connection.execute(query).fetchall()
+        except duckdb.OutOfMemoryException:
+            raise
+        except duckdb.Error:
+            found.add(path)
+            connection = connect(folders)  # a fatal error ends a connection
+    return found
+
+
+def _escaped(path: Path) -> str:
+    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path.absolute()))
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,111 @@
+"""A manifest as readers may rely on it: what it holds under the names that we know has the type that we write.
+
+What has another type is left out and said, so that no rule, page or exporter meets a list where it expects a name. Names that we
+do not know are kept as they are: a newer version, or a user, may have put them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8debug.errors import UsageError
+from fp8debug.recipes import Cast
+from fp8debug.store.checked import read_json
+
+#: More modules than a model has.
+MAX_MODULES = 1_000_000
+
+_TOP: dict[str, Any] = {
+    **dict.fromkeys(("name", "created", "ended", "fp8debug_version", "plain_recipe", "device", "hostname"), str),
+    **dict.fromkeys(("modules", "filters", "outside", "writings", "argv", "what_if", "include", "exclude"), list),
+    **dict.fromkeys(("recipe", "environment", "mesh", "git"), dict),
+    **dict.fromkeys(("schema_version", "rank", "world_size", "every", "shadow_rows", "pid"), int),
+}
+#: Lists of objects: an entry that is none is left out.
+_OBJECTS: dict[str, dict[str, Any]] = {
+    "modules": {
+        **dict.fromkeys(("fqn", "kind", "reason", "requested", "shared_with", "recipe"), str),
+        **dict.fromkeys(("in_features", "out_features", "index", "params", "selects"), int),
+        **dict.fromkeys(("bias", "fp8", "observed"), bool),
+        "casts": dict,
+        "fast_accum": list,
+    },
+    "filters": {"kind": str, "pattern": str, "matched": int},
+    "outside": dict.fromkeys(("fqn", "kind", "reason"), str),
+    "writings": {"first_part": int, "created": str},
+}
+_WORDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
+
+
+def read_manifest(path: Path, root: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Return a manifest, None where it is missing or cannot be read; what is wrong with it is added to ``problems``."""
+    try:
+        value = read_json(path, root)
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+    except FileNotFoundError:
+        problems.append(f"{path} is missing")
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}")
+    else:
+        return checked(value, path, problems)
+    return None
+
+
+def checked(manifest: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Any]:
+    """Return a manifest without what has another type than ours; each kind of fault is one sentence in ``problems``."""
+    wrong: dict[str, tuple[str, int]] = {}
+
+    def fitting(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+        kept = {}
+        for key, value in values.items():
+            expected = kinds.get(key)
+            if value is None or expected is None or _fits(value, expected):
+                kept[key] = value
+            else:
+                _, number = wrong.get(where + key, ("", 0))
+                wrong[where + key] = f"{_word(type(value))}, expected {_WORDS[expected]}", number + 1
+        return kept
+
+    found = fitting(manifest, _TOP, "")
+    for name, kinds in _OBJECTS.items():
+        entries = found.get(name)
+        if entries is not None:
+            objects = [entry for entry in entries[:MAX_MODULES] if isinstance(entry, dict)]
+            if len(objects) < len(entries):
+                wrong[f"{name}[]"] = "no object", len(entries) - len(objects)
+            found[name] = [fitting(entry, kinds, f"{name}[].") for entry in objects]
+    if found.get("modules") is not None:
+        found["modules"] = [module for module in found["modules"] if module.get("fqn") is not None]
+    for module in found.get("modules") or ():
+        if "casts" in module and not _are_casts(module["casts"]):
+            module["casts"] = None
+            wrong["modules[].casts"] = "no casts that we know", wrong.get("modules[].casts", ("", 0))[1] + 1
+        for size in ("in_features", "out_features", "params", "index", "selects"):
+            if not 0 <= (module.get(size) or 0) < 2**62:
+                module[size] = None
+    if isinstance(found.get("recipe"), dict):
+        found["recipe"] = fitting(found["recipe"], {"name": str, "casts": dict}, "recipe.")
+    for key, (what, number) in wrong.items():
+        times = f" in {number} places" if number > 1 else ""
+        problems.append(f"{path}: {key} is {what}{times}; it is left out")
+    return found
+
+
+def _fits(value: Any, expected: type) -> bool:
+    if expected is bool:
+        return isinstance(value, bool)
+    return isinstance(value, expected) and not (expected is int and isinstance(value, bool))
+
+
+def _word(kind: type) -> str:
+    return _WORDS.get(kind, kind.__name__)
+
+
+def _are_casts(casts: Any) -> bool:
+    try:
+        return casts is None or all(cast is None or Cast.from_dict(cast) for cast in casts.values())
+    except (UsageError, TypeError, AttributeError):
+        return False

@@ -1,0 +1,203 @@
+"""Where a run lies: a local folder, or object storage that fsspec reaches (``s3://``, ``gs://``, ``az://``), which is only read.
+
+A run in object storage is listed once when it is opened; what exists, how large it is and what a glob finds is answered from that
+list, so that 1024 ranks cost some requests and not thousands.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PosixPath
+from typing import IO, Any, NoReturn
+
+from fp8debug.errors import RunError, UsageError
+
+#: The protocols that stand for object storage, and the package that speaks each. Others that fsspec knows are refused: a chained
+#: or a web address could make a reader fetch from anywhere.
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
+
+#: Addresses and sizes of the objects below a folder that was listed, by its address.
+_LISTED: dict[str, dict[str, int]] = {}
+_LOCK = threading.Lock()
+
+
+class ObjectPath(PosixPath):
+    """A place in object storage, with the part of ``Path`` that reading needs; ``str`` gives the address."""
+
+    def __str__(self) -> str:
+        """Return the address, ``s3://bucket/key``."""
+        protocol, _, rest = super().__str__().partition(":/")
+        return f"{protocol}://{rest.lstrip('/')}"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    @property
+    def store(self) -> Any:
+        """The fsspec file system that reaches it.
+
+        Raises:
+            UsageError: the package that speaks its protocol is not installed.
+        """
+        protocol = str(self).partition("://")[0]
+        try:
+            import fsspec
+
+            return fsspec.filesystem(protocol)
+        except ImportError:
+            package = PACKAGES[protocol]
+            how = "pip install 'fp8debug[s3]'" if package == "s3fs" else f"pip install {package}"
+            raise UsageError(f"{self}: {protocol}:// needs {package}, which is not installed: {how}") from None
+
+    def _listed(self) -> dict[str, int]:
+        """Return the addresses and sizes below the folder that was listed and holds this; list this if none was."""
+        address = str(self)
+        with _LOCK:
+            for root, found in _LISTED.items():
+                if address == root or address.startswith(f"{root}/"):
+                    return found
+            found = _LISTED[address] = _list(self)
+            return found
+
+    def _below(self) -> Iterator[tuple[str, int]]:
+        prefix = f"{self}/"
+        return ((address, size) for address, size in self._listed().items() if address.startswith(prefix))
+
+    def exists(self, **_: Any) -> bool:
+        """Tell whether it is an object, or a folder that holds some."""
+        return self.is_file() or self.is_dir()
+
+    def is_file(self, **_: Any) -> bool:
+        """Tell whether it is an object."""
+        return str(self) in self._listed()
+
+    def is_dir(self, **_: Any) -> bool:
+        """Tell whether objects lie below it."""
+        return next(self._below(), None) is not None
+
+    def is_symlink(self) -> bool:
+        """Return False: there are none."""
+        return False
+
+    def stat(self, **_: Any) -> os.stat_result:
+        """Return kind and size; times are 0."""
+        if self.is_file():
+            return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, self._listed()[str(self)], 0, 0, 0))
+        if self.is_dir():
+            return os.stat_result((stat.S_IFDIR, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """Yield what lies in this folder."""
+        start = len(str(self)) + 1
+        return (self / name for name in dict.fromkeys(address[start:].partition("/")[0] for address, _ in self._below()))
+
+    def glob(self, pattern: Any, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]  # one signature for 3.10 to 3.14
+        """Yield the objects and folders below it whose path matches, part by part."""
+        wanted = str(pattern).split("/")
+        start, seen = len(str(self)) + 1, dict[str, None]()
+        for address, _ in self._below():
+            parts = address[start:].split("/")[: len(wanted)]
+            if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+                seen["/".join(parts)] = None
+        return (self / name for name in seen)
+
+    def rglob(self, pattern: Any, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]  # as above
+        """Yield the objects below it whose name matches."""
+        start = len(str(self)) + 1
+        names = (address[start:] for address, _ in self._below())
+        return (self / name for name in names if fnmatchcase(name.rpartition("/")[2], str(pattern)))
+
+    def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:
+        """Open an object for reading bytes; anything else is refused as a read-only file system refuses it."""
+        if mode != "rb":
+            self._refuse()
+        try:
+            opened: IO[Any] = self.store.open(str(self), "rb")
+            return opened
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(errno.EIO, why(error), str(self)) from None
+
+    def resolve(self, strict: bool = False) -> ObjectPath:
+        """Return itself."""
+        return self
+
+    def absolute(self) -> ObjectPath:
+        """Return itself."""
+        return self
+
+    def mkdir(self, *_: Any, **__: Any) -> None:
+        """Refuse."""
+        self._refuse()
+
+    def write_text(self, *_: Any, **__: Any) -> int:
+        """Refuse."""
+        self._refuse()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Refuse, but do nothing where nothing need be there."""
+        if not missing_ok:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise OSError(errno.EROFS, "object storage is only read; give a local folder with --out", str(self))
+
+
+def is_remote(path: str | Path) -> bool:
+    """Tell whether a path is an address, ``protocol://...``; one that went through ``Path`` has lost a slash."""
+    protocol, colon, rest = str(path).partition(":/")
+    return bool(colon) and rest[:1] not in ("", ":") and protocol.isascii() and protocol.isalnum() and len(protocol) > 1
+
+
+def place_of(path: str | Path) -> Path:
+    """Return the place that a path or an address stands for.
+
+    Raises:
+        UsageError: an address of a kind that is not read.
+    """
+    if isinstance(path, ObjectPath) or not is_remote(path):
+        return Path(path) if isinstance(path, str) else path
+    protocol = str(path).partition(":")[0]
+    if protocol not in PACKAGES:
+        known = ", ".join(f"{name}://" for name in PACKAGES)
+        raise UsageError(f"{path}: {protocol}:// is not read; known are local folders and {known}")
+    return ObjectPath(str(path))
+
+
+def forget(path: Path) -> None:
+    """List a place anew when it is looked at next; does nothing for a local one."""
+    if isinstance(path, ObjectPath):
+        address = str(path)
+        with _LOCK:
+            for root in [root for root in _LISTED if address == root or address.startswith(f"{root}/")]:
+                del _LISTED[root]
+        path.store.invalidate_cache()
+
+
+def _list(place: ObjectPath) -> dict[str, int]:
+    store, address = place.store, str(place)
+    try:
+        names = {str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in store.ls(address, detail=True)}
+        is_run = "manifest.json" in names or any(name.startswith("rank=") for name in names)
+        # Of what is no run only so much as names the runs in it: a whole bucket can hold anything.
+        found = store.find(address, detail=True, **({} if is_run else {"maxdepth": 2}))
+    except FileNotFoundError:
+        raise RunError(f"{address} does not exist, neither bucket nor folder; check the address and the region") from None
+    except Exception as error:  # each store has errors of its own: no credentials, no such host, no right
+        raise RunError(f"{address} cannot be listed: {why(error)}") from None
+    protocol = address.partition("://")[0]
+    return {f"{protocol}://{str(name).lstrip('/')}": int(entry.get("size") or 0) for name, entry in found.items()}
+
+
+def why(error: BaseException) -> str:
+    """Return an error of a store as one clause, with the way out of the one that everybody meets."""
+    if "Credentials" in type(error).__name__ or "credentials" in str(error):
+        return "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, or FSSPEC_S3_ANON=true"
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
