@@ -101,6 +101,7 @@ class Observer:
         self.report = report
         self.step = 0
         self.sampling = True
+        self.is_off = False
         self.num_modules = 0
         self.before_forward: Callable[[], None] = _nothing
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
@@ -198,12 +199,17 @@ class Observer:
     def start_step(self, step: int) -> None:
         """Set the clock."""
         self.step = step
-        self.sampling = step % self.settings.every == 0
+        self.sampling = not self.is_off and step % self.settings.every == 0
         self._num_calls = 0
         self._samples = {}
         self._shared = {}
         for forget in self.on_end_step:
             forget()
+
+    def turn_off(self) -> None:
+        """Observe nothing more: nobody can take it."""
+        self.is_off, self.sampling = True, False
+        self._filled, self._checked = {}, []
 
     def hand_over(self, *, wait: bool = False) -> None:
         """Give the sink every step that has arrived; with ``wait``, when training is over, every step."""

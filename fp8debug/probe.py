@@ -166,7 +166,7 @@ class Probe:
     def check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
         """See whether a training forward GEMM of a step that is not sampled is finite; a recomputed one is left out."""
         wanted = self.observer.settings.check_finite
-        if self.observer.sampling or wanted is False or (wanted is None and output.device.type != "cpu"):
+        if self.observer.sampling or self.observer.is_off or wanted is False or (wanted is None and output.device.type != "cpu"):
             return
         if not is_capturing() and torch._C._current_graph_task_id() == -1:
             self.observer.check(self.module, x, weight, output)

@@ -162,14 +162,19 @@ class Snapshot:
         """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
         if self._done is not None:
             self._done.synchronize()
-        groups = {group: buffer[rows].numpy() for group, buffer in self._buffers.items()}
-        if self._done is not None:
-            self._free.append(self._buffers)
+        groups = {group: buffer.numpy()[rows] for group, buffer in self._buffers.items()}
+        self.discard()
         found = {}
         for name, (group, start, stop) in self._places.items():
             values = groups[group][:, start:stop]
             found[name] = values if stop - start > 1 else values[:, 0]
         return found
+
+    def discard(self) -> None:
+        """Give the pinned buffers back; the rows are not read any more."""
+        if self._done is not None:
+            self._done = None
+            self._free.append(self._buffers)
 
 
 class Scalar:

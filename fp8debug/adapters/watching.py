@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, SupportsFloat
@@ -26,9 +28,13 @@ from fp8debug.observer import Observer, Settings
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
+_WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
+
 
 class Watch:
     """A running recording; made by :func:`fp8debug.watch`.
+
+    A process that was forked while it runs holds a watch that does nothing, and a model without hooks.
 
     Attributes:
         path: the run directory.
@@ -66,7 +72,10 @@ class Watch:
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
         self._closed = False
+        self._pid = os.getpid()
         self._undo: list[Callable[[], None]] = []
+        if writer.stopped is not None:
+            self._observer.turn_off()
         try:
             for c in candidates:
                 if c.reason is None and c.adapter is not None:
@@ -83,6 +92,7 @@ class Watch:
             hook = register_optimizer_step_post_hook(self._after_any_optimizer)
             self._undo.append(hook.remove)
         atexit.register(self.close)
+        _WATCHES.add(self)
 
     @property
     def current_step(self) -> int:
@@ -111,6 +121,8 @@ class Watch:
         Raises:
             UsageError: a value is no number, or the watch is closed.
         """
+        if os.getpid() != self._pid:
+            return
         if self._closed:
             raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
         self._explicit = True
@@ -151,13 +163,21 @@ class Watch:
         atexit.unregister(self.close)
         self._close_counted_step()
         if self._observer.has_rows:  # a step that was cut short, by an exception say
-            self._end({})
-        self.detach()
-        self._observer.hand_over(wait=True)
-        self._report_never_called()
+            self._end({}, counted=True)
+        try:
+            self.detach()
+            self._observer.hand_over(wait=True)
+            self._report_never_called()
+        except Exception as error:  # the device may be what failed; the user's own error is the one to be seen
+            self._give_up(error)
         if self._dumper is not None:
             self._dumper.close()
         self._writer.close()
+
+    def _leave(self) -> None:
+        """Let go of the model in a forked child, and write nothing."""
+        self._closed = True
+        self.detach()
 
     def __enter__(self) -> Watch:
         return self
@@ -169,7 +189,7 @@ class Watch:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer is self._optimizer and self._counted and not self._explicit:
-            self._end({}, settle=False)  # no watched module ran in FP8 since: a warm-up in BF16
+            self._end({}, settle=False, counted=True)  # no watched module ran in FP8 since: a warm-up in BF16
         self._optimizer = optimizer
         self._counted = True
 
@@ -181,19 +201,32 @@ class Watch:
         """Close a step that an optimizer ended; at the next forward pass, so that ``step()`` can come first."""
         if self._counted and not self._explicit:
             self._counted = False
-            self._end({})
+            self._end({}, counted=True)
 
-    def _end(self, given: dict[str, Any], *, settle: bool = True) -> None:
+    def _end(self, given: dict[str, Any], *, settle: bool = True, counted: bool = False) -> None:
+        """Close the step; an error of ours ends the recording, and only a wrong number given to ``step()`` is raised.
+
+        Args:
+            given: numbers of the step.
+            settle: whether recipes may change now.
+            counted: the step was counted from an optimizer, whose caller knows nothing of a wrong number in ``note()``.
+        """
+        scalars, self._noted = {**self._noted, **{k: v for k, v in given.items() if v is not None}}, {}
+        try:
+            scalars = {name: _number(name, value) for name, value in scalars.items()}
+        except UsageError as error:
+            if not counted:
+                raise
+            self._give_up(error)
+        try:
+            self._close_step(scalars, settle)
+        except Exception as error:  # whatever it is, the user's step goes on
+            self._give_up(error)
+        if self._writer.stopped is not None and not self._sink.decides:
+            self._observer.turn_off()
+
+    def _close_step(self, scalars: dict[str, Any], settle: bool) -> None:
         now = time.perf_counter()
-        scalars = {**self._noted, **{k: v for k, v in given.items() if v is not None}}
-        self._noted = {}
-        for name, value in scalars.items():
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UsageError(f"{name} must be a number or a scalar tensor, got {value.dtype}{list(value.shape)}")
-            if not isinstance(value, Tensor | int | float):
-                if not isinstance(value, SupportsFloat):
-                    raise UsageError(f"{name} must be a number or a scalar tensor, got {value!r}")
-                scalars[name] = float(value)
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
@@ -203,6 +236,13 @@ class Watch:
         self._observer.end_step(scalars)
         if settle:
             self._changes.settle(self._observer.step)
+
+    def _give_up(self, error: Exception) -> None:
+        """Stop observing after an error of ours: said once, and as an event; what waits is still written."""
+        if not self._observer.is_off:
+            self._observer.turn_off()
+            text = f"recording stopped: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            say(self._writer, self._observer.step, text, kind="recording")
 
     def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
         assert self._dumper is not None
@@ -224,6 +264,26 @@ class Watch:
         if missing:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             say(None, 0, f"never called in a sampled step, no statistics: {names}")
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a number or a scalar tensor as it is, and what can be turned into a number as one."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UsageError(f"{name} must be a number or a scalar tensor, got {value.dtype}{list(value.shape)}")
+    if isinstance(value, Tensor | int | float):
+        return value
+    if not isinstance(value, SupportsFloat):
+        raise UsageError(f"{name} must be a number or a scalar tensor, got {value!r}")
+    return float(value)
+
+
+def _leave_all() -> None:
+    for watch in list(_WATCHES):
+        watch._leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:

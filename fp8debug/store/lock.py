@@ -62,7 +62,7 @@ class Owner:
         return _start_of(self.pid) == self.start if self.start else _answers(self.pid)
 
 
-class Occupied(Exception):
+class OccupiedError(Exception):
     """Another process that lives holds the lock."""
 
     def __init__(self, owner: Owner | None) -> None:
@@ -78,7 +78,7 @@ class Lock:
         job: as in :class:`Owner`.
 
     Raises:
-        Occupied: another process that lives has it.
+        OccupiedError: another process that lives has it.
         OSError: the folder cannot be written.
     """
 
@@ -91,7 +91,7 @@ class Lock:
         while not self._take():
             found = _text(self._path)
             if found is not None and _is_held(self._path, found):
-                raise Occupied(_owner(found))
+                raise OccupiedError(_owner(found))
             if found is not None:
                 self._clear(found)
         _HELD.add(self._text)

@@ -33,6 +33,11 @@ class Worker:
         """Whether the thread is there."""
         return self._thread.is_alive()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a job."""
+        return threading.current_thread() is self._thread
+
     def put(self, job: Job) -> None:
         """Have a job done after those that were put before; returns at once."""
         self._jobs.put(job)

@@ -20,7 +20,7 @@ import pyarrow as pa
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.batch import record_batch
-from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, Occupied, job_of, live_owner
+from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, job_of, live_owner
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
 
@@ -106,26 +106,26 @@ class RunWriter:
 
     def _begin(self, resume: bool) -> None:
         """Open the folder from the thread, so that one that hangs is not waited for."""
-        problems: list[OSError | Occupied] = []
+        problems: list[OSError | OccupiedError] = []
 
         def job() -> None:
             try:
                 self._open(resume)
-            except (OSError, Occupied) as problem:
+            except (OSError, OccupiedError) as problem:
                 problems.append(problem)
 
         self._worker.put(job)
         if not self._worker.wait(OPEN_PATIENCE_S + SILENCE_S):
             self._stop(f"{self.path} does not answer", "not recorded")
         for problem in problems:
-            if isinstance(problem, Occupied) and not problem.is_own:
+            if isinstance(problem, OccupiedError) and not problem.is_own:
                 self._stop(f"{self.path} is written by another process that runs ({problem})", "not recorded")
                 continue
             self._release()
             self._worker.end(OPEN_PATIENCE_S)
             if isinstance(problem, RecordError):
                 raise problem
-            if isinstance(problem, Occupied):
+            if isinstance(problem, OccupiedError):
                 raise RecordError(f"this process records into {self.path} already; close() the first watch") from problem
             reason = problem.strerror or str(problem)
             raise RecordError(f"cannot write to {self.path}: {reason}; choose a folder that can be written") from problem
@@ -135,7 +135,7 @@ class RunWriter:
             raise RecordError(f"{self.path} is a file; a run needs a folder of its own")
         self._folder.mkdir(parents=True, exist_ok=True)
         if self.rank and (other := live_owner(self._root / "rank=00000", but_job=self._job)):
-            raise Occupied(other)
+            raise OccupiedError(other)
         self._lock = Lock(self._folder, self._job)
         taken = [n for t in TABLES for n in (*stream.streams(self._folder, t), *stream.parts(self._folder, t))]
         own = self._root / "manifest.json" if self.rank == 0 else self._folder / "manifest.json"
@@ -177,14 +177,26 @@ class RunWriter:
             num_rows = 1 if callable(columns) else len(columns["step"])
         return not self._is_full and self._append("stats", columns, num_rows)
 
-    def steps(self, row: Mapping[str, Any]) -> None:
-        """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null."""
-        full = {"time": datetime.now(timezone.utc), **row}
-        self._append("steps", {name: [value] for name, value in full.items()})
+    def steps(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null.
+
+        Args:
+            row: by column, or a function that returns it, which is called in the writer's thread.
+        """
+        now = datetime.now(timezone.utc)
+
+        def columns() -> Columns:
+            full = {"time": now, **(row() if callable(row) else row)}
+            return {name: [value] for name, value in full.items()}
+
+        self._append("steps", columns if callable(row) else columns())
 
     def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
         """Append one event; see the ``events`` table for the kinds."""
-        self._append("events", _event(step, kind, module, message))
+        if self._worker.is_current:
+            self._put_event(_event(step, kind, module, message))
+        else:
+            self._append("events", _event(step, kind, module, message))
 
     def update_manifest(self, changes: Mapping[str, Any]) -> None:
         """Change top-level keys of ``manifest.json``; only rank 0 has it, on other ranks this does nothing."""

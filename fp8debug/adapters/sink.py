@@ -1,0 +1,73 @@
+"""What becomes of a finished step: its rows and events, made in the writer's thread, so that training does not wait for them.
+
+A guard or a dump decides by the rows what training does next; with either they are made at once, which keeps a run the same
+from one time to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from fp8debug.adapters.changes import RecipeChanges
+from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.dumps import Dumper
+from fp8debug.observer import FinishedStep, RowInfo
+from fp8debug.store.writer import RunWriter
+from fp8debug.table import Snapshot
+
+
+class StepSink:
+    """Takes an observer's finished steps, in order.
+
+    Args:
+        writer: where rows and events go.
+        changes: whose guard, if any, is shown the rows.
+        dumper: is told of the first NaN or Inf of a step, and of its loss.
+
+    Attributes:
+        seen_modules: FQNs of the modules that had rows.
+    """
+
+    def __init__(self, writer: RunWriter, changes: RecipeChanges, dumper: Dumper | None) -> None:
+        self.seen_modules: set[str] = set()
+        self._writer, self._changes, self._dumper = writer, changes, dumper
+        self._nonfinite: set[tuple[str, str, str]] = set()
+        self._found: list[tuple[str, str]] = []
+
+    @property
+    def decides(self) -> bool:
+        """Whether what training does next hangs on the rows."""
+        return self._dumper is not None or self._changes.has_guard
+
+    def __call__(self, finished: FinishedStep) -> None:
+        """Take one step, whose copies have arrived."""
+        for snapshot, rows, infos in finished.tables:
+            self.seen_modules.update(info.module for info in infos)
+            make = partial(self._rows, finished, snapshot, rows, infos)
+            if not (self._writer.stats(make(), len(rows)) if self.decides else self._writer.stats(make, len(rows))):
+                snapshot.discard()
+        step = partial(self._step, finished, datetime.now(timezone.utc))
+        self._writer.steps(step() if self.decides else step)
+
+    def _rows(self, finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
+        columns = stats_columns(finished, snapshot, rows, infos)
+        self._changes.see(finished.step, columns)
+        for module, message in first_nonfinite(columns, self._nonfinite):
+            self._writer.event(finished.step, "nonfinite", module, message)
+            self._found.append((module, message))
+        return columns
+
+    def _step(self, finished: FinishedStep, now: datetime) -> Mapping[str, Any]:
+        if self._dumper is not None:
+            reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
+            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
+        self._found = []
+        unseen = unsampled_nonfinite(finished)
+        if unseen and not self._nonfinite:
+            self._nonfinite.add((unseen["nonfinite_module"], "fprop", "output"))
+            message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
+            self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
+        return {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
