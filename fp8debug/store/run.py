@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 import pyarrow as pa
 
-from fp8debug.errors import NoMatchError, RunError, UnknownNameError, UsageError
+from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
 from fp8debug.store.engine import connect, path_literal, unreadable
 from fp8debug.store.files import RunFiles, Source, needed, scan
-from fp8debug.store.places import forget, place_of, why
-from fp8debug.store.schema import ARROW_TYPES, Column, columns_from, columns_of
+from fp8debug.store.modules import modules_table
+from fp8debug.store.places import ObjectPath, forget, place_of, why
+from fp8debug.store.schema import Column, columns_from, columns_of
 from fp8debug.store.views import DUCKDB, SQL_TYPES, is_plain, sites_sql, stats_sql, steps_sql
 from fp8debug.types import Gemm, Reference, TensorRole
 
+_T = TypeVar("_T")
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
-
-#: Columns of the view ``modules``, from the manifest; ``call_index`` and ``flops_per_token`` are added.
-_MODULE_COLUMNS: dict[str, str] = {
-    "fqn": "string",
-    "kind": "string",
-    "in_features": "int64",
-    "out_features": "int64",
-    "bias": "bool",
-    "index": "int64",
-    "fp8": "bool",
-    "observed": "bool",
-    "reason": "string",
-    "requested": "string",
-    "shared_with": "string",
-    "params": "int64",
-}
 
 
 class Run:
@@ -90,7 +76,7 @@ class Run:
             raise RunError(f"{self.path} holds no recorded step yet" + (f": {found}" if found else ""))
         self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
         self.ranks, self.problems = files.ranks, files.problems
-        self._has: dict[str, bool] = {}
+        self._memo: dict[str, Any] = {}
         self._modules: list[dict[str, Any]] | None = None
         self._connection = connect(self._folders())
         self._create_views(files)
@@ -114,7 +100,7 @@ class Run:
         self._create("steps", steps_sql(steps, is_single_rank=is_single_rank))
         self._columns = [name for name in self.sql("SELECT * FROM sites LIMIT 0").column_names]
         self._step_columns = [column.name for column in steps]
-        self._connection.register("modules", _modules_table(self.modules))
+        self._connection.register("modules", modules_table(self.modules))
 
     def _create(self, name: str, query: str) -> None:
         self._connection.execute(f"CREATE VIEW {name} AS {query}")
@@ -128,7 +114,8 @@ class Run:
                 parts = [source for source in of_table if source.rows is None and source.is_whole is is_whole]
                 if parts:
                     paths = ", ".join(path_literal(source.path) for source in parts)
-                    scan_sql = f"read_parquet([{paths}], union_by_name = true, hive_partitioning = false)"
+                    by_name = len({source.schema for source in parts}) > 1  # which makes DuckDB open every file for each query
+                    scan_sql = f"read_parquet([{paths}], union_by_name = {str(by_name).lower()}, hive_partitioning = false)"
                     selects.append(_rows(f"SELECT {_typed(columns, parts)} FROM {scan_sql}", where, table, is_whole=is_whole))
             for source in of_table:
                 if source.rows is not None:
@@ -155,14 +142,35 @@ class Run:
             UsageError: the query is wrong; the message is DuckDB's.
             RunError: the files cannot be read.
         """
+        return self._again(lambda: self._query(query, params))
+
+    def _again(self, ask: Callable[[], _T]) -> _T:
+        """Ask; where a file turns out to be damaged, ask again without it."""
         with self._lock:
             try:
-                return self._query(query, params)
+                return ask()
             except duckdb.Error as error:
                 if isinstance(error, _QUERY_ERRORS) or not self._find_damage():
                     raise UsageError(f"the query failed: {error}") from error
                 self._open()
-                return self._query(query, params)
+                return ask()
+            except Exception as error:
+                # Errors of a store come through DuckDB as they are.
+                if isinstance(error, Fp8DebugError) or not isinstance(self.path, ObjectPath):
+                    raise
+                raise RunError(f"{self.path} cannot be read: {why(error)}") from None
+
+    def hold(self, name: str, query: str) -> None:
+        """Keep the answer to a query as a table, which from then on stands for a view of the same name; a refresh drops it."""
+        self._again(lambda: self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}"))
+
+    def memo(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return what ``make`` gave when it was first called for this key; a refresh forgets it."""
+        with self._lock:
+            if key not in self._memo:
+                self._memo[key] = make()
+            found: _T = self._memo[key]
+            return found
 
     def _query(self, query: str, params: Sequence[object] | Mapping[str, object] | None) -> pa.Table:
         statements = self._connection.extract_statements(query)
@@ -215,18 +223,35 @@ class Run:
             "SELECT min(step) AS first, max(step) AS last"
             " FROM (SELECT step FROM raw UNION ALL SELECT step FROM raw_steps) AS recorded"
         )
-        row = self.sql(query).to_pylist()[0]
+        row = self.memo("steps_range", lambda: self.sql(query).to_pylist()[0])
         return row["first"], row["last"]
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows of statistics were recorded, those of all ranks."""
+        return int(self.memo("num_rows", lambda: self.sql("SELECT count(*) AS num FROM raw").to_pylist()[0]["num"]))
+
+    @property
+    def sampled_steps(self) -> list[int]:
+        """The steps with statistics, in order."""
+        query = "SELECT DISTINCT step FROM raw ORDER BY step"
+        return list(self.memo("sampled_steps", lambda: self.sql(query)["step"].to_pylist()))
 
     def has(self, column: str) -> bool:
         """Tell whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
-        with self._lock:
-            if column not in self._has:
-                views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats")}
-                views["ranks"] = "sites"
-                query = f"SELECT 1 AS one FROM {views.get(column)} WHERE {column} IS NOT NULL LIMIT 1"
-                self._has[column] = column in views and self.sql(query).num_rows > 0
-            return self._has[column]
+        views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats"), "ranks": "sites"}
+        if column not in views:
+            return False
+        query = f"SELECT 1 AS one FROM {views[column]} WHERE {column} IS NOT NULL LIMIT 1"
+        early = views[column] == "stats" and self.memo("early", self._early)[column]
+        return early or self.memo(f"has {column}", lambda: self.sql(query).num_rows > 0)
+
+    def _early(self) -> dict[str, bool]:
+        """Return which columns hold something at the first sampled step: nearly all that ever do."""
+        known = ", ".join(f"count({name}) > 0 AS {name}" for name in self._columns if name != "ranks")
+        first = min(self.sampled_steps, default=0)
+        row: dict[str, bool] = self.sql(f"SELECT {known} FROM stats WHERE step = {first}").to_pylist()[0]
+        return row
 
     def table(
         self,
@@ -348,20 +373,3 @@ def _rows(select: str, where: str, table: str, *, is_whole: bool) -> str:
         return f"{select}{where}"
     keys = " AND ".join(["coalesce(step, 0) >= 0", *(f"{key} IS NOT NULL" for key in needed(table))])
     return f"SELECT * FROM ({select}{where}) AS counted WHERE {keys}"
-
-
-def _modules_table(modules: Sequence[Mapping[str, Any]]) -> pa.Table:
-    # From outside: a value of another type is no value.
-    accepted = {"int64": int, "bool": bool, "string": str}
-    typed: dict[str, list[Any]] = {
-        name: [value if type(value := m.get(name)) is accepted[kind] else None for m in modules]
-        for name, kind in _MODULE_COLUMNS.items()
-    }
-    for name in ("in_features", "out_features", "index", "params"):
-        typed[name] = [value if value is not None and 0 <= value < 2**62 else None for value in typed[name]]
-    arrays = {name: pa.array(typed[name], ARROW_TYPES[kind]) for name, kind in _MODULE_COLUMNS.items()}
-    shapes = zip(typed["in_features"], typed["out_features"], strict=True)
-    flops = [None if a is None or b is None else min(6 * a * b, 2**62) for a, b in shapes]
-    arrays["call_index"] = pa.array([m["call_index"] for m in modules], pa.int32())
-    arrays["flops_per_token"] = pa.array(flops, pa.int64())
-    return pa.table(arrays)
