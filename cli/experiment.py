@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from fp8debug.errors import UsageError
-from fp8debug.fallback import parse_share
+from fp8debug.shares import parse_share
 from fp8debug.store.run import Run
 from fp8debug.trials import Script
 from fp8debug.trials.gap import CLOSED, MIN_GAP

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from fp8debug.errors import UnknownNameError
-from fp8debug.fallback import load_fallbacks, parse_share, recommend
+from fp8debug.fallback import load_fallbacks, positional_prior, recommend
 from fp8debug.rules import triage
+from fp8debug.shares import parse_share
 from fp8debug.trials import Trials, arms_of, verify_run
-from fp8debug.trials.hints import prior_of
 from fp8debug.trials.verify import ARMS
 
 from .console import open_run, print_table, warn
@@ -52,7 +52,7 @@ def command(**options: Any) -> int:
         candidates = recommend(run, triage(run), parse_share(options["budget"]))
         if not candidates:
             warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
-    arms = arms_of(names, [entry.to_dict() for entry in candidates], prior_of(run), script.recipe)
+    arms = arms_of(names, [entry.to_dict() for entry in candidates], positional_prior(run), script.recipe)
     folder = Path(options["out"] or run.path / "verify")
     trials = Trials(folder, script, fresh=options["fresh"])
     number = len(arms) * options["repeats"]

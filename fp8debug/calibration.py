@@ -236,12 +236,12 @@ def _sqnr_db(sum_err2: float, sum_x2: float) -> float | None:
 
 
 def calibrate(
-    run: Run, *, percentile: float = 99.9, margin: float = 1.0, steps: str | tuple[int | None, int | None] | None = None
+    run: Run | str | Path, *, percentile: float = 99.9, margin: float = 1.0, steps: str | tuple[int | None, int | None] | None = None
 ) -> Calibration:
     """Turn a recorded window into static scales.
 
     Args:
-        run: a recorded run; in FP8 or only tried.
+        run: a recorded run, or its folder; in FP8 or only tried.
         percentile: of the amaxes of the sampled steps; 100 is the largest.
         margin: factor on the scale_inv; 2 leaves one binade for growth.
         steps: the window, ``"A:B"``; the whole run by default.
@@ -250,10 +250,14 @@ def calibrate(
         RunError: the window holds no histogram of an operand.
         UsageError: a number out of range.
     """
+    for name, number in (("percentile", percentile), ("margin", margin)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise UsageError(f"{name} must be a number, got {number!r}")
     if not 0 < percentile <= 100:
         raise UsageError(f"percentile must be above 0 and at most 100, got {percentile}")
     if not 2.0**-8 <= margin <= 2.0**8:
         raise UsageError(f"margin is a factor between 1/256 and 256, got {margin}")
+    run = _opened(run)
     rows = _amaxes(run, percentile, steps)
     if not rows:
         raise RunError(f"{run.path}: no exponent histogram of an operand in steps {steps or 'of the run'}; widen --steps")
@@ -290,6 +294,12 @@ def calibrate(
     return Calibration(
         run=run.name, steps=window, percentile=percentile, margin=margin, sites=sites, recipes=_recipes(run, sites)
     )
+
+
+def _opened(run: Run | str | Path) -> Run:
+    from fp8debug.store.run import Run
+
+    return run if isinstance(run, Run) else Run(run)
 
 
 def _fineness(expected: Expected) -> tuple[int, str]:

@@ -13,7 +13,6 @@ import queue
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -27,7 +26,7 @@ from torch import Tensor
 from fp8debug.errors import UsageError
 from fp8debug.kernels.reference import Operand
 from fp8debug.selectors import ON_FINDING, Selector
-from fp8debug.spikes import WINDOW, is_spike
+from fp8debug.spikes import SpikeDetector
 from fp8debug.store import dump_files
 from fp8debug.types import Gemm, TensorRole
 
@@ -129,7 +128,7 @@ class Dumper:
         self._ring: dict[int, list[_Held]] = {}
         self._held_bytes = 0
         self._lock = threading.RLock()
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._spikes = SpikeDetector()
         self._judged = self._write_until = self._quiet_until = -1
         self._reason = ""
         self._files = _Files(self._run, rank, limits.disk_bytes)
@@ -227,9 +226,8 @@ class Dumper:
         self._judged = step
         if self.stopped is not None or not any(s.on_finding for s in self._selectors):
             return
-        reason = nonfinite[0] if nonfinite else self._about(loss)
-        if loss is not None and isfinite(loss):
-            self._losses.append(loss)
+        about = self._about(loss)
+        reason = nonfinite[0] if nonfinite else about
         with self._lock:
             if reason:
                 if step > self._quiet_until:
@@ -243,7 +241,7 @@ class Dumper:
             return ""
         if not isfinite(loss):
             return f"the loss is {loss}"
-        return f"the loss spikes to {loss:.4g}" if is_spike(list(self._losses), loss) else ""
+        return f"the loss spikes to {loss:.4g}" if self._spikes.see(loss) else ""
 
     def _write_ring(self, step: int, reason: str) -> None:
         """Write what is held up to the first sampled step that shows what happened."""

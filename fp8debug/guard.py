@@ -10,13 +10,14 @@ precisions, while their weights stay equal, because their gradients are averaged
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8debug.errors import UsageError
+from fp8debug.shares import parse_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +47,11 @@ class Guard:
     warmup: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.after, int) or self.after < 1 or not isinstance(self.warmup, int) or self.warmup < 0:
+        whole = all(isinstance(number, int) and not isinstance(number, bool) for number in (self.after, self.warmup))
+        if not whole or self.after < 1 or self.warmup < 0:
             raise UsageError(f"a guard needs after >= 1 and warmup >= 0, got after={self.after!r}, warmup={self.warmup!r}")
         for name in ("budget", "max_saturation", "max_saturation_delayed"):
-            value = getattr(self, name)
-            try:
-                share = float(value.strip().rstrip("%")) / 100 if str(value).strip().endswith("%") else float(value)
-            except (TypeError, ValueError):
-                share = -1.0
-            if not 0 <= share <= 1:
-                raise UsageError(f"{name} of a guard is a share such as 10% or 0.1, got {value!r}")
+            share = parse_share(getattr(self, name), f"{name} of a guard")
             object.__setattr__(self, name, share)
 
 
@@ -134,17 +130,6 @@ class Evidence:
 
 #: Below, clipping costs little more than the rounding error of E4M3 (rule F101).
 MIN_HEADROOM = 1.25
-
-
-def shares_of(modules: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return by FQN the share of a module in all FLOPs that run in FP8, from its entries of the manifest."""
-    flops = {
-        str(m["fqn"]): m["in_features"] * m["out_features"]
-        for m in modules
-        if m.get("fp8") and m.get("in_features") and m.get("out_features")
-    }
-    total = sum(flops.values())
-    return {fqn: one / total for fqn, one in flops.items()}
 
 
 def _numbers(values: Any, missing: float = 0.0) -> Any:

@@ -26,12 +26,12 @@ _DTYPES = {
 }
 
 
-def replay(path: str | Path | Dump, casts: Sequence[str | Cast] = ()) -> dict[str, dict[str, object]]:
+def replay(path: str | Path | Dump, casts: Sequence[str | Cast] | str | Cast = ()) -> dict[str, dict[str, object]]:
     """Return every slot and derived value of a dump under several casts, by the cast's name.
 
     Args:
         path: a file, or its header.
-        casts: names or values; the name of a recipe stands for its cast of that operand. A delayed cast that did not run
+        casts: names or values, or one; the name of a recipe stands for its cast of that operand. A delayed cast that did not run
             has no history here and takes the tensor's own amax.
 
     Returns:
@@ -41,7 +41,10 @@ def replay(path: str | Path | Dump, casts: Sequence[str | Cast] = ()) -> dict[st
         RunError: the file is no dump.
         UsageError: no such cast.
     """
+    if not isinstance(path, str | Path | Dump):
+        raise UsageError(f"expected a dump's file, got {path!r}")
     dump = path if isinstance(path, Dump) else open_dump(path)
+    casts = [casts] if isinstance(casts, str | Cast) else casts
     x = tensor_of(dump, "reference")
     found: dict[str, dict[str, object]] = {}
     if dump.cast_name:
@@ -66,6 +69,8 @@ def cast_for(dump: Dump, asked: str | Cast) -> Cast | None:
     """
     if isinstance(asked, Cast):
         return asked
+    if not isinstance(asked, str):
+        raise UsageError(f"expected a Cast, its name or a recipe's, got {asked!r}")
     if " " not in asked.strip():
         return get_recipe(asked.strip()).casts[Gemm(dump.gemm), TensorRole(dump.tensor)]
     words = asked.split()

@@ -14,7 +14,8 @@ import torch
 import fp8debug
 from fp8debug.errors import UsageError
 from fp8debug.fallback import Fallback
-from fp8debug.guard import Evidence, Guard, shares_of
+from fp8debug.guard import Evidence, Guard
+from fp8debug.shares import flop_shares
 from tests.recording.models import net, train
 
 DELAYED, CURRENT = "e4m3fn tensorwise delayed(16,max)", "e4m3fn 1x128 current"
@@ -98,7 +99,7 @@ def test_shares_are_of_what_runs_in_fp8() -> None:
         {"fqn": "c", "fp8": False, "in_features": 4, "out_features": 4},
         {"fqn": "d", "fp8": True, "in_features": None, "out_features": None},
     ]
-    assert shares_of(entries) == {"a": 0.75, "b": 0.25}
+    assert flop_shares(entries) == {"a": 0.75, "b": 0.25}
 
 
 @pytest.mark.parametrize(

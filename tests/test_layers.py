@@ -21,6 +21,7 @@ LAYERS = {
     "fp8debug.types": 0,
     "fp8debug.registry": 0.5,
     "fp8debug.spikes": 0.5,
+    "fp8debug.shares": 0.5,
     "fp8debug.selectors": 0.5,
     "fp8debug.formats": 1,
     "fp8debug.recipes": 2,
@@ -56,7 +57,7 @@ LAYERS = {
 
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
-    *("fp8debug.spikes", "fp8debug.selectors", "fp8debug.calibration"),
+    *("fp8debug.spikes", "fp8debug.shares", "fp8debug.selectors", "fp8debug.calibration"),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
     *("fp8debug.arms", "fp8debug.trials", "fp8debug_cli", "fp8debug_dashboard"),
 )

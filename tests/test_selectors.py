@@ -8,7 +8,7 @@ import pytest
 
 from fp8debug.errors import Fp8DebugError
 from fp8debug.selectors import Selector, parse_selectors
-from fp8debug.spikes import is_spike
+from fp8debug.spikes import SpikeDetector
 
 MODULES = ["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mlp.down", "head"]
 
@@ -78,7 +78,10 @@ def test_a_selector_is_a_value() -> None:
 def test_a_spike_stands_out_of_the_noise_and_a_descent_does_not() -> None:
     noise = random.Random(0)
     descent = [3.0 * 0.97**i + noise.gauss(0, 0.02) for i in range(200)]
-    assert not any(is_spike(descent[:i], loss) for i, loss in enumerate(descent))
-    assert is_spike(descent, descent[-1] + 1.0)
-    assert not is_spike(descent[:5], 100.0), "too few to know the noise"
-    assert not is_spike([*descent, 9.0], 8.0), "coming down from a spike is none"
+    detector = SpikeDetector()
+    assert not any(detector.see(loss) for loss in descent)
+    found = detector.see(descent[-1] + 1.0)
+    assert found is not None and found.limit < descent[-1] + 1.0
+    assert detector.see(descent[-1] + 0.9) is None, "coming down from a spike is none"
+    early = SpikeDetector()
+    assert not any(early.see(loss) for loss in [*descent[:5], 100.0]), "too few to know the noise"

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8debug import __version__
 from fp8debug.adapters.arguments import check_arguments, own_optimizer, recipe_of, several
-from fp8debug.adapters.changes import RecipeChanges
+from fp8debug.adapters.changes import RecipeChanges, check_guard
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
@@ -113,6 +113,7 @@ def watch(
     for c in candidates:
         if c.reason is None and getattr(c.module, "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
+    check_guard(guard, candidates)
     selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
     if selectors:
         load_safetensors()

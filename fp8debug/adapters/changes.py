@@ -8,10 +8,28 @@ from typing import Any
 
 from fp8debug.adapters.targets import Candidate
 from fp8debug.errors import UsageError
-from fp8debug.guard import Evidence, Guard, Verdict, shares_of
+from fp8debug.guard import Evidence, Guard, Verdict
 from fp8debug.recipes import Recipe
+from fp8debug.shares import flop_shares
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import OPERAND_SITES, Gemm
+
+
+def check_guard(guard: Guard | None, candidates: Sequence[Candidate]) -> None:
+    """Look at ``watch(guard=...)`` before anything is written.
+
+    Raises:
+        UsageError: it is no guard, or there is no Fp8Linear that it could change.
+    """
+    if guard is not None and not isinstance(guard, Guard):
+        raise UsageError(f"guard must be a fp8debug.Guard, got {type(guard).__name__}")
+    if guard is not None and not _guarded_shares(candidates):
+        raise UsageError("guard= needs Fp8Linear modules that run in FP8; convert() the model first")
+
+
+def _guarded_shares(candidates: Sequence[Candidate]) -> dict[str, float]:
+    is_ours = [hasattr(c.module, "set_recipe") and c.reason is None for c in candidates]
+    return flop_shares(c.describe(i) for i, c in enumerate(candidates) if is_ours[i])
 
 
 class RecipeChanges:
@@ -22,9 +40,6 @@ class RecipeChanges:
         writer: where events go.
         first_step: of the watch.
         guard: what may change recipes by itself; None for nothing.
-
-    Raises:
-        UsageError: a guard without an Fp8Linear that it could change.
     """
 
     def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None) -> None:
@@ -34,12 +49,7 @@ class RecipeChanges:
         self._verdicts: list[Verdict] = []
         self._evidence: Evidence | None = None
         if guard is not None:
-            if not isinstance(guard, Guard):
-                raise UsageError(f"guard must be a fp8debug.Guard, got {type(guard).__name__}")
-            entries = [c.describe(i) for i, c in enumerate(candidates) if c.fqn in self._modules and c.reason is None]
-            self._evidence = Evidence(guard, shares_of(entries), first_step)
-            if not self._evidence.shares:
-                raise UsageError("guard= needs Fp8Linear modules that run in FP8; convert() the model first")
+            self._evidence = Evidence(guard, _guarded_shares(candidates), first_step)
         for fqn, module in self._modules.items():
             later = getattr(module, "fp8debug_later", None)
             if later is not None and later is not module.recipe:

@@ -7,12 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fp8debug.fallback.application import apply
-from fp8debug.fallback.candidates import Fallback, load_fallbacks, parse_share, scheduled
+from fp8debug.fallback.candidates import Fallback, load_fallbacks, scheduled
 
 if TYPE_CHECKING:
     from fp8debug.fallback.policy import positional_prior, recommend
 
-__all__ = ["Fallback", "apply", "load_fallbacks", "parse_share", "positional_prior", "recommend", "scheduled"]
+__all__ = ["Fallback", "apply", "load_fallbacks", "positional_prior", "recommend", "scheduled"]
 
 _READING = ("positional_prior", "recommend")
 

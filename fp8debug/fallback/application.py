@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def apply(
     model: nn.Module,
-    fallbacks: Iterable[Fallback] | str | Path | Mapping[str, Any],
+    fallbacks: Iterable[Fallback | Mapping[str, Any]] | str | Path | Mapping[str, Any],
     *,
     start_step: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
@@ -39,15 +39,20 @@ def apply(
 
     Raises:
         NoMatchError: the model has no such module; the message has the closest names.
-        UsageError: a module is not an Fp8Linear, the list cannot be read, or a schedule is in force already.
+        UsageError: a module is not an Fp8Linear, the list cannot be read, a schedule is in force already, or an argument has
+            another type.
     """
-    loaded = load_fallbacks(fallbacks) if isinstance(fallbacks, str | Path | Mapping) else list(fallbacks)
+    if not hasattr(model, "named_modules"):
+        raise UsageError(f"expected a model with Fp8Linear modules, got {type(model).__name__}")
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    loaded = load_fallbacks(fallbacks)
     spans: dict[str, list[Span]] = {}
     for fallback in loaded:
         for name in _modules(model, fallback.module):
             span = Span(fallback.gemms, fallback.tensor, fallback.cast, fallback.from_step, fallback.until_step)
             spans.setdefault(name, []).append(span)
-    if not isinstance(start_step, int) or start_step < 0:
+    if not isinstance(start_step, int) or isinstance(start_step, bool) or start_step < 0:
         raise UsageError(f"start_step is the number of the next optimizer step, 0 or more; got {start_step!r}")
     root = _root(model)
     running = getattr(root, "fp8debug_schedule", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,13 @@ class Fallback:
     until_step: int | None = None
 
     def __post_init__(self) -> None:
+        gemms = (self.gemms,) if isinstance(self.gemms, str) else self.gemms
+        if not isinstance(self.module, str) or not isinstance(gemms, Sequence) or not isinstance(self.cast, Cast | None):
+            raise UsageError(
+                "a fallback needs the name of a module, gemms, and a Cast or None;"
+                f" got {self.module!r}, {self.gemms!r} and {self.cast!r}"
+            )
+        object.__setattr__(self, "gemms", tuple(gemms))
         if not self.gemms or not set(self.gemms) <= set(GEMMS) or self.tensor not in TENSORS:
             raise UsageError(
                 f"a fallback needs gemms of {', '.join(GEMMS)} and a tensor of {', '.join(TENSORS)};"
@@ -111,7 +118,7 @@ class Fallback:
             cast = values.get("cast")
             return cls(
                 module=str(values["module"]),
-                gemms=tuple(values.get("gemms") or GEMMS),
+                gemms=values.get("gemms") or GEMMS,
                 tensor=str(values.get("tensor", "*")),
                 cast=cast if cast is None else Cast.parse(cast) if isinstance(cast, str) else Cast.from_dict(cast),
                 reasons=tuple(values.get("reasons", ())),
@@ -121,8 +128,11 @@ class Fallback:
                 from_step=values.get("from_step"),
                 until_step=values.get("until_step"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"not a fallback: {error!r} in {str(values)[:80]}") from None
+        except UsageError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError):
+            expected = '{"module": "blocks.0.up", "gemms": ["fprop"], "cast": null}'
+            raise UsageError(f"not an entry of a fallback list: {str(values)[:80]}; expected one such as {expected}") from None
 
 
 def plain_name(fqn: str) -> str:
@@ -135,38 +145,27 @@ def scheduled(fallbacks: Iterable[Fallback], *, from_step: int | None = None, un
     return [f if f.cast else replace(f, from_step=from_step, until_step=until_step) for f in fallbacks]
 
 
-def parse_share(text: str | float) -> float:
-    """Return a share given as ``10%``, ``0.1`` or a number.
-
-    Raises:
-        UsageError: it is neither, or not between 0 and 1.
-    """
-    try:
-        words = text.strip() if isinstance(text, str) else text
-        share = float(words.removesuffix("%")) / 100 if isinstance(words, str) and words.endswith("%") else float(words)
-    except (TypeError, ValueError):
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UsageError(f"expected a share such as 10% or 0.1, got {text!r}")
-    return share
-
-
-def load_fallbacks(source: str | Path | Mapping[str, Any]) -> list[Fallback]:
-    """Return the fallbacks of a JSON file, JSON text or parsed document, as the ``json`` exporter writes it.
+def load_fallbacks(source: str | Path | Mapping[str, Any] | Iterable[Fallback | Mapping[str, Any]]) -> list[Fallback]:
+    """Return the fallbacks of a JSON file, JSON text or parsed document, as the ``json`` exporter writes it, or of a list.
 
     Raises:
         UsageError: it cannot be read, or is not a fallback list.
     """
     document: Any = source
-    if not isinstance(source, Mapping):
+    if isinstance(source, str | Path):
         is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))
         try:
             document = json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise UsageError(f"cannot read fallbacks from {str(source)[:80]!r}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"cannot read fallbacks from {str(source)[:80]!r}: {error}") from None
     entries = document.get("fallbacks") if isinstance(document, Mapping) else document
     if isinstance(document, Mapping) and document.get("schema", 1) not in (PLAIN_SCHEMA, SCHEMA):
         raise UsageError(f"fallback list of schema {document['schema']}; this version reads schema 1 and 2, so upgrade fp8debug")
-    if not isinstance(entries, list):
-        raise UsageError("expected a fallback list: a JSON object with 'fallbacks', as fp8debug fallback --to json writes")
-    return [Fallback.from_dict(entry) for entry in entries]
+    if isinstance(entries, str | Fallback) or not isinstance(entries, Iterable):
+        raise UsageError(
+            "expected a fallback list: what recommend() returns, or a JSON object with 'fallbacks', as"
+            f" fp8debug fallback --to json writes; got {type(source if isinstance(source, str | Path) else entries).__name__}"
+        )
+    return [entry if isinstance(entry, Fallback) else Fallback.from_dict(entry) for entry in entries]

@@ -11,7 +11,8 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.formats import FORMATS, TRANSPOSED
 from fp8debug.recipes import Cast
 from fp8debug.rules.evidence import RUNNING
-from fp8debug.types import RESULTS, Gemm
+from fp8debug.shares import flop_shares
+from fp8debug.types import OPERANDS, RESULTS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -68,13 +69,7 @@ def running_casts(run: Run) -> dict[tuple[str, str, str], Cast]:
 
 def gemm_shares(run: Run) -> dict[str, float]:
     """Return by module the share of one of its GEMMs in all FLOPs that run in FP8."""
-    flops = {
-        m["fqn"]: 2 * m["in_features"] * m["out_features"]
-        for m in run.modules
-        if m.get("fp8") and m.get("in_features") and m.get("out_features")
-    }
-    total = 3 * sum(flops.values())
-    return {fqn: one / total for fqn, one in flops.items()} if total else {}
+    return {fqn: share / len(OPERANDS) for fqn, share in flop_shares(run.modules).items()}
 
 
 def result_errors(run: Run) -> dict[tuple[str, str], ResultError]:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8debug.fallback.candidates import GEMMS, Fallback, parse_share
+from fp8debug.errors import UsageError
+from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, Finding, Severity
+from fp8debug.shares import parse_share
 from fp8debug.store.run import Run
 from fp8debug.store.speed_file import measured_costs
 from fp8debug.types import Gemm
@@ -53,11 +55,15 @@ def recommend(
             statistics are healthy. Prove such a list.
 
     Raises:
-        UsageError: budget is no share.
+        UsageError: budget is no share, or findings are none.
     """
     share = parse_share(budget)
+    findings = [findings] if isinstance(findings, Finding) else findings
+    found = list(findings) if isinstance(findings, Iterable) else [findings]
+    if not all(isinstance(finding, Finding) for finding in found):
+        raise UsageError(f"findings are what fp8debug.triage(run) returns, got {type(findings).__name__}; [] stands for none")
     run = run if isinstance(run, Run) else Run(run)
-    return solver(run, findings)(share, fill=fill)
+    return solver(run, found)(share, fill=fill)
 
 
 def solver(run: Run, findings: Iterable[Finding]) -> Callable[..., list[Fallback]]:
@@ -227,8 +233,11 @@ def _codes(sites: Sequence[Finding]) -> list[str]:
 
 
 def positional_prior(run: Run) -> list[str]:
-    """Return the first and the last module in FP8 by execution: folklore (DeepSeek-V3, Nemotron-H), not evidence."""
-    names = [module["fqn"] for module in run.modules if module.get("fp8")]
+    """Return the first and the last module in FP8 by execution: folklore (DeepSeek-V3, Nemotron-H), not evidence.
+
+    Of a run without any, the first and the last on which FP8 was tried.
+    """
+    names = [m["fqn"] for m in run.modules if m.get("fp8")] or [m["fqn"] for m in run.modules if m.get("observed")]
     return list(dict.fromkeys([*names[:1], *names[-1:]]))
 
 

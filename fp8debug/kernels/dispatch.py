@@ -73,9 +73,9 @@ def quantize(
         data of x's shape in the FP8 dtype, scale_inv FP32 ``[block rows, block columns]``.
 
     Raises:
-        UsageError: x is not a floating-point tensor.
+        UsageError: x is not a floating-point tensor, or cast no Cast.
     """
-    if x.is_cuda and _takes(x, cast, scale_inv, where):
+    if isinstance(x, Tensor) and x.is_cuda and isinstance(cast, Cast) and _takes(x, cast, scale_inv, where):
         with on_device(x):
             q: Quantized = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
             return q

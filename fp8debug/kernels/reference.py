@@ -44,9 +44,10 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantize
         data of x's shape in the FP8 dtype, scale_inv FP32 ``[block rows, block columns]``.
 
     Raises:
-        UsageError: x is not a floating-point tensor.
+        UsageError: x is not a floating-point tensor, or cast no Cast.
     """
     source = Source(_checked(x))
+    _check_cast(cast)
     rows, columns = source.value.shape
     block = block_shape(cast.granularity, rows, columns)
     if scale_inv is None and cast.scaling == "static":
@@ -109,7 +110,16 @@ def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None) -> T
 
 
 def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return data * scale_inv, multiplied in FP32 and rounded to ``dtype``; shape of ``q.data``."""
+    """Return data * scale_inv, multiplied in FP32 and rounded to ``dtype``; shape of ``q.data``.
+
+    Raises:
+        UsageError: q is not what :func:`quantize` returns, cast no Cast, or dtype no torch.dtype.
+    """
+    if not isinstance(q, Quantized):
+        raise UsageError(f"expected a Quantized(data, scale_inv), got {type(q).__name__}; make one with fp8debug.quantize")
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
+    _check_cast(cast)
     data = q.data.float()
     columns = data.shape[-1] if data.dim() else 1
     flat = data.reshape(data.numel() // max(columns, 1), columns)
@@ -206,8 +216,7 @@ def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[s
         UsageError: x is not a floating-point tensor, cast is no Cast, or amax_history holds no numbers.
     """
     source = Source(_checked(x))
-    if not isinstance(cast, Cast):
-        raise UsageError(f"expected a Cast such as fp8debug.Cast(granularity='1x128'), got {cast!r}")
+    _check_cast(cast)
     scale_inv = None
     try:
         known = [a for a in map(float, amax_history[-cast.history :]) if 0 < a < float("inf")]
@@ -248,4 +257,11 @@ def _checked(x: Tensor) -> Tensor:
             f"expected a bf16, fp16 or fp32 tensor, got {str(x.dtype).removeprefix('torch.')}{list(x.shape)};"
             " convert it with .float() first"
         )
+    if x.layout != torch.strided:
+        raise UsageError(f"expected a dense tensor, got {str(x.layout).removeprefix('torch.')}; convert it with .to_dense() first")
     return x.detach()
+
+
+def _check_cast(cast: Cast) -> None:
+    if not isinstance(cast, Cast):
+        raise UsageError(f"expected a Cast such as fp8debug.Cast(granularity='1x128'), got {repr(cast)[:80]}")

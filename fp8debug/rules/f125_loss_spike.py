@@ -11,6 +11,7 @@ from fp8debug.rules.evidence import sampled_steps
 from fp8debug.rules.losses import first_nonfinite, read_losses, spikes
 from fp8debug.rules.movements import movements_before
 from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.spikes import SpikeDetector
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -63,19 +64,19 @@ class LossSpikeNotFp8(Rule):
     needs_fp8 = False
     is_harmful = False
 
-    min_noise: float = 8.0
-    min_rise: float = 0.1
-    min_ratio: float = 2.0
-    window: int = 16
-    memory: int = 128
-    min_history: int = 10
+    min_noise: float = SpikeDetector.min_noise
+    min_rise: float = SpikeDetector.min_rise
+    min_ratio: float = SpikeDetector.min_ratio
+    window: int = SpikeDetector.window
+    memory: int = SpikeDetector.memory
+    min_history: int = SpikeDetector.min_history
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per spike; the first loss that is not finite ends the search."""
         steps, losses = read_losses(run)
         sampled = sampled_steps(run)
         sick = first_nonfinite(losses)
-        for spike in spikes(steps[:sick], losses[:sick], **self.thresholds):  # type: ignore[arg-type]  # ints by name
+        for spike in spikes(steps[:sick], losses[:sick], **self.thresholds):
             message = f"loss {spike.loss:.4g} at step {spike.step}, {spike.size}{self._checked(sampled, spike.step)}"
             moved = movements_before(run, spike.step)
             message += f"; {moved.words}" if moved.found else ""

@@ -1,7 +1,6 @@
 """Where a loss leaves its course: spikes, a level that rises and stays, and the first value that is not finite.
 
-A clean loss falls, wanders, and has bad batches: a step counts only beyond what those before it did. excess = loss -
-median of the last half window; noise = 1.4826 median(abs(d - median(d))) / sqrt(2), d the step-to-step differences.
+A clean loss falls, wanders, and has bad batches: a step counts only beyond what those before it did (see ``spikes``).
 """
 
 from __future__ import annotations
@@ -9,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
+
+from fp8debug.spikes import SpikeDetector, noise_of
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -73,53 +74,19 @@ def first_nonfinite(losses: Sequence[float]) -> int | None:
     return next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), None)
 
 
-def noise_of(losses: Sequence[float]) -> float:
-    """Return the standard deviation of the noise of at least two losses."""
-    differences = [b - a for a, b in pairwise(losses)]
-    drift = median(differences)
-    return 1.4826 * median(abs(d - drift) for d in differences) / math.sqrt(2)
-
-
-def spikes(
-    steps: Sequence[int],
-    losses: Sequence[float],
-    *,
-    min_noise: float,
-    min_rise: float,
-    min_ratio: float,
-    window: int,
-    memory: int,
-    min_history: int,
-) -> Iterator[Spike]:
-    """Yield the spikes of finite losses; the steps that follow one are part of it.
+def spikes(steps: Sequence[int], losses: Sequence[float], **thresholds: float) -> Iterator[Spike]:
+    """Yield the spikes of finite losses.
 
     Args:
         steps: the steps.
         losses: their losses, all finite.
-        min_noise: least excess in noise.
-        min_rise: least excess relative to the usual loss.
-        min_ratio: least excess relative to the largest of the last ``memory`` steps.
-        window: steps of which the noise is taken; the usual loss is the median of their later half.
-        memory: steps whose excesses are remembered.
-        min_history: steps before the first that is judged.
+        thresholds: those of :class:`~fp8debug.spikes.SpikeDetector`.
     """
-    excesses: list[float] = []
-    last = -window
-    for place, loss in enumerate(losses):
-        before = losses[max(0, place - 2 * window) : place]
-        if len(before) < max(min_history, 2):
-            excesses.append(0.0)
-            continue
-        usual = median(before[-(window // 2) :])
-        excess, is_after = loss - usual, place - last <= window // 2
-        least = max(min_rise * abs(usual), min_ratio * max(excesses[-memory:]))
-        if excess > least and loss > max(before[-window:]) and not is_after:
-            noise = max(noise_of(before), noise_of(before[-window:]))
-            limit = usual + max(least, min_noise * noise)
-            if loss > limit:
-                last = place
-                yield Spike(step=steps[place], loss=loss, usual=usual, noise=noise, limit=limit)
-        excesses.append(0.0 if place != last and place - last <= window // 2 else excess)
+    detector = SpikeDetector(**thresholds)  # type: ignore[arg-type]  # whole numbers among them
+    for step, loss in zip(steps, losses, strict=True):
+        found = detector.see(loss)
+        if found is not None:
+            yield Spike(step=step, loss=loss, usual=found.usual, noise=found.noise, limit=found.limit)
 
 
 def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fp8debug.errors import UnknownNameError, UsageError
@@ -22,6 +22,8 @@ def configured(thresholds: Thresholds | None = None) -> dict[str, Rule]:
     """
     rules = {rule.code: rule for rule in RULES}
     codes = {**{rule.name: rule.code for rule in RULES}, **{code: code for code in rules}}
+    if not isinstance(thresholds, Mapping | None):
+        raise UsageError(f'thresholds are given as {{"F101": {{"max_rate": 0.02}}}}, got {thresholds!r}')
     for name, changes in (thresholds or {}).items():
         if not isinstance(changes, Mapping):
             raise UsageError(f"thresholds of {name} must be a table such as {{max_rate = 0.02}}, got {changes!r}")
@@ -48,6 +50,8 @@ def chosen(prefixes: Sequence[str], needed_by: str | None = None) -> set[str]:
         UnknownNameError: one fits no rule.
         UsageError: there is none where one is needed.
     """
+    if not isinstance(prefixes, Iterable) or not all(isinstance(prefix, str) for prefix in prefixes):
+        raise UsageError(f"rules are selected by codes or names, such as ('F10', 'wrong-scale'); got {prefixes!r}")
     if needed_by is not None and not any(prefix.strip() for prefix in prefixes):
         raise UsageError(f"{needed_by} is empty: give codes such as F10 or F113, or leave it out for all rules")
     codes: set[str] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +92,7 @@ class Run:
     def _create_views(self, files: RunFiles) -> None:
         is_single_rank = len(files.ranks) == 1
         stats, steps = _columns("stats", files), _columns("steps", files)
+        self._slots = stats
         self._create("raw", self._table_sql("stats", stats, files))
         self._create("raw_steps", self._table_sql("steps", steps, files))
         self._create("events", self._table_sql("events", _columns("events", files), files))
@@ -164,6 +165,19 @@ class Run:
         """Keep the answer to a query as a table, which from then on stands for a view of the same name; a refresh drops it."""
         self._again(lambda: self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}"))
 
+    def hold_sites(self, name: str, rows: str, columns: Collection[str], where: str) -> None:
+        """Keep rows of ``sites`` as a table, made of some rows of ``raw`` alone: all that are joined in each of them.
+
+        Args:
+            name: of the table.
+            rows: table of rows of ``raw``, with some of its columns.
+            columns: these.
+            where: SQL predicate of the rows to keep.
+        """
+        slots = [column for column in self._slots if column.name in columns]
+        text = sites_sql(slots, DUCKDB, is_single_rank=len(self.ranks) == 1, source=rows)
+        self.hold(name, f"SELECT * FROM ({text}) AS joined WHERE {where}")
+
     def memo(self, key: str, make: Callable[[], _T]) -> _T:
         """Return what ``make`` gave when it was first called for this key; a refresh forgets it."""
         with self._lock:
@@ -215,6 +229,11 @@ class Run:
     def columns(self) -> list[str]:
         """The columns of the view ``sites``: keys, slots, derived."""
         return list(self._columns)
+
+    @property
+    def slots(self) -> list[str]:
+        """The columns of the view ``raw``: keys, rank and slots."""
+        return [column.name for column in self._slots]
 
     @property
     def steps_range(self) -> tuple[int, int]:

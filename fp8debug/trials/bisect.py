@@ -16,6 +16,7 @@ from typing import Any
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS, Fallback
+from fp8debug.shares import flop_shares
 from fp8debug.store.run import Run
 from fp8debug.trials.ddmin import count_tests, minimize
 from fp8debug.trials.gap import CLOSED, MIN_GAP, Assessment, assess, sentence
@@ -284,8 +285,7 @@ def ranked(names: Sequence[str], suspects: Sequence[str], damage: Mapping[str, f
 
 def fallbacks_of(units: Sequence[Unit], modules: Sequence[Mapping[str, Any]] = ()) -> list[Fallback]:
     """Return the fallback list of some units, with their share of the FP8 FLOPs where the modules' shapes are known."""
-    flops = {m["fqn"]: (m.get("in_features") or 0) * (m.get("out_features") or 0) for m in modules}
-    total = len(GEMMS) * sum(flops.values())
+    shares = flop_shares(modules)
     names = dict.fromkeys(module for module, _ in units)
     gemms = {name: tuple(g for g in GEMMS if (name, g) in units) for name in names}
     return [
@@ -293,7 +293,7 @@ def fallbacks_of(units: Sequence[Unit], modules: Sequence[Mapping[str, Any]] = (
             module=name,
             gemms=gemms[name],
             reasons=("bisect",),
-            cost=len(gemms[name]) * flops.get(name, 0) / total if total else 0.0,
+            cost=len(gemms[name]) / len(GEMMS) * shares.get(name, 0.0),
         )
         for name in names
     ]

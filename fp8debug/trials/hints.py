@@ -1,4 +1,4 @@
-"""What a recorded run suggests to a search: the modules that triage names, the damage by module, first and last modules."""
+"""What a recorded run suggests to a search: the modules that triage names, and the damage by module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,3 @@ def hints(run: Run) -> tuple[list[str], dict[str, float]]:
     """Return the modules that triage names, culprits first, and the recorded damage by module."""
     named = [f.module for f in triage(run) if f.module and f.severity > Severity.INFO]
     return list(dict.fromkeys(named)), {row["module"]: row["damage"] for row in run.sql(_DAMAGE).to_pylist()}
-
-
-def prior_of(run: Run) -> list[str]:
-    """Return the first and last module in FP8 by execution; of a run without any, the first and last that it observed."""
-    names = [m["fqn"] for m in run.modules if m.get("fp8")] or [m["fqn"] for m in run.modules if m.get("observed")]
-    return list(dict.fromkeys([*names[:1], *names[-1:]]))

@@ -15,7 +15,7 @@ from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.store.writer import RunWriter
 from fp8debug.trials import arms_of, verify_run
-from fp8debug.trials.hints import prior_of
+from fp8debug.fallback import positional_prior
 from fp8debug.trials.script import Ending
 from tests.trials.laboratory import Laboratory, healthy, planted
 
@@ -34,7 +34,7 @@ def _one_thread() -> None:
 def verify(laboratory: Laboratory, run: fp8debug.Run, **options: Any) -> dict[str, Any]:
     """Verify what is recommended for a run of the laboratory."""
     candidates = [entry.to_dict() for entry in fp8debug.recommend(run, fp8debug.triage(run))]
-    arms = arms_of(["candidates", "fp8_tensors", "prior"], candidates, prior_of(run), None)
+    arms = arms_of(["candidates", "fp8_tensors", "prior"], candidates, positional_prior(run), None)
     trials = laboratory.trials()
     try:
         return verify_run(trials, arms, run_name=run.name, save_as=laboratory.folder / "verify.json", **options)
