@@ -147,21 +147,23 @@ class Lock:
             self._path.unlink(missing_ok=True)
 
 
-def live_owner(folder: Path, *, but_job: str | None = None) -> str | None:
-    """Return who writes a rank's folder now, None when nobody does.
+def check_is_free(folder: Path, *, but_job: str | None = None) -> None:
+    """See that nobody writes a rank's folder now.
 
     Args:
         folder: the rank's folder.
         but_job: an owner of this job does not count; it is not even looked whether it lives.
+
+    Raises:
+        OccupiedError: somebody does.
     """
     path = folder / NAME
     text = _text(path)
     if text is None:
-        return None
+        return
     owner = _owner(text)
-    if owner is not None and owner.job == but_job:
-        return None
-    return (str(owner) if owner else "another process") if _is_held(path, text) else None
+    if (owner is None or owner.job != but_job) and _is_held(path, text):
+        raise OccupiedError(owner)
 
 
 def job_of(world_size: int) -> str:

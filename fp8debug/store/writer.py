@@ -20,7 +20,7 @@ import pyarrow as pa
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.batch import record_batch
-from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, job_of, live_owner
+from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
 
@@ -134,8 +134,8 @@ class RunWriter:
         if self.path.exists() and not self.path.is_dir():
             raise RecordError(f"{self.path} is a file; a run needs a folder of its own")
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self.rank and (other := live_owner(self._root / "rank=00000", but_job=self._job)):
-            raise OccupiedError(other)
+        if self.rank:
+            check_is_free(self._root / "rank=00000", but_job=self._job)
         self._lock = Lock(self._folder, self._job)
         taken = [n for t in TABLES for n in (*stream.streams(self._folder, t), *stream.parts(self._folder, t))]
         own = self._root / "manifest.json" if self.rank == 0 else self._folder / "manifest.json"
