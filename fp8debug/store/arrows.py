@@ -2,8 +2,8 @@
 
     FF FF FF FF | length of the metadata, int32 | metadata, a flatbuffer | body
 
-A writer that was killed leaves half a message at the end, which is no damage. Compressed bodies and dictionaries, which our writer
-does not make, are refused: few bytes of them could claim any amount of memory.
+A writer that was killed leaves half a message at the end, which is no damage. Compressed bodies and dictionaries, which our
+writer does not make, are refused: few bytes of them could claim any amount of memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.store.checked import MAX_STREAM_BYTES, MAX_TEXT, Refused, size_of
+from fp8debug.store.checked import MAX_STREAM_BYTES, MAX_TEXT, RefusedError, size_of
 
 _MARK = b"\xff\xff\xff\xff"
 #: What may be missing at the end without being called damage: a message this much larger than the largest before it.
@@ -34,11 +34,11 @@ def read_batches(path: Path, root: Path) -> tuple[pa.Table, str | None]:
     Raises:
         OSError: it cannot be read.
         pa.ArrowException: it is no Arrow stream.
-        Refused: it is no file, too large, or no stream of ours.
+        RefusedError: it is no file, too large, or no stream of ours.
     """
     size = size_of(path, root)
     if size > MAX_STREAM_BYTES:
-        raise Refused(f"is larger than {MAX_STREAM_BYTES >> 20} MB")
+        raise RefusedError(f"is larger than {MAX_STREAM_BYTES >> 20} MB")
     with path.open("rb") as file:
         data: bytes = file.read(size)
     schema, start = _schema(data)
@@ -70,9 +70,9 @@ def _schema(data: bytes) -> tuple[pa.Schema, int]:
     try:
         end = _end(data, 0)
         if end is None or _number(data, _table(data, 8), _HEADER_TYPE, "B") != _SCHEMA_MESSAGE:
-            raise Refused("is no Arrow stream")
+            raise RefusedError("is no Arrow stream")
     except (struct.error, IndexError):
-        raise Refused("is no Arrow stream") from None
+        raise RefusedError("is no Arrow stream") from None
     return pa.ipc.read_schema(pa.py_buffer(data[:end])), end
 
 
@@ -81,17 +81,17 @@ def _end(data: bytes, start: int) -> int | None:
     if len(data) - start < 8:
         return None
     if data[start : start + 4] != _MARK:
-        raise Refused("no message begins here")
+        raise RefusedError("no message begins here")
     (length,) = struct.unpack_from("<i", data, start + 4)
     if length == 0:
         return start
     if length < 8:
-        raise Refused("a message of negative length")
+        raise RefusedError("a message of negative length")
     if start + 8 + length > len(data):
         return None
     body = _number(data, _table(data, start + 8), _BODY_LENGTH, "q")
     if body < 0:
-        raise Refused("a body of negative length")
+        raise RefusedError("a body of negative length")
     end = start + 8 + length + body
     return end if end <= len(data) else None
 
@@ -99,20 +99,20 @@ def _end(data: bytes, start: int) -> int | None:
 def _batch(message: bytes, schema: pa.Schema) -> pa.RecordBatch:
     table = _table(message, 8)
     if _number(message, table, _HEADER_TYPE, "B") != _BATCH_MESSAGE:
-        raise Refused("a message that is no batch of rows")
+        raise RefusedError("a message that is no batch of rows")
     place = _field(message, table, _HEADER)
     if place is None:
-        raise Refused("a message without a batch")
+        raise RefusedError("a message without a batch")
     header = place + struct.unpack_from("<I", message, place)[0]
     if _field(message, header, _COMPRESSION) is not None:
-        raise Refused("a compressed batch")
+        raise RefusedError("a compressed batch")
     batch = pa.ipc.read_record_batch(pa.py_buffer(message), schema)
     batch.validate(full=True)
     if batch.num_rows > len(message):
-        raise Refused(f"claims {batch.num_rows} rows in {len(message)} bytes")
+        raise RefusedError(f"claims {batch.num_rows} rows in {len(message)} bytes")
     for column in batch.columns:
         if pa.types.is_string(column.type) and (pc.max(pc.binary_length(column)).as_py() or 0) > MAX_TEXT:
-            raise Refused(f"a string longer than {MAX_TEXT >> 10} KB")
+            raise RefusedError(f"a string longer than {MAX_TEXT >> 10} KB")
     return batch
 
 
@@ -125,7 +125,7 @@ def _field(data: bytes, table: int, number: int) -> int | None:
     """Return where a table's field lies, None when it is not there."""
     entries = table - struct.unpack_from("<i", data, table)[0]
     if entries < 0 or table < 0:
-        raise Refused("a table that lies outside")
+        raise RefusedError("a table that lies outside")
     size = struct.unpack_from("<H", data, entries)[0]
     if 4 + 2 * number + 2 > size:
         return None

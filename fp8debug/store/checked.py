@@ -35,7 +35,7 @@ MAX_GROUP_BYTES = 2 << 30
 MAX_TEXT, SUSPICIOUS = 1 << 16, 4 << 20
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """A file that is not read, and why in a clause that follows the file's name."""
 
 
@@ -48,14 +48,14 @@ def size_of(path: Path, root: Path | None = None) -> int:
 
     Raises:
         OSError: there is none, or it cannot be looked at.
-        Refused: it is a folder, a FIFO or a device, or a link that leads out.
+        RefusedError: it is a folder, a FIFO or a device, or a link that leads out.
     """
     if root is not None:
         leads_inside(path, root)
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
-        raise Refused(f"is {next((word for test, word in kinds if test(found.st_mode)), 'a device')}, not a file")
+        raise RefusedError(f"is {next((word for test, word in kinds if test(found.st_mode)), 'a device')}, not a file")
     return found.st_size
 
 
@@ -64,13 +64,13 @@ def leads_inside(path: Path, root: Path) -> None:
 
     Raises:
         OSError: a link that leads round in a circle.
-        Refused: a link that leads out of the folder.
+        RefusedError: a link that leads out of the folder.
     """
     try:
         if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
-            raise Refused("is a link that leads out of the run's folder")
+            raise RefusedError("is a link that leads out of the run's folder")
     except RuntimeError:  # before Python 3.13 for links in a circle
-        raise Refused("is a link that leads round in a circle") from None
+        raise RefusedError("is a link that leads round in a circle") from None
 
 
 def read_text(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BYTES) -> str:
@@ -86,11 +86,11 @@ def read_text(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BY
         ValueError: it is refused, or no UTF-8.
     """
     if root is not None and size_of(path, root) > max_bytes:
-        raise Refused(f"is larger than {max_bytes >> 20} MB")
+        raise RefusedError(f"is larger than {max_bytes >> 20} MB")
     with path.open("rb") as file:
         data: bytes = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise Refused(f"is larger than {max_bytes >> 20} MB")
+        raise RefusedError(f"is larger than {max_bytes >> 20} MB")
     return data.decode("utf-8")
 
 
@@ -113,11 +113,11 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise Refused(f"is nested deeper than {MAX_DEPTH} levels") from None
+        raise RefusedError(f"is nested deeper than {MAX_DEPTH} levels") from None
     level, depth = [value], 0
     while level:
         if depth > MAX_DEPTH:
-            raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
+            raise RefusedError(f"is nested deeper than {MAX_DEPTH} levels")
         children = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
         level, depth = [inner for values in children for inner in values if isinstance(inner, (dict, list))], depth + 1
     return value
@@ -133,7 +133,7 @@ def read_footer(path: Path, size: int) -> pq.FileMetaData:
     Raises:
         OSError: it cannot be read.
         pa.ArrowException: it is no Parquet file.
-        Refused: it claims what no recording of ours holds.
+        RefusedError: it claims what no recording of ours holds.
     """
     with path.open("rb") as file:
         if size >= 12:
@@ -141,9 +141,9 @@ def read_footer(path: Path, size: int) -> pq.FileMetaData:
             tail = file.read(8)
             length = int.from_bytes(tail[:4], "little")
             if tail[4:] != b"PAR1" or length > size - 12:
-                raise Refused("has no Parquet footer at its end")
+                raise RefusedError("has no Parquet footer at its end")
             if length > MAX_FOOTER_BYTES:
-                raise Refused(f"has a footer of {length >> 20} MB")
+                raise RefusedError(f"has a footer of {length >> 20} MB")
         limits = {"thrift_string_size_limit": MAX_FOOTER_BYTES, "thrift_container_size_limit": MAX_FOOTER_LIST}
         metadata = pq.ParquetFile(file, **limits).metadata
     _check_claims(metadata, size)
@@ -153,17 +153,17 @@ def read_footer(path: Path, size: int) -> pq.FileMetaData:
 def _check_claims(metadata: pq.FileMetaData, size: int) -> None:
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     if metadata.num_rows != sum(group.num_rows for group in groups) or any(group.num_rows < 0 for group in groups):
-        raise Refused("claims another number of rows than its row groups")
+        raise RefusedError("claims another number of rows than its row groups")
     if metadata.num_rows > MAX_ROWS_PER_BYTE * size:
-        raise Refused(f"claims {metadata.num_rows} rows in {size} bytes")
+        raise RefusedError(f"claims {metadata.num_rows} rows in {size} bytes")
     large = [group.total_byte_size for group in groups]
     if any(not 0 <= number <= MAX_GROUP_BYTES for number in large) or sum(large) > MAX_EXPANSION * size + FREE_EXPANSION:
-        raise Refused(f"claims to hold {sum(large)} bytes in {size}")
+        raise RefusedError(f"claims to hold {sum(large)} bytes in {size}")
     if metadata.num_columns > MAX_COLUMNS:
-        raise Refused(f"has {metadata.num_columns} columns")
+        raise RefusedError(f"has {metadata.num_columns} columns")
     levels = (metadata.schema.column(index).max_definition_level for index in range(metadata.num_columns))
     if max(levels, default=0) > MAX_LEVEL:
-        raise Refused("has columns of lists nested too deep")
+        raise RefusedError("has columns of lists nested too deep")
 
 
 def twice(schema: pa.Schema) -> str | None:

@@ -10,7 +10,6 @@ name is data: the file's name is made safe for any name, and the way back is the
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,8 @@ import numpy as np
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format, block_shape
+from fp8debug.store.checked import parse_json, size_of
+from fp8debug.store.places import place_of
 from fp8debug.types import OPERAND_SITES
 
 if TYPE_CHECKING:
@@ -132,12 +133,15 @@ class Dump:
             )
         place = self.stored[name]
         try:
+            if size_of(self.path) < place.stop:
+                raise RunError(f"{self.path} is cut off")
+            found = np.empty(place.stop - place.start, np.uint8)
             with self.path.open("rb") as file:
                 file.seek(place.start)
-                found = np.fromfile(file, np.uint8, place.stop - place.start)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be read: {error.strerror}") from None
-        if found.size != place.stop - place.start:
+                num_read = file.readinto(memoryview(found)) if found.size else 0  # type: ignore[attr-defined]  # of bytes
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path} cannot be read: {_first_line(error)}") from None
+        if num_read != found.size:
             raise RunError(f"{self.path} is cut off")
         return found
 
@@ -175,14 +179,14 @@ def open_dump(path: str | Path) -> Dump:
     Raises:
         RunError: the file is missing or is no dump.
     """
-    path = Path(path)
+    path = place_of(path)
     try:
-        size = path.stat().st_size
+        size = size_of(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise RunError(f"{path} is no dump of fp8debug: no safetensors header")
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         metadata = header.pop("__metadata__", {})
         if metadata.get("kind") != KIND:
             raise RunError(f"{path} is no dump of fp8debug: its metadata lack kind={KIND!r}")
@@ -191,7 +195,7 @@ def open_dump(path: str | Path) -> Dump:
         tile_rows, tile_columns = (int(n) for n in metadata["tile"].split(","))
         if stored["reference"].shape != (rows, columns) or min(tile_rows, tile_columns) < 1:
             raise ValueError("its shapes disagree")
-        site = metadata["module"], metadata["gemm"], metadata["tensor"]
+        site = str(metadata["module"]), metadata["gemm"], metadata["tensor"]
         if site[1:] not in {(str(g), str(t)) for g, t in OPERAND_SITES}:
             raise ValueError("no such operand")
         number = {name: int(metadata[name]) for name in ("step", "rank", "call")}
@@ -199,7 +203,7 @@ def open_dump(path: str | Path) -> Dump:
         raise RunError(f"{path} does not exist; give a file below RUN/{FOLDER}") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is no dump of fp8debug: {(str(error) or type(error).__name__).splitlines()[0][:120]}") from None
     return Dump(
         path=path,
@@ -216,6 +220,11 @@ def open_dump(path: str | Path) -> Dump:
     )
 
 
+def _first_line(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return (said or type(error).__name__).splitlines()[0][:120]
+
+
 def _stored(entry: Mapping[str, Any], base: int, size: int) -> Stored:
     (start, stop), shape = entry["data_offsets"], tuple(int(n) for n in entry["shape"])
     num_bytes = math.prod(shape) * _ITEM_BYTES[entry["dtype"]]
@@ -226,7 +235,7 @@ def _stored(entry: Mapping[str, Any], base: int, size: int) -> Stored:
 
 def find_dumps(run: str | Path) -> Iterator[tuple[int, int, Path]]:
     """Yield (step, rank, path) of every dump below a run's folder, by step and rank; no file is opened."""
-    for folder in sorted(Path(run).glob(f"{FOLDER}/step=*/rank=*")):
+    for folder in sorted(place_of(run).glob(f"{FOLDER}/step=*/rank=*")):
         step, rank = re.fullmatch(r"step=(\d+)", folder.parent.name), re.fullmatch(r"rank=(\d+)", folder.name)
         if step and rank:
             yield from ((int(step[1]), int(rank[1]), path) for path in sorted(folder.glob(f"[!.]*{SUFFIX}")))
@@ -263,11 +272,11 @@ def dumps_at(path: str) -> list[Dump]:
     Raises:
         RunError: there is none, or a file is no dump.
     """
-    given = [Path(path)]
+    given = [place_of(path)]
     if not given[0].exists() and set(path) & set("*?["):
         parts = given[0].parts
         fixed = next(i for i, part in enumerate(parts) if set(part) & set("*?["))
-        given = sorted(Path(*parts[:fixed]).glob(str(Path(*parts[fixed:]))))
+        given = sorted(type(given[0])(*parts[:fixed]).glob(str(Path(*parts[fixed:]))))
     files = [file for one in given for file in (sorted(one.rglob(f"[!.]*{SUFFIX}")) if one.is_dir() else [one])]
     if not files:
         raise RunError(f"no dump at {path}; they lie below RUN/{FOLDER} of a run that was recorded with dump=")

@@ -38,7 +38,11 @@ def path_literal(path: Path) -> str:
 
 
 def unreadable(parts: Iterable[Path], folders: Sequence[Path]) -> set[Path]:
-    """Return the Parquet files that cannot be read to their end."""
+    """Return the Parquet files that cannot be read to their end.
+
+    Raises:
+        OSError: a store gives one of them no more, which is no damage.
+    """
     connection, found = connect(folders), set()
     for path in parts:
         query = f"SELECT min(hash(COLUMNS(*))) FROM read_parquet([{path_literal(path)}], hive_partitioning = false)"
@@ -47,6 +51,9 @@ def unreadable(parts: Iterable[Path], folders: Sequence[Path]) -> set[Path]:
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error:
+            if isinstance(path, ObjectPath):
+                with path.open("rb") as file:
+                    file.read(4)
             found.add(path)
             connection = connect(folders)  # a fatal error ends a connection
     return found

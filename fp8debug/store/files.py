@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from fp8debug.errors import RunError
 from fp8debug.store import stream
 from fp8debug.store.arrows import read_batches
-from fp8debug.store.checked import Refused, has_long_text, leads_inside, places, read_footer, size_of, twice
+from fp8debug.store.checked import RefusedError, has_long_text, leads_inside, places, read_footer, size_of, twice
 from fp8debug.store.manifest import read_manifest
 from fp8debug.store.schema import SCHEMA_VERSION, SITE_KEYS, TABLES, columns_of
 
@@ -117,10 +117,10 @@ def _rank_folders(path: Path, problems: list[str]) -> dict[int, Path]:
         try:
             leads_inside(folder, path)
             if not folder.is_dir() or not 0 <= rank < 2**31:
-                raise Refused("is left out: it is no folder of a rank")
+                raise RefusedError("is left out: it is no folder of a rank")
             if rank in folders:
-                raise Refused(f"names the rank of {folders[rank].name} again; it is left out")
-        except (OSError, Refused) as error:
+                raise RefusedError(f"names the rank of {folders[rank].name} again; it is left out")
+        except (OSError, RefusedError) as error:
             problems.append(f"{folder} {_first_line(error)}")
         else:
             folders[rank] = folder
@@ -152,7 +152,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
     # part is there at the second look.
     try:
         leads_inside(folder / table, root)
-    except (OSError, Refused) as error:
+    except (OSError, RefusedError) as error:
         problems.append(f"{folder / table} {_first_line(error)}")
         return
     streams = stream.streams(folder, table)
@@ -182,7 +182,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             metadata = read_footer(path, size)
             schema = metadata.schema.to_arrow_schema()
             if has_long_text(metadata, path, schema):
-                raise Refused("holds a name or a message longer than 64 KB")
+                raise RefusedError("holds a name or a message longer than 64 KB")
         except (OSError, ValueError, pa.ArrowException) as error:
             problems.append(f"{path} cannot be read: {_first_line(error)}")
             continue
@@ -197,7 +197,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
 def _is_empty(path: Path) -> bool:
     try:
         return size_of(path) == 0
-    except (OSError, Refused):
+    except (OSError, RefusedError):
         return False
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.store.checked import read_json
 from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ SIZES = ("tokens", "in_features", "out_features")
 GEMMS = tuple(gemm.value for gemm in Gemm)
 #: A Linear's three sizes stay below what a GPU's memory could hold.
 _MAX_SIZE = 2**31 - 1
+#: A GEMM that takes a thousand seconds was not measured.
+_MAX_US = 1e9
 
 
 def write_speed(folder: Path, document: Mapping[str, Any]) -> Path:
@@ -49,17 +52,20 @@ def read_speed(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / SPEED_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, folder)
         if found["schema"] > SPEED_VERSION:
             raise RunError(f"{path} has version {found['schema']}, newer than {SPEED_VERSION}; install a newer fp8debug")
         times = [shape["gemms"][gemm][key] for shape in found["shapes"] for gemm in GEMMS for key in ("bf16_us", "fp8_us")]
-        if not all(isinstance(us, int | float) for us in times) or not all(shape["modules"] for shape in found["shapes"]):
-            raise ValueError("a shape without its times or modules")
+        if not all(isinstance(us, int | float) and 0 <= us < _MAX_US for us in times):
+            raise ValueError("a shape without its times")
+        names = [shape["modules"] for shape in found["shapes"]]
+        if not all(isinstance(fqns, list) and fqns and all(isinstance(fqn, str) for fqn in fqns) for fqns in names):
+            raise ValueError("a shape without its modules")
     except FileNotFoundError:
         return None
     except RunError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} cannot be read ({error!r:.80}); delete it, or measure again with fp8debug speed") from None
     return dict(found)
 
@@ -162,10 +168,10 @@ def load_shapes(path: Path, *, tokens: int | None = None, recipe: str | None = N
         UsageError: it cannot be read or an entry is no shape; the message says which and why.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = read_json(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     example = '[{"name": "mlp.up", "tokens": 8192, "in_features": 4096, "out_features": 14336}]'
     if not isinstance(entries, list) or not entries:
