@@ -147,8 +147,10 @@ class Probe:
         if not torch.is_grad_enabled():
             return False
         self.observer.before_forward()
-        if not self.observer.sampling or self.failed or self.given_up:
-            return False
+        return self.observer.sampling and self._begin() is True
+
+    @guarded
+    def _begin(self) -> bool:
         if is_capturing():
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug.adapters.changes import RecipeChanges
+from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
@@ -50,6 +51,7 @@ class Watch:
         first_step: int,
         dumper: Dumper | None,
         changes: RecipeChanges,
+        eager_samples: bool = False,
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
@@ -73,6 +75,8 @@ class Watch:
         self._started = time.perf_counter()
         self._closed = False
         self._pid = os.getpid()
+        self._has_looked = False
+        self._before_next: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
         if writer.stopped is not None:
             self._observer.turn_off()
@@ -83,6 +87,9 @@ class Watch:
             if any(c.reason is None and c.is_heard for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
+            if eager_samples:
+                self._before_next, undo = run_samples_eagerly(self._observer)
+                self._undo.append(undo)
         except BaseException:
             self.detach()
             raise
@@ -192,6 +199,8 @@ class Watch:
             self._end({}, settle=False, counted=True)  # no watched module ran in FP8 since: a warm-up in BF16
         self._optimizer = optimizer
         self._counted = True
+        if self._before_next is not None:
+            self._before_next()
 
     def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
@@ -233,6 +242,8 @@ class Watch:
         if self._observer.sampling and self._fp8 != (fp8 := [c.fp8 for c in self._candidates]):
             self._fp8 = fp8  # heard for the first time
             self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(self._candidates)})
+        if self._observer.sampling and not self._has_looked:
+            self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
         if settle:
             self._changes.settle(self._observer.step)
@@ -255,8 +266,19 @@ class Watch:
         else:
             self._writer.event(self._observer.step, "skipped", module, text)
 
+    def _report_compiled(self, seen: set[str]) -> None:
+        """At the first sampled step: say what torch.compile hides."""
+        self._has_looked = True
+        hidden = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in seen]
+        if hidden and self._before_next is None and is_compile_in_use():
+            text = (
+                f"{len(hidden)} of {len(self._candidates)} modules are not seen at step {self._observer.step}, {hidden[0]} the"
+                " first: code under torch.compile is not recorded; watch(..., compiled='eager') runs sampled steps without it"
+            )
+            say(self._writer, self._observer.step, text)
+
     def _report_never_called(self) -> None:
-        if not self._sink.seen_modules and self._observer.step == self._first_step:
+        if self._observer.is_off or (not self._sink.seen_modules and self._observer.step == self._first_step):
             return
         missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
         for fqn in missing:
