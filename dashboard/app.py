@@ -6,7 +6,6 @@ every view can be reloaded and sent to a colleague, and no state lives in the se
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from contextlib import suppress
@@ -23,18 +22,19 @@ from dash.exceptions import PreventUpdate
 from fp8debug.errors import Fp8DebugError
 
 from . import source as sources
-from .figures import plain
 from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
 from .source import Source
-from .urls import View, href, parse, query
+from .urls import View, href, parse
 from .widgets import card, note
 
 PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, ranks, findings, fallback, compare)}
 #: How often the browser asks whether a run's files have grown.
 REFRESH_MS = 4000
 
-#: What is on screen: the place it was laid out for, and the state of the files then.
+#: What the URL asks for: ``pathname``, ``search``, and ``n``, the number of the layout that serves it.
+Asked = dict[str, Any]
+#: What is on screen: the number of its layout, page and run of its head, and the state of the files then.
 Here = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def make_app(path: str | Path) -> dash.Dash:
     _route(app, source)
     _refresh(app, source)
     _settle(app, source)
-    _clicks(app, source)
+    _clicks(app)
     for page in PAGES.values():
         _redraw(app, source, page)
     fallback.callbacks(app, source)
@@ -75,9 +75,9 @@ def _warm(source: Source) -> None:
         overview.PAGE.layout(View("overview"), source.open(None))
 
 
-def _in_browser(app: dash.Dash, function: str, *dependencies: Any, **options: Any) -> None:
+def _in_browser(app: dash.Dash, function: str, *dependencies: Any) -> None:
     """Register a callback that assets/fp8debug.js answers without asking the server."""
-    app.clientside_callback(ClientsideFunction("fp8debug", function), *dependencies, **options)  # type: ignore[no-untyped-call]  # untyped in dash
+    app.clientside_callback(ClientsideFunction("fp8debug", function), *dependencies)  # type: ignore[no-untyped-call]  # untyped in dash
 
 
 def _shell() -> Component:
@@ -86,6 +86,8 @@ def _shell() -> Component:
             dcc.Location(id="url", refresh="callback-nav"),
             dcc.Store(id="stamp"),
             dcc.Store(id="settled"),
+            dcc.Store(id="place"),
+            dcc.Store(id="asked"),
             dcc.Store(id="here"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(
@@ -114,44 +116,47 @@ def _shell() -> Component:
 
 
 def _route(app: dash.Dash, source: Source) -> None:
+    """Lay out a page for each place; the browser tells whether a new URL is another place or only another setting."""
+
     @app.callback(
         Output("nav", "children"),
         Output("page", "children"),
         Output("here", "data"),
-        Input("url", "pathname"),
-        Input("url", "search"),
-        State({"control": ALL, "default": ALL}, "value"),
-        State({"control": ALL, "default": ALL}, "id"),
+        Input("place", "data"),
         State("here", "data"),
+        prevent_initial_call=True,
     )
-    def route(
-        pathname: str | None, search: str | None, values: list[str], ids: list[dict[str, str]], here: Here | None
-    ) -> tuple[Component, Component, Here]:
-        view = parse(pathname, search)
-        if is_at(here, view) and agrees(view, values, ids):
-            raise PreventUpdate  # a control moved: its page redraws its parts
-        now = {"place": list(view.place), "stamp": source.stamp(view.run)}
-        return navigation(view, source), page_of(view, source), now
+    def route(place: Asked | None, here: Here | None) -> tuple[Any, Component, Here]:
+        if place is None:
+            raise PreventUpdate
+        view = parse(place["pathname"], place["search"])
+        now = {"n": place["n"], "head": [view.page, view.run], "stamp": source.stamp(view.run)}
+        is_new = here is None or here["head"] != now["head"]
+        return navigation(view, source) if is_new else no_update, page_of(view, source), now
 
     _in_browser(
         app,
+        "arrive",
+        Output("place", "data"),
+        Output("asked", "data"),
+        Input("url", "pathname"),
+        Input("url", "search"),
+        State("here", "data"),
+        State({"control": ALL, "default": ALL}, "value"),
+        State({"control": ALL, "default": ALL}, "id"),
+    )
+    _in_browser(
+        app,
         "sync",
-        Output("url", "search"),
         Input({"control": ALL, "default": ALL}, "value"),
         State({"control": ALL, "default": ALL}, "id"),
-        State("url", "search"),
-        prevent_initial_call=True,
+        State("here", "data"),
     )
 
 
-def is_at(here: Here | None, view: View) -> bool:
-    """Tell whether the page on screen was laid out for the place that a view names."""
-    return here is not None and here["place"] == list(view.place)
-
-
-def agrees(view: View, values: list[str], ids: list[dict[str, str]]) -> bool:
-    """Tell whether the controls on screen say what the URL says; after "back" they do not."""
-    return all(view.get(i["control"], str(i["default"])) == str("" if v is None else v) for v, i in zip(values, ids, strict=True))
+def is_at(here: Here | None, asked: Asked | None) -> bool:
+    """Tell whether the page on screen was laid out for the place that the URL names, so that its parts may be redrawn."""
+    return here is not None and asked is not None and here["n"] == asked["n"]
 
 
 def page_of(view: View, source: Source) -> Component:
@@ -185,10 +190,17 @@ def navigation(view: View, source: Source) -> Component:
         return html.Div([*links, html.Span(str(source.path), className="dim")], className="nav")
     names = source.names()
     if names:
-        options = names[:500]
-        links.append(
-            dmc.Select(id="run-choice", value=view.run, data=options, size="xs", w=190, searchable=True, allowDeselect=False)
+        choice = dmc.Select(
+            id={"run-of": str(view.run)},
+            value=view.run,
+            data=names[:500],
+            size="xs",
+            w=190,
+            searchable=True,
+            allowDeselect=False,
+            **{"aria-label": "run"},
         )
+        links.append(choice)
     else:
         links.append(html.Span(source.path.resolve().name, className="run-name"))
     for page in PAGES.values():
@@ -199,6 +211,7 @@ def navigation(view: View, source: Source) -> Component:
 
 
 def _search(view: View, source: Source) -> Component:
+    """Return the search of modules; its data, in execution order, also tell the keys ``[`` and ``]`` which module is next."""
     try:
         modules = [str(m["fqn"]) for m in source.open(view.run).run.modules]
     except Fp8DebugError:
@@ -206,7 +219,6 @@ def _search(view: View, source: Source) -> Component:
     search: Component = dmc.Select(
         id="module-search",
         data=list(dict.fromkeys(modules)),
-        value=view.get("module") if view.page == "module" and view.get("module") in modules else None,
         placeholder="Find a module  ( / )",
         searchable=True,
         limit=60,
@@ -221,22 +233,27 @@ def _search(view: View, source: Source) -> Component:
 def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
     @app.callback(
         *(Output(*output) for output in page.outputs),
-        Input("url", "search"),
+        Input("asked", "data"),
         Input("stamp", "data"),
         Input("settled", "data"),
-        State("url", "pathname"),
         State("here", "data"),
         prevent_initial_call=True,
     )
-    def redraw(search: str | None, stamp: str | None, settled: Any, pathname: str | None, here: Here | None) -> Any:
-        view = parse(pathname, search)
-        if not is_at(here, view) or view.page != page.name:
-            raise PreventUpdate  # the router lays out another page
+    def redraw(asked: Asked | None, stamp: str | None, settled: Any, here: Here | None) -> Any:
+        if asked is None or not is_at(here, asked):
+            raise PreventUpdate  # another page is being laid out
+        view = parse(asked["pathname"], asked["search"])
+        if view.page != page.name:
+            raise PreventUpdate
         try:
-            found = page.parts(view, source.open(view.run))
+            opened = source.open(view.run)
+            was_pending = page.is_pending(view, opened)
+            found = page.parts(view, opened)
+            if was_pending and not page.is_pending(view, opened):  # it settled meanwhile, and will not say so again
+                found = page.parts(view, opened)
         except Fp8DebugError:
             raise PreventUpdate from None  # the files are changing under us; the next tick looks again
-        is_same_view = "url.search" not in dash.ctx.triggered_prop_ids
+        is_same_view = "asked.data" not in dash.ctx.triggered_prop_ids
         return tuple(patched(part) if is_same_view else part for part in found)
 
 
@@ -251,24 +268,27 @@ def patched(part: Any) -> Any:
 
 
 def _settle(app: dash.Dash, source: Source) -> None:
-    """Answer when what takes long is known: the browser waits for it with the page already on screen."""
+    """Say when what takes long is known: the browser waits for it with the page already on screen.
+
+    The answer is set from within, not as an output: what depends on a callback's output waits while it runs, and a control
+    that moves must be answered while the rules are looking.
+    """
 
     @app.callback(
-        Output("settled", "data"),
         Input("here", "data"),
         Input("stamp", "data"),
-        Input("url", "search"),
-        State("url", "pathname"),
+        Input("asked", "data"),
         prevent_initial_call=True,
     )
-    def settle(here: Here | None, stamp: str | None, search: str | None, pathname: str | None) -> Any:
-        view = parse(pathname, search)
-        if here is None:
+    def settle(here: Here | None, stamp: str | None, asked: Asked | None) -> None:
+        if asked is None or not is_at(here, asked):
             raise PreventUpdate
+        view = parse(asked["pathname"], asked["search"])
         if is_list(view, source):
             if not source.judge_all(runs.WAIT_S):
                 raise PreventUpdate
-            return source.stamp(None)
+            dash.set_props("settled", {"data": source.stamp(None)})
+            return
         page = PAGES.get(view.page)
         try:
             opened = source.open(view.run)
@@ -277,38 +297,37 @@ def _settle(app: dash.Dash, source: Source) -> None:
             page.settle(view, opened)
         except Fp8DebugError:
             raise PreventUpdate from None
-        return f"{opened.stamp} {time.monotonic()}"
+        dash.set_props("settled", {"data": f"{opened.stamp} {time.monotonic()}"})
 
 
 def _refresh(app: dash.Dash, source: Source) -> None:
     @app.callback(
-        Output("stamp", "data"),
         Output("live", "children"),
         Input("tick", "n_intervals"),
         Input("refresh", "n_clicks"),
-        State("url", "pathname"),
-        State("url", "search"),
+        Input("here", "data"),
+        State("asked", "data"),
         State("stamp", "data"),
-        State("here", "data"),
+        prevent_initial_call=True,
     )
-    def refresh(
-        ticks: int | None, clicks: int | None, pathname: str | None, search: str | None, known: str | None, here: Here | None
-    ) -> tuple[Any, Any]:
-        view = parse(pathname, search)
+    def refresh(ticks: int | None, clicks: int | None, here: Here | None, asked: Asked | None, known: str | None) -> str:
+        if here is None or asked is None:
+            raise PreventUpdate
+        view = parse(asked["pathname"], asked["search"])
         stamp = source.stamp(view.run)
-        fresh = here is not None and stamp not in (known, here["stamp"])
-        return stamp if fresh else no_update, live_text(view, source)
+        if stamp not in (known, here["stamp"]):
+            dash.set_props("stamp", {"data": stamp})
+        return live_text(view, source)
 
     @app.callback(
         Output("runs", "rowData"),
         Input("stamp", "data"),
         Input("settled", "data"),
-        State("url", "pathname"),
-        State("url", "search"),
+        State("asked", "data"),
         prevent_initial_call=True,
     )
-    def relist(stamp: str | None, settled: Any, pathname: str | None, search: str | None) -> Any:
-        if not is_list(parse(pathname, search), source):
+    def relist(stamp: str | None, settled: Any, asked: Asked | None) -> Any:
+        if asked is None or not is_list(parse(asked["pathname"], asked["search"]), source):
             raise PreventUpdate
         return runs.parts(source)
 
@@ -327,60 +346,9 @@ def live_text(view: View, source: Source) -> str:
     return f"● {state}" if state == "writing" else state
 
 
-def _clicks(app: dash.Dash, source: Source) -> None:
-    @app.callback(
-        Output("url", "pathname", allow_duplicate=True),
-        Output("url", "search", allow_duplicate=True),
-        Input("heat", "clickData"),
-        State("url", "pathname"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
-    def open_cell(click: dict[str, Any] | None, pathname: str | None, search: str | None) -> tuple[str, str]:
-        view = parse(pathname, search)
-        params = cell_params(click, view, source)
-        if params is None:
-            raise PreventUpdate
-        return "/module", query(view.run, params)
-
-    _in_browser(
-        app,
-        "zoom",
-        Output("url", "search", allow_duplicate=True),
-        Input("heat", "relayoutData"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
-    _in_browser(
-        app,
-        "open_module",
-        Output("url", "pathname", allow_duplicate=True),
-        Output("url", "search", allow_duplicate=True),
-        Input("module-search", "value"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
+def _clicks(app: dash.Dash) -> None:
+    _in_browser(app, "open_cell", Input("heat", "clickData"))
+    _in_browser(app, "zoom", Input("heat", "relayoutData"))
+    _in_browser(app, "open_module", Input("module-search", "value"))
+    _in_browser(app, "open_run", Input({"run-of": ALL}, "value"), State({"run-of": ALL}, "id"))
     _in_browser(app, "compare", Output("compare-chosen", "children"), Input("runs", "selectedRows"))
-    _in_browser(
-        app,
-        "open_run",
-        Output("url", "search", allow_duplicate=True),
-        Input("run-choice", "value"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
-
-
-def cell_params(click: dict[str, Any] | None, view: View, source: Source) -> dict[str, Any] | None:
-    """Return what the module page needs to show a clicked cell: module, step, and the metric and site on view."""
-    try:
-        point = (click or {})["points"][0]
-        step, label = float(point["x"]), str(point["y"])
-        names = [str(m["fqn"]) for m in source.open(view.run).run.modules]
-    except (KeyError, IndexError, TypeError, ValueError, Fp8DebugError):
-        return None
-    name = next((n for n in names if plain(n) == label or n == label), None)
-    if name is None or not math.isfinite(step):
-        return None
-    site = view.get("site")
-    return {"module": name, "step": int(step), "metric": view.get("metric"), "site": site if "." in site else None}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
+from fp8debug.store.places import place_of
 
 from . import data
 from .opened import Opened
@@ -35,7 +36,7 @@ class Source:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = place_of(path)
         if not self.path.is_dir():
             raise RunError(f"{path}: no such folder; give a run, or a folder of runs")
         self.is_folder = not is_run(self.path)

@@ -1,6 +1,13 @@
 // What runs in the browser: controls write the URL, "/" finds a module, and cells of grids show text, never HTML.
 (function () {
-  const go = (pathname, search) => window.dash_clientside.set_props("url", { pathname, search });
+  // The address bar is the state: read and written here at once, never through a callback that may lag behind it.
+  const go = (pathname, search) => {
+    if (pathname + search === window.location.pathname + window.location.search) return;
+    window.history.pushState({}, "", pathname + search);
+    window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));  // dcc.Location listens to it, as for dcc.Link
+  };
+
+  const visit = (pathname, search) => { go(pathname, search); window.scrollTo(0, 0); };
 
   // Sets the query's keys; what is null, empty or default is left out.
   const changed = (search, values) => {
@@ -12,49 +19,75 @@
     const text = params.toString();
     return text ? "?" + text : "";
   };
+  const set = (values) => go(window.location.pathname, changed(window.location.search, values));
+  const word = (value) => String(value ?? "");
+
+  // What decides the layout of a page, as urls.py has it; the other settings only decide what its figures show.
+  const placeOf = (pathname, search) => {
+    const params = new URLSearchParams(search || "");
+    return JSON.stringify([pathname, params.get("run"), params.get("module")]);
+  };
+  // The last layout that was asked for. It is on screen once "here" holds its number.
+  let layout = { n: 0, place: null };
+  const isOnScreen = (here) => Boolean(here) && here.n === layout.n;
+  const agrees = (search, values, ids) => {
+    const params = new URLSearchParams(search || "");
+    return ids.every((id, i) => word(params.get(id.control) ?? id.default) === word(values[i]));
+  };
+  const plainText = (label) => label.replace(/%&#123;/g, "%{").replace(/&lt;/g, "<").replace(/&amp;/g, "&");
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     fp8debug: {
-      sync(values, ids, search) {
+      // A control that moved leaves the layout: [none, asked]. Another place, or "back" to other settings: [place, asked].
+      arrive(pathname, search, here, values, ids) {
+        const none = window.dash_clientside.no_update;
+        if (pathname === undefined || pathname === null) return [none, none];
+        const place = placeOf(pathname, search);
+        const stays = place === layout.place && isOnScreen(here) && agrees(search, values, ids);
+        if (!stays) layout = { n: layout.n + 1, place };
+        const asked = { pathname, search: search || "", n: layout.n };
+        return [stays ? none : asked, asked];
+      },
+      sync(values, ids, here) {
+        const { pathname, search } = window.location;
+        if (!ids.length || !isOnScreen(here) || placeOf(pathname, search) !== layout.place) return;
         const wanted = {};
-        ids.forEach((id, i) => { wanted[id.control] = String(values[i] ?? "") === String(id.default) ? null : values[i]; });
-        const next = changed(search, wanted);
-        const same = new URLSearchParams(next).toString() === new URLSearchParams(search || "").toString();
-        return same ? window.dash_clientside.no_update : next;
+        ids.forEach((id, i) => { wanted[id.control] = word(values[i]) === word(id.default) ? null : values[i]; });
+        const known = new URLSearchParams(search).toString();
+        if (new URLSearchParams(changed(search, wanted)).toString() !== known) set(wanted);
       },
       pause(follow) { return !follow; },
-      open_module(name, search) {
-        const none = window.dash_clientside.no_update;
-        const params = new URLSearchParams(search || "");
-        if (!name || (params.get("module") === name && window.location.pathname === "/module")) return [none, none];
-        return ["/module", changed(search, { module: name })];
+      open_module(name) {
+        if (!name) return;
+        window.dash_clientside.set_props("module-search", { value: null });
+        visit("/module", changed(window.location.search, { module: name }));
+      },
+      open_cell(click) {
+        const point = click && click.points && click.points[0];
+        if (!point || !Number.isFinite(Number(point.x)) || point.y === undefined) return;
+        const now = new URLSearchParams(window.location.search);
+        const site = now.get("site");
+        visit("/module", changed("", { run: now.get("run"), module: plainText(String(point.y)), step: Math.trunc(Number(point.x)),
+          metric: now.get("metric"), site: site && site.includes(".") ? site : null }));
       },
       // A box drawn in the heatmap asks for its steps at full resolution; a double click takes the range away again.
-      zoom(change, search) {
-        const none = window.dash_clientside.no_update;
-        if (!change) return none;
+      zoom(change) {
+        if (!change) return;
         const ends = ["xaxis.range[0]", "xaxis.range[1]"].map((key) => Number(change[key]));
-        let wanted = null;
         if (ends.every(Number.isFinite)) {
-          wanted = { from: Math.max(0, Math.ceil(Math.min(...ends))), to: Math.max(0, Math.floor(Math.max(...ends))) };
-          if (wanted.to < wanted.from) return none;
-        } else if (change["xaxis.autorange"]) wanted = { from: null, to: null };
-        if (!wanted) return none;
-        const next = changed(search, wanted);
-        return next === (search || "") ? none : next;
+          const [from, to] = [Math.max(0, Math.ceil(Math.min(...ends))), Math.max(0, Math.floor(Math.max(...ends)))];
+          if (to >= from) set({ from, to });
+        } else if (change["xaxis.autorange"]) set({ from: null, to: null });
       },
       compare(rows) {
-        const none = window.dash_clientside.no_update;
         if (!rows || rows.length < 2) return "choose two or more to compare them";
         const names = rows.map((row) => row.name);
         const search = changed("", { run: names[0], with: names.slice(1).join("/") });
         const link = { href: "/compare" + search, children: "compare " + names.join(" with ") };
         return { namespace: "dash_core_components", type: "Link", props: link };
       },
-      open_run(name, search) {
-        const params = new URLSearchParams(search || "");
-        if (!name || params.get("run") === name) return window.dash_clientside.no_update;
-        return changed("", { run: name });
+      open_run(values, ids) {
+        if (ids.length && values[0] && values[0] !== ids[0]["run-of"]) go(window.location.pathname, changed("", { run: values[0] }));
       },
     },
   });
@@ -67,7 +100,7 @@
       if (event.metaKey || event.ctrlKey || event.shiftKey) return;
       event.preventDefault();
       const [pathname, search] = target.split(/(?=\?)/);
-      go(pathname, search || "");
+      visit(pathname, search || "");
     };
     return window.React.createElement("a", { href: target, onClick: follow }, String(props.value ?? ""));
   };
@@ -82,10 +115,20 @@
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
     const search = document.getElementById("module-search");
     if (event.key === "/" && search) { event.preventDefault(); search.focus(); search.click(); }
-    const neighbour = { "[": ".neighbour-before a", "]": ".neighbour-after a" }[event.key];
-    const link = neighbour && document.querySelector(neighbour);
-    if (link) link.click();
+    const offset = { "[": -1, "]": 1 }[event.key];
+    if (offset) step(offset);
   });
+
+  // The next module in execution order from the one in the address, whatever of it is drawn by now.
+  const step = (offset) => {
+    const { pathname, search } = window.location;
+    const found = pathname === "/module" && window.dash_component_api.getLayout("module-search");
+    const heading = document.querySelector("h1");
+    const shown = new URLSearchParams(search).get("module") || (heading && heading.textContent);
+    const modules = (found && found.props.data) || [];
+    const at = modules.indexOf(shown);
+    if (at >= 0 && modules[at + offset]) go(pathname, changed(search, { module: modules[at + offset] }));
+  };
 
   // Files: a table as CSV, a plot as PNG on the page's own background.
   const save = (text, name) => {

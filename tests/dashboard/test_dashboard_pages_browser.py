@@ -101,6 +101,15 @@ def test_the_module_page_shows_exponents_over_time_the_split_error_and_the_dump(
     expect(clean_page.locator("h1")).to_have_text(samples.SICK)
 
 
+def test_a_key_that_is_pressed_while_a_page_is_drawn_counts(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/module?run=sick&module=blocks.0.attn.qkv")
+    for key in "]]]][]":
+        clean_page.keyboard.press(key)
+    expect(clean_page).to_have_url(f"{site}/module?run=sick&module=blocks.0.mlp.down")
+    expect(clean_page.locator("h1")).to_have_text("blocks.0.mlp.down")
+    expect(clean_page.locator(".neighbour-after")).to_contain_text("blocks.1.attn.qkv")
+
+
 def test_tables_are_saved_as_csv_and_plots_as_png(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/module?run=sick&module={samples.SICK}&step=300")
     rows = list(csv.reader(saved(clean_page, "[data-csv=casts]").splitlines()))
