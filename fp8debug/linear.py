@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from fp8debug.calibration import load_recipes
@@ -200,9 +201,14 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input ``[..., K]`` times weight, plus bias: ``[..., N]``.
 
+        Under torch.compile it runs outside the graph, watched or not, so that both compute the same.
+
         Raises:
             UsageError: the last dimension of input is not in_features.
         """
+        return self._outside_graph(input) if torch.compiler.is_compiling() else self._run(input)
+
+    def _run(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != (self.in_features,):
             raise UsageError(
                 f"expected input[..., {self.in_features}], got {str(input.dtype).removeprefix('torch.')}"
@@ -224,6 +230,8 @@ class Fp8Linear(nn.Linear):
             if self.bias is not None:
                 output = output + self.bias.to(output.dtype)
             return output.reshape(*input.shape[:-1], self.out_features)
+
+    _outside_graph = _disable_dynamo(_run)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's line with the recipe's name."""

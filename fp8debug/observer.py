@@ -121,6 +121,11 @@ class Observer:
         """Whether the step under way has recorded anything."""
         return bool(self._filled)
 
+    @property
+    def modules_seen(self) -> set[str]:
+        """The modules that have recorded anything in the step under way."""
+        return {info.module for rows in self._filled.values() for info in rows.values()}
+
     def next_call_index(self) -> int:
         """Return the position in execution order of a module that is called for the first time in this step."""
         self._num_calls += 1

@@ -12,7 +12,9 @@ from fp8debug.errors import UsageError
 from fp8debug.recipes import Recipe, get_recipe
 
 
-def check_arguments(path: Any, every: Any, shadow_rows: Any, shadow: Any, optimizer: Any, resume_from: Any) -> None:
+def check_arguments(
+    path: Any, every: Any, shadow_rows: Any, shadow: Any, optimizer: Any, resume_from: Any, compiled: Any
+) -> None:
     """Look at the arguments of :func:`fp8debug.watch` by these names.
 
     Raises:
@@ -30,6 +32,8 @@ def check_arguments(path: Any, every: Any, shadow_rows: Any, shadow: Any, optimi
         raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if shadow not in ("sample", "full"):
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
+    if compiled not in ("as_is", "eager"):
+        raise UsageError(f"compiled must be 'as_is' or 'eager', got {compiled!r}")
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -52,6 +52,7 @@ def watch(
     dump_steps: int = 3,
     guard: Guard | None = None,
     check_finite: bool | None = None,
+    compiled: Literal["as_is", "eager"] = "as_is",
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -78,6 +79,8 @@ def watch(
         guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
         check_finite: search the forward pass of the steps between for the first NaN or Inf too, at the price of reading each
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
+        compiled: code under torch.compile is not recorded, which is said; ``eager`` runs sampled steps without torch.compile, so
+            that they are, in eager arithmetic.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -89,7 +92,7 @@ def watch(
         UsageError: an argument out of range or an unknown recipe.
     """
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
-    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from)
+    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, compiled)
     limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
@@ -155,7 +158,9 @@ def watch(
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
-        return Watch(candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes)
+        return Watch(
+            candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes, compiled == "eager"
+        )
     except BaseException:
         if dumper is not None:
             dumper.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
@@ -25,7 +26,7 @@ class Trial(Probe):
 
     def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """Record fprop and wait for the gradient; the output itself is left alone."""
-        if args and self.begin():
+        if args and not torch.compiler.is_compiling() and self.begin():
             self._try_fprop(module, args[0], output)
 
     @guarded

@@ -84,7 +84,7 @@ class Watch:
             for c in candidates:
                 if c.reason is None and c.adapter is not None:
                     self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
-            if any(c.reason is None and c.is_heard for c in candidates):
+            if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             if eager_samples:
@@ -135,6 +135,14 @@ class Watch:
         self._explicit = True
         self._counted = False
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
+
+    def begin_step(self) -> None:
+        """Say that a step begins: one that an optimizer ended is closed. A module that runs in BF16 does not say it."""
+        self._close_counted_step()
+
+    def skip_statistics(self) -> None:
+        """Take none at the step under way; loss and learning rate are recorded all the same."""
+        self._observer.sampling = False
 
     def note(self, **values: Any) -> None:
         """Give numbers (as for :meth:`step`) of the step under way when steps are counted from the optimizer."""
