@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from fp8debug.adapters.changes import RecipeChanges, check_guard
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
+from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -53,6 +55,8 @@ def watch(
     guard: Guard | None = None,
     check_finite: bool | None = None,
     compiled: Literal["as_is", "eager"] = "as_is",
+    budget: int | str | None = None,
+    total_steps: int | None = None,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -81,6 +85,9 @@ def watch(
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
         compiled: code under torch.compile is not recorded, which is said; ``eager`` runs sampled steps without torch.compile, so
             that they are, in eager arithmetic.
+        budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
+            stays within it, and a rank that reaches its share records loss and events alone (docs/robustness.md).
+        total_steps: steps of the whole run, for the plan; a million by default.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -117,15 +124,18 @@ def watch(
         if c.reason is None and getattr(c.module, "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
     check_guard(guard, candidates)
+    rank, world_size = rank_and_world()
+    volume = planned_volume(candidates, settings, world_size, budget, total_steps)
+    settings, every = replace(settings, every=volume.every), volume.every
     selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
     if selectors:
         load_safetensors()
     for root in roots:
         filters = [*getattr(root, "fp8debug_filters", []), *filters]
-    rank, world_size = rank_and_world()
     manifest = {
         "fp8debug_version": __version__,
         "every": every,
+        "planned": manifest_entry(volume),
         "shadow_rows": settings.shadow_rows,
         "what_if": [recipe.name for recipe in settings.what_if],
         "include": list(include),
@@ -149,7 +159,10 @@ def watch(
         manifest=manifest,
         rank_manifest=rank_manifest,
         resume=resume_from is not None,
+        max_bytes=None if volume.budget is None else volume.budget // volume.ranks,
     )
+    if rank == 0 and writer.stopped is None:
+        tell(volume)
     for f in filters:
         if not f["matched"]:
             say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")

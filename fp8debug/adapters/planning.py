@@ -1,0 +1,62 @@
+"""What a watch is going to write, from the modules that it found; said at the start, and kept within a budget."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fp8debug.adapters.targets import Candidate
+from fp8debug.errors import UsageError
+from fp8debug.observer import Settings
+from fp8debug.recipes import Recipe
+from fp8debug.store.volume import DEFAULT_STEPS, Volume, plan_volume, rows_of_module
+from fp8debug.types import OPERAND_SITES
+
+#: A run that would write more in ``DEFAULT_STEPS`` steps says so even where nobody set a budget.
+LARGE_BYTES = 10 * 10**9
+
+
+def planned_volume(
+    candidates: Sequence[Candidate], settings: Settings, ranks: int, budget: int | str | None, total_steps: int | None
+) -> Volume:
+    """Return what all ranks will write, ``every`` chosen by the budget.
+
+    Args:
+        candidates: modules of the watch; those with a reason have no rows.
+        settings: as wished.
+        ranks: that record.
+        budget: bytes, or a text such as ``50GB``; None is no limit.
+        total_steps: of the run; None plans for ``DEFAULT_STEPS``.
+
+    Raises:
+        UsageError: the budget does not hold all these ranks, or is no size.
+    """
+    steps = DEFAULT_STEPS if total_steps is None else total_steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"total_steps is a whole number of at least 1, got {total_steps!r}")
+    what_if = [_casts(recipe) for recipe in settings.what_if]
+    rows = 0
+    for candidate in candidates:
+        if candidate.reason is None and candidate.adapter is not None:
+            rows += rows_of_module(_casts(candidate.adapter.recipe(candidate.module) or settings.plain_recipe), what_if)
+    volume = plan_volume(max(rows, 1), every=settings.every, ranks=ranks, steps=steps, budget=budget)
+    if volume.ranks < ranks:
+        raise UsageError(f"the budget does not hold {ranks} ranks; it holds this: {volume}; give more, or let fewer ranks record")
+    return volume
+
+
+def tell(volume: Volume) -> None:
+    """Say at the start what will be written, if a budget was set or it is much."""
+    if volume.budget is not None or volume.bytes_in_all > LARGE_BYTES:
+        print(f"fp8debug: will record {volume}", file=sys.stderr)
+
+
+def manifest_entry(volume: Volume) -> dict[str, Any]:
+    """Return the plan for the manifest."""
+    names = ("rows_per_step", "ranks", "steps", "budget", "bytes_per_sample", "bytes_in_all")
+    return {name: getattr(volume, name) for name in names}
+
+
+def _casts(recipe: Recipe) -> dict[str, str | None]:
+    return {f"{g}.{t}": str(cast) if (cast := recipe.casts[g, t]) is not None else None for g, t in OPERAND_SITES}
