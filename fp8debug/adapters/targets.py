@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS, Adapter
+from fp8debug.adapters.parts import Part, kind_of_part, parts_of
 from fp8debug.errors import AttachError
 from fp8debug.types import OPERAND_SITES
 
@@ -50,7 +51,7 @@ class Candidate:
         out_features, in_features = _features(self.module)
         return {
             "fqn": self.fqn,
-            "kind": (self.adapter.kind if self.adapter else "") or type(self.module).__name__,
+            "kind": (self.adapter.kind if self.adapter else "") or kind_of_part(self.module),
             "in_features": in_features,
             "out_features": out_features,
             "bias": getattr(self.module, "bias", None) is not None,
@@ -132,9 +133,11 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
             reason = None
             if adapter is None:
                 reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"
-            weight = id(getattr(module, "weight", module))
-            found.append(Candidate(fqn, module, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
-            by_weight.setdefault(weight, fqn)
+            for suffix, part in parts_of(adapter, module).items():
+                weight, whole = id(getattr(part, "weight", part)), fqn + suffix
+                reason = part.reason if isinstance(part, Part) else reason
+                found.append(Candidate(whole, part, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
+                by_weight.setdefault(weight, whole)
     if not found:
         names = ", ".join(type(r).__name__ for r in roots)
         raise AttachError(f"{names} has no nn.Linear or Fp8Linear in it; there is nothing to watch")

@@ -1,0 +1,87 @@
+"""Modules that hold several Linears: what coverage and recording call each of them.
+
+A fused module (norm, first Linear, activation, second Linear) or a list of experts is one ``nn.Module``; a :class:`Part` stands
+for one Linear of it, under the FQN of the module and a suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+#: Experts of one module that are watched; the others are in coverage with that reason.
+MAX_EXPERTS = 8
+
+
+class Part(nn.Module):
+    """One Linear of a module that runs several. It owns nothing: the model does not know it.
+
+    Args:
+        owner: the module.
+        index: which of its Linears it is.
+        weight_names: attributes of the owner with its weight ``[out_features, in_features]``, or with parts of it from the top.
+        has_bias: whether it adds one.
+        reason: why it is not watched; None when it is.
+
+    Attributes:
+        fp8debug_kind: what coverage calls it.
+        weight: the parameter; a tensor without data of its shape where it lies in several.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self, owner: nn.Module, index: int, weight_names: Sequence[str], *, has_bias: bool, reason: str | None = None
+    ) -> None:
+        super().__init__()
+        self._owner = (owner,)  # in a tuple, or it would be registered
+        self.index = index
+        self.weight_names = tuple(weight_names)
+        self.reason = reason
+        self.bias = True if has_bias else None
+        self.fp8debug_kind = type(owner).__name__
+        found = [getattr(owner, name) for name in weight_names]
+        for name, weight in zip(weight_names, found, strict=True):
+            if isinstance(weight, nn.Parameter):
+                self.register_parameter(f"of_{name}", weight)
+        whole = found[0]
+        if len(found) > 1:
+            whole = torch.empty(sum(w.shape[0] for w in found), found[0].shape[1], device="meta")
+        self.__dict__["weight"] = whole  # not a second registration
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module that it is a part of."""
+        return self._owner[0]
+
+    def current_weight(self) -> Tensor:
+        """Return the weight as the owner holds it now, without its history."""
+        found = [getattr(self.owner, name).detach() for name in self.weight_names]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """An adapter whose modules run several Linears."""
+
+    def parts(self, module: nn.Module) -> dict[str, Part]:
+        """Return the Linears of a module by what is added to its FQN."""
+        ...
+
+
+def parts_of(adapter: object, module: nn.Module) -> dict[str, nn.Module]:
+    """Return the Linears that a module stands for by what is added to its FQN: by itself, one without a suffix."""
+    return {**adapter.parts(module)} if isinstance(adapter, InParts) else {"": module}
+
+
+def chosen(count: int) -> set[int]:
+    """Return the numbers of the experts that are watched: all, or MAX_EXPERTS that are evenly spread."""
+    return set(range(count)) if count <= MAX_EXPERTS else {i * count // MAX_EXPERTS for i in range(MAX_EXPERTS)}
+
+
+def kind_of_part(module: nn.Module) -> str:
+    """Return the class that coverage names: a Part's owner's."""
+    return module.fp8debug_kind if isinstance(module, Part) else type(module).__name__

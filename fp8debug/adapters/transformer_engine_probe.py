@@ -1,0 +1,187 @@
+"""The probe of one Linear of Transformer Engine: it takes its operands from GEMMs that were heard, and records them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from fp8debug.adapters.parts import Part
+from fp8debug.adapters.transformer_engine_gemms import HeardGemm
+from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
+from fp8debug.kernels.dispatch import Operand
+from fp8debug.observer import Observer
+from fp8debug.probe import Kept, Probe, Product, guarded
+from fp8debug.recipes import Cast
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+
+#: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
+CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
+FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
+
+
+def recipe_in_force(module: Any) -> Any:
+    """Return the library's recipe object that a module ran under last; None before it ran."""
+    return getattr(module, "fp8_meta", {}).get("recipe")
+
+
+@dataclass
+class Line:
+    """What the backward pass of one Linear needs, and what was heard of it."""
+
+    weight: Tensor
+    kept: Kept | None
+    has_input: bool
+    products: dict[Gemm, Product] = field(default_factory=dict)
+    grad_output: Tensor | None = None
+
+
+class Source(Protocol):
+    """A call of the module: what its Linears read before the cast."""
+
+    lines: dict[int, Line]
+
+    def input_of(self, number: int, storage: Any, place: int, splits: list[int] | None) -> Tensor | None:
+        """Return an input."""
+
+    def gradient_of(self, number: int, place: int, splits: list[int] | None) -> Tensor | None:
+        """Return a grad_output."""
+
+
+class TeProbe(Probe):
+    """Of one Linear.
+
+    Args:
+        observer: where it records.
+        module: FQN.
+        part: the Linear.
+    """
+
+    def __init__(self, observer: Observer, module: str, part: Part) -> None:
+        super().__init__(observer, module)
+        self.part = part
+        self._reported: set[str] = set()
+
+    @guarded
+    def guard(self, method: Callable[..., None], *args: Any) -> None:
+        """Call what belongs to the module as a whole; an error of ours ends the watch of this Linear and not the step."""
+        method(*args)
+
+    @guarded
+    def take_fprop(self, call: Source, gemm: HeardGemm, place: int) -> None:
+        """Record fprop; nothing is kept of a GEMM in high precision."""
+        a, b = unwrapped(gemm.first[place], False), unwrapped(gemm.second[place], False)
+        if not is_quantized(a) and not is_quantized(b):
+            return
+        if gemm.odd:
+            self.give_up(gemm.odd)
+            return
+        x = call.input_of(self.part.index, a, place, gemm.splits)
+        weight = self._plain(self.part.current_weight(), "weight")
+        first, second = side_of_storage(a, False), side_of_storage(b, False)
+        if x is None or first is None or second is None:
+            self.give_up("its input in high precision is not to be had")
+            return
+        x = self._plain(x, "input")
+        if first.values.shape != x.shape or second.values.shape != weight.shape:
+            shapes = f"{list(first.values.shape)} by {list(second.values.shape)}"
+            self.give_up(f"its GEMM of {shapes} is not input {list(x.shape)} by weight {list(weight.shape)} (gathered?)")
+            return
+        result = self._given(gemm, place)
+        if result is not None and gemm.bias is not None:
+            result = result.float() - gemm.bias[place].detach().float()
+        later = None
+        if self._trains():
+            later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, a)
+            if later is None:
+                self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
+        operands = self._operands(gemm, place, x, weight)
+        if operands is not None:
+            kept = self.fprop(x, weight, *operands, later, result)
+            call.lines[self.part.index] = Line(weight, kept, later is not None)
+
+    @guarded
+    def take_backward(self, call: Source, gemm: HeardGemm, place: int) -> None:
+        """Keep the operands and the result of dgrad or wgrad until the module's backward pass is over."""
+        line = call.lines.get(self.part.index)
+        if line is None:
+            return
+        grad = call.gradient_of(self.part.index, place, gemm.splits)
+        if gemm.odd or grad is None:
+            self.report_once(f"not recorded in full: {gemm.odd or 'its gradient in high precision is not to be had'}")
+            return
+        line.grad_output = grad = self._plain(grad, "grad_output")
+        operands = self._operands(gemm, place, grad, line.weight)
+        if operands is None:
+            return
+        rows = operands[0] if isinstance(operands[0], Tensor) else operands[0][0].data
+        if rows.shape != grad.shape:
+            self.report_once(
+                f"not recorded in full: {gemm.which} reads {list(rows.shape)} of a gradient {list(grad.shape)} (gathered?)"
+            )
+            return
+        line.products[gemm.which] = (*operands, self._given(gemm, place))
+
+    @guarded
+    def finish(self, line: Line) -> None:
+        """Record a backward pass."""
+        dgrad, wgrad = line.products.get(Gemm.DGRAD), line.products.get(Gemm.WGRAD)
+        if line.grad_output is None or (dgrad is None and wgrad is None):
+            self.report_once("not recorded in full: no GEMM in FP8 was heard in its backward pass")
+            return
+        if wgrad is None and self._trains():
+            self.report_once("not recorded in full: no wgrad was heard in its backward pass (delay_wgrad_compute?)")
+        self.backward(line.grad_output, line.weight, dgrad, wgrad, line.kept)
+
+    def _trains(self) -> bool:
+        return any(getattr(self.part.owner, name).requires_grad for name in self.part.weight_names)
+
+    def _plain(self, x: Tensor, what: str) -> Tensor:
+        """Return a tensor in high precision; one that exists in FP8 alone stands for itself, and has no cast."""
+        if not is_quantized(x):
+            return x
+        self.report_once(f"not recorded in full: its {what} is there in FP8 only, and its cast has no row")
+        plain: Tensor = x.dequantize()
+        return plain.reshape(-1, plain.shape[-1])
+
+    def _given(self, gemm: HeardGemm, place: int) -> Tensor | None:
+        """Return what a GEMM gave; None where that is not to be seen, and the exact GEMM of its operands stands for it."""
+        result = gemm.results[place]
+        if isinstance(result, Tensor) and not is_quantized(result) and result.element_size() > 1:
+            return result.detach().reshape(-1, result.shape[-1])
+        why = "is added to what was there" if result is None else "leaves the GEMM in FP8"
+        self.report_once(f"recorded, but {gemm.which}'s result {why}: the exact GEMM of its operands stands for it")
+        return None
+
+    def _operands(self, gemm: HeardGemm, place: int, first: Tensor, weight: Tensor) -> tuple[Operand, Operand] | None:
+        """Return both operands of a GEMM; one that exists in FP8 alone counts as what it is in high precision."""
+        found = []
+        for role, storage in zip(OPERANDS[gemm.which], (gemm.first[place], gemm.second[place]), strict=True):
+            operand = self._operand_of(gemm.which, role, storage)
+            if operand is None:
+                self.report_once(f"not recorded in full: {gemm.which} reads its {role} in a direction that is not there")
+                return None
+            if role is TensorRole.WEIGHT and is_quantized(getattr(self.part.owner, self.part.weight_names[0])):
+                operand = weight
+            found.append(operand)
+        if gemm.is_fast and all(isinstance(o, tuple) and o[1].granularity == "tensorwise" for o in found):
+            FAST.setdefault(self.part, set()).add(gemm.which)
+        return found[0], found[1]
+
+    def _operand_of(self, which: Gemm, role: TensorRole, storage: Any) -> Operand | None:
+        columnwise = (which, role) in CONTRACTS_ROWS
+        side = side_of_storage(storage, columnwise)
+        if side is None or side.scale_inv is None:
+            return None if side is None else side.values
+        cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))
+        CASTS.setdefault(self.part, {})[which, role] = cast
+        return Quantized(side.values, side.scale_inv.float().contiguous()), cast
+
+    def report_once(self, text: str) -> None:
+        """Report something of this Linear, the first time in the life of the watch."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self.observer.report(self.module, text, len(self._reported) == 1)

@@ -1,0 +1,213 @@
+"""Quantized tensors laid out as Transformer Engine lays them out (2.20), made and read by the layout's definition."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.reference import quantize
+from fp8debug.recipes import Cast
+
+
+class DType(IntEnum):
+    kFloat8E4M3 = 7  # noqa: N815  # the library's name
+    kFloat8E5M2 = 8  # noqa: N815  # the same
+
+
+NAMES = {DType.kFloat8E4M3: "e4m3fn", DType.kFloat8E5M2: "e5m2"}
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return x with dimensions rounded up, filled with what must not be read."""
+    shape = -(-x.shape[0] // rows) * rows, -(-x.shape[1] // columns) * columns
+    out = torch.full(shape, 77, dtype=x.dtype)
+    out[: x.shape[0], : x.shape[1]] = x
+    return out
+
+
+class QuantizedTensorStorage:
+    _quantizer: Any
+    _fp8_dtype: DType
+
+    def values(self, columnwise: bool) -> Tensor:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        raise NotImplementedError
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    def __init__(self, data: Tensor | None, scale_inv: Tensor, dtype: DType, quantizer: Any, transpose: Tensor | None) -> None:
+        self._data, self._scale_inv, self._fp8_dtype, self._quantizer = data, scale_inv, dtype, quantizer
+        self._transpose, self._transpose_invalid = transpose, transpose is None
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        if columnwise_usage and self._transpose is None:
+            assert self._data is not None
+            self._transpose, self._transpose_invalid = self._data.t().contiguous(), False
+        if rowwise_usage is False:
+            self._data = None
+
+    def clear(self) -> None:
+        for t in (self._data, self._transpose):
+            if t is not None:
+                t.data = torch.empty(0, dtype=torch.uint8)
+
+    def values(self, columnwise: bool) -> Tensor:
+        dtype = getattr(torch, f"float8_{NAMES[self._fp8_dtype]}")
+        data = self._transpose.t() if columnwise and self._transpose is not None else self._data
+        assert data is not None
+        return data.view(dtype).float() * self._scale_inv
+
+
+class Blocks(QuantizedTensorStorage):
+    """What the storages of blocks have in common."""
+
+    _rowwise_data: Any
+    _rowwise_scale_inv: Any
+    _columnwise_data: Any
+    _columnwise_scale_inv: Any
+
+    def __init__(self, row: Any, column: Any, dtype: DType, quantizer: Any) -> None:
+        self._rowwise_data, self._rowwise_scale_inv = row or (None, None)
+        self._columnwise_data, self._columnwise_scale_inv = column or (None, None)
+        self._fp8_dtype, self._quantizer = dtype, quantizer
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        assert not columnwise_usage or self._columnwise_data is not None
+        if rowwise_usage is False:
+            self._rowwise_data = self._rowwise_scale_inv = None
+        if columnwise_usage is False:
+            self._columnwise_data = self._columnwise_scale_inv = None
+
+    def clear(self) -> None:
+        for t in (self._rowwise_data, self._columnwise_data, self._rowwise_scale_inv, self._columnwise_scale_inv):
+            if t is not None:
+                t.data = torch.empty(0, dtype=t.dtype)
+
+    def codes(self, data: Tensor) -> Tensor:
+        return data.view(getattr(torch, f"float8_{NAMES[self._fp8_dtype]}")).float()
+
+
+class Float8BlockwiseQTensorStorage(Blocks):
+    _is_2D_scaled = False  # noqa: N815  # the library's name
+
+    def values(self, columnwise: bool) -> Tensor:
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        out: Tensor = self.codes(data)
+        i, j = torch.arange(out.shape[0])[:, None], torch.arange(out.shape[1])[None]
+        out = out * (scale[i // 128, j // 128] if self._is_2D_scaled else scale[j // 128, i])
+        return out.t() if columnwise else out
+
+
+class MXFP8TensorStorage(Blocks):
+    _with_gemm_swizzled_scales = False
+
+    def values(self, columnwise: bool) -> Tensor:
+        codes: Tensor = self.codes(self._columnwise_data if columnwise else self._rowwise_data)
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        if self._with_gemm_swizzled_scales:
+            scale = from_tiles(scale.t()).t() if columnwise else from_tiles(scale)
+        factors: Tensor = 2.0 ** (scale.double() - 127)
+        i, j = torch.arange(codes.shape[0])[:, None], torch.arange(codes.shape[1])[None]
+        found: Tensor = codes * (factors[i // 32, j] if columnwise else factors[i, j // 32])
+        return found.float()
+
+
+def places(scales: Tensor) -> Tensor:
+    """Where cuBLAS reads each scale of [rows, columns]: tiles of 128x4, one row of tiles after the other."""
+    row, column = torch.arange(scales.shape[0])[:, None], torch.arange(scales.shape[1])[None]
+    tile = (row // 128) * (scales.shape[1] // 4) + column // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
+
+
+def to_tiles(scales: Tensor) -> Tensor:
+    flat = torch.empty(scales.numel(), dtype=scales.dtype)
+    flat[places(scales)] = scales
+    return flat
+
+
+def from_tiles(scales: Tensor) -> Tensor:
+    return scales.as_strided((scales.numel(),), (1,))[places(scales)]
+
+
+class Quantizer:
+    def __init__(self, dtype: DType = DType.kFloat8E4M3, **options: Any) -> None:
+        self.dtype, self.rowwise, self.columnwise = dtype, True, True
+        self.__dict__.update(options)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        self.rowwise = self.rowwise if rowwise is None else rowwise
+        self.columnwise = self.columnwise if columnwise is None else columnwise
+
+    def cast(self, granularity: str, **more: Any) -> Cast:
+        return Cast(format=NAMES[self.dtype], granularity=granularity, **more)
+
+
+class Float8Quantizer(Quantizer):
+    """Delayed scaling: it reads the live scale and writes the live amax."""
+
+    scale: Tensor
+    amax: Tensor
+
+    def __call__(self, x: Tensor) -> Float8TensorStorage:
+        self.amax.copy_(torch.maximum(self.amax, x.detach().abs().amax().float() if x.numel() else self.amax))
+        scale_inv = self.scale.reciprocal().reshape(1)
+        q = quantize(x, self.cast("tensorwise", scaling="delayed"), scale_inv.reshape(()))
+        data = q.data.view(torch.uint8)
+        return Float8TensorStorage(data, scale_inv, self.dtype, self, data.t().contiguous() if self.columnwise else None)
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    force_pow_2_scales = False
+    amax_epsilon = 0.0
+
+    def __call__(self, x: Tensor) -> Float8TensorStorage:
+        q = quantize(x, self.cast("tensorwise"))
+        data = q.data.view(torch.uint8)
+        transpose = data.t().contiguous() if self.columnwise else None
+        return Float8TensorStorage(data, q.scale_inv.reshape(1), self.dtype, self, transpose)
+
+
+class Float8BlockQuantizer(Quantizer):
+    force_pow_2_scales = True
+    amax_epsilon = 0.0
+    block_scaling_dim = 1
+
+    def __call__(self, x: Tensor) -> Float8BlockwiseQTensorStorage:
+        two = self.block_scaling_dim == 2
+        rounding: Any = "pow2_ceil" if self.force_pow_2_scales else "none"
+        cast = self.cast("128x128" if two else "1x128", scale_rounding=rounding, amax_eps=self.amax_epsilon)
+
+        def stored(x: Tensor) -> tuple[Tensor, Tensor]:
+            q = quantize(x.contiguous(), cast)
+            return q.data.view(torch.uint8), padded(q.scale_inv if two else q.scale_inv.t(), 1, 4)
+
+        column = stored(x.t()) if self.columnwise else None
+        found = Float8BlockwiseQTensorStorage(stored(x) if self.rowwise else None, column, self.dtype, self)
+        found._is_2D_scaled = two
+        return found
+
+
+class MXFP8Quantizer(Quantizer):
+    optimize_for_gemm = False
+
+    def __call__(self, x: Tensor) -> MXFP8TensorStorage:
+        def stored(granularity: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            q = quantize(x.contiguous(), self.cast(granularity, scale_rounding="pow2_ceil"))
+            scales = padded((q.scale_inv.double().log2() + 127).to(torch.uint8), rows, columns)
+            if self.optimize_for_gemm:
+                scales = to_tiles(scales.t()).view(scales.shape) if columns == 128 else to_tiles(scales).view(scales.shape)
+            return q.data.view(torch.uint8), scales
+
+        row = stored("1x32", 128, 4) if self.rowwise else None
+        found = MXFP8TensorStorage(row, stored("32x1", 4, 128) if self.columnwise else None, self.dtype, self)
+        found._with_gemm_swizzled_scales = self.optimize_for_gemm
+        return found
