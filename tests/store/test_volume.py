@@ -1,0 +1,82 @@
+"""What a run will write is known before it begins, and a budget is kept: by the plan, and by a cap if the plan was wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.errors import UsageError
+from fp8debug.store import writer
+from fp8debug.store.run import Run
+from fp8debug.store.volume import STATS_ROW_BYTES, Volume, in_words, parse_size, plan_volume
+from fp8debug.store.writer import RunWriter
+from tests.store.recording import names_below, site_rows
+
+#: 80 layers of 7 Linears, blockwise, two recipes tried beside it.
+ROWS_OF_70B = 80 * 7 * 24
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("50GB", 50 * 10**9), (" 1.5 tb ", 1.5 * 10**12), ("7", 7), ("200k", 200_000), (10**9, 10**9), (1e6, 10**6), ("1B", 1)],
+)
+def test_sizes(text: Any, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5", "5 GiB", "0", True, None, float("nan"), float("inf"), [1]])
+def test_no_sizes(text: Any) -> None:
+    with pytest.raises(UsageError, match="a size is a number of bytes or a text such as '50GB'"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("ranks", [1, 16, 128, 1000, 1024])
+@pytest.mark.parametrize("budget", ["50GB", "200GB", "5TB", "500TB"])
+@pytest.mark.parametrize("every", [1, 10, 7, 64])
+def test_70b_for_a_million_steps_stays_within_the_budget(ranks: int, budget: str, every: int) -> None:
+    volume = plan_volume(ROWS_OF_70B, every=every, ranks=ranks, budget=budget)
+    assert volume.bytes_in_all <= parse_size(budget)
+    assert volume.every % every == 0 and 1 <= volume.ranks <= ranks
+    tighter = Volume(rows_per_step=ROWS_OF_70B, every=volume.every - every, ranks=volume.ranks) if volume.every > every else None
+    assert tighter is None or tighter.bytes_in_all > parse_size(budget)  # no step is given away
+    assert volume.ranks == ranks or 2 * volume.ranks * volume.bytes_per_rank > parse_size(budget) * volume.every / 1000
+
+
+def test_what_is_said() -> None:
+    assert str(plan_volume(ROWS_OF_70B, ranks=1024, budget="50GB")) == (
+        f"13440 rows, {in_words(13440 * STATS_ROW_BYTES)}, of each sampled step, one in 620, on 16 ranks: 49.2 GB in 1,000,000 steps,"
+        " within the budget of 50 GB"
+    )
+    assert str(Volume(rows_per_step=24, every=10, ranks=1, steps=100)) == (
+        "24 rows, 3.36 kB, of each sampled step, one in 10, on 1 rank: 37.6 kB in 100 steps"
+    )
+
+
+def test_a_budget_for_nobody() -> None:
+    with pytest.raises(UsageError, match="does not hold 1,000,000 steps of one rank, which take 1.92 GB at every=1000; give more"):
+        plan_volume(ROWS_OF_70B, budget="1GB")
+
+
+def test_a_writer_that_reaches_its_share_goes_on_with_loss_and_events(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "PART_ROWS", 300)
+    opened = RunWriter(tmp_path / "run", manifest={}, max_bytes=200_000)
+    for step in range(60):
+        opened.stats(site_rows(step, 100))
+        opened.steps({"step": step, "loss": 1.0})
+        opened.flush()
+    opened.close()
+    assert opened.stopped is None
+    size = sum(path.stat().st_size for path in (tmp_path / "run/rank=00000/stats").iterdir())
+    assert 100_000 < size <= 200_000 and size == opened.num_bytes
+    assert not [name for name in names_below(tmp_path / "run") if name.endswith(".arrows")]
+    run = Run(tmp_path / "run")
+    assert run.sql("SELECT count(*) AS n FROM steps").to_pylist() == [{"n": 60}]
+    last = run.sql("SELECT max(step) AS last FROM raw").to_pylist()[0]["last"]
+    (event,) = run.sql("SELECT step, kind, message FROM events").to_pylist()
+    assert event["kind"] == "recording" and event["message"].startswith("no more statistics of rank 0: they take ")
+    assert 3 < last < 59 and event["step"] in (last, last + 1)
+    assert capfd.readouterr().err == f"fp8debug: {event['message']}; loss and events are still recorded\n"
