@@ -28,6 +28,7 @@ from fp8debug.adapters.transformer_engine_modules import (
     parts_of_module,
 )
 from fp8debug.adapters.transformer_engine_probe import CASTS, FAST, Line, TeProbe, recipe_in_force
+from fp8debug.adapters.transformer_engine_state import ScaleCheck
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
@@ -177,6 +178,7 @@ class ModuleEars:
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         observer.on_end_step.append(self._end_step)
+        self._check = ScaleCheck(lambda fqn, text: observer.report(fqn, text, True))
 
     def detach(self, number: int) -> None:
         """Take one Linear off, and with the last of them the hooks."""
@@ -189,6 +191,7 @@ class ModuleEars:
 
     def _end_step(self) -> None:
         GEMMS.done(self)
+        self._check.settle()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -199,6 +202,8 @@ class ModuleEars:
         if observed and isinstance(x, Tensor):
             GEMMS.listen(self)
             call = Call(module, observed, x)
+            first = next(iter(observed.values()))
+            first.guard(self._check.look, first.module, module)
         GEMMS.calls.append(call)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -29,6 +29,7 @@ class DelayedScaling:
     amax_history_len: int = 16
     amax_compute_algo: Any = "max"
     margin: int = 0
+    scaling_factor_compute_algo: Any = None
 
 
 @dataclass
@@ -167,6 +168,7 @@ class Base(nn.Module):
             if "scaling_fwd" not in self.fp8_meta:
                 self.fp8_meta["scaling_fwd"] = Meta(3 * g, recipe.amax_history_len)
                 self.fp8_meta["scaling_bwd"] = Meta(2 * g, recipe.amax_history_len)
+                self.fp8_meta["fp8_max_fwd"], self.fp8_meta["fp8_max_bwd"] = 448.0, 57344.0
             forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
             State.used.append(self)
 
@@ -196,8 +198,8 @@ def cast(x: Tensor, quantizer: Any, columnwise: bool = True) -> Any:
     return quantizer(x)
 
 
-def keep_for_wgrad(x: Any) -> None:
-    if isinstance(x, t.QuantizedTensorStorage):
+def keep_for_wgrad(x: Any, is_wanted: bool = True) -> None:
+    if is_wanted and isinstance(x, t.QuantizedTensorStorage):
         x.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
@@ -222,7 +224,7 @@ class _Linear(torch.autograd.Function):
         flat = inp.reshape(-1, inp.shape[-1])
         x, w = cast(flat, q["input"][0], weight.requires_grad), cast(weight, q["weight"][0])
         out = SPACES["linear"].general_gemm(w, x, bias=bias, out_dtype=inp.dtype, use_split_accumulator=module.is_split)[0]
-        keep_for_wgrad(x)
+        keep_for_wgrad(x, weight.requires_grad)
         ctx.kept, ctx.shape, ctx.q, ctx.main_grad = (x, w), inp.shape, q, getattr(weight, "main_grad", None)
         ctx.wants, ctx.dtype = [(inp.requires_grad, weight.requires_grad)], inp.dtype
         return out.view(*inp.shape[:-1], -1), None

@@ -187,6 +187,8 @@ class Float8BlockQuantizer(Quantizer):
         cast = self.cast("128x128" if two else "1x128", scale_rounding=rounding, amax_eps=self.amax_epsilon)
 
         def stored(x: Tensor) -> tuple[Tensor, Tensor]:
+            if not x.numel():
+                return x.to(torch.uint8), torch.ones(-(-x.shape[1] // 128), x.shape[0])
             q = quantize(x.contiguous(), cast)
             return q.data.view(torch.uint8), padded(q.scale_inv if two else q.scale_inv.t(), 1, 4)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 import fp8debug
 from tests.adapters import engine as te
@@ -24,6 +25,10 @@ RECIPES = {
     "mxfp8": te.MXFP8BlockScaling(),
     "mxfp8_swizzled": te.MXFP8BlockScaling(is_swizzled=True),
 }
+
+
+def complaints(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if "will record" not in line]
 
 
 class Block(nn.Module):
@@ -87,7 +92,7 @@ def test_every_module_and_the_training_as_it_was(tmp_path: Path, name: str, caps
     for row in rows(run, "reference = 'operand'"):
         assert (24 if "e5m2" in row["cast_name"] else 30) < row["sqnr_db"] < 40 or row["step"] == 0, row
         assert row["scale_log2_ratio"] is not None
-    assert not run.sql("SELECT * FROM events").to_pylist() and not capsys.readouterr().err
+    assert not run.sql("SELECT * FROM events").to_pylist() and not complaints(capsys)
 
 
 def test_casts_are_those_in_force(tmp_path: Path) -> None:
@@ -120,3 +125,119 @@ def test_fused_operands_are_those_that_the_library_quantized(tmp_path: Path) -> 
             for row in rows(run, f"module = '{module}' AND reference = 'operand'"):
                 assert row["sqnr_db"] > 31 and row["headroom"] == pytest.approx(1, abs=1e-5), row
                 assert row["num_saturated"] == 0 and row["gain"] == pytest.approx(1, abs=2e-3), row
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.experts = te.GroupedLinear(count, 64, 96)
+        self.splits = [64 // count] * count
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x.reshape(-1, 64)[: sum(self.splits)], self.splits)
+        return out
+
+
+@pytest.mark.parametrize("name", ["block", "delayed", "mxfp8"])
+def test_experts_have_rows_of_their_own(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        net = Experts(4)
+        net.splits = [16, 0, 32, 16]
+        return net.bfloat16()
+
+    expected, net = train(made(), RECIPES[name]), made()
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full") as watch:
+        assert same(train(net, RECIPES[name], watch), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    inputs = rows(run, "step = 2 AND gemm = 'fprop' AND tensor = 'input' AND reference = 'operand'")
+    assert [(r["module"], r["numel"]) for r in inputs] == [(f"experts.gemm_{i}", 64 * n) for i, n in enumerate((16, 0, 32, 16))]
+    assert inputs[1]["sqnr_db"] is None and all(r["sqnr_db"] > 30 for r in (inputs[0], *inputs[2:]))
+    assert sites(run, "experts.gemm_2") == NINE
+    for row in rows(run, "reference = 'exact' AND numel > 0 AND sum_x2 > 0"):
+        assert row["sqnr_db"] > 45, row
+    assert not run.sql("SELECT * FROM events").to_pylist() and not complaints(capsys)
+
+
+def test_many_experts_are_watched_in_part(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", Experts(16).bfloat16(), te.Float8BlockScaling(), steps=1)
+    assert {r["module"] for r in rows(run)} == {f"experts.gemm_{i}" for i in range(0, 16, 2)}
+    other = next(m for m in run.modules if m["fqn"] == "experts.gemm_1")
+    assert (other["observed"], other["reason"]) == (False, "one of 16 experts, of which 8 are watched")
+
+
+def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path) -> None:
+    net = model()
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        net(batch(0)).float().square().mean().backward()
+        watch.step()
+    run = fp8debug.Run(tmp_path / "run")
+    assert not rows(run) and not any(m["fp8"] for m in run.modules)
+    assert "no FP8 GEMM was heard in it" in run.modules[0]["reason"]
+
+
+def test_what_has_no_high_precision_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An activation that is not worked out, gradients added to others, sums in the tensor core."""
+    net = model("clamped_swiglu")
+    proj = net[0].proj
+    proj.is_split = False
+    proj.weight.main_grad = torch.zeros(64, 96)
+    run = record(tmp_path / "run", net, te.Float8CurrentScaling(), steps=1)
+    said = capsys.readouterr().err
+    assert "0.mlp.fc2 is not watched any more: ValueError: what the activation 'clamped_swiglu' gives is not worked out" in said
+    assert sites(run, "0.mlp.fc1") >= {("fprop", "input"), ("fprop", "output"), ("fprop", "weight")}
+    assert "0.proj is recorded, but wgrad's result is added to what was there: the exact GEMM" in said
+    assert next(m for m in run.modules if m["fqn"] == "0.proj")["fast_accum"] == ["fprop"]
+    shadow = rows(run, "module = '0.proj' AND tensor = 'grad_weight'")
+    assert [r["reference"] for r in shadow] == ["shadow"] and 24 < shadow[0]["sqnr_db"] < 40
+
+
+def test_frozen_weights_and_checkpointing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = model()[0]
+            self.block.proj.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint.checkpoint(self.block, x, use_reentrant=False)
+            return out
+
+    recipe = te.Float8BlockScaling()
+    expected, net = train(Checkpointed(), recipe), Checkpointed()
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full") as watch:
+        assert same(train(net, recipe, watch), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    assert sites(run, "block.proj") == {s for s in NINE if s[0] != "wgrad"}
+    assert sites(run, "block.qkv") == NINE
+    assert all(r["num_tensors"] == 1 for r in rows(run))
+    assert "block.mlp.fc1 is not recorded in full: fc1's result is gone" in capsys.readouterr().err
+
+
+def test_errors_of_ours_and_of_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, net = te.Float8BlockScaling(), model()
+    expected = train(model(), recipe)
+    monkeypatch.setattr("fp8debug.adapters.transformer_engine_probe.side_of_storage", lambda *a: 1 / 0)
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        with pytest.raises(RuntimeError), te.autocast(recipe):
+            net(torch.randn(2, 32, 63).bfloat16())
+        with pytest.raises(fp8debug.errors.AttachError, match="watched already"):
+            fp8debug.watch(net, tmp_path / "other")
+        assert same(train(net, recipe, watch), expected)
+    assert capsys.readouterr().err.count("is not watched any more: ZeroDivisionError") == 4
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert all(space.general_gemm is te.general_gemm for space in te.SPACES.values())
+
+
+def test_a_delayed_scale_that_its_history_does_not_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, net = te.DelayedScaling(), model()
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        train(net, recipe, watch)
+        assert not complaints(capsys)
+        net[0].proj.fp8_meta["scaling_fwd"].scale[0] *= 4
+        train(net, recipe, watch, steps=1)
+    assert "0.proj is recorded, but a delayed scale of it is 4 times what its amax history allows" in capsys.readouterr().err
+    last = rows(fp8debug.Run(tmp_path / "run"), "step = 3 AND module = '0.proj' AND gemm = 'fprop' AND tensor = 'input'")
+    assert last[0]["headroom"] > 2 and last[0]["num_saturated"] > 0
