@@ -18,6 +18,7 @@ from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, write_file
 from .experiment import ScriptCommand, Trainings, announce, lasting, make_script, script_options, shares
+from .plain import echo
 from .verify import band
 
 
@@ -50,7 +51,7 @@ def command(**options: Any) -> int:
 
     def confirm(plan: Plan) -> None:
         each = plan.seconds_each
-        click.echo(
+        echo(
             f"{plan.num_modules} modules in FP8: about {plan.for_one} trainings ({lasting(plan.for_one * each)}) if one GEMM is"
             f" at fault, {plan.for_two} ({lasting(plan.for_two * each)}) if two are, {plan.max_runs} at most; {each:.1f} s each",
             err=True,
@@ -77,7 +78,7 @@ def command(**options: Any) -> int:
         click.echo(json.dumps(found, indent=2))
     else:
         _print(found)
-    click.echo(f"Wrote {save_as}", err=True)
+    echo(f"Wrote {save_as}", err=True)
     if options["output"]:
         write_file(options["output"], EXPORTERS.get("json").export(run, load_fallbacks(found)))
     return 0 if found["verdict"] in ("found", "nothing_to_close") else 1
@@ -85,10 +86,10 @@ def command(**options: Any) -> int:
 
 def _print(found: dict[str, Any]) -> None:
     for statement in found["statements"]:
-        click.echo(statement)
+        echo(statement)
     if found["fallbacks"]:
-        click.echo()
+        echo()
         rows = [[entry["module"], " ".join(entry["gemms"]), f"{entry['cost']:.1%}"] for entry in found["fallbacks"]]
         print_table(["module", "gemms in BF16", "costs"], rows)
         share = f"share of the gap closed {band(found['share'])}; " if found["share"] else ""
-        click.echo(f"\n{share}{found['runs']} trainings, {lasting(found['seconds'])}\n{found['assumption']}")
+        echo(f"\n{share}{found['runs']} trainings, {lasting(found['seconds'])}\n{found['assumption']}")

@@ -7,6 +7,7 @@ import click
 from fp8debug.calibration import Expected, calibrate
 
 from .console import open_run, print_table, write_file
+from .plain import echo
 
 HEADER = [
     *("module", "site", "amax", "largest", "scale_inv", "clip", "underflow", "SQNR dB"),
@@ -30,7 +31,7 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
     if output != "-":
         first, last = found.steps
         num = sum(site.is_static for site in found.sites)
-        click.echo(f"{found.run}: {num} of {len(found.sites)} operands take a static scale, steps {first} to {last}\n")
+        echo(f"{found.run}: {num} of {len(found.sites)} operands take a static scale, steps {first} to {last}\n")
         rows = []
         for site in found.sites:
             static = site.static

@@ -17,8 +17,11 @@ from typing import Any
 import click
 
 from fp8debug.errors import UsageError
+from fp8debug.plain import field, one_line, visible
 from fp8debug.store.joined import open_runs
 from fp8debug.store.run import Run
+
+from .plain import Lines, echo
 
 #: Columns of a table that goes to a file or a pipe: wide enough that names do not wrap.
 PIPE_WIDTH = 200
@@ -38,7 +41,7 @@ def open_run(*paths: str) -> Run:
 
 def warn(message: str) -> None:
     """Print one line to stderr."""
-    click.echo(f"warning: {message}", err=True)
+    echo(f"warning: {message}", err=True)
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, wrap: Sequence[str] = ()) -> None:
@@ -56,7 +59,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, wrap
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for title in header:
-        table.add_column(title, overflow="fold", no_wrap=False, min_width=None if title in wrap else len(title))
+        table.add_column(Text(one_line(title)), overflow="fold", min_width=None if title in wrap else len(title))
     for row in rows:
         table.add_row(*(Text(cell(value), style=STYLES.get(str(value), "")) for value in row))
     console.print(table)
@@ -70,7 +73,9 @@ def cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return ", ".join(map(cell, value)) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(cell, value))
+    return str(value) if isinstance(value, Lines) else one_line(str(value))
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -78,7 +83,7 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row[column] for column in columns] for row in rows)
+    writer.writerows([field(row[column]) for column in columns] for row in rows)
     return text.getvalue()
 
 
@@ -105,7 +110,7 @@ def _strict(value: Any) -> Any:
 def write_file(path: str, text: str) -> None:
     """Write a file whole or not at all, and say so on stderr; ``-`` is stdout."""
     if path == "-":
-        click.echo(text, nl=False)
+        click.echo(visible(text), nl=False)
         return
     target = Path(path)
     half = target.with_name(f".{target.name}.{os.getpid()}")
@@ -116,7 +121,7 @@ def write_file(path: str, text: str) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
     finally:
         half.unlink(missing_ok=True)
-    click.echo(f"Wrote {path}", err=True)
+    echo(f"Wrote {path}", err=True)
 
 
 @contextmanager

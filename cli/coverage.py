@@ -10,6 +10,7 @@ import click
 from fp8debug.errors import RunError
 
 from .console import open_run, print_table, to_csv, to_json
+from .plain import echo
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
 
@@ -66,12 +67,12 @@ def command(run: str, form: str) -> None:
         return
     totals = opened.sql(TOTALS).to_pylist()[0]
     share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
-    click.echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}\n")
+    echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}\n")
     print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason", "note"])
     for entry in opened.manifest.get("filters") or ():
-        click.echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
+        echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
     for module in opened.manifest.get("outside") or ():
-        click.echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
+        echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
 
 
 def _against_practice(module: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from fp8debug.rules.baseline import configuration_words
 from fp8debug.rules.differences import Differences, diff_runs
 
 from .console import cell, open_run, print_table, to_csv, to_json_document, write_file
+from .plain import echo
 
 HEADER = ["diverges at", "module", "site", "against", "what", "SQNR dB", "rms"]
 #: Differences of configuration that a table shows; JSON has them all.
@@ -54,23 +55,23 @@ def command(
 
 
 def _print(found: Differences, limit: int) -> None:
-    click.echo(f"{found.names[0]} -> {found.names[1]}\n\nin force:")
+    echo(f"{found.names[0]} -> {found.names[1]}\n\nin force:")
     lines = [f"  {what}: {cell(a)} -> {cell(b)}" for what, a, b in configuration_words(found.configuration)]
     for line in lines[:MAX_DIFFERENCES] or ["  no difference"]:
-        click.echo(line)
+        echo(line)
     if lines[MAX_DIFFERENCES:]:
-        click.echo(f"  and {len(lines[MAX_DIFFERENCES:])} more; --format json has them all")
-    click.echo(f"\nloss:\n  {found.loss_words}")
+        echo(f"  and {len(lines[MAX_DIFFERENCES:])} more; --format json has them all")
+    echo(f"\nloss:\n  {found.loss_words}")
     for name, only in zip(found.names, found.only, strict=True):
         if only:
-            click.echo(f"\nonly in {name}: {', '.join(only[:8])}" + (f" and {len(only[8:])} more" if only[8:] else ""))
-    click.echo(f"\nsites:\n  {found.site_words}")
+            echo(f"\nonly in {name}: {', '.join(only[:8])}" + (f" and {len(only[8:])} more" if only[8:] else ""))
+    echo(f"\nsites:\n  {found.site_words}")
     parted = [site for site in found.sites if site.diverges_at is not None]
     if parted:
-        click.echo()
+        echo()
         print_table(HEADER, [_row(site) for site in (parted[:limit] if limit else parted)], wrap=["what"])
         if limit and parted[limit:]:
-            click.echo(f"and {len(parted[limit:])} more; --limit 0 prints all")
+            echo(f"and {len(parted[limit:])} more; --limit 0 prints all")
 
 
 def _row(site: SiteDifference) -> list[object]:

@@ -18,6 +18,8 @@ from fp8debug.store.run import Run
 from fp8debug.trials import Script
 from fp8debug.trials.gap import CLOSED, MIN_GAP
 
+from .plain import echo
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: Steps of a window when nobody says how many: those of the recorded run, at most these.
@@ -99,7 +101,7 @@ def shares(options: dict[str, Any]) -> dict[str, float]:
 def announce(script: Script, folder: Path, what: str) -> None:
     """Say what is about to be trained, before it is."""
     command = shlex.join([*(script.launcher or ("python",)), str(script.path), *script.args])
-    click.echo(f"{what} of {script.steps} steps: {command}\nthey go to {folder}", err=True)
+    echo(f"{what} of {script.steps} steps: {command}\nthey go to {folder}", err=True)
 
 
 def lasting(seconds: float) -> str:
@@ -129,12 +131,12 @@ class Trainings:
         signal.signal(signal.SIGTERM, self._handler)
         self._bar.stop()
         if kind is KeyboardInterrupt:
-            click.echo("what was trained is kept; the same command goes on", err=True)
+            echo("what was trained is kept; the same command goes on", err=True)
 
     def __call__(self, done: int, total: int, what: str) -> None:
         """Say that a training begins: those done, of how many, and what it is."""
         if self._bar.disable:
-            click.echo(f"[{done + 1}/{total}] {what} (after {lasting(time.monotonic() - self._began)})", err=True)
+            echo(f"[{done + 1}/{total}] {what} (after {lasting(time.monotonic() - self._began)})", err=True)
         self._bar.update(self._task, completed=done, total=total, description=what)
 
     def ask(self, question: str) -> None:

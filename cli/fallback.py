@@ -15,6 +15,7 @@ from fp8debug.store.run import Run
 from fp8debug.store.speed_file import cost_basis
 
 from .console import cell, open_run, print_table, progress, write_file
+from .plain import echo
 
 HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "damage", "cheaper"]
 
@@ -51,17 +52,17 @@ def command(
     if fallbacks:
         print_table(HEADER, [_row(fallback) for fallback in fallbacks], wrap=["cheaper", "run in"])
         if basis := cost_basis(opened):
-            click.echo(f"\n{basis}")
+            echo(f"\n{basis}")
     else:
-        click.echo("no candidates: nothing found that another cast or BF16 would cure")
+        echo("no candidates: nothing found that another cast or BF16 would cure")
     prior = positional_prior(opened)
     if prior:
-        click.echo(f"\nfolklore ({FOLKLORE}): {', '.join(prior)}")
+        echo(f"\nfolklore ({FOLKLORE}): {', '.join(prior)}")
 
 
 def _write(exporter: Exporter, run: Run, fallbacks: list[Fallback], output: str) -> None:
     for note in exporter.notes(run, fallbacks):
-        click.echo(f"note: {exporter.name} {note}", err=True)
+        echo(f"note: {exporter.name} {note}", err=True)
     files = exporter.files(run, fallbacks)
     if len(files) > 1 and output == "-":
         raise click.UsageError(f"{exporter.name} needs {len(files)} files, one per pipeline stage; give -o FILE")

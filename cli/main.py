@@ -14,6 +14,8 @@ import click
 
 from fp8debug.errors import Fp8DebugError, RunError, suggest
 
+from .plain import echo
+
 #: Command -> what it does. Its module in this package has its name and holds a command called ``command``.
 COMMANDS = {
     "run": "Train: run an unmodified script and record it.",
@@ -28,6 +30,8 @@ COMMANDS = {
     "verify": "Re-run a window with the candidates and say what they buy.",
     "bisect": "Find by the loss alone what must leave FP8.",
     "explain": "Print a rule's manual page.",
+    "plan": "Say what a run will write, and keep it within a budget.",
+    "compact": "Thin a run's statistics without changing a verdict.",
     "dashboard": "Show a run, or a folder of runs, in the browser.",
 }
 
@@ -102,11 +106,19 @@ def status(args: list[str]) -> int:
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror or error}{':' + where if where else ''}", EXIT_USAGE)
+    except Exception as error:
+        if os.environ.get("FP8DEBUG_TRACEBACK"):
+            raise
+        return _fail(f"{_unforeseen(error)}; FP8DEBUG_TRACEBACK=1 shows where", EXIT_RUN)
+
+
+def _unforeseen(error: Exception) -> str:
+    said = (str(error) or "no word more").splitlines()[0][:200]
+    return f"{type(error).__name__}: {said}: a fault of fp8debug, or files that are damaged in a way that it does not know"
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split())
-    click.echo(f"error: {line}", err=True)
+    echo(f"error: {' '.join(message.split())}", err=True)
     return code
 
 

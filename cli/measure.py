@@ -11,6 +11,7 @@ from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.store.dump_files import dumps_at
 
 from .console import print_table, to_csv, to_json
+from .plain import echo
 
 #: What stands before the statistics in every row.
 KEYS = ["file", "step", "rank", "module", "gemm", "tensor", "call", "cast_name", "actual"]
@@ -60,9 +61,9 @@ def _names(found: dict[str, dict[str, Any]], asked: list[str] | None) -> list[st
 
 def _print(dump: Any, found: dict[str, dict[str, Any]], names: list[str]) -> None:
     ran = "" if dump.actual else ", FP8 only tried"
-    click.echo(f"{dump.module} {dump.gemm} {dump.tensor} {list(dump.shape)}, step {dump.step}, rank {dump.rank}{ran}")
+    echo(f"{dump.module} {dump.gemm} {dump.tensor} {list(dump.shape)}, step {dump.step}, rank {dump.rank}{ran}")
     if not found:
-        click.echo("read in high precision: no cast ran; try one with --cast\n")
+        echo("read in high precision: no cast ran; try one with --cast\n")
         return
     print_table(["", *found], [[name, *(values[name] for values in found.values())] for name in names], wrap=list(found))
-    click.echo()
+    echo()

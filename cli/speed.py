@@ -13,6 +13,7 @@ from fp8debug.recipes import get_recipe
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
 from .console import cell, open_run, print_table, progress, warn, write_file
+from .plain import echo
 
 HEADER = [
     "shape",
@@ -69,7 +70,7 @@ def command(
         _print(document)
     if opened is not None:
         try:
-            click.echo(f"Wrote {write_speed(opened.path, document)}", err=True)
+            echo(f"Wrote {write_speed(opened.path, document)}", err=True)
         except OSError as error:
             warn(f"not saved with the run: {error.strerror}: {opened.path}")
     if plot:
@@ -86,18 +87,18 @@ def label(shape: Mapping[str, Any]) -> str:
 
 
 def _print(document: Mapping[str, Any]) -> None:
-    click.echo(f"{document['device']}, torch {document['versions']['torch']}; shapes are tokens x in_features x out_features\n")
+    echo(f"{document['device']}, torch {document['versions']['torch']}; shapes are tokens x in_features x out_features\n")
     print_table(HEADER, (row for shape in document["shapes"] for row in _rows(shape)), wrap=["shape"])
     saved = total = 0.0
     for shape in document["shapes"]:
         bf16, fp8 = (len(shape["modules"]) * sum(shape["gemms"][g][key] for g in GEMMS) for key in ("bf16_us", "fp8_us"))
         saved, total = saved + bf16 - fp8, total + bf16
-    click.echo(f"\nall GEMMs of a step, each module once: {total / 1e3:.4g} ms in BF16, {(total - saved) / 1e3:.4g} ms in FP8")
+    echo(f"\nall GEMMs of a step, each module once: {total / 1e3:.4g} ms in BF16, {(total - saved) / 1e3:.4g} ms in FP8")
     losing = [label(shape) for shape in document["shapes"] if sum(_gain(shape["gemms"][g]) for g in GEMMS) < 0]
     if losing:
-        click.echo("FP8 loses at: " + "; ".join(losing))
+        echo("FP8 loses at: " + "; ".join(losing))
     if not document["energy"]:
-        click.echo("energy: not reported by the driver, or not asked for", err=True)
+        echo("energy: not reported by the driver, or not asked for", err=True)
     noisy = max(shape["gemms"][g]["spread"] for shape in document["shapes"] for g in GEMMS)
     if noisy > NOISY:
         warn(f"the replays of one time spread by {noisy:.0%} (interquartile range): is something else running on this GPU?")

@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from fp8debug.plain import one_line
 from fp8debug.rules import Finding, Findings, Severity, triage
 from fp8debug.rules.baseline import configuration_words
 from fp8debug.rules.settings import load_settings
 from fp8debug.store.run import Run
 
 from .console import cell, open_run, print_table, progress, write_file
+from .plain import Lines, echo
 
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
 FORMATS = ["table", "json", "csv", "github", "sarif", "html"]
@@ -77,7 +79,7 @@ def command(
         write_file(output, text.getvalue())
     for reason in dict.fromkeys(reason for _, reason in findings.skipped) if form == "table" else ():
         codes = ", ".join(code for code, why in findings.skipped if why == reason)
-        click.echo(f"skipped {codes}: {reason}", err=True)
+        echo(f"skipped {codes}: {reason}", err=True)
     if limit != "never" and findings.reaches(Severity.parse(limit)):
         ctx.exit(1)
 
@@ -105,43 +107,43 @@ def _rendered(run: Run, findings: Findings, form: str) -> str:
 def _print(findings: Findings) -> None:
     first, last = findings.steps
     number = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
-    click.echo(f"{findings.run}: {findings.verdict}, {number}, steps {first} to {last}")
+    echo(f"{findings.run}: {findings.verdict}, {number}, steps {first} to {last}")
     if findings.classification is not None:
-        click.echo(f"class: {findings.classification['title']}: {findings.classification['what']}")
+        echo(f"class: {findings.classification['title']}: {findings.classification['what']}")
         for line in findings.classification["evidence"]:
-            click.echo(f"  {line}")
+            echo(f"  {line}")
     if findings:
-        click.echo()
+        echo()
         header = ["code", "severity", "module", "site", "steps", "what"]
         print_table(header, [_row(finding) for finding in findings], wrap=["what"])
-        click.echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
+        echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)
 
 
 def _row(finding: Finding) -> list[object]:
     site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
-    text = [finding.message, f"cure: {finding.cure}"]
+    text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
     text += [f"{title}: {_names(names)}" for title, names in (("also", finding.also), ("victims", finding.victims)) if names]
     steps = "-".join(map(str, dict.fromkeys(finding.steps)))
-    return [finding.code, str(finding.severity), finding.module, site or None, steps, "\n".join(text)]
+    return [finding.code, str(finding.severity), finding.module, site or None, steps, Lines("\n".join(text))]
 
 
 def _names(names: tuple[str, ...]) -> str:
     more = len(names[MAX_NAMES:])
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more else "")
+    return ", ".join(map(one_line, names[:MAX_NAMES])) + (f" and {more} more" if more else "")
 
 
 def _print_baseline(baseline: Mapping[str, Any]) -> None:
-    click.echo(f"\nbaseline {baseline['run']}:")
+    echo(f"\nbaseline {baseline['run']}:")
     if baseline["steps"]:
         loss, other, gap, error = (cell(baseline[key]) for key in ("loss", "baseline_loss", "loss_gap", "loss_gap_error"))
         steps = "-".join(map(str, baseline["steps"]))
-        click.echo(f"  median loss of steps {steps}: {loss} against {other} (gap {gap} +- {error})")
+        echo(f"  median loss of steps {steps}: {loss} against {other} (gap {gap} +- {error})")
     else:
-        click.echo("  no step has a loss in both runs")
+        echo("  no step has a loss in both runs")
     differences = configuration_words(baseline["configuration"])
     for what, theirs, ours in differences[:MAX_DIFFERENCES]:
-        click.echo(f"  {what}: {cell(theirs)} -> {cell(ours)}")
+        echo(f"  {what}: {cell(theirs)} -> {cell(ours)}")
     if differences[MAX_DIFFERENCES:]:
-        click.echo(f"  and {len(differences[MAX_DIFFERENCES:])} more; --format json has them all")
+        echo(f"  and {len(differences[MAX_DIFFERENCES:])} more; --format json has them all")

@@ -17,6 +17,7 @@ from fp8debug.trials.verify import ARMS
 
 from .console import open_run, print_table, warn
 from .experiment import ScriptCommand, Trainings, announce, make_script, script_options, shares
+from .plain import echo
 
 HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
 #: Verdicts with which a script of the user's may go on.
@@ -74,15 +75,15 @@ def command(**options: Any) -> int:
     for arm in found["arms"]:
         if arm["problem"]:
             warn(f"arm {arm['name']}: {arm['problem']}")
-            click.echo("".join(f"    {line}\n" for line in arm["stderr"].splitlines()), nl=False, err=True)
+            echo("".join(f"    {line}\n" for line in arm["stderr"].splitlines()), nl=False, err=True)
     if options["form"] == "json":
         click.echo(json.dumps(found, indent=2))
     else:
         print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["what"])
-        click.echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
+        echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
         for statement in found["statements"]:
-            click.echo(statement)
-    click.echo(f"Wrote {save_as}", err=True)
+            echo(statement)
+    echo(f"Wrote {save_as}", err=True)
     return 0 if found["verdict"] in FINE else 1
 
 

@@ -22,6 +22,7 @@ from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast, Recipe
+from fp8debug.store.checked import read_json
 from fp8debug.types import OPERAND_SITES, OPERANDS, Gemm, TensorRole
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def load_recipes(path: str | Path) -> dict[str, Recipe]:
         UsageError: the file is missing or none of ours.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_json(Path(path))
         if document["kind"] != KIND or document["schema"] > SCHEMA:
             raise UsageError(f"{path} has kind {document['kind']!r}, schema {document['schema']}: not scales that we can read")
         return {str(module): Recipe.from_dict(recipe) for module, recipe in document["recipes"].items()}
@@ -160,7 +161,7 @@ def load_recipes(path: str | Path) -> dict[str, Recipe]:
         raise
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; make it with `fp8debug calibrate RUN -o {path}`") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is not a file of `fp8debug calibrate`: {type(error).__name__} {error}"[:300]) from None
 
 

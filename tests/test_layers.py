@@ -19,6 +19,7 @@ PACKAGES = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard":
 LAYERS = {
     "fp8debug.errors": 0,
     "fp8debug.types": 0,
+    "fp8debug.plain": 0,
     "fp8debug.registry": 0.5,
     "fp8debug.spikes": 0.5,
     "fp8debug.shares": 0.5,
@@ -26,6 +27,7 @@ LAYERS = {
     "fp8debug.formats": 1,
     "fp8debug.recipes": 2,
     "fp8debug.metrics": 3,
+    "fp8debug.sharding": 3.5,
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
     "fp8debug.energy": 4,
@@ -38,6 +40,7 @@ LAYERS = {
     "fp8debug.probe": 5.5,
     "fp8debug.rules": 5,
     "fp8debug.calibration": 5.5,
+    "fp8debug.compaction": 5.5,
     "fp8debug.dumps": 6,
     "fp8debug.replay": 6,
     "fp8debug.linear": 6,
@@ -57,7 +60,7 @@ LAYERS = {
 
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
-    *("fp8debug.spikes", "fp8debug.shares", "fp8debug.selectors", "fp8debug.calibration"),
+    *("fp8debug.spikes", "fp8debug.shares", "fp8debug.selectors", "fp8debug.calibration", "fp8debug.plain"),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
     *("fp8debug.arms", "fp8debug.trials", "fp8debug_cli", "fp8debug_dashboard"),
 )

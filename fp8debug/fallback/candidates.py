@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
+from fp8debug.store.checked import parse_json, read_json
 from fp8debug.types import OPERAND_SITES, Gemm
 
 GEMMS = tuple(gemm.value for gemm in Gemm)
@@ -155,10 +155,10 @@ def load_fallbacks(source: str | Path | Mapping[str, Any] | Iterable[Fallback | 
     if isinstance(source, str | Path):
         is_text = isinstance(source, str) and source.lstrip().startswith(("{", "["))
         try:
-            document = json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))
+            document = parse_json(str(source)) if is_text else read_json(Path(source))
         except OSError as error:
             raise UsageError(f"cannot read fallbacks from {str(source)[:80]!r}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UsageError(f"cannot read fallbacks from {str(source)[:80]!r}: {error}") from None
     entries = document.get("fallbacks") if isinstance(document, Mapping) else document
     if isinstance(document, Mapping) and document.get("schema", 1) not in (PLAIN_SCHEMA, SCHEMA):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fp8debug.plain import field
 from fp8debug.rules.base import Finding, Severity, finite
 
 #: What each version of the JSON document changed. 1: first version (fp8debug 0.1); a new key makes no new version.
@@ -88,7 +89,7 @@ def _flat(finding: Finding) -> dict[str, Any]:
     values = finding.to_dict()
     first, last = values.pop("steps")
     flat = {**values, "first_step": first, "last_step": last}
-    return {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
+    return {key: field(" ".join(map(str, value)) if isinstance(value, list) else value) for key, value in flat.items()}
 
 
 #: The columns of the CSV.

@@ -19,6 +19,7 @@ from typing import Any
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.rules.base import Severity
 from fp8debug.rules.selection import Thresholds, chosen, configured
+from fp8debug.store.checked import read_text
 
 KEYS = ("select", "ignore", "fail-on", "rules")
 
@@ -71,7 +72,9 @@ def _read(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
+    except RecursionError:
+        raise UsageError(f"cannot read {path}: nested too deep") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"cannot read {path}: {reason}") from None

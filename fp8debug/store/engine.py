@@ -20,9 +20,8 @@ _CONFIG: dict[str, str | bool | int | float | list[str]] = {
 def connect(folders: Sequence[Path]) -> duckdb.DuckDBPyConnection:
     """Return a connection that reads what lies below these folders and nothing else, by file or by network."""
     connection = duckdb.connect(":memory:", config=_CONFIG)
-    for folder in folders:
-        if isinstance(folder, ObjectPath):
-            connection.register_filesystem(folder.store)
+    for store in {id(f.store): f.store for f in folders if isinstance(f, ObjectPath)}.values():
+        connection.register_filesystem(store)
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("SET enable_progress_bar = false")  # it draws on stdout
     # A store's own address is checked as a pattern, a file's as it is.

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
 
-from fp8debug.errors import RunError, UsageError
+from fp8debug.errors import RecordError, RunError, UsageError
 
 #: The protocols that stand for object storage, and the package that speaks each. Others that fsspec knows are refused: a chained
 #: or a web address could make a reader fetch from anywhere.
@@ -169,6 +169,16 @@ def place_of(path: str | Path) -> Path:
         known = ", ".join(f"{name}://" for name in PACKAGES)
         raise UsageError(f"{path}: {protocol}:// is not read; known are local folders and {known}")
     return ObjectPath(str(path))
+
+
+def refuse_to_write(path: str | Path) -> None:
+    """Do nothing for a local path: a step is appended to its file at once, which object storage has no way to do.
+
+    Raises:
+        RecordError: it is an address.
+    """
+    if is_remote(path):
+        raise RecordError(f"{path} is in object storage, where no step can be appended; record to a local folder and copy it there")
 
 
 def forget(path: Path) -> None:

@@ -197,7 +197,10 @@ class Run:
 
     def _find_damage(self) -> bool:
         """Read every part to its end, which costs as much as a query; remember those that fail."""
-        found = unreadable(self._parts, self._folders())
+        try:
+            found = unreadable(self._parts, self._folders())
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {why(error)}") from None
         self._damaged |= found
         return bool(found)
 

@@ -8,13 +8,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8debug.arms import Arm
+from fp8debug.arms import REFUSED, Arm
 from fp8debug.errors import RunError, UsageError
+from fp8debug.store.checked import read_json
 from fp8debug.store.run import Run
 from fp8debug.trials.script import Ending, Script
 
@@ -115,9 +116,11 @@ class Trials:
             return
         way_out = "choose another --out, or start over with --fresh"
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            version, identity, trials = document["schema"], document["identity"], document["trials"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            document = read_json(path, self.folder)
+            version, identity, trials = document["schema"], dict(document["identity"]), document["trials"]
+            rows = trials.items() if version == SCHEMA else ()
+            known = {name: Trial(**{**values, "losses": _losses(values), "reused": True}) for name, values in rows}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} cannot be read ({error!r}); {way_out}") from None
         if version != SCHEMA:
             raise UsageError(f"{path} has schema {version}, this fp8debug reads {SCHEMA}; {way_out}")
@@ -128,9 +131,7 @@ class Trials:
             detail = "" if key == "content" else f" ({identity.get(key)!r}, now {ours[key]!r})"
             what = "the script's content differs" if key == "content" else f"{key} differ" + ("" if key.endswith("s") else "s")
             raise UsageError(f"{self.folder} holds trainings of another experiment: {what}{detail}; {way_out}")
-        for name, values in trials.items():
-            losses = tuple(float(loss) for loss in values["losses"])
-            self._known[name] = Trial(**{**values, "losses": losses, "reused": True})
+        self._known |= known
 
     def known(self, arm: Arm, repeat: int) -> bool:
         """Tell whether a training was done already, so that :meth:`run` costs nothing."""
@@ -162,6 +163,10 @@ class Trials:
         return f"{arm.name}-{repeat}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
+def _losses(values: Mapping[str, Any]) -> tuple[float, ...]:
+    return tuple(float(loss) for loss in values["losses"])
+
+
 def read_trial(arm: Arm, repeat: int, out: Path, ending: Ending, script: Script) -> Trial:
     """Return what a training left in its folder, with the reason when it is of no use."""
     steps: list[int] = []
@@ -173,10 +178,14 @@ def read_trial(arm: Arm, repeat: int, out: Path, ending: Ending, script: Script)
         losses = [row["loss"] for row in rows if row["loss"] is not None][: script.steps]
         if not losses:
             problem = "no loss was recorded: the script calls neither loss.backward() on a scalar nor watch.step(loss=...)"
-    except RunError:
+    except RunError as error:
         problem = "the script trained no model with a Linear: no forward ran with gradients on"
+        if (out / "manifest.json").exists():
+            problem = f"no step of it can be read: {error}"
     if ending.timed_out:
         problem = f"stopped after {ending.seconds:.0f} s by --timeout, {len(losses)} of {script.steps} steps done"
+    elif refused := next((line for line in ending.stderr.splitlines() if line.startswith(REFUSED)), ""):
+        problem = refused.removeprefix(REFUSED)
     elif ending.returncode and all(map(math.isfinite, losses)):
         last = ending.stderr.splitlines()[-1] if ending.stderr else "nothing on stderr"
         problem = f"the script failed with exit code {ending.returncode}: {last}"

@@ -1,0 +1,241 @@
+"""A run in object storage is read as one on disk is, against a server that speaks S3 on loopback."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from fp8debug import Run
+from fp8debug.errors import RecordError, RunError, UsageError
+from fp8debug.store import places
+from fp8debug.store.dump_files import dumps_at, dumps_of, file_name, rank_folder
+from fp8debug.store.joined import open_runs
+from fp8debug.store.writer import RunWriter
+from fp8debug_cli.main import status
+from tests.store.recording import record
+from tests.store.test_dump_files import written
+from tests.synthetic import Plan, write
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+COMMANDS = (
+    ("show", "--format", "csv"),
+    ("coverage",),
+    ("triage", "--select", "F113", "--format", "html"),
+    ("fallback", "--to", "json"),
+    ("calibrate",),
+)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Start the server, which takes a free port and says which, and end it."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        found = next((m[0] for line in server.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
+        assert found is not None, "the server ended"
+        yield found
+        server.terminate()
+
+
+@pytest.fixture(autouse=True)
+def environment(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    import s3fs
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    places._LISTED.clear()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def upload(folder: Path, address: str) -> None:
+    import s3fs
+
+    store = s3fs.S3FileSystem()
+    bucket = address.removeprefix("s3://").partition("/")[0]
+    if not store.exists(bucket):
+        store.mkdir(bucket)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            store.pipe(f"{address}/{path.relative_to(folder)}", path.read_bytes())
+    store.invalidate_cache()
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return Plan(num_steps=4, every=2, modules=(("blocks.0.up", 128, 256),))
+
+
+def test_a_run_in_a_bucket_equals_the_run_on_disk(tmp_path: Path, plan: Plan) -> None:
+    local = tmp_path / "exp [1]*"
+    write(local, plan)
+    written(rank_folder(local, 7, 0) / file_name("m", "fprop", "input"))
+    upload(local, "s3://bucket/runs/exp [1]*")
+    run, here = Run("s3://bucket/runs/exp [1]*"), Run(local)
+    assert (run.name, run.problems, run.ranks, run.manifest) == (here.name, [], [0], here.manifest)
+    assert run.table().equals(here.table()) and run.modules == here.modules
+    assert repr(run) == "Run('s3://bucket/runs/exp [1]*')"
+    (dump,), (same,) = dumps_of(run, "m"), dumps_of(here, "m")
+    assert (dump.values("reference") == same.values("reference")).all()
+    assert [str(d.path) for d in dumps_at(str(run.path / "dumps"))] == [str(dump.path)]
+
+
+def test_every_reading_command_prints_the_same(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "exp", plan)
+    upload(tmp_path / "exp", "s3://bucket/runs/commands/exp")
+    for command, *options in COMMANDS:
+        printed = []
+        for path in (str(tmp_path / "exp"), "s3://bucket/runs/commands/exp"):
+            assert status([command, path, *options]) == 0, capsys.readouterr().err
+            out, err = capsys.readouterr()
+            printed.append((out.replace("s3://bucket/runs/commands", str(tmp_path)), err))
+        assert printed[0] == printed[1], command
+    assert status(["diff", "s3://bucket/runs/commands/exp", str(tmp_path / "exp")]) == 0
+
+
+def test_streams_and_resumed_parts(tmp_path: Path) -> None:
+    opened = record(tmp_path / "a", range(3))
+    opened.flush()
+    upload(tmp_path / "a", "s3://bucket/resumed/a")
+    opened.close()
+    record(tmp_path / "b", range(3, 5)).close()
+    upload(tmp_path / "b", "s3://bucket/resumed/b")
+    run = open_runs(["s3://bucket/resumed/b", "s3://bucket/resumed/a"])
+    assert run.problems == [] and run.steps_range == (0, 4)
+
+
+def test_damage_is_named(tmp_path: Path, plan: Plan) -> None:
+    write(tmp_path / "run", plan)
+    part = tmp_path / "run/rank=00000/stats/part-00000.parquet"
+    (part.parent / "part-00001.parquet").write_bytes(part.read_bytes()[:-100])
+    upload(tmp_path / "run", "s3://bucket/damaged")
+    (problem,) = Run("s3://bucket/damaged").problems
+    assert problem.startswith("s3://bucket/damaged/rank=00000/stats/part-00001.parquet cannot be read: ")
+
+
+def test_a_run_that_grows_is_seen_by_refresh(tmp_path: Path, plan: Plan) -> None:
+    write(tmp_path / "run", plan)
+    upload(tmp_path / "run", "s3://bucket/grows")
+    run = Run("s3://bucket/grows")
+    other = Plan(num_steps=12, every=2, modules=plan.modules)
+    write(tmp_path / "longer", other)
+    upload(tmp_path / "longer", "s3://bucket/grows")
+    run.refresh()
+    assert run.steps_range == (0, 11)
+
+
+class TestMistakes:
+    def line(self, *args: str, capsys: pytest.CaptureFixture[str], code: int = 3) -> str:
+        assert status(list(args)) == code
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+        return err.removeprefix("error: ").strip()
+
+    def test_no_such_bucket_or_folder(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        (tmp_path / "x").write_text("")
+        upload(tmp_path, "s3://bucket/other")
+        for path in ("s3://nowhere/run", "s3://bucket/nowhere"):
+            wanted = f"{path} does not exist, neither bucket nor folder; check the address and the region"
+            assert self.line("triage", path, capsys=capsys) == wanted
+        said = self.line("triage", "s3://bucket/other", capsys=capsys)
+        assert said == "s3://bucket/other is not a run: it has no manifest.json and no rank=... folder"
+
+    def test_a_folder_of_runs(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, plan: Plan) -> None:
+        write(tmp_path / "exp", plan)
+        upload(tmp_path / "exp", "s3://folder/runs/exp")
+        said = self.line("show", "s3://folder/runs", capsys=capsys)
+        assert said == "s3://folder/runs is a folder of runs, not a run; give one of them, e.g. s3://folder/runs/exp"
+
+    def test_no_credentials(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        said = self.line("triage", "s3://bucket/run", capsys=capsys)
+        assert said.startswith("s3://bucket/run cannot be listed: no credentials were found; set AWS_ACCESS_KEY_ID and")
+
+    def test_no_server(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        import s3fs
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        said = self.line("triage", "s3://bucket/run", capsys=capsys)
+        assert said.startswith("s3://bucket/run cannot be listed: Could not connect to the endpoint URL")
+
+    def test_s3fs_is_not_installed(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        import fsspec
+
+        def missing(protocol: str) -> Any:
+            raise ImportError("Install s3fs to access S3")
+
+        monkeypatch.setattr(fsspec, "filesystem", missing)
+        wanted = "s3://bucket/run: s3:// needs s3fs, which is not installed: pip install 'fp8debug[s3]'"
+        assert self.line("triage", "s3://bucket/run", capsys=capsys, code=2) == wanted
+        said = self.line("triage", "gs://bucket/run", capsys=capsys, code=2)
+        assert said == "gs://bucket/run: gs:// needs gcsfs, which is not installed: pip install gcsfs"
+
+    def test_fsspec_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = builtins.__import__
+
+        def without(name: str, *args: Any, **kwargs: Any) -> Any:
+            if name == "fsspec":
+                raise ImportError(name)
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        with pytest.raises(UsageError, match=r"needs s3fs, which is not installed"):
+            Run("s3://bucket/run")
+
+    @pytest.mark.parametrize("path", ["https://host/run", "file:///etc", "memory://x/y"])
+    def test_other_addresses_are_not_read(self, path: str) -> None:
+        with pytest.raises(UsageError, match=r":// is not read; known are local folders and s3://"):
+            Run(path)
+
+    def test_a_store_that_fails_later_is_no_damage(self, tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        import s3fs
+
+        write(tmp_path / "run", plan)
+        upload(tmp_path / "run", "s3://bucket/later")
+        run = Run("s3://bucket/later")
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise PermissionError("the token has expired")
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_open", refuse)
+        with pytest.raises(RunError, match=r"s3://bucket/later cannot be read: .*the token has expired"):
+            run.table()
+        assert run.problems == []
+
+    def test_nothing_is_written_there(self, tmp_path: Path, plan: Plan) -> None:
+        with pytest.raises(RecordError, match=r"s3://bucket/new is in object storage.*record to a local folder and copy it there"):
+            RunWriter("s3://bucket/new", manifest={})
+        with pytest.raises(OSError, match="object storage is only read"):
+            places.place_of("s3://bucket/new").mkdir()
+        write(tmp_path / "run", plan)
+        upload(tmp_path / "run", "s3://bucket/verify")
+        done = CliRunner().invoke(_cli(), ["verify", "s3://bucket/verify", "--script", __file__], standalone_mode=False)
+        assert isinstance(done.exception, OSError) and "object storage is only read" in str(done.exception)
+
+
+def _cli() -> Any:
+    from fp8debug_cli.main import cli
+
+    return cli
