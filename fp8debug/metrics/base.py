@@ -7,7 +7,7 @@ steps, and one property test holds it for every metric: ``merge(partial(a), part
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -71,6 +71,7 @@ class Source:
     def __init__(self, x: Tensor) -> None:
         columns = x.shape[-1] if x.dim() else 1
         self.x = x.detach().reshape(-1, columns) if x.numel() else x.detach().new_zeros(0, columns)
+        self._extremes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def value(self) -> Tensor:
@@ -93,6 +94,14 @@ class Source:
     def x64(self) -> Tensor:
         """FP64 ``[rows, columns]``."""
         return self.value.double()
+
+    def block_extremes(self, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return amax and nonzero amin of each block, FP32 ``[grid rows, grid columns]``; 0 and Inf of a zero block."""
+        if block not in self._extremes:
+            amax = blocked(self.magnitude, block, 0.0).amax((1, 3))
+            amin = blocked(self.magnitude.masked_fill(self.magnitude == 0, math.inf), block, math.inf).amin((1, 3))
+            self._extremes[block] = amax, amin
+        return self._extremes[block]
 
     @cached_property
     def shared(self) -> dict[str, Tensor]:
@@ -127,7 +136,6 @@ class Pair:
     grad: Tensor | None = None
     kind: str = ""
     whole_rows: bool = True
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def format_max(self) -> float:
@@ -135,68 +143,65 @@ class Pair:
         assert self.cast is not None
         return FORMATS[self.cast.format].max
 
-    def _cached(self, name: str, make: object) -> Tensor:
-        if name not in self._cache:
-            self._cache[name] = make()  # type: ignore[operator]  # a nullary lambda of this class
-        return self._cache[name]
-
     @property
+    def block(self) -> tuple[int, int]:
+        """Shape of the cast's blocks in this tensor."""
+        assert self.cast is not None
+        rows, columns = self.source.x.shape
+        return block_shape(self.cast.granularity, rows, columns)
+
+    @cached_property
     def data(self) -> Tensor:
         """FP8 data as FP32, before the scale."""
         assert self.quantized is not None
-        data = self.quantized.data
-        return self._cached("data", lambda: data.float().reshape(self.source.x.shape))
+        return self.quantized.data.float().reshape(self.source.x.shape)
 
-    @property
+    @cached_property
     def scaled(self) -> Tensor:
         """FP32 ``abs(x) / scale_inv``, 0 where x is not finite."""
-        return self._cached("scaled", lambda: self.source.magnitude / self.spread_scale_inv)
+        return self.source.magnitude / self.spread_scale_inv
 
-    @property
+    @cached_property
     def spread_scale_inv(self) -> Tensor:
         """scale_inv repeated over its blocks: FP32, broadcastable to ``[rows, columns]``."""
-        assert self.quantized is not None and self.cast is not None
-        scale_inv, (rows, columns) = self.quantized.scale_inv, self.source.x.shape
-        block_rows, block_columns = block_shape(self.cast.granularity, rows, columns)
-        return self._cached("scale_inv", lambda: spread(scale_inv, block_rows, block_columns, rows, columns))
+        assert self.quantized is not None
+        rows, columns = self.source.x.shape
+        return spread(self.quantized.scale_inv, *self.block, rows, columns)
 
-    @property
+    @cached_property
     def made_nonfinite(self) -> Tensor | None:
         """Bool: finite in the reference, not in y; None when a tensor on the CPU has none."""
         if not self.y.is_cuda and self.source.nonfinite is None and bool(self.y.abs().amax().isfinite()):
             return None
         bad = ~self.y.isfinite()
-        return self._cached("made", lambda: bad if self.source.nonfinite is None else bad & ~self.source.nonfinite)
+        return bad if self.source.nonfinite is None else bad & ~self.source.nonfinite
 
-    @property
+    @cached_property
     def invalid(self) -> Tensor | None:
         """Bool: one side is not finite; sums skip these. None when there are none."""
         made, before = self.made_nonfinite, self.source.nonfinite
         if made is None or before is None:
             return made if before is None else before
-        return self._cached("invalid", lambda: made | before)
+        return made | before
 
-    @property
+    @cached_property
     def x64(self) -> Tensor:
         """Reference in FP64, 0 where a side is not finite."""
-        return self._cached("x64", lambda: blanked(self.source.x64, self.invalid))
+        return blanked(self.source.x64, self.invalid)
 
-    @property
+    @cached_property
     def y64(self) -> Tensor:
         """Actual in FP64, 0 where a side is not finite."""
-        return self._cached("y64", lambda: blanked(self.y.double(), self.invalid))
+        return blanked(self.y.double(), self.invalid)
 
-    @property
+    @cached_property
     def error64(self) -> Tensor:
         """y - x in FP64, 0 where a side is not finite."""
-        return self._cached("error64", lambda: self.y64 - self.x64)
+        return self.y64 - self.x64
 
-    def per_block(self, values: Tensor, reduction: Merge) -> Tensor:
-        """Reduce ``[rows, columns]`` over each block of the cast; partial blocks are filled with the neutral element."""
-        assert self.cast is not None
-        fill = {"sum": 0.0, "max": -math.inf, "min": math.inf}[reduction]
-        block = blocked(values, block_shape(self.cast.granularity, *values.shape), fill)
-        return block.sum((1, 3)) if reduction == "sum" else getattr(block, "a" + reduction)((1, 3))
+    def sum_per_block(self, values: Tensor) -> Tensor:
+        """Sum ``[rows, columns]`` over each block of the cast: ``[grid rows, grid columns]``."""
+        return blocked(values, self.block, 0.0).sum((1, 3))
 
 
 def blocked(values: Tensor, block: tuple[int, int], fill: float) -> Tensor:

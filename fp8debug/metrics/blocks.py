@@ -33,10 +33,9 @@ class Blocks:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Reduce over blocks; each slot FP32 ``[]``."""
-        magnitude, x, error = pair.source.magnitude, pair.x64, pair.error64
-        signal, noise = pair.per_block(x * x, "sum"), pair.per_block(error * error, "sum")
-        amax = pair.per_block(magnitude, "max")
-        amin = pair.per_block(magnitude.masked_fill(magnitude == 0, math.inf), "min")
+        x, error = pair.x64, pair.error64
+        signal, noise = pair.sum_per_block(x * x), pair.sum_per_block(error * error)
+        amax, amin = pair.source.block_extremes(pair.block)
         nmse = (noise / signal).masked_fill(signal == 0, -math.inf)
         span = (amax.double() / amin.double()).log2().masked_fill(amax == 0, -math.inf)
         return {"worst_block_nmse": nmse.amax().float(), "max_block_range_log2": span.amax().float()}

@@ -70,7 +70,7 @@ class Scale:
         """Reduce over blocks; counts int64 ``[]``, extremes FP32 ``[]``, the sum FP64 ``[]``."""
         assert pair.quantized is not None and pair.cast is not None
         scale_inv = pair.quantized.scale_inv
-        amax = pair.per_block(pair.source.magnitude, "max")
+        amax, _ = pair.source.block_extremes(pair.block)
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
         lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf()
