@@ -8,7 +8,6 @@ weights and planted its faults. torch is loaded only by the functions that touch
 from __future__ import annotations
 
 import ctypes
-import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
+from fp8debug.store.checked import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fp8debug.fallback import Fallback
     from fp8debug.linear import Fp8Linear
     from fp8debug.recipes import Cast
     from fp8debug.types import Gemm, TensorRole
+
+#: Begins the last word of a training process that cannot give its model the arm.
+REFUSED = "fp8debug: this arm cannot be trained: "
 
 #: What computes: nothing in FP8, what the script converts, or the same with every operand dequantized before its GEMM.
 COMPUTES = ("bf16", "fp8", "fp8_tensors")
@@ -68,9 +72,9 @@ class Arm:
         if text in COMPUTES:
             return cls(name=text, compute=text)
         try:
-            values = json.loads(Path(text).read_text(encoding="utf-8"))
+            values = read_json(Path(text))
             return cls(**{**values, "fallbacks": tuple(values["fallbacks"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {error}") from None
@@ -106,14 +110,16 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
 
     Raises:
         NoMatchError: a fallback names no module; the message has the closest names.
-        UsageError: the model has no FP8 module and the arm no recipe, or has FP8 modules of another stack.
+        UsageError: the model has no FP8 module and the arm no recipe, or has FP8 modules that no arm can change.
     """
     from fp8debug.adapters.targets import candidates_of
+    from fp8debug.fallback import Fallback
     from fp8debug.linear import Fp8Linear
 
     convert_plain(arm, roots)
     candidates = candidates_of(roots)
-    foreign = [c for c in candidates if c.fp8 and not isinstance(c.module, Fp8Linear)]
+    torchao = {c.fqn: c.module for c in candidates if c.adapter is not None and c.adapter.name == "torchao"}
+    foreign = [c for c in candidates if c.fp8 and not isinstance(c.module, Fp8Linear) and c.fqn not in torchao]
     if foreign and (arm.compute != "fp8" or arm.fallbacks):
         kind = type(foreign[0].module).__name__
         raise UsageError(
@@ -127,9 +133,15 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
     elif arm.compute == "fp8_tensors":
         for layer in layers:
             _dequantize_operands(layer)
-    if arm.fallbacks:
-        _apply_fallbacks(arm.fallbacks, roots, start_step)
-    return {"fp8": sum(not layer.recipe.is_high_precision for layer in layers), "linears": len(candidates)}
+    entries = [Fallback.from_dict(entry) for entry in arm.fallbacks]
+    if torchao:
+        from fp8debug.adapters.torchao_arms import change_modules
+
+        entries = change_modules(torchao, arm.compute, entries)
+        if entries and not layers:
+            raise NoMatchError("fallback module", entries[0].module, torchao)
+    _apply_fallbacks(entries, roots, start_step)
+    return {"fp8": sum(c.fp8 for c in candidates_of(roots)), "linears": len(candidates)}
 
 
 def _dequantize_operands(layer: Fp8Linear) -> None:
@@ -150,11 +162,10 @@ def _dequantize_operands(layer: Fp8Linear) -> None:
     layer.distortion = distortion
 
 
-def _apply_fallbacks(fallbacks: Sequence[Mapping[str, Any]], roots: Sequence[nn.Module], start_step: int) -> None:
+def _apply_fallbacks(entries: Sequence[Fallback], roots: Sequence[nn.Module], start_step: int) -> None:
     """Apply a list whose names are those of a run: with the number of the root before them where there are several."""
-    from fp8debug.fallback import Fallback, apply
+    from fp8debug.fallback import apply
 
-    entries = [Fallback.from_dict(entry) for entry in fallbacks]
     if len(roots) == 1:
         apply(roots[0], entries, start_step=start_step)
         return

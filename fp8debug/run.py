@@ -28,8 +28,12 @@ from fp8debug import adapters
 from fp8debug.adapters import attach
 from fp8debug.adapters.environment import rank_and_world
 from fp8debug.adapters.targets import roots_of
-from fp8debug.arms import Arm, apply_arm, convert_plain, end_with_parent
+from fp8debug.arms import REFUSED, Arm, apply_arm, convert_plain, end_with_parent
 from fp8debug.errors import Fp8DebugError, UsageError
+from fp8debug.guard import Guard
+from fp8debug.recipes import get_recipe
+from fp8debug.selectors import Selector
+from fp8debug.trainers import loop_of
 
 #: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
 _NEVER = 2**62
@@ -157,7 +161,9 @@ class ArmWatch(AutoWatch):
             vars(place)["watch"] = self._redirected
             self._undo.append(partial(vars(place).__setitem__, "watch", self._own_watch))
 
-    def _redirected(self, target: object, path: str | Path, **options: Any) -> attach.Watch:
+    def _redirected(self, target: object, path: str | Path, **options: Any) -> Any:
+        if loop_of(target) is not None:  # a trainer: its model comes here when it is ready
+            return self._own_watch(target, self._out, **options)
         out = self._out if self._num_watches == 0 else self._out / f"watch-{self._num_watches}"
         self._num_watches += 1
         roots = roots_of(target)
@@ -172,7 +178,7 @@ class ArmWatch(AutoWatch):
     def _begin_watch(self, target: object, out: Path, options: dict[str, Any]) -> attach.Watch:
         watch = self._own_watch(target, out, **{**options, **self._options})
         if self._options["every"] == _NEVER:
-            watch._observer.sampling = False  # not step 0 either
+            watch.skip_statistics()  # not at step 0 either
         return watch
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -184,7 +190,7 @@ class ArmWatch(AutoWatch):
             try:
                 self._begin(module)
             except Fp8DebugError as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"{REFUSED}{error}", file=sys.stderr)
                 raise SystemExit(2) from None  # another arm than the one asked for must not go on
 
     def _begin(self, module: nn.Module) -> None:
@@ -199,7 +205,7 @@ class ArmWatch(AutoWatch):
 
     def _begin_step(self) -> None:
         assert self.watch is not None
-        self.watch._close_counted_step()  # modules in BF16 do not tell it that the next step begins
+        self.watch.begin_step()
         if self._steps is not None and self.watch.current_step - self._first >= self._steps:
             raise SystemExit(0)
 
@@ -242,20 +248,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not options.script.is_file():
             raise UsageError(f"no script {options.script}; expected the path of a Python file")
-        for name in ("every", "steps"):
+        for name in ("every", "steps", "shadow_rows"):
             if (value := getattr(options, name)) is not None and value < 1:
-                raise UsageError(f"--{name} must be at least 1, got {value}")
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        recording = _recording(options)
         arm = Arm.read(options.arm) if options.arm else None
         if options.steps is not None and arm is None:
             raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
-        if (out / "manifest.json").exists() and not options.child:
-            raise UsageError(f"{out} already holds a run; choose another --out or delete it")
+        if (out / "manifest.json").exists() and not options.child and options.resume_from is None:
+            raise UsageError(f"{out} already holds a run; choose another --out or delete it, or go on with --resume-from STEP")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.child:
         end_with_parent()
-    auto = AutoWatch(out, {"every": options.every or 10})
+    auto = AutoWatch(out, {"every": options.every or 10, **recording})
     if arm is not None:
         # absolute, because the script may change its directory
         auto = ArmWatch(out.absolute(), {"every": options.every or _NEVER, "what_if": (), "dump": ()}, arm, options.steps)
@@ -275,16 +282,53 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _recording(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of :func:`fp8debug.watch` that the command line gives.
+
+    Raises:
+        UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
+    """
+    found: dict[str, Any] = {}
+    for name in ("dump", "include", "exclude", "what_if", "plain_recipe", "shadow_rows", "resume_from"):
+        value = getattr(options, name)
+        if value not in (None, []):
+            found[name] = tuple(value) if isinstance(value, list) else value
+    for text in options.dump:
+        Selector.parse(text)
+    for recipe in [*options.what_if, *([options.plain_recipe] if options.plain_recipe else [])]:
+        get_recipe(recipe)
+    if options.guard is not None:
+        found["guard"] = Guard(after=options.guard)
+    if found and options.arm:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        raise UsageError(f"{given} and --arm do not go together: an arm records its loss, and statistics only with --every")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8debug run",
-        usage="fp8debug run [--out DIR] [--every N] [--arm ARM [--steps N]] train.py ARGS...",
+        usage="fp8debug run [--out DIR] [--every N] [OPTIONS] train.py ARGS...",
         description="Run a training script unchanged and record the numerics of its FP8 GEMMs.",
         epilog="Several processes: torchrun ... -m fp8debug.run train.py ARGS. What follows the script's name is the script's.",
     )
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, help="run directory (default: runs/SCRIPT)")
     add("--every", metavar="N", type=int, help="record every that many steps (default: 10; with --arm: only the loss)")
+    add(
+        "--dump",
+        metavar="SITES",
+        action="append",
+        default=[],
+        help="write operands whole: 'blocks.*.down:fprop@100:200', on-finding",
+    )
+    add("--include", metavar="GLOB", action="append", default=[], help="modules to record (default: all); repeat it")
+    add("--exclude", metavar="GLOB", action="append", default=[], help="modules not to record; repeat it")
+    add("--what-if", metavar="RECIPE", action="append", default=[], help="also try this recipe on the same tensors; repeat it")
+    add("--plain-recipe", metavar="RECIPE", help="recipe to try on a model that has no FP8 (default: blockwise)")
+    add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
+    add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
+    add("--guard", metavar="M", type=int, help="put a module into BF16 after M sampled steps of hard evidence: changes the run")
     add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")
     add("--steps", metavar="N", type=int, help="with --arm: end the script after N optimizer steps")
     add("--seed-offset", metavar="K", type=int, default=0, help="with --arm: added to the seeds that the script sets")

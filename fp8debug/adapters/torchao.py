@@ -24,7 +24,7 @@ from fp8debug.types import OPERANDS, Gemm, TensorRole
 #: torchao.float8.float8_utils.EPS
 AMAX_EPS = 1e-12
 #: The field of Float8LinearConfig for each operand.
-_FIELDS = {
+FIELDS = {
     (Gemm.FPROP, TensorRole.INPUT): "cast_config_input",
     (Gemm.FPROP, TensorRole.WEIGHT): "cast_config_weight",
     (Gemm.DGRAD, TensorRole.GRAD_OUTPUT): "cast_config_grad_output",
@@ -38,7 +38,7 @@ _FAST = {Gemm.FPROP: "gemm_config_output", Gemm.DGRAD: "gemm_config_grad_input",
 @cache
 def recipe_of_config(config: Any) -> Recipe:
     """Return a Float8LinearConfig as a recipe of ours: the same codes and scales for the same tensor."""
-    casts = {key: _cast(getattr(config, name), config.round_scales_to_power_of_2) for key, name in _FIELDS.items()}
+    casts = {key: _cast(getattr(config, name), config.round_scales_to_power_of_2) for key, name in FIELDS.items()}
     fast = [g for g, name in _FAST.items() if getattr(config, name).use_fast_accum and not config.emulate]
     fast = [g for g in fast if all(cast is not None for (which, _), cast in casts.items() if which is g)]
     kinds = {cast.granularity.replace("columnwise", "rowwise") for cast in casts.values() if cast is not None}

@@ -59,7 +59,6 @@ class Watch:
         self._sink = StepSink(writer, changes, dumper)
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
-        self._first_step = first_step
         self._observer.before_forward = self._close_counted_step
         self._changes = changes
         self._dumper = dumper
@@ -286,7 +285,7 @@ class Watch:
             say(self._writer, self._observer.step, text)
 
     def _report_never_called(self) -> None:
-        if self._observer.is_off or (not self._sink.seen_modules and self._observer.step == self._first_step):
+        if self._observer.is_off or not self._has_looked:
             return
         missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
         for fqn in missing:
