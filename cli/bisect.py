@@ -41,9 +41,10 @@ def command(**options: Any) -> int:
     """
     run = open_run(options["run"])
     script = make_script(run, options)
-    folder = Path(options["out"] or run.path / "bisect")
+    folder = Path(options["out"]) if options["out"] else run.path / "bisect"
     trials = Trials(folder, script, fresh=options["fresh"])
-    announce(script, folder, f"BF16 and FP8, then a search: at most {options['max_runs']} trainings")
+    number = options["max_runs"]
+    announce(run, script, folder, f"BF16 and FP8, then a search: at most {number} trainings", number)
     save_as = folder / "bisect.json" if options["out"] else run.path / "bisect.json"
     suspects, damage = hints(run)
     if not options["yes"] and not sys.stdin.isatty():

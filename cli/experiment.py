@@ -98,10 +98,21 @@ def shares(options: dict[str, Any]) -> dict[str, float]:
     return {"min_gap": parse_share(options["min_gap"]), "closed": parse_share(options["closed"])}
 
 
-def announce(script: Script, folder: Path, what: str) -> None:
-    """Say what is about to be trained, before it is."""
+def announce(run: Run, script: Script, folder: Path, what: str, number: int) -> None:
+    """Say what is about to be trained, before it is, and how long so many trainings may take."""
     command = shlex.join([*(script.launcher or ("python",)), str(script.path), *script.args])
-    echo(f"{what} of {script.steps} steps: {command}\nthey go to {folder}", err=True)
+    seconds = step_seconds(run)
+    total = number * script.steps * (seconds or 0.0)
+    cost = f"about {lasting(total)} by the steps of {run.name}, start-up apart; " if total >= 1 else ""
+    echo(f"{what} of {script.steps} steps: {command}\n{cost}they go to {folder}", err=True)
+
+
+def step_seconds(run: Run) -> float | None:
+    """Return how long a step of the run usually took, its statistics apart where some steps have none."""
+    query = "SELECT sampled, percentile_cont(0.5) WITHIN GROUP (ORDER BY seconds) AS seconds FROM steps WHERE seconds > 0"
+    found = {row["sampled"]: row["seconds"] for row in run.sql(f"{query} GROUP BY sampled").to_pylist()}
+    seconds: float | None = found.get(False, found.get(True))
+    return seconds
 
 
 def lasting(seconds: float) -> str:

@@ -51,8 +51,11 @@ def command(
         return
     if fallbacks:
         print_table(HEADER, [_row(fallback) for fallback in fallbacks], wrap=["cheaper", "run in"])
+        spent = sum(fallback.cost for fallback in fallbacks)
+        beyond = f", more than the budget of {share:.1%}: errors are cured whatever it is" if spent > share + 1e-9 else ""
+        echo(f"\ntogether {spent:.1%} of the FP8 speed-up{beyond}")
         if basis := cost_basis(opened):
-            echo(f"\n{basis}")
+            echo(basis)
     else:
         echo("no candidates: nothing found that another cast or BF16 would cure")
     prior = positional_prior(opened)

@@ -54,12 +54,12 @@ def command(**options: Any) -> int:
         if not candidates:
             warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
     arms = arms_of(names, [entry.to_dict() for entry in candidates], positional_prior(run), script.recipe)
-    folder = Path(options["out"] or run.path / "verify")
+    folder = Path(options["out"]) if options["out"] else run.path / "verify"
     trials = Trials(folder, script, fresh=options["fresh"])
     number = len(arms) * options["repeats"]
     done = sum(trials.known(arm, repeat) for arm in arms for repeat in range(options["repeats"]))
     what = f"{len(arms)} arms ({', '.join(arm.name for arm in arms)}), {options['repeats']} repeats: {number} trainings"
-    announce(script, folder, what + (f", {done} of them done before," if done else ""))
+    announce(run, script, folder, what + (f", {done} of them done before," if done else ""), number - done)
     save_as = folder / "verify.json" if options["out"] else run.path / "verify.json"
     with Trainings() as report:
         found = verify_run(

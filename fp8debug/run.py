@@ -265,7 +265,9 @@ def main(argv: list[str] | None = None) -> int:
     auto = AutoWatch(out, {"every": options.every or 10, **recording})
     if arm is not None:
         # absolute, because the script may change its directory
-        auto = ArmWatch(out.absolute(), {"every": options.every or _NEVER, "what_if": (), "dump": ()}, arm, options.steps)
+        # and arms differ by nothing but what they are: a guard of the script would change some of them
+        overriding = {"every": options.every or _NEVER, "what_if": (), "dump": (), "guard": None}
+        auto = ArmWatch(out.absolute(), overriding, arm, options.steps)
         shift_seeds(options.seed_offset)
     auto.start()
     sys.argv = [str(options.script), *options.args]

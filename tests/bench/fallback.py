@@ -4,9 +4,13 @@ A small GPT is trained in BF16 to a checkpoint. From there a window of steps run
 BF16, on the same batches. The gap is the KL divergence, on held-out text, of the window's model (run as it trained) from the
 one trained in BF16. What a list recovers is 1 - gap(list) / gap(FP8), at a cost that is the FLOP share of its GEMMs.
 
+Of a healthy model the gap is one draw of its rounding: a GEMM in BF16 rounds everything after it anew, which moves the figures
+of a list by several hundredths and says nothing of the next checkpoint. So each scenario is drawn several times (--draws),
+with other initial weights and batches; gaps are summed over the draws. The oracle gives one list for all of them.
+
     oracle      the best list that fits the budget among all single GEMMs, all pairs of the ten best of them (all pairs with
                 --pairs), and the best of these extended greedily
-    recommend   what fp8debug.recommend() makes of a recording of the FP8 window; it may cost far less than the budget
+    recommend   what fp8debug.recommend() makes of the recording of each draw; it may cost far less than the budget
     filled      the same with ``fill=True``, which spends the budget: the one to compare at equal budget; "of oracle" is its share
     first/last  the first module, the last, the second, ...: all GEMMs of each, one by one while they fit
 
@@ -23,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +154,6 @@ class Trial:
         self.held_out = torch.cat(self.batches[pretrain + window :])
         self.batches = self.batches[pretrain : pretrain + window]
         self.reference = self._log_probabilities(self._run(None))
-        self.num_runs = 0
-        self._known: dict[frozenset[Unit], float] = {}
         self.gap = self.of([])
 
     def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor]) -> None:
@@ -189,24 +191,34 @@ class Trial:
 
     def of(self, fallbacks: Sequence[Fallback]) -> float:
         """Return the gap that a list leaves, in nats per byte; NaN counts as knowing nothing."""
-        self.num_runs += 1
         found = self._log_probabilities(self._run(fallbacks))
         kl = (self.reference.exp() * (self.reference - found)).sum(-1).mean().item()
         return min(kl, math.log(VOCABULARY)) if math.isfinite(kl) else math.log(VOCABULARY)
 
-    def recovered(self, fallbacks: Sequence[Fallback]) -> float:
-        """Return the share of the gap that a list closes."""
-        return 1 - self.of(fallbacks) / self.gap
+
+class Draws:
+    """The draws of a scenario, their gaps summed."""
+
+    def __init__(self, scenario: Scenario, number: int, *, pretrain: int, window: int) -> None:
+        seeds = [scenario.seed + 100 * place for place in range(number)]
+        self.trials = [Trial(replace(scenario, seed=seed), pretrain=pretrain, window=window) for seed in seeds]
+        self.gap = sum(trial.gap for trial in self.trials)
+        self._known: dict[frozenset[Unit], float] = {}
+
+    def recovered(self, lists: Sequence[Sequence[Fallback]]) -> float:
+        """Return the share of the gap that lists close, one for each draw."""
+        return 1 - sum(trial.of(fallbacks) for trial, fallbacks in zip(self.trials, lists, strict=True)) / self.gap
 
     def of_units(self, units: Iterable[Unit]) -> float:
         """Return the share of the gap that GEMMs in BF16 close."""
         key = frozenset(units)
         if key not in self._known:
-            self._known[key] = self.recovered([Fallback(module=module, gemms=(gemm,)) for module, gemm in sorted(key)])
+            fallbacks = [Fallback(module=module, gemms=(gemm,)) for module, gemm in sorted(key)]
+            self._known[key] = self.recovered([fallbacks] * len(self.trials))
         return self._known[key]
 
 
-def oracle(trial: Trial, shares: dict[str, float], budget: float, *, every_pair: bool) -> tuple[float, frozenset[Unit]]:
+def oracle(trial: Draws, shares: dict[str, float], budget: float, *, every_pair: bool) -> tuple[float, frozenset[Unit]]:
     """Return the best recovery within the budget, and the GEMMs that give it."""
     units = [(module, gemm) for module in shares for gemm in GEMMS]
 
@@ -252,6 +264,7 @@ def main() -> None:
     parser.add_argument("--only", help="scenarios whose name has this in it")
     parser.add_argument("--pretrain", type=int, default=40)
     parser.add_argument("--window", type=int, default=6)
+    parser.add_argument("--draws", type=int, default=3, help="of each scenario: other initial weights and batches")
     parser.add_argument("--pairs", action="store_true", help="let the oracle try every pair of GEMMs")
     parser.add_argument("--singles", action="store_true", help="print what each GEMM alone recovers")
     options = parser.parse_args()
@@ -264,36 +277,42 @@ def main() -> None:
         if options.only and options.only not in scenario.name:
             continue
         began = time.monotonic()
-        trial = Trial(scenario, pretrain=options.pretrain, window=options.window)
+        draws = Draws(scenario, options.draws, pretrain=options.pretrain, window=options.window)
         with tempfile.TemporaryDirectory() as folder:
-            trial._run([], Path(folder) / "run")
-            run = fp8debug.Run(Path(folder) / "run")
-            findings = fp8debug.triage(run)
-            shares = gemm_shares(run)
-            modules = [module["fqn"] for module in run.modules if module["fqn"] in shares]
+            runs = []
+            for place, trial in enumerate(draws.trials):
+                trial._run([], Path(folder) / f"run{place}")
+                runs.append(fp8debug.Run(Path(folder) / f"run{place}"))
+            findings = [fp8debug.triage(run) for run in runs]
+            shares = gemm_shares(runs[0])
+            modules = [module["fqn"] for module in runs[0].modules if module["fqn"] in shares]
             if options.singles:
                 for module in modules:
-                    print("   ", module, *(f"{gemm} {trial.of_units([(module, gemm)]):6.1%}" for gemm in GEMMS))
+                    print("   ", module, *(f"{gemm} {draws.of_units([(module, gemm)]):6.1%}" for gemm in GEMMS))
             for budget in options.budgets:
-                lists = [fp8debug.recommend(run, findings, budget, fill=fill) for fill in (False, True)]
-                (ours, filled), (cost, full) = ([f(x) for x in lists] for f in (trial.recovered, _cost))
-                prior = trial.of_units(first_and_last(modules, shares, budget))
-                best, chosen = oracle(trial, shares, budget, every_pair=options.pairs)
+                lists = {
+                    name: [fp8debug.recommend(run, found, budget, fill=fill) for run, found in zip(runs, findings, strict=True)]
+                    for name, fill in (("default", False), ("filled ", True))
+                }
+                (ours, filled), (cost, full) = ([f(x) for x in lists.values()] for f in (draws.recovered, _cost))
+                prior = draws.of_units(first_and_last(modules, shares, budget))
+                best, chosen = oracle(draws, shares, budget, every_pair=options.pairs)
                 print(
-                    f"{scenario.name:24} {trial.gap:8.1e} {budget:6.0%} {best:6.1%} {ours:9.1%} {cost:6.1%} {filled:6.1%}"
-                    f" {full:6.1%} {filled / best if best > 0 else math.nan:9.0%} {prior:10.1%} {time.monotonic() - began:5.0f}",
+                    f"{scenario.name:24} {draws.gap / options.draws:8.1e} {budget:6.0%} {best:6.1%} {ours:9.1%} {cost:6.1%}"
+                    f" {filled:6.1%} {full:6.1%} {filled / best if best > 0 else math.nan:9.0%} {prior:10.1%}"
+                    f" {time.monotonic() - began:5.0f}",
                     flush=True,
                 )
                 if options.singles:
                     print("    oracle ", *(f"{module}.{gemm}" for module, gemm in sorted(chosen)))
-                    for name, fallbacks in zip(("default", "filled "), lists, strict=True):
-                        print(
-                            "   ", name, *(f"{f.module}.{'+'.join(f.gemms)}{f'={f.cast}' if f.cast else ''}" for f in fallbacks)
-                        )
+                    for name, of_draws in lists.items():
+                        for fallbacks in of_draws:
+                            print("   ", name, *(f"{f.module}.{'+'.join(f.gemms)}={f.cast or 'bf16'}" for f in fallbacks))
 
 
-def _cost(fallbacks: Sequence[Fallback]) -> float:
-    return sum(fallback.cost for fallback in fallbacks)
+def _cost(lists: Sequence[Sequence[Fallback]]) -> float:
+    """Return the mean cost of the draws' lists."""
+    return sum(fallback.cost for fallbacks in lists for fallback in fallbacks) / len(lists)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,18 @@ def test_fallbacks_are_applied_after_the_fault_which_they_cure() -> None:
     assert results(chain)[0].isfinite().all()
 
 
+def test_an_entry_of_some_steps_switches_between_the_steps_of_an_arm() -> None:
+    chain: Any = model()
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.01)
+    apply_arm(Arm(name="candidates", fallbacks=({**BF16_UP, "from_step": 3, "until_step": 5},)), [chain], start_step=2)
+    seen = []
+    for _ in range(4):
+        seen.append(chain.layers[1].recipe.casts["fprop", "input"] is None)
+        results(chain)
+        optimizer.step()
+    assert seen == [False, True, True, False], "steps 2 to 5 of the run"
+
+
 def test_names_of_several_roots_begin_with_their_number() -> None:
     chunks = [model(), model()]
     apply_arm(Arm(name="a", fallbacks=({**BF16_UP, "module": "1.layers.1"},)), chunks)

@@ -1,0 +1,107 @@
+"""``fp8debug run`` hands the options of ``watch`` on, refuses wrong ones before the script starts, and keeps arms alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8debug
+from fp8debug.run import main
+
+PLAIN = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    x = torch.randn(16, 32)
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+OWN = """
+import torch
+from torch import nn
+import fp8debug
+
+torch.manual_seed(0)
+model = fp8debug.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), "blockwise")
+fp8debug.inject(model, "zero_tile", module="2")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+with fp8debug.watch(model, "own", every=1, guard=fp8debug.Guard(after=1, budget=1.0)) as watch:
+    for _ in range(3):
+        loss = model(torch.ones(16, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        watch.step(loss=loss)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PLAIN)
+    return tmp_path / "train.py"
+
+
+def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    words = [
+        "--dump",
+        "0:fprop:input@2",
+        "--exclude",
+        "2",
+        "--what-if",
+        "mxfp8",
+        "--plain-recipe",
+        "rowwise",
+        "--shadow-rows",
+        "8",
+    ]
+    assert main(["--out", out, "--every", "2", *words, str(script)]) == 0
+    run = fp8debug.Run(out)
+    assert [path.name for path in Path(out).rglob("*.safetensors")] == ["0.fprop.input.safetensors"]
+    assert (run.manifest["plain_recipe"], run.manifest["what_if"], run.manifest["exclude"]) == ("rowwise", ["mxfp8"], ["2"])
+    assert run.manifest["shadow_rows"] == 8
+    assert main(["--out", out, "--resume-from", "4", str(script)]) == 0
+    run = fp8debug.Run(out)
+    assert run.steps_range == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dump", "a:b"], "unknown gemm of dump 'a:b' 'b'"),
+        (["--what-if", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8'?"),
+        (["--shadow-rows", "0"], "--shadow-rows must be at least 1, got 0"),
+        (["--guard", "0"], "a guard needs after >= 1"),
+        (["--arm", "fp8", "--dump", "a", "--include", "b"], "--dump, --include and --arm do not go together"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_script_starts(
+    words: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("raise AssertionError('started')")
+    assert main([*words, "--out", "out", str(script)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not Path("out").exists()
+
+
+def test_a_guard_of_the_script_is_off_in_an_arm(script: Path, tmp_path: Path) -> None:
+    script.write_text(OWN)
+    arm = tmp_path / "arm.json"
+    arm.write_text(json.dumps({"name": "fp8", "compute": "fp8", "fallbacks": [], "recipe": None}))
+    (tmp_path / "out").mkdir()
+    assert main(["--arm", str(arm), "--every", "1", "--out", "out", str(script)]) == 0
+    run = fp8debug.Run("out")
+    assert not run.sql("SELECT * FROM events WHERE kind = 'recipe'").to_pylist()
+    assert run.sql("SELECT count(*) AS n FROM steps WHERE isnan(loss)").to_pylist() == [{"n": 3}], "nothing cured it"
+    assert not Path("own").exists()
