@@ -50,7 +50,6 @@ def make_app(path: str | Path) -> dash.Dash:
         assets_folder=str(Path(__file__).with_name("assets")),
         pages_folder="",
         serve_locally=True,
-        eager_loading=True,  # the plot library comes while the server reads the run
         suppress_callback_exceptions=True,  # pages come and go
         title=f"{source.path.resolve().name} · fp8debug",
         update_title="",
@@ -292,6 +291,8 @@ def _settle(app: dash.Dash, source: Source) -> None:
         page = PAGES.get(view.page)
         try:
             opened = source.open(view.run)
+            if sources.state(opened.run.path, opened.run.rank_manifests) != "writing":
+                opened.narrow_down()
             if page is None or not page.is_pending(view, opened):
                 raise PreventUpdate
             page.settle(view, opened)

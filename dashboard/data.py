@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,8 @@ from .records import CastRange, Heat, Histogram, Trace
 
 if TYPE_CHECKING:
     from fp8debug import Run
+
+    from .narrow import Key, Narrow
 
 MAX_CELLS = 400
 MAX_POINTS = 600
@@ -59,23 +60,17 @@ def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
     """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows."""
     if last - first < most:
         return 1
-    count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
-    return 1 if run.sql(count).column("n")[0].as_py() <= most else -(-(last - first + 1) // most)
-
-
-_BOUNDS: WeakKeyDictionary[Run, tuple[int, int]] = WeakKeyDictionary()
-
-
-def _bounds(run: Run) -> tuple[int, int]:
-    """Return ``run.steps_range``, asked once: a run that has grown is opened anew."""
-    if run not in _BOUNDS:
-        _BOUNDS[run] = run.steps_range
-    return _BOUNDS[run]
+    if view == "raw":
+        num = sum(step is not None and first <= step <= last for step in run.sampled_steps)
+    else:
+        count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
+        num = run.sql(count).column("n")[0].as_py()
+    return 1 if num <= most else -(-(last - first + 1) // most)
 
 
 def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
     """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
-    low, high = _bounds(run)
+    low, high = run.steps_range
     if low is None:  # rows without a step, from a writer that is not ours
         return None  # type: ignore[unreachable]  # the annotation believes the file
     low, high = max(low, low if first is None else first), min(high, high if last is None else last)
@@ -182,8 +177,26 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     return " AND ".join(conditions), values
 
 
+def _keys(narrow: Narrow, site: str, cast: str) -> list[Key]:
+    """Return the sites of a table in memory that :func:`where` chooses."""
+    gemm, _, tensor = site.partition(".")
+    many = {"operands": "operand", "results": "shadow", "exact": "exact"}
+    reference = many.get(site) or ("operand" if tensor in OPERANDS else "shadow")
+    chosen = []
+    for key in narrow.keys.values():
+        is_cast = key[4] == (cast == "running") if cast in ("running", "what-if") else key[2] == cast
+        if is_cast and key[3] == reference and (site in many or key[:2] == (gemm, tensor)):
+            chosen.append(key)
+    return chosen
+
+
 def heat(
-    run: Run, metric: str, site: str = "operands", cast: str = "running", steps: tuple[int | None, int | None] = (None, None)
+    run: Run,
+    metric: str,
+    site: str = "operands",
+    cast: str = "running",
+    steps: tuple[int | None, int | None] = (None, None),
+    narrow: Narrow | None = None,
 ) -> Heat:
     """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
 
@@ -193,6 +206,7 @@ def heat(
         site: see ``where``.
         cast: see ``where``.
         steps: first and last step to show; the cells get finer as the range gets shorter.
+        narrow: the run's table in memory, which answers if it has the metric.
 
     Raises:
         UnknownNameError: no such metric.
@@ -208,11 +222,13 @@ def heat(
         )
     first, last = shown
     width = width_of(run, "raw", first, last, MAX_CELLS)
+    if narrow is not None and name in narrow.metrics:
+        return grid_of(narrow.heat(name, _keys(narrow, site, cast), first, last, width), metric, unit, modules, width)
     table = run.sql(
-        f"WITH picked AS (SELECT module, step, call_index, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
+        f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
         f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
-        " min(call_index) AS place, max_by(v, badness) AS v, max_by(kind, badness) AS kind"
+        " max_by(v, badness) AS v, max_by(kind, badness) AS kind"
         " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
         values,
     )
@@ -230,7 +246,7 @@ def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
-    last = _bounds(run)[1]
+    last = run.steps_range[1]
     rows = _worst_at(run, "running", last, count)
     if rows:
         return rows
@@ -267,8 +283,14 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
     return [t for t in several_traces(run, module, [metric])[metric] if site is None or (t.gemm, t.tensor) == site]
 
 
-def several_traces(run: Run, module: str, names: Sequence[str]) -> dict[str, list[Trace]]:
+def several_traces(run: Run, module: str, names: Sequence[str], narrow: Narrow | None = None) -> dict[str, list[Trace]]:
     """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
+
+    Args:
+        run: the run.
+        module: FQN.
+        names: columns of ``sites``.
+        narrow: the run's table in memory, which answers if it has all of them.
 
     Raises:
         UnknownNameError: no such metric.
@@ -277,13 +299,16 @@ def several_traces(run: Run, module: str, names: Sequence[str]) -> dict[str, lis
     if shown is None:
         return {name: [] for name in wanted}
     width = width_of(run, "raw", *shown, MAX_POINTS)
-    values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
-    table = run.sql(
-        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
-        " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
-        " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
-        [module],
-    )
+    if narrow is not None and narrow.metrics.issuperset(wanted):
+        table = narrow.traces(module, wanted, shown[0], width)
+    else:
+        values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
+        table = run.sql(
+            f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
+            " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
+            " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
+            [module],
+        )
     keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step"]
     found = {}
     for name in wanted:
@@ -321,8 +346,10 @@ def _traces(table: pa.Table, banded: bool) -> list[Trace]:
     return traces
 
 
-def sampled_steps(run: Run, module: str) -> list[int]:
+def sampled_steps(run: Run, module: str, narrow: Narrow | None = None) -> list[int]:
     """Return the steps at which the module has statistics."""
+    if narrow is not None:
+        return narrow.steps(module)
     found = _rows(run, "SELECT DISTINCT step FROM raw WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
     return [int(row["step"]) for row in found]
 

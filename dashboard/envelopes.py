@@ -123,16 +123,26 @@ def severities(metric: str, values: Floats, kinds: NDArray[np.int32]) -> Floats 
     return result
 
 
-def badness_sql(metric: str) -> str:
-    """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show."""
+def badness_sql(
+    metric: str,
+    is_e5m2: str = "cast_name LIKE '%e5m2%'",
+    is_leaf: str = "gemm = 'wgrad' AND tensor = 'grad_output'",
+) -> str:
+    """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show.
+
+    Args:
+        metric: the column.
+        is_e5m2: SQL that tells whether a row's cast is to E5M2.
+        is_leaf: SQL that tells whether a row is of wgrad's grad_output.
+    """
     match metric:
         case "sqnr_db" | "worst_block_sqnr_db":
-            return f"-({metric} + CASE WHEN cast_name LIKE '%e5m2%' THEN 5.95 ELSE 0 END)"
+            return f"-({metric} + CASE WHEN {is_e5m2} THEN 5.95 ELSE 0 END)"
         case "cosine":
-            return f"(1 - {metric}) * CASE WHEN cast_name LIKE '%e5m2%' THEN 0.25 ELSE 1 END"
+            return f"(1 - {metric}) * CASE WHEN {is_e5m2} THEN 0.25 ELSE 1 END"
         case "underflow_rate" | "underflow_nonzero_rate":
             # wgrad's grad_output may lose five times as much; it must not hide an operand that may not.
-            return f"{metric} * CASE WHEN gemm = 'wgrad' AND tensor = 'grad_output' THEN 0.2 ELSE 1 END"
+            return f"{metric} * CASE WHEN {is_leaf} THEN 0.2 ELSE 1 END"
         case "gain" | "norm_ratio":
             return f"abs({metric} - 1)"
         case "scale_log2_ratio":

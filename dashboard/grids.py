@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .records import Floats, Heat, Ints
 
@@ -22,12 +23,13 @@ def ints(table: pa.Table, name: str) -> Ints:
 
 def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
     """Return rows of (module, cell, step, v, kind) as an array of modules, in the given order, by cells of steps."""
-    names = table.column("module").to_pylist()
-    order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *names]))}
-    present = sorted(set(names), key=order.__getitem__)
+    coded = pc.dictionary_encode(table.column("module").cast(pa.string())).combine_chunks()
+    named, codes = coded.dictionary.to_pylist(), coded.indices.to_numpy()
+    order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *named]))}
+    present = sorted(named, key=order.__getitem__)
     row = {name: i for i, name in enumerate(present)}
     cells, index = np.unique(ints(table, "cell"), return_inverse=True)
-    rows = np.array([row[name] for name in names], dtype=np.int64)
+    rows = np.array([row[name] for name in named], dtype=np.int64)[codes]
     values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
     kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
     steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)

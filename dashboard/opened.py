@@ -13,6 +13,7 @@ from fp8debug.rules.findings import Findings
 
 from . import data
 from .judge import triage_apart
+from .narrow import Narrow, build
 from .theme import level
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Opened:
         beside: opens another run of the same folder by its name.
         earlier: what was known of an earlier state of the files.
         is_superseded: the files have changed since.
+        narrow: the table in memory that answers for a large run once it was read.
     """
 
     run: Run
@@ -77,6 +79,9 @@ class Opened:
     beside: Callable[[str], Opened] | None = None
     earlier: Judgement = PENDING
     is_superseded: bool = False
+    narrow: Narrow | None = None
+    _aside: Run | None = None
+    _narrowing: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _solving: threading.Lock = field(default_factory=threading.Lock)
     _judgement: Judgement | None = None
@@ -85,6 +90,28 @@ class Opened:
     _kept: dict[Any, Any] = field(default_factory=dict)
     _locks: dict[Any, threading.Lock] = field(default_factory=dict)
     _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def aside(self) -> Run:
+        """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
+        from fp8debug import Run
+
+        with self._opening:
+            if self._aside is None:
+                self._aside = Run(self.run.path)
+            return self._aside
+
+    def narrow_down(self) -> None:
+        """Begin to read the table in memory, once: of a large run that nobody is writing."""
+        with self._lock_of_locks:
+            if self._narrowing is not None or self.size < SMALL_BYTES:
+                return
+            self._narrowing = threading.Thread(target=self._narrow, daemon=True)
+            self._narrowing.start()
+
+    def _narrow(self) -> None:
+        with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
+            self.narrow = build(self.run.path)
 
     def judge(self) -> Judgement:
         """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
@@ -106,7 +133,7 @@ class Opened:
         except Fp8DebugError as error:
             return Judgement(findings=Findings(), failure=str(error))
         with suppress(Fp8DebugError):
-            self.keep(RECORDED, lambda: data.recorded(Run(self.run.path)))
+            self.keep(RECORDED, lambda: data.recorded(self.aside()))
         return found
 
     def judged(self) -> Judgement:
@@ -145,7 +172,7 @@ class Opened:
             if self._solve is None:
                 from fp8debug.fallback.policy import solver
 
-                self._solve = solver(self.run, self.latest().findings)
+                self._solve = solver(self.aside(), self.latest().findings)
             key = ("fallbacks", budget, fill)
             if key not in self._kept:
                 self._kept[key] = self._solve(budget, fill=fill)

@@ -1,5 +1,15 @@
 // What runs in the browser: controls write the URL, "/" finds a module, and cells of grids show text, never HTML.
 (function () {
+  // Nearly every page has a plot: their library comes while the first page is asked for. dcc.Graph waits for what stands here;
+  // the library then puts itself in its place. (eager_loading would fetch it, and nine megabytes that nobody needs, before.)
+  window.Plotly = new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = "/_dash-component-suites/plotly/package_data/plotly.min.js";
+    script.onload = () => resolve();
+    script.onerror = () => reject(new Error("the plot library did not load"));
+    document.head.appendChild(script);
+  });
+
   // The address bar is the state: read and written here at once, never through a callback that may lag behind it.
   const go = (pathname, search) => {
     if (pathname + search === window.location.pathname + window.location.search) return;

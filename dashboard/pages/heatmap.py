@@ -84,7 +84,9 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
         steps = (view.get_int("from"), view.get_int("to"))
-        heat = opened.keep(("heat", metric, site, cast, steps), lambda: data.heat(opened.run, metric, site, cast, steps=steps))
+        heat = opened.keep(
+            ("heat", metric, site, cast, steps), lambda: data.heat(opened.run, metric, site, cast, steps, opened.narrow)
+        )
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
     heat = replace(heat, marks=source.marks(opened.judged().findings, by_module=True))

@@ -209,14 +209,14 @@ def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step
 
 
 def _sampled(opened: Opened, module: str) -> list[int]:
-    found: list[int] = opened.keep(("sampled", module), lambda: data.sampled_steps(opened.run, module))
+    found: list[int] = opened.keep(("sampled", module), lambda: data.sampled_steps(opened.run, module, opened.narrow))
     return found
 
 
 def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
     names = (metric, "sqnr_db", "scale_inv_mean_log2", "headroom")
     key = ("lines", module, metric)
-    found: dict[str, list[Trace]] = opened.keep(key, lambda: data.several_traces(opened.run, module, names))
+    found: dict[str, list[Trace]] = opened.keep(key, lambda: data.several_traces(opened.run, module, names, opened.narrow))
     return found
 
 
@@ -227,7 +227,7 @@ def _key(view: View, module: str) -> tuple[Any, ...]:
 def _read_history(view: View, opened: Opened, module: str) -> History | None:
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
     found: History | None = opened.keep(
-        _key(view, module), lambda: history_data.history(opened.run, module, chosen_site(view), cast)
+        _key(view, module), lambda: history_data.history(opened.aside(), module, chosen_site(view), cast)
     )
     return found
 

@@ -58,7 +58,7 @@ def settle(view: View, opened: Opened) -> object:
     metric = _metric(view, opened)
     if len(opened.run.ranks) < 2 or metric not in opened.recorded():
         return opened.keep(_key(view, opened), list)
-    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.run, metric))
+    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.aside(), metric))
 
 
 def layout(view: View, opened: Opened) -> Component:

@@ -24,6 +24,7 @@ def connect(folders: Sequence[Path]) -> duckdb.DuckDBPyConnection:
         connection.register_filesystem(store)
     connection.execute("SET TimeZone = 'UTC'")
     connection.execute("SET enable_progress_bar = false")  # it draws on stdout
+    connection.execute("SET parquet_metadata_cache = true")  # footers are parsed once, not for every query
     # A store's own address is checked as a pattern, a file's as it is.
     allowed = {text for folder in folders for text in (_quoted(f"{folder.absolute()}/"), _quoted(f"{_escaped(folder)}/"))}
     connection.execute(f"SET allowed_directories = [{', '.join(sorted(allowed))}]")
