@@ -24,8 +24,14 @@ from .verify import band
 
 @click.command("bisect", cls=ScriptCommand)
 @script_options
-@click.option("--repeats", type=int, default=3, show_default=True, help="Seeds at most for one test: more near the threshold.")
-@click.option("--max-runs", type=int, default=64, show_default=True, help="Trainings at most.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Seeds at most for one test: more near the threshold.",
+)
+@click.option("--max-runs", type=click.IntRange(min=2), default=64, show_default=True, help="Trainings at most.")
 @click.option("--yes", is_flag=True, help="Do not ask before the search.")
 @click.option("-o", "--output", metavar="FILE", help="Write the fallback list there too.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
@@ -40,7 +46,7 @@ def command(**options: Any) -> int:
     trainings in RUN/bisect (or in DIR of --out). Exit code 0: a set was found, or there is no gap; 1 otherwise.
     """
     run = open_run(options["run"])
-    script = make_script(run, options)
+    script, limits = make_script(run, options), shares(options)
     folder = Path(options["out"]) if options["out"] else run.path / "bisect"
     trials = Trials(folder, script, fresh=options["fresh"])
     number = options["max_runs"]
@@ -73,7 +79,7 @@ def command(**options: Any) -> int:
             save_as=save_as,
             confirm=confirm,
             report=report,
-            **shares(options),
+            **limits,
         )
     if options["form"] == "json":
         click.echo(json.dumps(found, indent=2))

@@ -26,7 +26,7 @@ FINE = ("closed", "nothing_to_close")
 
 @click.command("verify", cls=ScriptCommand)
 @script_options
-@click.option("--repeats", type=int, default=3, show_default=True, help="Seeds; they give the noise band.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Seeds; they give the noise band.")
 @click.option("--fallbacks", metavar="FILE", help="Fallback list to try [what `fp8debug fallback RUN` recommends].")
 @click.option("--budget", default="10%", show_default=True, help="Of that recommendation.")
 @click.option("--arms", metavar="NAMES", default=",".join(ARMS), show_default=True, help="Comma-separated; bf16 and fp8 always.")
@@ -42,7 +42,7 @@ def command(**options: Any) -> int:
     the same script, arguments and steps. Exit code 0: the candidates close the gap, or there is none; 1 otherwise.
     """
     run = open_run(options["run"])
-    script = make_script(run, options)
+    script, limits = make_script(run, options), shares(options)
     names = [name.strip() for name in options["arms"].split(",") if name.strip()]
     for name in names:
         if name not in ARMS:
@@ -58,7 +58,8 @@ def command(**options: Any) -> int:
     trials = Trials(folder, script, fresh=options["fresh"])
     number = len(arms) * options["repeats"]
     done = sum(trials.known(arm, repeat) for arm in arms for repeat in range(options["repeats"]))
-    what = f"{len(arms)} arms ({', '.join(arm.name for arm in arms)}), {options['repeats']} repeats: {number} trainings"
+    seeds = "one seed" if options["repeats"] == 1 else f"{options['repeats']} seeds"
+    what = f"{len(arms)} arms ({', '.join(arm.name for arm in arms)}) with {seeds}: {number} trainings"
     announce(run, script, folder, what + (f", {done} of them done before," if done else ""), number - done)
     save_as = folder / "verify.json" if options["out"] else run.path / "verify.json"
     with Trainings() as report:
@@ -70,7 +71,7 @@ def command(**options: Any) -> int:
             run_name=run.name,
             save_as=save_as,
             report=report,
-            **shares(options),
+            **limits,
         )
     for arm in found["arms"]:
         if arm["problem"]:

@@ -40,7 +40,8 @@ class MegatronExporter(Exporter):
                 "run has modules of one name on several pipeline stages and joins what they show, so the file of each of"
                 f" these stages has them: {several(shared)}"
             )
-        if any(" delayed(" in str(r["cast_name"]) for r in run.sql("SELECT DISTINCT cast_name FROM sites").to_pylist()):
+        running = run.sql("SELECT DISTINCT cast_name FROM sites WHERE actual").to_pylist()
+        if any(" delayed(" in str(row["cast_name"]) for row in running):
             notes.append("takes no precision per layer beside --fp8-recipe delayed; choose another recipe for the job")
         return notes
 

@@ -107,7 +107,9 @@ class Script:
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
-                raise UsageError(f"cannot start {self.launcher[0] if self.launcher else sys.executable}: {error}") from None
+                raise UsageError(
+                    f"cannot start {self.launcher[0] if self.launcher else sys.executable}: {error.strerror}"
+                ) from None
             timed_out = False
             try:
                 process.wait(self.timeout_s)
