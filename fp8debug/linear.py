@@ -24,8 +24,10 @@ from torch.autograd.function import once_differentiable
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, lies_as_read, quantize
+from fp8debug.kernels.history import Use
 from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
@@ -134,7 +136,8 @@ class Fp8Linear(nn.Linear):
         self.distortion = None
         self.summation = None
         self.fqn = type(self).__name__
-        self._is_evaluation = False  # inside a forward pass without gradients
+        self._use: Use = "train"
+        self._seen_outside_backward = False
         self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
         self.recipe = recipe
 
@@ -187,7 +190,7 @@ class Fp8Linear(nn.Linear):
         scale_inv = None
         if cast.scaling == "delayed":
             history = self.history(key, cast, x.device)
-            scale_inv = history.next_scale_inv(finite_amax(x), keep=not self._is_evaluation)
+            scale_inv = history.next_scale_inv(finite_amax(x), self._use)
         q = probe.quantize(key, x, cast, scale_inv) if probe else None
         return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.fqn, *key)), cast
 
@@ -219,17 +222,40 @@ class Fp8Linear(nn.Linear):
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        probe = self.probe if self.probe is not None and self.probe.begin() else None
         with torch.autocast(kind, enabled=False):
-            flat = input.reshape(-1, self.in_features)
-            self._is_evaluation = not torch.is_grad_enabled()
-            output: Tensor = _Fp8Matmul.apply(flat, self.weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
-            self._is_evaluation = False
-            if self.probe is not None and probe is None and torch.is_grad_enabled():
-                self.probe.check(flat, self.weight, output)
-            if self.bias is not None:
-                output = output + self.bias.to(output.dtype)
-            return output.reshape(*input.shape[:-1], self.out_features)
+            if is_sharded(self.weight):
+                part = split(input, self.weight)
+                output = part.join(self._multiply(part.x, part.weight, part.layout))
+            else:
+                output = self._multiply(input, self.weight, None)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None) -> Tensor:
+        """Return x ``[..., K]`` times weight ``[N, K]``: all of them, or one rank's part."""
+        probe = self.probe if self.probe is not None and self.probe.begin() else None
+        if probe is not None:
+            probe.layout = layout
+        flat = x.reshape(-1, x.shape[-1])
+        self._use = self._use_now()
+        try:  # a checkpoint ends its recomputation by an exception when it has what it needs
+            output: Tensor = _Fp8Matmul.apply(flat, weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            self._use = "train"
+        if self.probe is not None and probe is None and torch.is_grad_enabled():
+            self.probe.check(flat, weight, output)
+        return output.reshape(*x.shape[:-1], weight.shape[0])
+
+    def _use_now(self) -> Use:
+        """Return what the forward pass that begins is: one in a backward pass recomputes what a checkpoint threw away.
+
+        Unless there was none outside, as under reentrant checkpoints, whose first pass has no gradients.
+        """
+        if not torch.is_grad_enabled():
+            return "evaluate"
+        if torch._C._current_graph_task_id() == -1:
+            self._seen_outside_backward = True
+            return "train"
+        return "recompute" if self._seen_outside_backward else "train"
 
     _outside_graph = _disable_dynamo(_run)
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
 from fp8debug.recipes import Recipe
+from fp8debug.sharding import Piece
 from fp8debug.table import Scalar, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
 
@@ -34,11 +35,12 @@ class RowKey(NamedTuple):
 
 
 class RowInfo(NamedTuple):
-    """A row's key with its module, and that module's position in the step's execution order."""
+    """A row's key with its module, that module's position in the step's execution order, and the piece that a rank holds."""
 
     module: str
     call_index: int
     key: RowKey
+    piece: Piece | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ class Observer:
         self.step = 0
         self.sampling = True
         self.is_off = False
+        self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
         self.before_forward: Callable[[], None] = _nothing
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.

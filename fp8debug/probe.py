@@ -36,6 +36,7 @@ from fp8debug.metrics import Source
 from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
+from fp8debug.sharding import Layout
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class Probe:
         self.failed = False
         self._told = False
         self.num_calls = 0
+        #: Which piece of the whole each tensor is, where the module is split over ranks.
+        self.layout: Layout | None = None
         self._first_row = observer.num_modules * observer.settings.rows_per_module
         observer.num_modules += 1
         observer.on_end_step.append(self._forget)
@@ -144,7 +147,7 @@ class Probe:
         It is not when the step is not sampled, when gradients are off (evaluation), or when it is the recomputation of a
         checkpointed forward that was seen already.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.observer.is_rehearsing:
             return False
         self.observer.before_forward()
         return self.observer.sampling and self._begin() is True
@@ -170,7 +173,7 @@ class Probe:
         wanted = self.observer.settings.check_finite
         if self.observer.sampling or self.observer.is_off or wanted is False or (wanted is None and output.device.type != "cpu"):
             return
-        if not is_capturing() and torch._C._current_graph_task_id() == -1:
+        if not self.observer.is_rehearsing and not is_capturing() and torch._C._current_graph_task_id() == -1:
             self.observer.check(self.module, x, weight, output)
 
     @guarded
@@ -381,7 +384,7 @@ class Probe:
             if len(self._rows) == self.observer.settings.rows_per_module:
                 raise RuntimeError("the casts of this module changed too often within one step")
             self._rows[key] = self._first_row + len(self._rows)
-        info = RowInfo(self.module, self.call_index, key)
+        info = RowInfo(self.module, self.call_index, key, self.layout.get(key.tensor) if self.layout else None)
         self.observer.record(self._rows[key], info, partials, device)
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:

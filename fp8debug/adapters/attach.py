@@ -26,6 +26,7 @@ from fp8debug.guard import Guard
 from fp8debug.observer import Settings
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import parse_selectors
+from fp8debug.sharding import describe_mesh
 from fp8debug.store.writer import RunWriter
 from fp8debug.trainers import loop_of
 
@@ -151,7 +152,8 @@ def watch(
         "argv": sys.argv,
     }
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
-    rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": {}}
+    mesh = describe_mesh(p for root in roots for p in root.parameters())
+    rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
     writer = RunWriter(
         path,
         rank=rank,

@@ -1,4 +1,4 @@
-"""Code under torch.compile is traced without our hooks and runs without them: it is left alone, or sampled steps run without it."""
+"""Code under torch.compile is traced without our hooks and runs without them: it is left alone, or sampled steps avoid it."""
 
 from __future__ import annotations
 

@@ -187,6 +187,9 @@ class Ears(Probe):
         call.products, call.grad_output, call.weight, call.kept = {}, None, None, None
         if grad_output is None or weight is None:
             return
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            self.give_up("its weight was taken away before the end of its backward pass")
+            return
         for which in sorted(call.wanted - set(products)):
             self.report_once(f"not recorded in full: no {which} was heard in its backward pass")
         if (wgrad := products.get(Gemm.WGRAD)) is not None and kept is not None:

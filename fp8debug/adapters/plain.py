@@ -1,6 +1,6 @@
 """The adapter of plain nn.Linear in BF16 or FP32: what would FP8 do to this run?
 
-The module's own arithmetic is not touched. A forward hook sees the input, a tensor hook on the output sees grad_output, and
+The module's own arithmetic is not touched. A forward hook sees the input, a hook on its autograd node sees grad_output, and
 the three GEMMs are tried on sampled rows under a recipe; every row is recorded with ``actual = false``.
 """
 
@@ -18,6 +18,7 @@ from fp8debug.metrics import Source
 from fp8debug.observer import Observer
 from fp8debug.probe import Kept, Probe, Product, guarded
 from fp8debug.recipes import Recipe
+from fp8debug.sharding import fits, is_sharded, layout_of, local_of
 from fp8debug.types import Gemm, TensorRole
 
 
@@ -33,21 +34,38 @@ class Trial(Probe):
     def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         wants_dgrad, weight = x.requires_grad, module.weight
         assert isinstance(weight, Tensor)
-        x = x.detach().reshape(-1, x.shape[-1])
+        wants_wgrad = weight.requires_grad
+        if is_sharded(weight):
+            if not fits(x, weight):
+                self.give_up(
+                    "its input is redistributed among the ranks inside torch's Linear; parallelize_module lays it out before"
+                )
+                return
+            self.layout = layout_of(weight.device_mesh, x.placements, weight.placements)  # type: ignore[attr-defined]  # a DTensor
+            weight = local_of(weight)
+        x = local_of(x)
+        x = x.reshape(-1, x.shape[-1])
         a = self._tried(Gemm.FPROP, TensorRole.INPUT, x)
         b = self._tried(Gemm.FPROP, TensorRole.WEIGHT, weight)
-        x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if weight.requires_grad else None
+        x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if wants_wgrad else None
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
-        if output.requires_grad:
-            output.register_hook(  # type: ignore[no-untyped-call]  # torch's
-                partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad)
-            )
+        if output.grad_fn is not None:
+            # before the node, so that it comes after the hooks of the output: FSDP2 fetches the weight in one of these
+            output.grad_fn.register_prehook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
 
     @guarded
     def _try_backward(
-        self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grad_output: Tensor
+        self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grads: tuple[Tensor, ...]
     ) -> None:
-        grad_output = grad_output.detach().reshape(-1, grad_output.shape[-1])
+        (grad_output,) = grads
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            self.give_up("its weight was taken away before its backward pass")
+            return
+        if is_sharded(grad_output) and any(p.is_partial() for p in grad_output.placements):  # type: ignore[attr-defined]  # as above
+            self.give_up("its gradient is in parts that are yet to be summed over the ranks")
+            return
+        grad_output = local_of(grad_output)
+        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         dgrad: Product | None = None
         wgrad: Product | None = None
         if wants_dgrad:

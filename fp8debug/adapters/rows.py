@@ -8,6 +8,7 @@ import numpy as np
 
 from fp8debug.metrics import METRICS
 from fp8debug.observer import FinishedStep, RowInfo
+from fp8debug.sharding import Piece
 from fp8debug.table import Snapshot
 from fp8debug.types import Gemm, Reference, TensorRole
 
@@ -20,6 +21,7 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
     """
     values = snapshot.read(rows)
     operand = np.array([info.key.reference is Reference.OPERAND for info in infos])
+    pieces = [info.piece or Piece(info.key.tensor is TensorRole.WEIGHT, 0) for info in infos]
     columns: dict[str, Any] = {
         "step": [finished.step] * len(rows),
         "module": [info.module for info in infos],
@@ -29,7 +31,8 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
         "reference": [info.key.reference.value for info in infos],
         "actual": [info.key.actual for info in infos],
         "call_index": [info.call_index for info in infos],
-        "replicated": [info.key.tensor is TensorRole.WEIGHT for info in infos],
+        "replicated": [piece.replicated for piece in pieces],
+        "shard": [piece.shard for piece in pieces],
         "num_tensors": values["num_tensors"],
     }
     for metric in METRICS:

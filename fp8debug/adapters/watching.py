@@ -20,6 +20,7 @@ from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
+from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.dumps import Dumper
@@ -86,6 +87,7 @@ class Watch:
             if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
+            self._undo.append(ignore_rehearsals(self._observer))
             if eager_samples:
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)

@@ -14,7 +14,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # What each version changed; a reader keeps reading all older ones.
 # 1: first version (fp8debug 0.1).
 # 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
-SCHEMA_VERSION = 2
+# 3: shard of stats.
+SCHEMA_VERSION = 3
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
@@ -92,8 +93,9 @@ _SITE = (
         "bool",
         "",
         "all",
-        "Every rank describes the same whole tensor (a weight under data parallelism): the lowest rank counts, not the sum.",
+        "Ranks hold copies (a weight under data parallelism): of those with the same shard the lowest counts, not the sum.",
     ),
+    Column("shard", "int32", "1", "min", "Which piece of a tensor that is split over ranks the rank holds; null reads as 0."),
     Column("num_tensors", "int64", "1", "sum", "Observations (microbatches) merged into the row."),
 )
 
@@ -170,7 +172,7 @@ def columns_from(schema: pa.Schema) -> list[Column]:
     names = {str(arrow): name for name, arrow in ARROW_TYPES.items()}
     found = []
     for field in schema:
-        metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
+        metadata = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in (field.metadata or {}).items()}
         if str(field.type) in names and {"unit", "merge", "doc"} <= metadata.keys():
             unit, merge, doc = metadata["unit"], metadata["merge"], metadata["doc"]
             found.append(Column(field.name, names[str(field.type)], unit, merge, doc))

@@ -1,13 +1,13 @@
 """Text of the views ``stats``, ``sites`` and ``steps`` over the raw tables, in SQL common to DuckDB and Spark.
 
 Slots of several ranks join by each column's own merge rule; rates, dB and cosines are derived from the joined slots.
-A replicated row (the same whole tensor on every rank) counts once, from the lowest rank that has it.
+Of rows that are copies (replicated, with the same shard) the one of the lowest rank counts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8debug.metrics import derived_columns
@@ -32,13 +32,19 @@ _PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Where the engines differ: Spark says ``array(..)`` and ``element_at(list, i)``."""
+    """Where the engines differ: how they write a list, its i-th element, and types."""
 
     array: Callable[[Iterable[str]], str]
     element: Callable[[str, int], str]
+    types: Mapping[str, str]
 
 
-DUCKDB = Dialect(array=lambda items: f"[{', '.join(items)}]", element=lambda values, i: f"{values}[{i}]")
+DUCKDB = Dialect(array=lambda items: f"[{', '.join(items)}]", element=lambda values, i: f"{values}[{i}]", types=SQL_TYPES)
+SPARK = Dialect(
+    array=lambda items: f"array({', '.join(items)})",
+    element=lambda values, i: f"element_at({values}, {i})",
+    types={**SQL_TYPES, "timestamp": "TIMESTAMP", "list<int64>": "ARRAY<BIGINT>"},
+)
 
 
 def is_plain(name: str) -> bool:
@@ -58,22 +64,29 @@ def stats_sql(columns: Sequence[Column]) -> str:
     return f"SELECT *{derived_sql(columns)}\nFROM raw"
 
 
-def sites_sql(columns: Sequence[Column], dialect: Dialect, *, is_single_rank: bool) -> str:
-    """Return the view ``sites``: one row per step, site, cast and reference, ranks joined, with all derived columns."""
+def sites_sql(columns: Sequence[Column], dialect: Dialect, *, is_single_rank: bool, source: str = "raw") -> str:
+    """Return the view ``sites``: one row per step, site, cast and reference, ranks joined, with all derived columns.
+
+    Args:
+        columns: of the rows.
+        dialect: of the engine.
+        is_single_rank: whether there is nothing to join.
+        source: view or table of the rows.
+    """
     own = ", ".join(c.name for c in columns if c.merge != "list")
     if is_single_rank:
-        rows = f"SELECT {own}, {dialect.array(['rank'])} AS ranks FROM raw"
+        rows = f"SELECT {own}, {dialect.array(['rank'])} AS ranks FROM {source}"
     else:
         keys = ", ".join(SITE_KEYS)
         joined = ", ".join(_joined(c, dialect) for c in columns if c.merge in _AGGREGATES)
-        # Named columns, because raw.* after USING has another order in Spark.
+        # Named columns, because all columns after USING has another order in Spark.
         rows = f"""
 WITH lowest AS (
-  SELECT {keys}, min(rank) AS rank, array_agg(rank) AS ranks FROM raw WHERE replicated GROUP BY {keys}
+  SELECT {keys}, min(rank) AS rank, array_agg(rank) AS ranks FROM {source} WHERE replicated GROUP BY {keys}, coalesce(shard, 0)
 ), once AS (
-  SELECT {own}, {dialect.array(["rank"])} AS ranks FROM raw WHERE NOT coalesce(replicated, FALSE)
+  SELECT {own}, {dialect.array(["rank"])} AS ranks FROM {source} WHERE NOT coalesce(replicated, FALSE)
   UNION ALL
-  SELECT {own}, ranks FROM raw JOIN lowest USING ({keys}, rank) WHERE replicated
+  SELECT {own}, ranks FROM {source} JOIN lowest USING ({keys}, rank) WHERE replicated
 )
 SELECT {keys}, {joined}, array_sort(flatten(array_agg(ranks))) AS ranks FROM once GROUP BY {keys}"""
     return f"SELECT *{derived_sql(columns)}\nFROM ({rows})"
