@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import duckdb
 
+from fp8debug.metrics import derived_columns
 from fp8debug.store.places import ObjectPath
 
 #: FROM name means a view, never a local variable of the caller; a run must not make us fetch or load an extension.
@@ -30,6 +32,14 @@ def connect(folders: Sequence[Path]) -> duckdb.DuckDBPyConnection:
     connection.execute(f"SET allowed_directories = [{', '.join(sorted(allowed))}]")
     connection.execute("SET enable_external_access = false")
     return connection
+
+
+@cache
+def taken_words() -> frozenset[str]:
+    """Return what no column of a file may be called: what SQL or a view of ours means otherwise."""
+    query = "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'"
+    words = {str(word) for (word,) in duckdb.connect(":memory:", config=_CONFIG).execute(query).fetchall()}
+    return frozenset(words | {"ranks"} | derived_columns().keys())
 
 
 def path_literal(path: Path) -> str:

@@ -21,6 +21,7 @@ from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.batch import record_batch
 from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
+from fp8debug.store.places import refuse_to_write
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
 
@@ -74,6 +75,7 @@ class RunWriter:
         resume: bool = False,
         max_bytes: int | None = None,
     ) -> None:
+        refuse_to_write(path)
         self.path, self.rank = Path(path), rank
         self.stopped: str | None = None
         self.num_dropped = self.num_bytes = 0
