@@ -20,7 +20,7 @@ from .plain import echo
 @click.option("--budget", metavar="SIZE", help="For all ranks together, e.g. 50GB.")
 @click.option("--recipe", default="blockwise", show_default=True, help="The running recipe.")
 @click.option(
-    "--what-if", metavar="A,B", default="tensorwise_delayed,tensorwise_current", show_default=True, help="Recipes tried beside it."
+    "--what-if", metavar="A,B", default="tensorwise_delayed,tensorwise_current", show_default=True, help="Recipes beside it."
 )
 def command(modules: int, ranks: int, steps: int, every: int, budget: str | None, recipe: str, what_if: str) -> None:
     """Say what MODULES Linears on each rank will write: rows and bytes of a sampled step, of a rank, and of the run.

@@ -111,6 +111,8 @@ def _compacted(
         if len(kept) == len(steps):
             break
         staged = stage(run, lambda rows, kept=kept: _wanted(rows, kept, modules))  # type: ignore[misc]
+        if staged.num_rows[0] == staged.num_rows[1]:
+            break
         thinned = Run(staged.path)
         if [said(triage(thinned, baseline, thresholds=thresholds)) for baseline in baselines] == [said(one) for one in before]:
             found = Compaction(
@@ -152,7 +154,7 @@ def _without_sentences(value: Any) -> Any:
 
 
 def _modules(finding: Finding) -> set[str]:
-    named = {finding.module, *finding.also, *finding.victims, *(part.module for part in finding.parts)}
+    named = {finding.module, *finding.also, *(part.module for part in finding.parts)}
     return {name for name in named if name is not None}
 
 
