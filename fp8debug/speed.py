@@ -152,7 +152,7 @@ class _Operand:
             self.history.fill(finite_amax(x[0]))
 
     def _scale_inv(self, i: int) -> Tensor | None:
-        return self.history.next_scale_inv(finite_amax(self.x[i]), keep=False) if self.history else None
+        return self.history.next_scale_inv(finite_amax(self.x[i]), "evaluate") if self.history else None
 
     def quantize(self, i: int) -> Operand:
         if self.cast is None:

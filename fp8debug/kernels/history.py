@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.kernels.reference import scale_of
 from fp8debug.recipes import Cast
+
+#: What a call is: an ordinary one; of an evaluation, which leaves no trace; or of a forward pass that is computed again.
+Use = Literal["train", "evaluate", "recompute"]
+#: Calls whose scales are kept for a recomputation: microbatches that a pipeline has in flight.
+MAX_RECENT = 16
 
 
 class AmaxHistory:
@@ -26,18 +34,22 @@ class AmaxHistory:
         self.num_calls = 0
         self._amaxes = torch.zeros(cast.history, device=device)
         self._scale_inv = torch.ones((), device=device)
+        self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=MAX_RECENT)
 
-    def next_scale_inv(self, amax: Tensor, *, keep: bool = True) -> Tensor:
+    def next_scale_inv(self, amax: Tensor, use: Use = "train") -> Tensor:
         """Return the FP32 ``[]`` scale_inv for this call; no synchronization.
 
         Args:
             amax: FP32 ``[]``, of this call's tensor.
-            keep: add it to the ring; False for an evaluation, which leaves no trace (as in Transformer Engine).
+            use: an evaluation leaves no trace; a recomputation takes the scale of the call with that amax (both as in
+                Transformer Engine, where forgetting the latter was #1190).
 
         Raises:
             UsageError: a CUDA graph is being captured: its replays would write to one place of the ring for ever.
         """
-        if keep and amax.is_cuda and torch.cuda.is_current_stream_capturing():
+        if use == "recompute" and self._recent:
+            return self._scale_inv_of(amax)
+        if use != "evaluate" and amax.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 f"no CUDA graph can hold the cast '{self.cast}': its history advances on the host; use current scaling in"
                 " captured steps"
@@ -50,16 +62,25 @@ class AmaxHistory:
             known = self._amaxes.amax()
         usable = (known > 0) & known.isfinite()
         scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
-        if not keep:
+        if use == "evaluate":
             return scale_inv
         self._scale_inv = scale_inv
         self._amaxes[self.num_calls % self.cast.history] = amax
+        self._recent.append((amax, scale_inv))
         self.num_calls += 1
         return self._scale_inv
+
+    def _scale_inv_of(self, amax: Tensor) -> Tensor:
+        """Return the scale_inv of the last call with that amax, which recomputation meets again; else the last one."""
+        amaxes, scales = (torch.stack(list(values)) for values in zip(*self._recent, strict=True))
+        place = torch.where(amaxes == amax, torch.arange(1, len(amaxes) + 1, device=amax.device), 0)
+        place[-1] += (place.amax() == 0).long()
+        return scales.gather(0, place.argmax(0, keepdim=True)).reshape(())
 
     def fill(self, amax: Tensor) -> None:
         """Overwrite the whole ring with one amax, as if every earlier call had had it."""
         self._amaxes.fill_(amax)
+        self._recent.clear()
         self.num_calls = max(self.num_calls, 1)
 
     def state(self) -> Tensor:
@@ -85,6 +106,7 @@ class AmaxHistory:
             )
         state = state.to(self._amaxes)
         self._scale_inv = state[0].clone()
+        self._recent.clear()
         self.num_calls = int(state[1])
         self._amaxes.copy_(state[2:])
 

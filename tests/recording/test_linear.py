@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from fp8debug import Cast, Fp8Linear, get_recipe, list_recipes
@@ -206,3 +207,22 @@ def test_a_copy_works_and_is_not_watched(tmp_path) -> None:  # type: ignore[no-u
 
 def test_extra_repr_names_the_recipe() -> None:
     assert repr(layer()) == "Fp8Linear(in_features=200, out_features=72, bias=True, recipe=blockwise)"
+
+
+# Two first passes in a row without gradients, as reentrant checkpoints have them, read one history: not in the list.
+@pytest.mark.parametrize(("reentrant", "num_microbatches"), [(False, 1), (False, 2), (True, 1)])
+def test_a_recomputed_forward_pass_takes_the_scales_of_the_first(reentrant: bool, num_microbatches: int) -> None:
+    def grads(recompute: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+        fp8debug.convert(model, "tensorwise_delayed")
+        found: list[torch.Tensor] = []
+        for step in range(4):
+            inputs = [(4.0**step * (1 + i) * torch.randn(8, 32)).requires_grad_() for i in range(num_microbatches)]
+            outputs = [checkpoint(model, x, use_reentrant=reentrant) if recompute else model(x) for x in inputs]
+            for output in outputs[::-1]:
+                output.square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(False), grads(True), strict=True))
