@@ -163,8 +163,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         compact_run(tmp_path)
     assert status(["plan", "560", "--ranks", "1024", "--budget", "50GB"]) == 0
     said_of_it = capsys.readouterr()
-    assert "one in 620, on 16 ranks: 49.2 GB in 1,000,000 steps" in said_of_it.out
-    assert said_of_it.err == "let 16 of 1024 ranks record\n"
+    assert "one in 890, on 32 ranks: 49.9 GB in 1,000,000 steps" in said_of_it.out
+    assert said_of_it.err == "let 32 of 1024 ranks record\n"
     assert status(["plan", "0"]) == 2 and status(["plan", "5", "--budget", "many"]) == 2
 
 
