@@ -29,6 +29,24 @@ from .theme import (
 MAX_LABELS = 48
 NAME_LENGTH = 34
 
+_AXIS = {"gridcolor": FAINT, "zeroline": False, "linecolor": FAINT}
+#: Layout of all figures; a template, for setting each axis of nine plots takes plotly 30 ms. It replaces plotly's own, of 7 kB.
+LOOK = go.layout.Template(
+    layout={
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 34},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": 11, "color": GREY, "family": "inherit"},
+        "hoverlabel": {"font": {"size": 11}, "align": "left"},
+        "hovermode": "closest",
+        "showlegend": False,
+        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
+        "colorway": list(LINES),
+        "xaxis": {**_AXIS, "ticks": "outside", "ticklen": 3, "tickcolor": FAINT},
+        "yaxis": {**_AXIS, "exponentformat": "power"},
+    }
+)
+
 
 def plain(text: str) -> str:
     """Return text that plotly shows as it is: its labels know a little HTML and ``%{}``."""
@@ -51,22 +69,7 @@ def empty(message: str, height: int = 220) -> go.Figure:
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
     """Give a figure the look of all: small grey text, faint grid, no background."""
-    figure.update_layout(
-        height=height,
-        margin={"l": 56, "r": 12, "t": 8, "b": 34},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"size": 11, "color": GREY, "family": "inherit"},
-        hoverlabel={"font": {"size": 11}, "align": "left"},
-        hovermode="closest",
-        showlegend=False,
-        uirevision="keep",
-        modebar={"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
-        colorway=list(LINES),
-    )
-    figure.update_xaxes(gridcolor=FAINT, zeroline=False, linecolor=FAINT, ticks="outside", ticklen=3, tickcolor=FAINT)
-    figure.update_yaxes(gridcolor=FAINT, zeroline=False, linecolor=FAINT, exponentformat="power")
-    figure.update_layout(**layout)
+    figure.update_layout(template=LOOK, height=height, uirevision="keep", **layout)
     return figure
 
 

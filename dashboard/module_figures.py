@@ -205,26 +205,24 @@ def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
     fmt = FORMATS[cast.format]
     lowest, mean, highest = cast.scale_inv_log2
     zero, normal, top = (float(np.log2(v)) for v in (fmt.min_subnormal / 2, fmt.min_normal, fmt.max))
+    shapes: list[dict[str, object]] = []
+    words: list[tuple[float, str, str]] = []
+    whole = {"yref": "paper", "y0": 0, "y1": 1}
     for a, b, color, text in (
         (zero, normal, "rgba(230,159,0,0.16)", "subnormal"),
         (normal, top, "rgba(0,158,115,0.13)", "normal"),
     ):
-        figure.add_vrect(x0=mean + a, x1=mean + b, fillcolor=color, line_width=0, layer="below")
-        figure.add_annotation(
-            x=mean + (a + b) / 2, y=1.0, yref="paper", yanchor="bottom", text=text, showarrow=False, font={"size": 10}
-        )
+        style = {"fillcolor": color, "line": {"width": 0}, "layer": "below"}
+        shapes.append({"type": "rect", "x0": mean + a, "x1": mean + b, **whole, **style})
+        words.append((mean + (a + b) / 2, text, "center"))
     for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
-        figure.add_vline(x=mean + edge, line={"color": VERMILLION, "width": 1.2})
-        figure.add_annotation(
-            x=mean + edge,
-            y=1.0,
-            yref="paper",
-            yanchor="bottom",
-            xanchor=anchor,
-            text=text,
-            showarrow=False,
-            font={"size": 10},
-        )
-        for other in {lowest, highest} - {mean}:
-            figure.add_vline(x=other + edge, line={"color": VERMILLION, "width": 0.8, "dash": "dot"})
+        lines = [(mean, {"width": 1.2}), *((other, {"width": 0.8, "dash": "dot"}) for other in {lowest, highest} - {mean})]
+        for at, line_style in lines:
+            shapes.append(
+                {"type": "line", "x0": at + edge, "x1": at + edge, **whole, "line": {"color": VERMILLION, **line_style}}
+            )
+        words.append((mean + edge, text, anchor))
+    look = {"y": 1.0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
+    notes = [{"x": x, "text": text, "xanchor": anchor, **look} for x, text, anchor in words]
+    figure.update_layout(shapes=shapes, annotations=notes)  # at once: add_vline() looks through the whole figure each time
     return lowest + zero, highest + top
