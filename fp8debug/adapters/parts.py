@@ -28,7 +28,7 @@ class Part(nn.Module):
 
     Attributes:
         fp8debug_kind: what coverage calls it.
-        weight: the parameter; a tensor without data of its shape where it lies in several.
+        weight: the parameter; a tensor without data of its shape where it lies in several, or of one expert's where it holds all.
     """
 
     weight: Tensor
@@ -42,13 +42,17 @@ class Part(nn.Module):
         self.weight_names = tuple(weight_names)
         self.reason = reason
         self.bias = True if has_bias else None
-        self.fp8debug_kind = type(owner).__name__
         found = [getattr(owner, name) for name in weight_names]
+        wrapper = type(found[0])
+        around = f" of {wrapper.__name__}" if wrapper.__module__.startswith("torchao.") else ""
+        self.fp8debug_kind = type(owner).__name__ + around
         for name, weight in zip(weight_names, found, strict=True):
             if isinstance(weight, nn.Parameter):
                 self.register_parameter(f"of_{name}", weight)
         whole = found[0]
-        if len(found) > 1:
+        if whole.dim() == 3:
+            whole = torch.empty(whole.shape[1:], device="meta")
+        elif len(found) > 1:
             whole = torch.empty(sum(w.shape[0] for w in found), found[0].shape[1], device="meta")
         self.__dict__["weight"] = whole  # not a second registration
 

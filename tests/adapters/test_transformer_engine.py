@@ -179,7 +179,8 @@ def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path) -> None:
 def test_what_has_no_high_precision_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An activation that is not worked out, gradients added to others, sums in the tensor core."""
     net = model("clamped_swiglu")
-    proj = net[0].proj
+    block: Any = net[0]
+    proj = block.proj
     proj.is_split = False
     proj.weight.main_grad = torch.zeros(64, 96)
     run = record(tmp_path / "run", net, te.Float8CurrentScaling(), steps=1)
@@ -196,8 +197,9 @@ def test_frozen_weights_and_checkpointing(tmp_path: Path, capsys: pytest.Capture
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.block = model()[0]
-            self.block.proj.weight.requires_grad_(False)
+            block: Any = model()[0]
+            block.proj.weight.requires_grad_(False)
+            self.block = block
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = checkpoint.checkpoint(self.block, x, use_reentrant=False)
@@ -236,7 +238,8 @@ def test_a_delayed_scale_that_its_history_does_not_give(tmp_path: Path, capsys: 
     with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
         train(net, recipe, watch)
         assert not complaints(capsys)
-        net[0].proj.fp8_meta["scaling_fwd"].scale[0] *= 4
+        block: Any = net[0]
+        block.proj.fp8_meta["scaling_fwd"].scale[0] *= 4
         train(net, recipe, watch, steps=1)
     assert "0.proj is recorded, but a delayed scale of it is 4 times what its amax history allows" in capsys.readouterr().err
     last = rows(fp8debug.Run(tmp_path / "run"), "step = 3 AND module = '0.proj' AND gemm = 'fprop' AND tensor = 'input'")

@@ -4,7 +4,8 @@ Llama-like layers (``step.py``) in BF16 with SGD, 1x128 and 128x128 blocks; asse
 steps of a block's wall-clock time over its steps, the device idle before and after; a block of a model that is watched every
 N-th step has N steps, one of them sampled. The first step of every case, which compiles, is not in a block.
 
-``--peer te`` runs the same layers with Transformer Engine's Linear and its debug tools, one process a case, as they want it.
+``--peer te`` runs the same layers with Transformer Engine's Linear and its debug tools, and then with a watch instead of these,
+one process a case, as they want it.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class Job:
         self.after: Callable[[torch.Tensor], None] = lambda loss: None
         if case.recipe == "te":
             self._use_te(case.every is not None)
+        elif case.recipe == "te_watched":
+            self._use_te(False)
         elif case.recipe == "te_bf16":
             self._use_te(False, fp8=False)
         elif case.recipe != "bf16":
@@ -212,6 +215,9 @@ def peer(case: Case, blocks: int, everies: list[int]) -> None:
     show("FP8, unwatched", plain := in_process(case._replace(recipe="te"), blocks), bf16=bf16)
     for every in everies:
         show(f"watched, every {every}", in_process(case._replace(recipe="te", every=every), blocks), plain)
+    print("the same layers, watched by fp8debug")
+    for every in everies:
+        show(f"watched, every {every}", in_process(case._replace(recipe="te_watched", every=every), blocks), plain)
 
 
 def in_process(case: Case, blocks: int) -> Found:
@@ -257,7 +263,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.case:
         case = Case(*json.loads(options.case))
-        with te_debug(case.every) if case.every else contextlib.nullcontext():
+        with te_debug(case.every) if case.every and case.recipe == "te" else contextlib.nullcontext():
             print(json.dumps(measure(case, options.blocks)))
         return
     if not torch.cuda.is_available():
