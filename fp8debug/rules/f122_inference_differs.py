@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent
@@ -20,8 +21,9 @@ class InferenceDiffers(Rule):
     What it detects
         The logits of one batch by the training's own FP8 forward and by inference (the same modules in high precision, or
         a path of yours), compared by `watch.compare_inference(batch)`. Quantization noise alone moves logits by a few
-        percent of their size; here the difference is a material part of it, and the predicted distributions differ. It
-        stands only when no other rule has found the operand at fault, which then is the cause.
+        percent of their size; here the difference is a material part of it, and the predicted distributions differ; or it is
+        suddenly many times what the comparisons before it showed. It stands only when no other rule has found the operand at
+        fault, which then is the cause.
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -41,6 +43,9 @@ class InferenceDiffers(Rule):
           GEMM is 0.0014.
         - max_kl 0.01: nats a token; below, the difference does not show in what is predicted. No published basis: up to 0.0011
           in those healthy runs.
+        - min_jump 10, jump_nmse 0.01, jump_kl 0.002: times the largest nmse of the comparisons before, at that nmse and KL at
+          least. No published basis: twice the KL and three times the nmse of those healthy runs; a weight that was not
+          synchronised multiplied the nmse by 300 from one comparison to the next [measured].
         - min_share 0.5: share of the comparisons since the first one that show it.
         - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
     """
@@ -51,6 +56,9 @@ class InferenceDiffers(Rule):
 
     max_nmse: float = 0.02
     max_kl: float = 0.01
+    min_jump: float = 10.0
+    jump_nmse: float = 0.01
+    jump_kl: float = 0.002
     min_share: float = 0.5
 
     def needs(self, run: Run) -> str | None:
@@ -62,7 +70,9 @@ class InferenceDiffers(Rule):
         columns = "step, inference_kl, inference_nmse, inference_flip_rate"
         query = f"SELECT {columns} FROM steps WHERE inference_nmse IS NOT NULL ORDER BY step"
         rows = run.sql(query).to_pylist()
-        bad = [row for row in rows if row["inference_nmse"] > self.max_nmse and row["inference_kl"] > self.max_kl]
+        bad, threshold = [row for row in rows if self._exceeds(row, self.max_nmse, self.max_kl)], self.max_nmse
+        if not bad:
+            bad, threshold = self._after_jump(rows), self.jump_nmse
         if not bad or len(bad) < self.min_share * sum(row["step"] >= bad[0]["step"] for row in rows):
             return
         worst = max(bad, key=lambda row: float(row["inference_nmse"]))
@@ -72,8 +82,22 @@ class InferenceDiffers(Rule):
             " tokens predict another class)"
         )
         yield Finding(code=self.code, name=self.name, severity=Severity.WARNING, steps=(bad[0]["step"], bad[-1]["step"]),
-                      ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=self.max_nmse, message=message,
+                      ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=threshold, message=message,
                       cure=self.cure)  # fmt: skip
+
+    @staticmethod
+    def _exceeds(row: dict[str, Any], nmse: float, kl: float) -> bool:
+        return bool(row["inference_nmse"] > nmse and row["inference_kl"] > kl)
+
+    def _after_jump(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the comparisons far beyond all those before the first such one."""
+        largest = math.inf
+        for place, row in enumerate(rows):
+            limit = max(self.jump_nmse, self.min_jump * largest)
+            if self._exceeds(row, limit, self.jump_kl):
+                return [later for later in rows[place:] if self._exceeds(later, limit, self.jump_kl)]
+            largest = row["inference_nmse"] if math.isinf(largest) else max(largest, row["inference_nmse"])
+        return []
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand only when no operand is known to be at fault by then."""

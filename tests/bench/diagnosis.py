@@ -45,6 +45,7 @@ ONLY_RECIPES = {
     "scale_grid": ("blockwise", "blockwise_pow2"),  # the others have one scale a tensor or row
     "double_quantization": ("blockwise", "rowwise"),  # harmless with power-of-two scales, no difference tensorwise
     "recompute_scale": ("blockwise", "blockwise_pow2"),
+    "uneven_tokens": ("blockwise", "blockwise_pow2", "rowwise", "tensorwise_current"),  # E5M2 gradients hold 2^-24
 }
 ONLY_KINDS = {"router_in_fp8": ("moe",), "starved_expert": ("moe",), "depth_outliers": ("gpt", "encoder")}
 #: Faults that act from the first step, whatever step they are planted at.

@@ -136,6 +136,8 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
     "F122": {
         "quantization noise": {"steps": compared(0.02, 0.05)},
         "logits that are far apart and say the same": {"steps": compared(0.2, 0.001)},
+        "further away bit by bit": {"steps": {
+            step: compared(0.0018 * (step / 20) ** 1.2, 0.004)[40] for step in range(20, 100, 20)}},
         "one comparison of three": {"steps": {**compared(0.01, 0.01), 40: compared(0.4, 0.7)[40]}},
     },
     "F124": {

@@ -118,6 +118,11 @@ def test_an_operand_at_fault_explains_inference(tmp_path: Path) -> None:
     assert [f.code for f in findings] == ["F113"]
 
 
+def test_inference_that_is_suddenly_further_away(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", steps={**sick.compared(0.015, 0.004), 40: sick.compared(1e-4, 1e-5)[40]}))
+    assert (finding.code, finding.steps, finding.threshold) == ("F122", (60, 80), 0.01)
+
+
 def test_a_layer_at_fault_explains_a_divergence(tmp_path: Path) -> None:
     overrides = [Override(module=sick.CULPRIT, tensor="weight", reference="operand", slots={"gain": 2.0})]
     findings = triage(build(tmp_path / "run", steps=sick.FIRES["F127"]["steps"], overrides=overrides))
