@@ -169,7 +169,7 @@ def watch(
         if not f["matched"]:
             say(writer, 0, f"{f['kind']} {f['pattern']!r} matches no Linear")
     dumper = None
-    if selectors:
+    if selectors and writer.stopped is None:
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard)

@@ -87,6 +87,8 @@ def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
     manifest = read_manifest(path / "manifest.json", path, problems)
     _check_is_run(path, manifest, folders)
     _check_version(path, manifest)
+    if (path / ".compact").exists():
+        problems.append(f"{path}: fp8debug compact was cut short; run it again to end it")
     files = RunFiles({} if manifest is None else manifest, {}, problems=problems)
     for rank, folder in sorted(folders.items()):
         own = read_manifest(folder / "manifest.json", path, problems)

@@ -192,6 +192,7 @@ runs/exp1/
   rank=00000/steps/part-00000.parquet    one row per step and rank
   rank=00000/events/part-00000.parquet   what happened when
   rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, events-)
+  rank=00000/writer.lock                 who writes the folder, while somebody does (docs/robustness.md)
 ```
 
 A null is "not recorded" or "no data", never 0. The merge rule says how the rows of several ranks join (the rows of one
