@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+#: Wrappers that put their own name into an FQN (torch.compile, activation checkpointing, FSDP); a run's names have none.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(fqn: str) -> str:
+    """Return an FQN without the names of wrappers."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+
 
 class Gemm(str, Enum):
     """One of the three matrix products of a Linear layer."""

@@ -12,10 +12,7 @@ from torch import nn
 from fp8debug.adapters.base import ADAPTERS, Adapter
 from fp8debug.adapters.parts import Part, kind_of_part, parts_of
 from fp8debug.errors import AttachError
-from fp8debug.types import OPERAND_SITES
-
-#: Wrappers that put their own name into an FQN; one form is used everywhere.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.
 _AROUND = {"DistributedDataParallel": "module", "DeepSpeedEngine": "module", "OptimizedModule": "_orig_mod"}
@@ -128,8 +125,8 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
             adapter = next((a for a in ADAPTERS if a.matches(module)), None)
             if adapter is None and not isinstance(module, nn.Linear):
                 continue
-            parts = [p for p in name.split(".") if p not in _WRAPPERS]
-            fqn = ".".join(([str(number)] if len(roots) > 1 else []) + parts) or type(module).__name__
+            plain = f"{number}.{plain_name(name)}".rstrip(".") if len(roots) > 1 else plain_name(name)
+            fqn = plain or type(module).__name__
             reason = None
             if adapter is None:
                 reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"

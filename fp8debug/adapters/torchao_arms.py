@@ -16,7 +16,8 @@ from torch import nn
 from fp8debug.adapters.torchao import FIELDS
 from fp8debug.errors import UsageError
 from fp8debug.fallback import Fallback
-from fp8debug.fallback.candidates import GEMMS, plain_name
+from fp8debug.fallback.candidates import GEMMS
+from fp8debug.types import plain_name
 
 
 def change_modules(modules: Mapping[str, nn.Module], compute: str, fallbacks: Sequence[Fallback]) -> list[Fallback]:

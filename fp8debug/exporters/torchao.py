@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, in_bf16, limits, not_in_fp8, reasons
-from fp8debug.fallback.candidates import WRAPPERS, plain_name
+from fp8debug.types import WRAPPERS, plain_name
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback

@@ -21,7 +21,7 @@ from fp8debug.exporters.base import (
     reasons,
     several,
 )
-from fp8debug.fallback.candidates import plain_name
+from fp8debug.types import plain_name
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback

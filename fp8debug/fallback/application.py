@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import NoMatchError, UsageError
-from fp8debug.fallback.candidates import Fallback, load_fallbacks, plain_name
+from fp8debug.fallback.candidates import Fallback, load_fallbacks
 from fp8debug.schedule import Schedule, Span
+from fp8debug.types import plain_name
 
 if TYPE_CHECKING:
     import torch

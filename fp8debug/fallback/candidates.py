@@ -15,9 +15,6 @@ from fp8debug.types import OPERAND_SITES, Gemm
 GEMMS = tuple(gemm.value for gemm in Gemm)
 TENSORS = ("*", *dict.fromkeys(tensor.value for _, tensor in OPERAND_SITES))
 
-#: Wrappers that put their own name into an FQN (torch.compile, activation checkpointing, FSDP); a run's names have none.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
 #: Of the JSON document. 1: first version (fp8debug 0.1). 2: ``from_step`` and ``until_step``, which a reader of 1 would
 #: overlook; a list without them is still written as 1.
 SCHEMA, PLAIN_SCHEMA = 2, 1
@@ -133,11 +130,6 @@ class Fallback:
         except (KeyError, TypeError, AttributeError, ValueError):
             expected = '{"module": "blocks.0.up", "gemms": ["fprop"], "cast": null}'
             raise UsageError(f"not an entry of a fallback list: {str(values)[:80]}; expected one such as {expected}") from None
-
-
-def plain_name(fqn: str) -> str:
-    """Return an FQN without the names of wrappers."""
-    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
 
 
 def scheduled(fallbacks: Iterable[Fallback], *, from_step: int | None = None, until_step: int | None = None) -> list[Fallback]:

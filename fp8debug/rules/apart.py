@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.types import plain_name
+
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
@@ -22,8 +24,6 @@ APART = {
     "gain": 0.01,
 }
 OF_REFERENCE = ("rms", "amax")
-#: What DDP, FSDP and torch.compile put into module names.
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 KEYS = ("step", "module", "gemm", "tensor", "reference")
 #: The columns of a line of ``row_of``.
 COLUMNS = [*KEYS, *(f"{name}_{run}" for name in APART for run in ("first", "second")), "apart"]
@@ -60,8 +60,8 @@ class SiteDifference:
 
 
 def unwrapped(name: str) -> str:
-    """Return a module's name without the parts that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+    """Return a module's name without the parts that wrappers, DDP among them, put into it."""
+    return ".".join(part for part in plain_name(name).split(".") if part != "module") or name
 
 
 def series_of(run: Run, steps: tuple[int | None, int | None]) -> dict[Site, Series]:

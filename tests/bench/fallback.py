@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import fp8debug
 from examples.train_gpt import rotate, text
 from fp8debug.fallback import Fallback
-from fp8debug.fallback.measured import gemm_shares
+from fp8debug.fallback.measured import gemm_shares, result_errors
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 VOCABULARY, WIDTH, HIDDEN, LENGTH, BATCH = 128, 64, 256, 64, 4
@@ -195,6 +195,24 @@ class Trial:
         kl = (self.reference.exp() * (self.reference - found)).sum(-1).mean().item()
         return min(kl, math.log(VOCABULARY)) if math.isfinite(kl) else math.log(VOCABULARY)
 
+    def alone_and_removed(self, modules: Sequence[str]) -> dict[str, tuple[float, float]]:
+        """Return by module the gap that its fprop in FP8 makes alone, and by how much the gap shrinks without it.
+
+        Both of the weights that BF16 trained, run in FP8 afterwards: what errors do at once, without their effect on training.
+        """
+        model: Any = self._run([])
+        model.load_state_dict(self._run(None).state_dict(), strict=False)
+        recipes = {name: model.get_submodule(name).recipe for name in modules}
+
+        def kl(in_fp8: Iterable[str]) -> float:
+            for name, recipe in recipes.items():
+                model.get_submodule(name).set_recipe(recipe if name in in_fp8 else "bf16")
+            found = self._log_probabilities(model)
+            return float((self.reference.exp() * (self.reference - found)).sum(-1).mean())
+
+        whole = kl(modules)
+        return {m: (kl([m]), whole - kl([other for other in modules if other != m])) for m in modules}
+
 
 class Draws:
     """The draws of a scenario, their gaps summed."""
@@ -266,6 +284,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=6)
     parser.add_argument("--draws", type=int, default=3, help="of each scenario: other initial weights and batches")
     parser.add_argument("--pairs", action="store_true", help="let the oracle try every pair of GEMMs")
+    parser.add_argument(
+        "--alone", action="store_true", help="print what the errors of each fprop do alone, by damage and measured"
+    )
     parser.add_argument("--singles", action="store_true", help="print what each GEMM alone recovers")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -286,6 +307,8 @@ def main() -> None:
             findings = [fp8debug.triage(run) for run in runs]
             shares = gemm_shares(runs[0])
             modules = [module["fqn"] for module in runs[0].modules if module["fqn"] in shares]
+            if options.alone:
+                _print_alone(draws, runs, modules)
             if options.singles:
                 for module in modules:
                     print("   ", module, *(f"{gemm} {draws.of_units([(module, gemm)]):6.1%}" for gemm in GEMMS))
@@ -308,6 +331,17 @@ def main() -> None:
                     for name, of_draws in lists.items():
                         for fallbacks in of_draws:
                             print("   ", name, *(f"{f.module}.{'+'.join(f.gemms)}={f.cast or 'bf16'}" for f in fallbacks))
+
+
+def _print_alone(draws: Draws, runs: Sequence[fp8debug.Run], modules: Sequence[str]) -> None:
+    """Print shares of each draw's gap: by the recorded damage, alone in FP8, and what is gone with this fprop in BF16."""
+    for trial, run in zip(draws.trials, runs, strict=True):
+        errors, measured = result_errors(run), trial.alone_and_removed(modules)
+        for module in modules:
+            # The loss is a mean over the tokens of a step: a token's own is that much larger, and its KL half the square.
+            damage = (BATCH * LENGTH) ** 2 / 2 * (errors[module, "fprop"].damage_per_row or 0.0)
+            shares = [f"{value / trial.gap:6.1%}" for value in (damage, *measured[module])]
+            print("   ", f"{module:16} damage {shares[0]} alone {shares[1]} removed {shares[2]}", flush=True)
 
 
 def _cost(lists: Sequence[Sequence[Fallback]]) -> float:
