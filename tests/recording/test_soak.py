@@ -16,7 +16,7 @@ def test_five_hundred_sampled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = soak(500, tmp_path / "run", part_rows=2000)
+        found = soak(500, tmp_path / "run", part_rows=1000)
     finally:
         torch.set_num_threads(threads)
     assert found["wrong"] == []
