@@ -50,7 +50,8 @@ class Fallback:
     until_step: int | None = None
 
     def __post_init__(self) -> None:
-        gemms = (self.gemms,) if isinstance(self.gemms, str) else self.gemms
+        given: Any = self.gemms  # of JSON, or written by hand
+        gemms = (given,) if isinstance(given, str) else given
         if not isinstance(self.module, str) or not isinstance(gemms, Sequence) or not isinstance(self.cast, Cast | None):
             raise UsageError(
                 "a fallback needs the name of a module, gemms, and a Cast or None;"

@@ -49,7 +49,7 @@ def classify(
         evidence = ("give the loss to watch.step(loss=loss), so that a spike or a divergence can be told",)
         return at_first(Classification(kind="unknown", cause="no-loss", what=what, evidence=evidence), harmful)
     sick = first_nonfinite(losses)
-    found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))  # type: ignore[arg-type]  # ints and floats by name
+    found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))
     diverged = None if sick is not None else divergence(steps, losses)
     start = next((f for f in findings if f.code == AT_START), None)
     if start is not None:

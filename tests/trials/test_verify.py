@@ -16,6 +16,7 @@ from fp8debug.errors import UsageError
 from fp8debug.fallback import positional_prior
 from fp8debug.store.writer import RunWriter
 from fp8debug.trials import arms_of, verify_run
+from fp8debug.trials.ledger import read_trial
 from fp8debug.trials.script import Ending
 from tests.trials.laboratory import Laboratory, healthy, planted
 
@@ -125,6 +126,25 @@ def test_an_arm_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> N
     assert found["verdict"] == "nothing_to_close" and found["gap"] is not None
     assert laboratory.trained.count(("fp8_tensors", 0)) == 1 and ("fp8_tensors", 1) not in laboratory.trained
     trials.close()
+
+
+def test_what_a_training_says_of_its_end(tmp_path: Path) -> None:
+    script = Laboratory(tmp_path, steps=6).trials().script
+    refused = "Loading\nfp8debug: this arm cannot be trained: 0 is a TELinear, whose casts an arm cannot change\n[rank0] exit"
+    none, empty = tmp_path / "none", tmp_path / "empty"
+    for folder in (none, empty):
+        folder.mkdir()
+    (empty / "manifest.json").write_text("{}")
+
+    def problem(out: Path, ending: Ending) -> str | None:
+        return read_trial(Arm(name="bf16", compute="bf16"), 0, out, ending, script).problem
+
+    assert problem(none, Ending(2, 0.1, False, refused)) == "0 is a TELinear, whose casts an arm cannot change"
+    assert problem(none, Ending(0, 0.1, False, "")) == (
+        "the script trained no model with a Linear: no forward ran with gradients on"
+    )
+    assert problem(empty, Ending(0, 0.1, False, "")) == f"no step of it can be read: {empty} holds no recorded step yet"
+    assert problem(empty, Ending(1, 0.1, False, "ValueError: mine")) == "the script failed with exit code 1: ValueError: mine"
 
 
 def test_what_was_done_before_an_interruption_can_be_read(tmp_path: Path) -> None:
