@@ -291,8 +291,7 @@ def _settle(app: dash.Dash, source: Source) -> None:
         page = PAGES.get(view.page)
         try:
             opened = source.open(view.run)
-            if sources.state(opened.run.path, opened.run.rank_manifests) != "writing":
-                opened.narrow_down()
+            source.narrow_down(opened)
             if page is None or not page.is_pending(view, opened):
                 raise PreventUpdate
             page.settle(view, opened)

@@ -241,7 +241,7 @@ def default_cast(run: Run) -> str:
     return "running" if found else "what-if"
 
 
-def worst_operands(run: Run, count: int = 8) -> list[dict[str, Any]]:
+def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
     """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.

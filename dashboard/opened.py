@@ -111,7 +111,13 @@ class Opened:
 
     def _narrow(self) -> None:
         with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
-            self.narrow = build(self.run.path)
+            found = build(self.run.path)
+            if self._narrowing is threading.current_thread():
+                self.narrow = found
+
+    def widen(self) -> None:
+        """Give the table in memory back; it is read anew when it is asked for."""
+        self.narrow = self._narrowing = None
 
     def judge(self) -> Judgement:
         """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""

@@ -182,6 +182,7 @@ class Summary:
         ranks: number of ranks.
         loss: last loss, or None.
         state: ``writing``, ``ended`` or ``not closed``.
+        written: when the newest file was written, in seconds since 1970; 0 when it is not known.
         problems: what could not be read.
         error: why the run cannot be opened, or "".
     """
@@ -194,5 +195,6 @@ class Summary:
     ranks: int = 0
     loss: float | None = None
     state: str = ""
+    written: float = 0.0
     problems: tuple[str, ...] = field(default_factory=tuple)
     error: str = ""

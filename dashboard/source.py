@@ -88,6 +88,14 @@ class Source:
                 found = self._opened[folder.name] = opened
             return found
 
+    def narrow_down(self, opened: Opened) -> None:
+        """Have a large run's table read into memory, unless it is being written; that of any other run is given back."""
+        if state(opened.run.path, opened.run.rank_manifests) == "writing":
+            return
+        for other in [other for other in self._opened.values() if other is not opened]:
+            other.widen()
+        opened.narrow_down()
+
     def is_triaged(self, name: str) -> bool:
         """Tell whether a run's findings are known, so that asking for them costs nothing."""
         found = self._opened.get(name)
@@ -141,6 +149,7 @@ class Source:
                 ranks=len(run.ranks),
                 loss=data.last_loss(run),
                 state=state(folder, run.rank_manifests),
+                written=last_write(folder),
                 problems=tuple(run.problems),
             )
         except (Fp8DebugError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from dash import html
@@ -34,6 +35,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "valueFormatter": GRID_NUMBER,
     },
     {"field": "state", "headerName": "State", "width": 96},
+    {"field": "written", "headerName": "Last write", "width": 130},
     {"field": "problems", "headerName": "Not readable", "width": 160, "tooltipField": "problems"},
 )
 
@@ -86,5 +88,6 @@ def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
         "ranks": summary.ranks,
         "loss": summary.loss,
         "state": summary.state or "unreadable",
+        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.written)) if summary.written else NO_DATA,
         "problems": summary.error or "; ".join(summary.problems) or NO_DATA,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from fp8debug.store.dump_files import KIND, file_name, rank_folder
 from tests.synthetic import Override, Plan, Slots, write
@@ -132,6 +133,26 @@ def write_ranks(path: Path, num_steps: int = 120) -> Path:
     apart = Override(module="blocks.1.mlp.up", gemm="fprop", tensor="input", slots=doubled, steps=(60, None), ranks=(SICK_RANK,))
     plan = Plan(num_steps=num_steps, every=10, modules=gpt_modules(2), steps=losses(num_steps), world_size=4, overrides=[apart])
     write(path, plan)
+    return path
+
+
+#: Columns that version 1 of the schema did not have.
+NEWER = (
+    *("shard", "num_choice_rows", "num_top1_flips", "num_top2_flips", "num_grad_sums", "grad_first_nmse", "num_grad"),
+    *("num_grad_bf16", "grad_sum_x2", "grad_sum_xy", "grad_sum_err2", "num_reread", "reread_sum_x2", "reread_sum_err2"),
+    *("num_reread_blocks", "reread_scale_inv_sum_log2", "num_rows", "num_bad_rows", "num_good_rows", "num_nonfinite_rows"),
+    *("worst_row_nmse", "inference_kl", "inference_nmse", "inference_flip_rate"),
+)
+
+
+def write_old(path: Path) -> Path:
+    """Write a healthy run as version 1 of the schema would have it: fewer columns, and a manifest that says so."""
+    write_healthy(path, num_steps=40)
+    for part in path.glob("rank=*/*/part-*.parquet"):
+        table = pq.read_table(part)
+        pq.write_table(table.select([name for name in table.column_names if name not in NEWER]), part)
+    for file in (path / "manifest.json", *path.glob("rank=*/manifest.json")):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "schema_version": 1}))
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import queue
+import re
 import threading
 import urllib.request
 from pathlib import Path
@@ -20,7 +21,9 @@ from fp8debug_dashboard import make_app, serve, server
 from fp8debug_dashboard.app import PAGES
 from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.source import Source
+from fp8debug_dashboard.theme import NO_DATA
 from fp8debug_dashboard.urls import View
+from tests.dashboard import samples
 
 TOKEN = "s3cret-token"
 
@@ -179,3 +182,23 @@ def test_any_url_gives_a_page_that_agrees_with_its_outputs(folder: Path, page: A
     assert len(page.parts(view, opened)) == len(page.outputs)
     if params.get("module") != "no.such" or page.name != "module":
         assert all(f'"{name}"' in text for name, _ in page.outputs)
+
+
+@pytest.mark.parametrize("page", list(PAGES.values()), ids=lambda page: page.name)
+def test_a_run_of_the_first_schema_is_shown_on_every_page(tmp_path: Path, page: Any) -> None:
+    samples.write_old(tmp_path / "old")
+    opened = Source(tmp_path).open("old")
+    view = View(page.name, "old", {})
+    page.layout(view, opened)
+    page.settle(view, opened)
+    parts = page.parts(view, opened)
+    assert len(parts) == len(page.outputs) and opened.judge().failure == "" and opened.run.problems == []
+    if page.name in ("heatmap", "module"):
+        drawn = dict(zip((name for name, _ in page.outputs), parts, strict=True))["heat" if page.name == "heatmap" else "nine"]
+        assert drawn.data
+
+
+def test_the_list_says_when_a_run_was_written(folder: Path) -> None:
+    rows = {row["name"]: row for row in runs.parts(Source(folder))}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", rows["sick"]["written"])
+    assert rows["empty"]["written"] == NO_DATA
