@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fp8debug import adapters
@@ -31,64 +31,13 @@ from fp8debug.adapters.targets import roots_of
 from fp8debug.arms import REFUSED, Arm, apply_arm, convert_plain, end_with_parent
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.guard import Guard
+from fp8debug.meter import LossMeter
 from fp8debug.recipes import get_recipe
 from fp8debug.selectors import Selector
 from fp8debug.trainers import loop_of
 
 #: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
 _NEVER = 2**62
-
-
-class LossMeter:
-    """Sees every scalar on which ``backward()`` is called, before a gradient scaler multiplied it.
-
-    Args:
-        watch: returns the watch that is to be told, None before there is one.
-    """
-
-    def __init__(self, watch: Callable[[], attach.Watch | None]) -> None:
-        self._watch = watch
-        self._step = -1
-        self._total: Tensor | None = None
-        self._num = 0
-        self._scaled: Tensor | None = None
-
-    def start(self) -> Callable[[], None]:
-        """Begin; return what ends it."""
-        own_backward: Callable[..., None] = Tensor.backward
-        own_scale: Callable[..., Any] = torch.amp.GradScaler.scale
-
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if tensor is not self._scaled:
-                self._note(tensor)
-            self._scaled = None
-            own_backward(tensor, *args, **kwargs)
-
-        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            scaled = own_scale(scaler, outputs)
-            if isinstance(outputs, Tensor) and scaled is not outputs:
-                self._note(outputs)
-                self._scaled = scaled
-            return scaled
-
-        def restore() -> None:
-            Tensor.backward = own_backward  # type: ignore[method-assign]  # put back
-            torch.amp.GradScaler.scale = own_scale  # type: ignore[method-assign]  # put back
-
-        Tensor.backward = backward  # type: ignore[assignment,method-assign]  # the one way to see a script's loss
-        torch.amp.GradScaler.scale = scale  # type: ignore[assignment,method-assign]  # as above
-        return restore
-
-    def _note(self, loss: Tensor) -> None:
-        watch = self._watch()
-        if watch is None or loss.dim() != 0:
-            return
-        if watch.current_step != self._step or self._total is None:
-            self._step, self._total, self._num = watch.current_step, loss.detach(), 1
-            watch.note(loss=loss.detach())
-        else:
-            self._total, self._num = self._total + loss.detach(), self._num + 1
-            watch.note(loss=self._total / self._num)
 
 
 class AutoWatch:
@@ -128,7 +77,8 @@ class AutoWatch:
         attach.on_watch.remove(self.stop)
         try:
             self.watch = attach.watch(module, self._out, **self._options)
-            print(f"fp8debug: recording {type(module).__name__} into {self._out}", file=sys.stderr)
+            if rank_and_world()[0] == 0:
+                print(f"fp8debug: recording {type(module).__name__} into {self._out}", file=sys.stderr)
         except Fp8DebugError as error:
             print(f"fp8debug: not recorded: {error}", file=sys.stderr)
 
@@ -255,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         arm = Arm.read(options.arm) if options.arm else None
         if options.steps is not None and arm is None:
             raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
-        if (out / "manifest.json").exists() and not options.child and options.resume_from is None:
+        if _holds_run(out) and not options.child and options.resume_from is None:
             raise UsageError(f"{out} already holds a run; choose another --out or delete it, or go on with --resume-from STEP")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -284,6 +234,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _holds_run(out: Path) -> bool:
+    """Return whether this rank's part of a run is there: another rank of the job may have begun already."""
+    rank, _ = rank_and_world()
+    return (out / "manifest.json" if rank == 0 else out / f"rank={rank:05d}").exists()
+
+
 def _recording(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of :func:`fp8debug.watch` that the command line gives.
 
@@ -291,7 +247,7 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
         UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
     """
     found: dict[str, Any] = {}
-    for name in ("dump", "include", "exclude", "what_if", "plain_recipe", "shadow_rows", "resume_from"):
+    for name in ("dump", "include", "exclude", "what_if", "plain_recipe", "shadow_rows", "resume_from", "compiled"):
         value = getattr(options, name)
         if value not in (None, []):
             found[name] = tuple(value) if isinstance(value, list) else value
@@ -329,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--what-if", metavar="RECIPE", action="append", default=[], help="also try this recipe on the same tensors; repeat it")
     add("--plain-recipe", metavar="RECIPE", help="recipe to try on a model that has no FP8 (default: blockwise)")
     add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
+    add("--compiled", choices=("eager",), help="run sampled steps without torch.compile, whose code is not recorded")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add("--guard", metavar="M", type=int, help="put a module into BF16 after M sampled steps of hard evidence: changes the run")
     add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")

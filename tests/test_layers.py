@@ -51,6 +51,7 @@ LAYERS = {
     "fp8debug.exporters": 7,
     "fp8debug.reports": 7,
     "fp8debug.arms": 7.2,
+    "fp8debug.meter": 7.2,
     "fp8debug.run": 7.5,
     "fp8debug.trials": 7.5,
     "fp8debug": 7.5,

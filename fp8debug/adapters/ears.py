@@ -72,7 +72,7 @@ class Ears(Probe):
         _HEARD.add(module)
         handles = [
             module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            module.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
         ]
 
         def undo() -> None:

@@ -69,6 +69,11 @@ class TrainerWatch(Watch):
                 raise
             self._say(f"{error}" if isinstance(error, Fp8DebugError) else f"{type(error).__name__}: {error}")
 
+    def refuse(self, reason: str) -> None:
+        """Say why this training cannot be recorded; called by the trainer's loop."""
+        self._begun = True
+        self._say(reason)
+
     def note(self, **values: Any) -> None:
         """Give numbers of the step under way that the trainer does not give; None is not known."""
         if self.inner is not None:

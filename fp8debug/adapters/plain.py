@@ -100,7 +100,8 @@ class Plain:
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Hook the module."""
-        return module.register_forward_hook(Trial(observer, name, actual=False).after_forward).remove
+        # first of the hooks: FSDP2 takes the weight away in a later one
+        return module.register_forward_hook(Trial(observer, name, actual=False).after_forward, prepend=True).remove
 
 
 ADAPTERS.add(Plain.name, Plain())

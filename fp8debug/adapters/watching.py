@@ -60,7 +60,7 @@ class Watch:
         self._sink = StepSink(writer, changes, dumper)
         self._observer = Observer(settings, self._sink, self._report)
         self._observer.start_step(first_step)
-        self._observer.before_forward = self._close_counted_step
+        self._observer.before_forward = self.close_counted_step
         self._changes = changes
         self._dumper = dumper
         if dumper is not None:
@@ -78,7 +78,7 @@ class Watch:
         self._has_looked = False
         self._before_next: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
-        if writer.stopped is not None:
+        if writer.stopped is not None and not self._sink.decides:
             self._observer.turn_off()
         try:
             for c in candidates:
@@ -139,7 +139,7 @@ class Watch:
 
     def begin_step(self) -> None:
         """Say that a step begins: one that an optimizer ended is closed. A module that runs in BF16 does not say it."""
-        self._close_counted_step()
+        self.close_counted_step()
 
     def skip_statistics(self) -> None:
         """Take none at the step under way; loss and learning rate are recorded all the same."""
@@ -177,7 +177,7 @@ class Watch:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._close_counted_step()
+        self.close_counted_step()
         if self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
         try:
@@ -215,7 +215,12 @@ class Watch:
         if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
             self._after_optimizer(optimizer, args, kwargs)
 
-    def _close_counted_step(self) -> None:
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer of the model has ended the step, if that is not known yet."""
+        if not self._counted:
+            self._after_any_optimizer(optimizer, (), {})
+
+    def close_counted_step(self) -> None:
         """Close a step that an optimizer ended; at the next forward pass, so that ``step()`` can come first."""
         if self._counted and not self._explicit:
             self._counted = False
@@ -289,7 +294,8 @@ class Watch:
     def _report_never_called(self) -> None:
         if self._observer.is_off or not self._has_looked:
             return
-        missing = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
+        silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
+        missing = [c.fqn for c in silent if not getattr(c.module, "was_called", False)]
         for fqn in missing:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
         if missing:

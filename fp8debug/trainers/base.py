@@ -18,6 +18,10 @@ class Recorder(Protocol):
         """Watch the prepared model, or its chunks, from the step of that number on."""
         ...
 
+    def refuse(self, reason: str) -> None:
+        """Say why this training cannot be recorded."""
+        ...
+
     def note(self, **values: Any) -> None:
         """Give numbers of the step under way: loss, grad_norm, lr, loss_scale, tokens; None is not known."""
         ...

@@ -102,8 +102,8 @@ def test_a_mixture_of_experts_without_fp8_is_tried(tmp_path: Path) -> None:
     run = fp8debug.Run(tmp_path / "run")
     recorded = set(run.sql("SELECT DISTINCT module FROM sites").column("module").to_pylist())
     assert {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj", "lm_head"} <= recorded
-    outside = {entry["fqn"]: entry["reason"] for entry in run.manifest["outside"]}
-    assert "grouped GEMMs are not read" in outside["model.layers.0.mlp.experts"]  # named, not silent
+    reasons = {entry["fqn"]: entry["reason"] for entry in run.modules}
+    assert "no FP8 GEMM was heard in it" in reasons["model.layers.0.mlp.experts.gate_up_proj"]  # named, not silent
     assert not run.sql("SELECT 1 AS one FROM sites WHERE actual").num_rows
 
 

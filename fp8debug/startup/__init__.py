@@ -1,0 +1,94 @@
+"""``FP8DEBUG=DIR[,every=N,...]``: recording in processes that are not yours to start, such as the workers of Ray.
+
+    export PYTHONPATH=$(python -m fp8debug.startup):$PYTHONPATH FP8DEBUG=runs/exp1,every=20
+
+The folder on ``PYTHONPATH`` holds a ``sitecustomize.py``, which every Python process runs at its start. Without ``FP8DEBUG`` it
+looks at the environment and does nothing else; with it, torch is waited for, and the first model that trains is watched as by
+``fp8debug run``. Where a process takes a function to call at its start, that is :func:`start`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "FP8DEBUG"
+#: What may stand behind the folder, and how it is read.
+OPTIONS = {
+    "every": int,
+    "shadow_rows": int,
+    "resume_from": int,
+    "compiled": str,
+    "ranks": str,
+    "plain_recipe": str,
+    "budget": str,
+}
+
+
+def start() -> None:
+    """Watch the first model that trains in this process, if the environment says so; a wrong value is one line on stderr."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return
+    try:
+        out, options = parse(text)
+    except ValueError as error:
+        print(f"fp8debug: not recorded: {VARIABLE}={text}: {error}", file=sys.stderr)
+        return
+    if "torch" in sys.modules:
+        _begin(out, options)
+    else:
+        sys.meta_path.insert(0, _AfterTorch(out, options))
+
+
+def parse(text: str) -> tuple[Path, dict[str, Any]]:
+    """Return the run directory, absolute, and the arguments of ``watch()``.
+
+    Raises:
+        ValueError: it is not ``DIR[,name=value,...]``.
+    """
+    folder, *words = text.split(",")
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in OPTIONS or not equals:
+            raise ValueError(f"{word!r} is none of {', '.join(f'{known}=...' for known in OPTIONS)}")
+        options[name] = OPTIONS[name](value)
+    if not folder:
+        raise ValueError("expected a folder first, such as runs/exp1,every=20")
+    return Path(folder).absolute(), {"every": 10, **options}
+
+
+class _AfterTorch(MetaPathFinder):
+    """Begins once torch is imported."""
+
+    def __init__(self, out: Path, options: dict[str, Any]) -> None:
+        self._arguments = out, options
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            own = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                own(module)
+                _begin(*self._arguments)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
+def _begin(out: Path, options: dict[str, Any]) -> None:
+    try:
+        from fp8debug.run import AutoWatch
+
+        AutoWatch(out, options).start()
+    except Exception as error:  # the process is not ours
+        print(f"fp8debug: not recorded: {type(error).__name__}: {error}", file=sys.stderr)
