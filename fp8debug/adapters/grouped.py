@@ -64,8 +64,10 @@ class GroupEars:
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        observed = [probe.begin() for probe in self.probes.values()]
-        call = GroupCall() if any(observed) else None
+        observed = [probe.part for probe in self.probes.values() if probe.begin()]
+        for part in observed:
+            part.was_called = True
+        call = GroupCall() if observed else None
         self._listener.begin(self, call, None if call is None else call.hear, self._fail)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -154,6 +156,7 @@ class Grouped:
     kind = ""  # the class's name
     fp8 = True
     is_heard = True
+    hears_ops = False  # but inside its own modules
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it holds 3-D parameters, and no other adapter knows better."""

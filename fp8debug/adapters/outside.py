@@ -30,14 +30,14 @@ def _reason(module: nn.Module) -> str | None:
     library = type(module).__module__.split(".")[0]
     parameters = list(module.parameters(recurse=False))
     if library in _LIBRARIES and any(p.dim() >= 2 for p in parameters):
-        return f"a module of {_LIBRARIES[library]}, which no adapter reads"
+        return f"a module of {_LIBRARIES[library]}, of a kind that no adapter reads"
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution: only Linears are watched"
     if isinstance(module, nn.MultiheadAttention):
         return "attention and its fused projections: only Linears are watched"
     wrapped = next((type(p).__name__ for p in parameters if type(p).__module__.startswith("torchao.")), None)
     if wrapped is not None:
-        return f"its parameters are {wrapped}: torchao's grouped GEMMs of experts are not read"
+        return f"its parameters are {wrapped}: what torchao multiplies by them is not read"
     if any(p.dim() == 3 for p in parameters) and not isinstance(module, nn.Linear):
         return "weights of several experts in one tensor: grouped GEMMs are not read"
     return None

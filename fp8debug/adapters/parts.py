@@ -28,6 +28,7 @@ class Part(nn.Module):
 
     Attributes:
         fp8debug_kind: what coverage calls it.
+        was_called: whether a sampled step ran it, in whatever precision.
         weight: the parameter; a tensor without data of its shape where it lies in several, or of one expert's where it holds all.
     """
 
@@ -41,6 +42,7 @@ class Part(nn.Module):
         self.index = index
         self.weight_names = tuple(weight_names)
         self.reason = reason
+        self.was_called = False
         self.bias = True if has_bias else None
         found = [getattr(owner, name) for name in weight_names]
         wrapper = type(found[0])

@@ -198,6 +198,8 @@ class ModuleEars:
             return
         x = args[0] if args else next(iter(kwargs.values()), None)
         observed = {number: probe for number, probe in self.probes.items() if probe.begin()}
+        for probe in observed.values():
+            probe.part.was_called = True
         call = None
         if observed and isinstance(x, Tensor):
             GEMMS.listen(self)

@@ -94,7 +94,7 @@ def train(
     for step in range(STEPS):
         x = torch.randn(TOKENS // 4, 4, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16().cuda()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if strict and step else 0)  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.set_sync_debug_mode("error" if strict and step else 0)
         with te.autocast(enabled=True, recipe=recipe):
             loss = net(x).float().square().mean()
         loss.backward()
@@ -102,7 +102,7 @@ def train(
         optimizer.zero_grad()
         if watch is not None:
             watch.step(loss=loss)
-        torch.cuda.set_sync_debug_mode(0)  # type: ignore[no-untyped-call]  # the same
+        torch.cuda.set_sync_debug_mode(0)
         losses.append(loss.detach())
         if after is not None:
             after()

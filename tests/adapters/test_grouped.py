@@ -219,7 +219,7 @@ def test_what_is_not_to_be_had_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "experts.w1 is not recorded: its GEMMs run under activation checkpointing" in capsys.readouterr().err
 
 
-def test_experts_in_high_precision_are_in_coverage(tmp_path: Path) -> None:
+def test_experts_in_high_precision_are_in_coverage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Dense(Experts):
         def forward(self, x: Tensor, offs: Tensor) -> Tensor:
             return functional.grouped_mm(x, self.w1.transpose(1, 2), offs=offs)[:, :64]
@@ -231,3 +231,4 @@ def test_experts_in_high_precision_are_in_coverage(tmp_path: Path) -> None:
     run = fp8debug.Run(tmp_path / "run")
     entry = next(m for m in run.modules if m["fqn"] == "experts.w1")
     assert not entry["fp8"] and not entry["observed"] and entry["reason"].startswith("no FP8 GEMM was heard in it")
+    assert "experts.w1" not in capsys.readouterr().err

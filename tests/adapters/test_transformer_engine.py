@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.adapters import engine as te
 from tests.adapters.linears import rows, same, sites
 from tests.recording.test_watch import NINE
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("engine")
 engine = te.engine
 RECIPES = {
@@ -166,13 +170,13 @@ def test_many_experts_are_watched_in_part(tmp_path: Path) -> None:
     assert (other["observed"], other["reason"]) == (False, "one of 16 experts, of which 8 are watched")
 
 
-def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path) -> None:
+def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = model()
     with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
         net(batch(0)).float().square().mean().backward()
         watch.step()
     run = fp8debug.Run(tmp_path / "run")
-    assert not rows(run) and not any(m["fp8"] for m in run.modules)
+    assert not rows(run) and not any(m["fp8"] for m in run.modules) and not complaints(capsys)
     assert "no FP8 GEMM was heard in it" in run.modules[0]["reason"]
 
 
@@ -244,3 +248,11 @@ def test_a_delayed_scale_that_its_history_does_not_give(tmp_path: Path, capsys: 
     assert "0.proj is recorded, but a delayed scale of it is 4 times what its amax history allows" in capsys.readouterr().err
     last = rows(fp8debug.Run(tmp_path / "run"), "step = 3 AND module = '0.proj' AND gemm = 'fprop' AND tensor = 'input'")
     assert last[0]["headroom"] > 2 and last[0]["num_saturated"] > 0
+
+
+def test_the_example_and_the_script_for_a_gpu_say_what_they_need(tmp_path: Path) -> None:
+    if torch.cuda.is_available() and find_spec("transformer_engine") is not None:
+        pytest.skip("both would run here")
+    for program, code in (("examples/te_blockwise.py", 2), ("tests/adapters/te_on_gpu.py", 1)):
+        done = subprocess.run([sys.executable, str(ROOT / program)], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code and "needs a GPU and Transformer Engine" in done.stderr
