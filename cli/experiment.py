@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from fp8debug.arms import CHANGEABLE, unchangeable
 from fp8debug.errors import UsageError
 from fp8debug.shares import parse_share
 from fp8debug.store.run import Run
@@ -73,7 +74,11 @@ def script_options(function: F) -> F:
 def make_script(run: Run, options: dict[str, Any]) -> Script:
     """Return the script with what the options leave open taken from the run."""
     recipe = options["recipe"]
-    if recipe is None and not any(module.get("fp8") for module in run.modules):
+    in_fp8 = [module for module in run.modules if module.get("fp8")]
+    foreign = [module for module in in_fp8 if module.get("kind") not in CHANGEABLE]
+    if recipe is None and foreign:
+        raise UsageError(f"nothing is trained: {unchangeable(str(foreign[0]['fqn']), str(foreign[0]['kind']))}")
+    if recipe is None and not in_fp8:
         recipe = str(run.manifest.get("plain_recipe") or "blockwise")
     steps = options["steps"]
     if steps is None:

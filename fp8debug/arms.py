@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: Begins the last word of a training process that cannot give its model the arm.
 REFUSED = "fp8debug: this arm cannot be trained: "
 
+#: Kinds of modules, as a manifest has them, whose casts an arm can change; None in a run that says no kind.
+CHANGEABLE = ("Fp8Linear", "Float8Linear", "Linear", None)
+
 #: What computes: nothing in FP8, what the script converts, or the same with every operand dequantized before its GEMM.
 COMPUTES = ("bf16", "fp8", "fp8_tensors")
 
@@ -80,6 +83,14 @@ class Arm:
             raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {error}") from None
 
 
+def unchangeable(name: str, kind: str) -> str:
+    """Return what to say of an FP8 module of another stack."""
+    return (
+        f"{name} is a {kind}, whose casts an arm cannot change; take the script's own FP8 off"
+        " and give --recipe NAME, which converts its nn.Linear modules"
+    )
+
+
 def convert_plain(arm: Arm, roots: Sequence[nn.Module]) -> None:
     """Convert a model that has no FP8 module to the arm's recipe; a BF16 arm leaves it as it is.
 
@@ -121,11 +132,7 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
     torchao = {c.fqn: c.module for c in candidates if c.adapter is not None and c.adapter.name == "torchao"}
     foreign = [c for c in candidates if c.fp8 and not isinstance(c.module, Fp8Linear) and c.fqn not in torchao]
     if foreign and (arm.compute != "fp8" or arm.fallbacks):
-        kind = type(foreign[0].module).__name__
-        raise UsageError(
-            f"{foreign[0].fqn} is a {kind}, whose casts an arm cannot change; take the script's own FP8 off"
-            " and give --recipe NAME, which converts its nn.Linear modules"
-        )
+        raise UsageError(unchangeable(foreign[0].fqn, type(foreign[0].module).__name__))
     layers = [c.module for c in candidates if isinstance(c.module, Fp8Linear)]
     if arm.compute == "bf16":
         for layer in layers:

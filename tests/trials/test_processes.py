@@ -20,6 +20,7 @@ from fp8debug.errors import UsageError
 from fp8debug.store.writer import RunWriter
 from fp8debug.trials import Script
 from fp8debug.trials.script import with_seed
+from fp8debug_cli.main import status
 from tests.trials.quick_launcher import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -194,6 +195,24 @@ def test_a_script_that_trains_nothing_is_named(folder: Path) -> None:
     code, out, err = finish(start(folder, "verify", "run", "--arms", "fp8", "--repeats", "2", "--script", "train.py"))
     assert code == 1 and "failed" in out and "nothing can be compared" in out
     assert "warning: arm fp8: the script trained no model with a Linear: no forward ran with gradients on" in err
+
+
+@pytest.mark.parametrize("command", ["verify", "bisect --yes"])
+def test_fp8_of_another_stack_is_refused_before_anything_is_trained(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = [{"fqn": "layers.0.fc1", "kind": "TELinear", "fp8": True, "in_features": 64, "out_features": 64}]
+    writer = RunWriter(tmp_path / "run", manifest={"modules": modules})
+    writer.steps({"step": 0, "sampled": False, "loss": 1.0})
+    writer.close()
+    (tmp_path / "train.py").touch()
+    words = [*command.split(), str(tmp_path / "run"), "--script", str(tmp_path / "train.py")]
+    assert status(words) == 2
+    assert capsys.readouterr().err == (
+        "error: nothing is trained: layers.0.fc1 is a TELinear, whose casts an arm cannot change; take the script's own FP8 off"
+        " and give --recipe NAME, which converts its nn.Linear modules\n"
+    )
+    assert not (tmp_path / "run" / "verify").exists() and not (tmp_path / "run" / "bisect").exists()
 
 
 def test_a_missing_script(folder: Path) -> None:
