@@ -1,4 +1,4 @@
-# make demo | test | lint | types | docs. One environment serves all; the second call installs nothing.
+# make demo | test | lint | types | docs | audit. One environment serves all; the second call installs nothing.
 #   PYTHON=python3.12   interpreter of the environment
 #   VENV=.venv          where it lies
 #   TORCH=torch         another build of torch, e.g. one that is installed for your GPUs
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.fp8debug
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test lint types docs audit clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,12 @@ types: $(STAMP)
 # The pages that come from the code; the tests hold them equal.
 docs: $(STAMP)
 	$(BIN)/python scripts/docs.py
+
+# Known vulnerabilities of the pinned development set, in an environment of its own; needs the network, no part of CI.
+audit:
+	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
+		build/audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit==2.10.1; }
+	build/audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off
 
 # torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
 $(STAMP): pyproject.toml constraints.txt

@@ -178,7 +178,7 @@ def refuse_to_write(path: str | Path) -> None:
         RecordError: it is an address.
     """
     if is_remote(path):
-        raise RecordError(f"{path} is in object storage, where no step can be appended; record to a local folder and copy it there")
+        raise RecordError(f"{path} is in object storage, where no step can be appended; record to a local folder, copy it there")
 
 
 def forget(path: Path) -> None:
