@@ -18,6 +18,7 @@ from fp8debug.errors import UnknownNameError
 from fp8debug.registry import Registry
 
 if TYPE_CHECKING:
+    from fp8debug.rules.looks import Look
     from fp8debug.store.run import Run
 
 #: The headings of every rule's docstring, in this order, after its one-line summary.
@@ -174,6 +175,10 @@ class Rule(ABC):
     @abstractmethod
     def check(self, run: Run) -> Iterable[Finding]:
         """Return one finding per site that shows the fault; ``triage()`` joins them."""
+
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that ``check`` asks for; what is named here is read in one pass for all rules."""
+        return ()
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge this run, beyond its columns; None when it can."""

@@ -88,7 +88,7 @@ def configuration(run: Run) -> dict[str, Any]:
     """Return what was in force, flat: recipe, environment, argv, and the casts of each module as they ran."""
     flat = in_force(run.manifest)
     query = (
-        "SELECT module, gemm, tensor, cast_name, min(step) AS first FROM sites WHERE actual AND reference = 'operand'"
+        "SELECT module, gemm, tensor, cast_name, min(step) AS first FROM raw WHERE actual AND reference = 'operand'"
         " GROUP BY module, gemm, tensor, cast_name ORDER BY module, gemm, tensor, first, cast_name"
     )
     for row in run.sql(query).to_pylist():

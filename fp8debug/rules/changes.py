@@ -68,7 +68,7 @@ def _parts(run: Run) -> list[Change]:
 
 def _casts(run: Run) -> list[Change]:
     query = (
-        "SELECT module, gemm, tensor, cast_name, min(step) AS step, min(call_index) AS place FROM sites"
+        "SELECT module, gemm, tensor, cast_name, min(step) AS step, min(call_index) AS place FROM raw"
         " WHERE actual AND reference = 'operand' GROUP BY module, gemm, tensor, cast_name ORDER BY step, place, module, gemm"
     )
     modules: set[str] = set()

@@ -16,6 +16,8 @@ from fp8debug.rules.baseline import compare
 from fp8debug.rules.classification import classify
 from fp8debug.rules.evidence import RUNNING, sampled_steps
 from fp8debug.rules.findings import Findings
+from fp8debug.rules.nonfinite import SICK
+from fp8debug.rules.screening import is_kept_whole, screen
 from fp8debug.rules.selection import Thresholds, chosen, configured
 from fp8debug.rules.victims import with_victims
 from fp8debug.store.joined import open_runs
@@ -59,13 +61,16 @@ def triage(
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
     skipped: list[tuple[str, str]] = []
     findings: list[Finding] = []
-    if run.problems and not run.sql("SELECT 1 AS one FROM sites LIMIT 1").num_rows:
+    if run.problems and not run.num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
-    has_running = run.sql(f"SELECT 1 AS one FROM sites WHERE {RUNNING} LIMIT 1").num_rows > 0
+    is_kept_whole(run)
+    has_running = _has_running(run)
+    reasons = {rule.code: _missing(rule, run, has_running) for rule in rules.values()}
+    screen(run, [SICK, *(look for rule in rules.values() if reasons[rule.code] is None for look in rule.looks())])
     for done, rule in enumerate(rules.values()):
         if progress:
             progress(done, len(rules), rule.code)
-        reason = _missing(rule, run, has_running)
+        reason = reasons[rule.code]
         if reason is None:
             findings += _joined(rule.check(run))
         elif rule.code in wanted:
@@ -84,6 +89,13 @@ def triage(
         classification=classify(run, standing, rules, comparison).to_dict(),
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )
+
+
+def _has_running(run: Run) -> bool:
+    """Tell whether any operand ran in FP8; nearly always one did at the first sampled step."""
+    query = f"SELECT 1 AS one FROM sites WHERE {RUNNING}"
+    first = f"{query} AND step = {min(run.sampled_steps, default=0)} LIMIT 1"
+    return any(run.sql(text).num_rows for text in (first, f"{query} LIMIT 1"))
 
 
 def _missing(rule: Rule, run: Run, has_running: bool) -> str | None:

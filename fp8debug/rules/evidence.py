@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import Finding, Rule, Severity, finite
+from fp8debug.rules.looks import IS_DELAYED as IS_DELAYED
+from fp8debug.rules.looks import RUNNING as RUNNING
+from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
-
-#: Operands of casts that ran in FP8, given a finite tensor.
-RUNNING = (
-    "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0 AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
-)
-#: The format's name is the first word of a cast's name, the scaling its third.
-IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +100,11 @@ def traces(run: Run, bad: str, columns: Sequence[str], rows: str = RUNNING) -> l
         columns: further columns or ``expression AS name`` that the rule reads.
         rows: SQL predicate of the rows to look at; running casts by default.
     """
-    query = (
-        f"SELECT {', '.join(['step', 'module', 'gemm', 'tensor', 'cast_name', 'call_index', 'ranks', *columns])}"
-        f" FROM sites WHERE {rows} AND ({bad}) ORDER BY step, call_index"
-    )
+    where = f"{rows} AND ({bad})"
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
-    for row in run.sql(query).to_pylist():
+    for row in bad_rows(run, where, ["step", "module", "gemm", "tensor", "cast_name", "call_index", "ranks", *columns]):
         found.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
-    sampled = tuple(sampled_steps(run)) if found else ()
+    sampled = tuple(run.sampled_steps) if found else ()
     return [
         Trace(
             module=module,
@@ -132,7 +125,7 @@ def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:
 
 def sampled_steps(run: Run) -> list[int]:
     """Return the steps with statistics, in order."""
-    return [row["step"] for row in run.sql("SELECT DISTINCT step FROM sites ORDER BY step").to_pylist()]
+    return run.sampled_steps
 
 
 def percent(rate: float) -> str:

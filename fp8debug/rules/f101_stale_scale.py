@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, Trace, above, percent, times, traces
 from fp8debug.rules.forecasts import clipping_ahead
+from fp8debug.rules.looks import Look, exceeds, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -80,12 +81,19 @@ class StaleScaleSaturation(Rule):
         found = list(self._clipping(run))
         yield from found or clipping_ahead(self, run, self.min_headroom, self.horizon)
 
-    def _clipping(self, run: Run) -> Iterable[Finding]:
-        bad = (
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that clip."""
+        yield look(self._bad, f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}")
+
+    @property
+    def _bad(self) -> str:
+        return (
             f"{IS_DELAYED} AND overflow_rate > {self.warn_rate} AND headroom > {self.min_headroom}"
             f" AND num_saturated >= {self.min_elements}"
         )
-        for trace in traces(run, bad, ["overflow_rate", "headroom"]):
+
+    def _clipping(self, run: Run) -> Iterable[Finding]:
+        for trace in traces(run, self._bad, ["overflow_rate", "headroom"]):
             severe = trace.where(above("overflow_rate", self.max_rate))
             once = trace.where(self._is_overwhelming(trace))
             if once is not None or (severe is not None and severe.lasting(self.min_steps, self.warmup)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, percent, times, traces
+from fp8debug.rules.looks import Look, look, underflows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -63,13 +64,20 @@ class StaleHistoryUnderflow(Rule):
     warmup: int = 8
     max_sqnr_db: float = 20.0
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the sites whose scale remembers too much."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"{IS_DELAYED} AND underflow_nonzero_rate > {self.max_rate} AND headroom < {self.max_headroom}"
             f" AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}"
         )
-        for trace in traces(run, bad, ["underflow_nonzero_rate", "headroom"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that underflow."""
+        yield look(self._bad, f"{underflows(self.max_rate)} AND {IS_DELAYED}")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the sites whose scale remembers too much."""
+        for trace in traces(run, self._bad, ["underflow_nonzero_rate", "headroom"]):
             once = any(
                 row["underflow_nonzero_rate"] > self.max_rate_once and row["step"] >= trace.start + self.warmup
                 for row in trace.rows

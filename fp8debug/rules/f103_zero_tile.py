@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.evidence import Trace, traces
+from fp8debug.rules.looks import Look, look
 from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.rules.screening import source
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,18 @@ class ZeroTileNan(Rule):
 
     max_nonfinite: int = 0
 
+    @property
+    def _bad(self) -> str:
+        return f"num_actual_nonfinite > {self.max_nonfinite}"
+
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that became NaN or Inf, and those that came so."""
+        yield look(self._bad, f"num_actual_nonfinite > {min(0, self.max_nonfinite)}")
+        yield Look(_POISONED, "num_nan + num_inf > 0", "reference = 'operand'")
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the casts that made NaN, or the GEMM that did, the first with its victims."""
-        bad = f"num_actual_nonfinite > {self.max_nonfinite}"
-        columns = ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
+        bad, columns = self._bad, ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
         bad_traces = traces(run, bad, columns) or self._first_of_several_calls(run, bad, columns)
         origin = first_poison(run)
         if origin is not None and origin.kind != "cast":
@@ -73,11 +85,11 @@ class ZeroTileNan(Rule):
 
         A module called twice in a step, or once per microbatch, may make a NaN that comes back to it as its own input.
         """
-        poisoned = "actual AND reference = 'operand' AND num_nan + num_inf > 0"
+        poisoned = f"actual AND {_POISONED}"
         query = (
             f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {bad}) AS maker,"
             " min(call_index) FILTER (WHERE num_tensors = 1 AND gemm = 'fprop') AS single"
-            f" FROM sites WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
+            f" FROM {source(run, _POISONED)} WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
         )
         for first in run.sql(query).to_pylist():
             if first["maker"] is not None and (first["single"] is None or first["maker"] < first["single"]):
@@ -120,8 +132,8 @@ class ZeroTileNan(Rule):
 
     def _poisoned(self, run: Run, step: int) -> list[str]:
         query = (
-            "SELECT module, min(call_index) AS place FROM sites WHERE reference = 'operand'"
-            f" AND num_nan + num_inf > 0 AND step >= {step} GROUP BY module ORDER BY place, module"
+            f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_POISONED}"
+            f" AND step >= {step} GROUP BY module ORDER BY place, module"
         )
         return [row["module"] for row in run.sql(query).to_pylist()]
 

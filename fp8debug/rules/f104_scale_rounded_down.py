@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, percent, traces
+from fp8debug.rules.looks import Look, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -64,16 +65,23 @@ class ScaleRoundedDown(Rule):
     max_headroom: float = 1.15
     min_headroom_undeclared: float = 1.07
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the sites that clip under current scaling."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
             " AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
             f" AND (cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
             f" OR num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
             f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared})"
         )
-        for trace in traces(run, bad, ["overflow_rate", "gain"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that clip."""
+        yield look(self._bad, f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the sites that clip under current scaling."""
+        for trace in traces(run, self._bad, ["overflow_rate", "gain"]):
             row = trace.worst("overflow_rate")
             rate, gain = row["overflow_rate"], row["gain"]
             declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"

@@ -11,6 +11,7 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, times, traces
 from fp8debug.rules.forecasts import underflow_ahead
+from fp8debug.rules.looks import Look, look, underflows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -78,13 +79,20 @@ class OutlierUnderflow(Rule):
         found = list(self._flushed(run))
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
 
-    def _flushed(self, run: Run) -> Iterable[Finding]:
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"gemm = 'fprop' AND tensor = 'input' AND underflow_nonzero_rate > {self.warn_rate}"
             f" AND num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}"
         )
+
+    def looks(self) -> Iterable[Look]:
+        """Return the inputs that underflow."""
+        yield look(self._bad, f"{underflows(self.warn_rate)} AND gemm = 'fprop' AND tensor = 'input'")
+
+    def _flushed(self, run: Run) -> Iterable[Finding]:
         columns = ["underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist"]
-        for trace in traces(run, bad, columns):
+        for trace in traces(run, self._bad, columns):
             outlying = trace.where(self._has_outlier)
             if outlying is None:
                 continue

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, percent, traces
+from fp8debug.rules.looks import Look, look, underflows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_GRADIENT = "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,17 @@ class UnequalTokens(Rule):
     min_elements: int = 16
     min_steps: int = 2
 
+    @property
+    def _bad(self) -> str:
+        return f"{_GRADIENT} AND underflow_nonzero_rate > {self.max_rate} AND num_underflow >= {self.min_elements}"
+
+    def looks(self) -> Iterable[Look]:
+        """Return the gradients that underflow."""
+        yield look(self._bad, f"{underflows(self.max_rate)} AND {_GRADIENT}")
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the gradients that coarse blocks flush."""
-        bad = (
-            "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"
-            f" AND underflow_nonzero_rate > {self.max_rate} AND num_underflow >= {self.min_elements}"
-        )
-        for trace in traces(run, bad, ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"]):
+        for trace in traces(run, self._bad, ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"]):
             if not trace.lasting(min(self.min_steps, len(trace.sampled))):
                 continue
             row = trace.worst("underflow_nonzero_rate")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import traces
+from fp8debug.rules.looks import Look, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -63,16 +64,24 @@ class DoubleQuantization(Rule):
     min_elements: int = 1024
     min_steps: int = 2
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands of wgrad that were cast twice."""
+    @property
+    def _bad(self) -> str:
         sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
-        bad = (
+        return (
             f"gemm = 'wgrad' AND {sqnr} BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db} AND numel >= {self.min_elements}"
             f" AND coalesce(underflow_nonzero_rate, 0) < {self.max_lost_rate}"
             f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate} AND cast_name LIKE '% current%'"
             f" AND cast_name NOT LIKE '%pow2%' AND headroom BETWEEN {self.min_headroom} AND {self.max_headroom}"
         )
-        for whole in traces(run, bad, ["sqnr_db"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands whose scale is not of their own amax."""
+        keys = "gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"
+        yield look(self._bad, f"headroom >= {self.min_headroom} AND {keys}")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands of wgrad that were cast twice."""
+        for whole in traces(run, self._bad, ["sqnr_db"]):
             first = self._first_reads(run, whole.module, whole.tensor, whole.cast_name.partition(" ")[0])
             trace = whole.where(lambda row, first=first: first.get(row["step"], 0.0) - row["sqnr_db"] > self.min_gap_db)  # type: ignore[misc]  # bound now
             if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):

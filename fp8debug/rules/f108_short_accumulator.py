@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, percent, traces
+from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -57,15 +58,22 @@ class ShortAccumulator(Rule):
     max_sqnr_db: float = 35.0
     min_steps: int = 2
 
+    @property
+    def _bad(self) -> str:
+        return f"isfinite(sqnr_db) AND sqnr_db < {self.warn_sqnr_db}"
+
+    def looks(self) -> Iterable[Look]:
+        """Return the results far from the exact product."""
+        yield look(self._bad, below_db(self.warn_sqnr_db), rows=_RESULTS, keys="actual AND reference = 'exact'")
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
-        bad = f"isfinite(sqnr_db) AND sqnr_db < {self.warn_sqnr_db}"
         contracts = {
             (m["fqn"], gemm): m.get(key)
             for m in run.modules
             for gemm, key in (("fprop", "in_features"), ("dgrad", "out_features"))
         }
-        for trace in traces(run, bad, ["sqnr_db", "gain"], rows=_RESULTS):
+        for trace in traces(run, self._bad, ["sqnr_db", "gain"], rows=_RESULTS):
             if trace.lasting(self.min_steps):
                 yield self._found(trace, contracts.get((trace.module, trace.gemm)))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, traces
+from fp8debug.rules.looks import Look, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -63,15 +64,23 @@ class Fp8NotOn(Rule):
     min_binades: int = 8
     min_elements: int = 256
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands that were never cast."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
             f" AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}"
         )
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands that are too good."""
+        ratio = 10 ** (-self.min_sqnr_db / 10)
+        yield look(self._bad, f"sum_err2 < {ratio * (1 + 1e-9):.16e} * sum_x2")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands that were never cast."""
         found = [
             trace
-            for whole in traces(run, bad, ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"])
+            for whole in traces(run, self._bad, ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"])
             if (trace := whole.where(self._is_proof)) and trace.lasting(min(2, len(trace.sampled)))
         ]
         too_good = {(trace.module, trace.gemm, trace.tensor) for trace in found}

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, traces
-from fp8debug.rules.weights import LIMITS, Limits, off_weights
+from fp8debug.rules.looks import Look, below_db, look
+from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_REREAD = ("reread_sum_err2", "reread_sum_x2")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class StaleWeight(Rule):
     min_steps: int = LIMITS.min_steps
     warmup: int = LIMITS.warmup
 
+    def looks(self) -> Iterable[Look]:
+        """Return the weights that are off, in either read."""
+        yield look_for_weights(self._limits())
+        yield look(self._reread_bad, f"{below_db(self.max_own_scale_sqnr_db, *_REREAD)} AND tensor = 'weight'")
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
         yield from self._between_microbatches(run)
@@ -89,14 +97,17 @@ class StaleWeight(Rule):
             warmup=self.warmup,
         )
 
-    def _between_microbatches(self, run: Run) -> Iterable[Finding]:
-        if not run.has("num_reread"):
-            return
-        bad = (
+    @property
+    def _reread_bad(self) -> str:
+        return (
             f"tensor = 'weight' AND reread_sqnr_db < {self.max_own_scale_sqnr_db}"
             f" AND sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}"
         )
-        for trace in traces(run, bad, ["sqnr_db", "reread_sqnr_db"]):
+
+    def _between_microbatches(self, run: Run) -> Iterable[Finding]:
+        if not run.has("num_reread"):
+            return
+        for trace in traces(run, self._reread_bad, ["sqnr_db", "reread_sqnr_db"]):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = min(trace.rows, key=lambda row: float(row["reread_sqnr_db"]))
                 message = (

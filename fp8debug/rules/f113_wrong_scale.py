@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, above, traces
+from fp8debug.rules.looks import Look, exceeds, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -58,14 +59,21 @@ class WrongScale(Rule):
     max_subnormal_rate: float = 0.5
     min_elements: int = 256
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands whose size is wrong."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"abs(gain - 1) > {self.max_gain_error} AND cosine >= {self.min_cosine} AND numel >= {self.min_elements}"
             f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate} AND coalesce(underflow_nonzero_rate, 0) < 0.01"
             f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}"
         )
-        for whole in traces(run, bad, ["gain", "abs(gain - 1) AS gain_error", "cosine"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands whose gain is off."""
+        yield look(self._bad, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands whose size is wrong."""
+        for whole in traces(run, self._bad, ["gain", "abs(gain - 1) AS gain_error", "cosine"]):
             limit = self._limit(whole)
             trace = whole.where(above("gain_error", limit))
             if trace is not None:

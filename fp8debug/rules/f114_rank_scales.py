@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, RUNNING, Trace, sampled_steps
+from fp8debug.rules.screening import in_batches
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -91,15 +92,15 @@ class RankScalesDiffer(Rule):
             " max(amax) = min(amax) AND max(numel) = min(numel)"
             f" AND max(sum_x2) - min(sum_x2) <= {self.same_tensor} * max(sum_x2) AS is_one,"
             f" greatest(max(scale_inv_max) / min(scale_inv_max), {highest} / {lowest}) AS ratio"
-            f" FROM stats WHERE {RUNNING} AND scale_inv_max > 0 GROUP BY {_SITE} HAVING count(*) > 1 ORDER BY step, call_index"
+            f" FROM raw WHERE {{steps}} AND {RUNNING} AND scale_inv_max > 0 GROUP BY {_SITE}"
+            " HAVING count(*) > 1 ORDER BY step, call_index"
         )
-        rows: list[dict[str, Any]] = run.sql(query).to_pylist()
-        return rows
+        return in_batches(run, query)
 
     def _finding(self, run: Run, trace: Trace) -> Finding:
         worst = trace.worst("ratio")
         query = (
-            "SELECT rank, scale_inv_max FROM stats WHERE step = ? AND module = ? AND gemm = ? AND tensor = ? AND cast_name = ?"
+            "SELECT rank, scale_inv_max FROM raw WHERE step = ? AND module = ? AND gemm = ? AND tensor = ? AND cast_name = ?"
             " AND actual AND reference = 'operand' AND scale_inv_max > 0 ORDER BY rank"
         )
         key = [worst["step"], trace.module, trace.gemm, trace.tensor, trace.cast_name]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import traces
+from fp8debug.rules.looks import Look, exceeds, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -55,16 +56,26 @@ class RecomputeDiffers(Rule):
 
     def needs(self, run: Run) -> str | None:
         """Return why not: nothing was recomputed."""
-        query = "SELECT 1 AS one FROM sites WHERE gemm = 'wgrad' AND num_reread_blocks > 0 LIMIT 1"
+        query = "SELECT 1 AS one FROM raw WHERE gemm = 'wgrad' AND num_reread_blocks > 0 LIMIT 1"
         return None if run.sql(query).num_rows else "no activation was recomputed for the backward pass"
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the inputs that were recomputed under another scale."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             "gemm = 'wgrad' AND tensor = 'input' AND num_reread_blocks = num_blocks"
             f" AND abs(reread_scale_log2) > {self.min_shift_log2}"
         )
-        found = traces(run, bad, ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"])
+
+    def looks(self) -> Iterable[Look]:
+        """Return the inputs with another scale at the second read; one rank reads no more blocks again than it has."""
+        shift = exceeds(
+            "abs(reread_scale_inv_sum_log2 - scale_inv_sum_log2)", "num_blocks - num_zero_blocks", self.min_shift_log2
+        )
+        yield look(self._bad, f"num_reread_blocks > 0 AND {shift} AND gemm = 'wgrad' AND tensor = 'input'")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the inputs that were recomputed under another scale."""
+        found = traces(run, self._bad, ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"])
         first_at: dict[int, int] = {}
         for seen in found:
             for row in seen.rows:

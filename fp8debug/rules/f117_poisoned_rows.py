@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, traces
+from fp8debug.rules.looks import Look, exceeds, look, underflows
+from fp8debug.rules.screening import source
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+#: Inputs whose rows share a scale, and the outputs that show it.
+_SHARED = (
+    "gemm = 'fprop' AND tensor = 'input'"
+    " AND cast_name NOT LIKE '% 1x128 %' AND cast_name NOT LIKE '% 1x32 %' AND cast_name NOT LIKE '% rowwise %'"
+)
+_OUTPUT = "actual AND tensor = 'output' AND reference = 'shadow'"
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,26 @@ class PoisonedRows(Rule):
     max_rate: float = 0.05
     min_rows: int = 8
 
+    @property
+    def _bad(self) -> str:
+        return f"{_SHARED} AND underflow_nonzero_rate > {self.max_rate}"
+
+    @property
+    def _lost(self) -> str:
+        return (
+            f"{_OUTPUT} AND bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows}"
+            f" AND sqnr_db >= {self.min_sqnr_db}"
+        )
+
+    def looks(self) -> Iterable[Look]:
+        """Return the inputs that underflow, and the outputs that lose rows."""
+        yield look(self._bad, f"{underflows(self.max_rate)} AND {_SHARED}")
+        yield Look(self._lost, exceeds("num_bad_rows", "num_rows", self.min_bad_rows), _OUTPUT)
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs whose rows are lost beside others."""
-        bad = (
-            f"gemm = 'fprop' AND tensor = 'input' AND underflow_nonzero_rate > {self.max_rate}"
-            " AND cast_name NOT LIKE '% 1x128 %' AND cast_name NOT LIKE '% 1x32 %' AND cast_name NOT LIKE '% rowwise %'"
-        )
         rows = self._rows(run)
-        for whole in traces(run, bad, ["underflow_nonzero_rate"]):
+        for whole in traces(run, self._bad, ["underflow_nonzero_rate"]):
             outputs = {step: row for (module, step), row in rows.items() if module == whole.module}
             trace = whole.where(lambda row, outputs=outputs: row["step"] in outputs)  # type: ignore[misc]  # bound now
             if trace is None:
@@ -81,10 +102,7 @@ class PoisonedRows(Rule):
             yield trace.finding(self, Severity.ERROR, message, value=output["bad_row_rate"], threshold=self.min_bad_rows)
 
     def _rows(self, run: Run) -> dict[tuple[str, int], dict[str, Any]]:
-        query = (
-            "SELECT module, step, bad_row_rate, sqnr_db FROM sites WHERE actual AND tensor = 'output' AND reference = 'shadow'"
-            f" AND bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}"
-        )
+        query = f"SELECT module, step, bad_row_rate, sqnr_db FROM {source(run, self._lost)} WHERE {self._lost}"
         return {(row["module"], row["step"]): row for row in run.sql(query).to_pylist()}
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, percent, traces
+from fp8debug.rules.looks import Look, exceeds, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -58,14 +59,21 @@ class RoundsToOneCode(Rule):
     max_headroom: float = 1.15
     min_elements: int = 64
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands that shrink as a whole."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
             f" AND overflow_rate > {self.min_overflow_rate} AND num_saturated >= {self.min_elements}"
             f" AND cosine >= {self.min_cosine} AND gain BETWEEN {self.min_gain} AND {self.max_gain}"
         )
-        for trace in traces(run, bad, ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands that clip."""
+        yield look(self._bad, exceeds("num_saturated", "numel", self.min_overflow_rate))
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands that shrink as a whole."""
+        for trace in traces(run, self._bad, ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]):
             row = trace.worst("loss")
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips to one code at step {row['step']}:"

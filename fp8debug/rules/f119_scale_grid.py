@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import times, traces
+from fp8debug.rules.looks import Look, look
 from fp8debug.rules.weights import OUTGROWN_COSINE
 
 if TYPE_CHECKING:
@@ -54,14 +55,21 @@ class ScaleGrid(Rule):
     max_cosine: float = 0.999
     min_elements: int = 256
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands under foreign scales."""
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND sqnr_db < {self.max_sqnr_db}"
             f" AND cosine < {self.max_cosine} AND numel >= {self.min_elements}"
             f" AND NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)"
         )
-        for trace in traces(run, bad, ["sqnr_db", "headroom", "cosine"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands beyond their scales."""
+        yield look(self._bad, f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands under foreign scales."""
+        for trace in traces(run, self._bad, ["sqnr_db", "headroom", "cosine"]):
             row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
             message = (
                 f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and values"

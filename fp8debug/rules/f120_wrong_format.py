@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, Trace, traces
+from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_DECLARED = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,25 @@ class WrongFormat(Rule):
     min_elements: int = 1024
     min_steps: int = 2
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands in E5M2."""
-        yield from self._declared(run)
-        measured = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"cast_name LIKE 'e4m3fn %' AND sqnr_db BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db}"
             f" AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}"
             f" AND numel >= {self.min_elements}"
             " AND coalesce(underflow_nonzero_rate, 0) < 0.01 AND coalesce(overflow_rate, 0) < 0.001"
             " AND coalesce(subnormal_rate, 0) < 0.2"
         )
-        for trace in traces(run, measured, ["sqnr_db"]):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands that are declared E5M2, and those with its noise."""
+        yield look(_DECLARED, _DECLARED)
+        yield look(self._bad, f"{below_db(self.max_sqnr_db)} AND cast_name LIKE 'e4m3fn %'")
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands in E5M2."""
+        yield from self._declared(run)
+        for trace in traces(run, self._bad, ["sqnr_db"]):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
                 yield replace(finding, cure="check the kernel and the cached weight; else BF16 for this GEMM")
@@ -77,7 +88,7 @@ class WrongFormat(Rule):
         return any(part.tensor != "weight" or part.module not in stale for part in finding.sites)
 
     def _declared(self, run: Run) -> Iterable[Finding]:
-        found = traces(run, "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')", ["sqnr_db"])
+        found = traces(run, _DECLARED, ["sqnr_db"])
         if not found:
             return
         query = f"SELECT DISTINCT gemm, tensor, module FROM sites WHERE {RUNNING} AND cast_name LIKE 'e4m3fn %'"

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, traces
-from fp8debug.rules.weights import LIMITS, off_weights
+from fp8debug.rules.looks import Look
+from fp8debug.rules.screening import in_batches
+from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -56,16 +58,22 @@ class WeightCopyDiffers(Rule):
     max_foreign_sqnr_db: float = LIMITS.max_foreign_sqnr_db
     max_rank_ratio: float = 2.0
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the weights that are those of another place."""
-        limits = replace(
+    def looks(self) -> Iterable[Look]:
+        """Return the weights that are off."""
+        yield look_for_weights(self._limits())
+
+    def _limits(self) -> Limits:
+        return replace(
             LIMITS,
             max_sqnr_db=self.max_sqnr_db,
             max_cosine=self.max_cosine,
             min_mixed_rows=self.min_mixed_rows,
             max_foreign_sqnr_db=self.max_foreign_sqnr_db,
         )
-        for weight in off_weights(run, limits):
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that are those of another place."""
+        for weight in off_weights(run, self._limits()):
             if weight.foreign:
                 row = weight.trace.rows[0]
                 message = (
@@ -80,13 +88,13 @@ class WeightCopyDiffers(Rule):
 
     def _between_ranks(self, run: Run) -> Iterable[Finding]:
         query = (
-            "SELECT step, module, gemm, max(sum_err2) AS worst, min(sum_err2) AS best FROM stats"
-            f" WHERE {RUNNING} AND tensor = 'weight' AND replicated GROUP BY step, module, gemm, cast_name"
+            "SELECT step, module, gemm, max(sum_err2) AS worst, min(sum_err2) AS best FROM raw"
+            f" WHERE {{steps}} AND {RUNNING} AND tensor = 'weight' AND replicated GROUP BY step, module, gemm, cast_name"
             " HAVING count(*) > 1 AND max(sum_x2) <= min(sum_x2) * (1 + 1e-6)"
             f" AND max(sum_err2) > {self.max_rank_ratio} * min(sum_err2)"
             f" AND max(sum_err2) > {10 ** (-self.max_sqnr_db / 10)} * max(sum_x2)"
         )
-        apart = {(row["module"], row["gemm"], row["step"]): row for row in run.sql(query).to_pylist()}
+        apart = {(row["module"], row["gemm"], row["step"]): row for row in in_batches(run, query)}
         for whole in traces(run, "tensor = 'weight' AND replicated", []) if apart else ():
             trace = whole.where(lambda row, at=whole: (at.module, at.gemm, row["step"]) in apart)  # type: ignore[misc]  # bound now
             if trace is not None:

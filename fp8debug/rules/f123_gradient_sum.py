@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import traces
+from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_GRADIENT = "actual AND tensor = 'grad_weight' AND reference = 'shadow'"
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,25 @@ class Bf16GradientSum(Rule):
 
     def needs(self, run: Run) -> str | None:
         """Return why not: fewer than three microbatches."""
-        query = "SELECT 1 AS one FROM sites WHERE num_grad > 0 LIMIT 1"
+        query = "SELECT 1 AS one FROM raw WHERE num_grad > 0 LIMIT 1"
         return None if run.sql(query).num_rows else "no step has three microbatches or more, or weight.grad is kept elsewhere"
 
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the gradients whose sum is short of its parts."""
-        rows = "actual AND tensor = 'grad_weight' AND reference = 'shadow' AND num_nan + num_inf = 0"
-        bad = (
+    @property
+    def _bad(self) -> str:
+        return (
             f"num_grad >= {self.min_elements} AND grad_sum_sqnr_db < {self.warn_sqnr_db}"
             f" AND grad_first_nmse < {self.max_first_nmse} AND num_grad_bf16 >= {self.min_bf16_rate} * num_grad"
         )
-        for trace in traces(run, bad, ["grad_sum_sqnr_db", "grad_sum_gain"], rows=rows):
+
+    def looks(self) -> Iterable[Look]:
+        """Return the gradients far from their FP32 sum."""
+        hint = below_db(self.warn_sqnr_db, "grad_sum_err2", "grad_sum_x2")
+        yield look(self._bad, hint, rows=f"{_GRADIENT} AND num_nan + num_inf = 0", keys=_GRADIENT)
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the gradients whose sum is short of its parts."""
+        rows = f"{_GRADIENT} AND num_nan + num_inf = 0"
+        for trace in traces(run, self._bad, ["grad_sum_sqnr_db", "grad_sum_gain"], rows=rows):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = min(trace.rows, key=lambda row: float(row["grad_sum_sqnr_db"]))
                 sqnr = float(row["grad_sum_sqnr_db"])

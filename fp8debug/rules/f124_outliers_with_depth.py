@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, times
 from fp8debug.rules.f105_outlier_underflow import spread_log2
 from fp8debug.rules.groups import Group, fprop_inputs, is_routed, numbered
+from fp8debug.rules.screening import batches
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_INPUTS = f"{RUNNING} AND gemm = 'fprop' AND tensor = 'input' AND log2_hist IS NOT NULL"
 
 
 @dataclass(frozen=True)
@@ -67,15 +74,29 @@ class OutliersWithDepth(Rule):
 
     def _spreads(self, run: Run) -> dict[str, list[dict[str, Any]]]:
         query = (
-            "SELECT step, module, call_index, cast_name, amax, log2_hist FROM sites"
-            f" WHERE {RUNNING} AND gemm = 'fprop' AND tensor = 'input' AND log2_hist IS NOT NULL ORDER BY step, call_index"
+            f"SELECT step, module, call_index, cast_name, amax, log2_hist FROM sites WHERE {{steps}} AND {_INPUTS}"
+            " ORDER BY step, call_index"
         )
         found: dict[str, list[dict[str, Any]]] = {}
-        for row in run.sql(query).to_pylist():
-            spread = spread_log2(row)
-            if spread is not None:
-                found.setdefault(row["module"], []).append({**row, "spread": spread})
+        for table in batches(run, query) if self._may_be_wide(run) else ():
+            for row, spread in zip(table.drop_columns(["amax", "log2_hist"]).to_pylist(), spreads_log2(table), strict=True):
+                if spread is not None:
+                    found.setdefault(row["module"], []).append({**row, "spread": spread})
         return found
+
+    def _may_be_wide(self, run: Run) -> bool:
+        """Tell whether any spread may reach the limit: the median of all ranks is no smaller than the least of theirs."""
+        if not numbered(run, self.min_layers):
+            return False
+        for table in batches(run, f"SELECT step, module, amax, log2_hist FROM raw WHERE {{steps}} AND {_INPUTS}"):
+            known = table.select(["step", "module", "amax"]).append_column("spread", pa.array(spreads_log2(table), pa.float64()))
+            highest = known.group_by(["step", "module"]).aggregate([("amax", "max")])
+            joined = known.filter(pc.is_valid(known["spread"])).join(highest, ["step", "module"])
+            least = pc.subtract(pc.log2(joined["amax"].cast(pa.float64())), joined["spread"])
+            bound = pc.max(pc.subtract(pc.log2(joined["amax_max"].cast(pa.float64())), least)).as_py()
+            if bound is not None and not bound < self.min_spread_log2 - 1e-6:
+                return True
+        return False
 
     def _judged(self, run: Run, group: Group, known: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterable[Finding]:
         levels = [median(row["spread"] for row in rows[-max(1, len(rows) // 2) :]) for _, rows in known]
@@ -97,6 +118,18 @@ class OutliersWithDepth(Rule):
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand beside no finding of an outlier that underflows already."""
         return not any(f.code == "F105" for f in others)
+
+
+def spreads_log2(table: pa.Table) -> list[float | None]:
+    """Return :func:`spread_log2` of rows that have a histogram."""
+    lists, amaxes = table["log2_hist"].combine_chunks(), table["amax"].to_pylist()
+    bins = lists.flatten()
+    if bins.null_count or len(bins) != NUM_BINS * len(lists) or set(lists.value_lengths().unique().to_pylist()) - {NUM_BINS}:
+        return [spread_log2(row) for row in table.select(["amax", "log2_hist"]).to_pylist()]
+    below = bins.to_numpy().reshape(-1, NUM_BINS).cumsum(1)
+    places = (2 * below >= below[:, -1:]).argmax(1).tolist()
+    found = zip(amaxes, below[:, -1].tolist(), places, strict=True)
+    return [math.log2(amax) - (FIRST_LOG2 + place + 0.5) if amax and num else None for amax, num, place in found]
 
 
 def theil_sen(levels: Sequence[float]) -> tuple[float, float, float]:

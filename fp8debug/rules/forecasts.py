@@ -31,7 +31,7 @@ def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterat
     A static scale stands still while its tensor grows. A delayed one follows, and lies behind by what the tensor grows
     within a step: it has a trend only while its headroom stays above 1.
     """
-    if horizon <= 0:
+    if horizon <= 0 or not _has_cast(run, IS_DELAYED):
         return
     for trace in traces(run, f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}", ["headroom"]):
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
@@ -57,7 +57,7 @@ def underflow_ahead(
     The distance is the number of binades from the smallest value that survives to the quantile ``rate`` of the nonzero
     elements. It must shrink while the amax moves away from the median, to ``spread_log2`` binades by then.
     """
-    if horizon <= 0 or not run.has("log2_hist"):
+    if horizon <= 0 or not run.has("log2_hist") or not _has_cast(run, "cast_name LIKE '% tensorwise %'"):
         return
     where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
     where += f" AND {_recent(run)}"
@@ -95,6 +95,11 @@ def quantile_log2(histogram: Sequence[int], share: float) -> float:
 def _recent(run: Run) -> str:
     """Return the condition of the sampled steps that a trend looks at."""
     return f"step >= {min(sampled_steps(run)[-MAX_POINTS:], default=0)}"
+
+
+def _has_cast(run: Run, which: str) -> bool:
+    """Tell whether a cast of that kind was recorded."""
+    return bool(run.sql(f"SELECT 1 AS one FROM raw WHERE {which} LIMIT 1").num_rows)
 
 
 def _ahead(trend: Trend | None, limit: float, horizon: float) -> Forecast | None:

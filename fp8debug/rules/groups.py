@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.evidence import RUNNING
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fp8debug.rules.looks import RUNNING
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -64,20 +67,47 @@ def numbered(run: Run, min_members: int = 2) -> list[Group]:
 
 
 def fprop_inputs(run: Run) -> Inputs:
-    """Return how many rows each FP8 module read at each sampled step, and their sum of squares; NaN inputs are left out."""
+    """Return how many rows FP8 modules read at each sampled step, and their sum of squares; NaN inputs are left out.
+
+    Every step is there. Modules are left out that can be no expert and no router: those of groups whose members always read as
+    many rows, if no group has as many members as any of them has outputs.
+    """
+    return run.memo("fprop_inputs", lambda: _fprop_inputs(run))
+
+
+def _fprop_inputs(run: Run) -> Inputs:
     widths = {module["fqn"]: module["in_features"] for module in linears(run)}
     alive = RUNNING.replace("numel > 0", "numel >= 0")  # an expert without tokens has a row of zeros
     query = (
         "SELECT step, module, min(call_index) AS call_index, max(numel) AS numel, max(sum_x2) AS sum_x2 FROM sites"
         f" WHERE {alive} AND gemm = 'fprop' AND tensor = 'input' GROUP BY step, module ORDER BY step, module"
     )
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in run.sql(query).to_pylist():
-        width = widths.get(row["module"])
-        if width:
-            values = {"call_index": row["call_index"] or 0, "rows": row["numel"] // width, "sum_x2": row["sum_x2"] or 0.0}
-            found.setdefault(row["step"], {})[row["module"]] = values
+    table = run.sql(query)
+    table = table.filter(pc.is_in(table["module"], pa.array([fqn for fqn, width in widths.items() if width], pa.string())))
+    extent = table.group_by("module").aggregate([("numel", "min"), ("numel", "max")]).to_pylist()
+    rows = {r["module"]: {r[end] // widths[r["module"]] for end in ("numel_min", "numel_max")} for r in extent}
+    found: dict[int, dict[str, dict[str, Any]]] = {step: {} for step in table["step"].unique().to_pylist()}
+    for row in table.filter(pc.is_in(table["module"], pa.array(_telling(run, rows), pa.string()))).to_pylist():
+        values = {
+            "call_index": row["call_index"] or 0,
+            "rows": row["numel"] // widths[row["module"]],
+            "sum_x2": row["sum_x2"] or 0.0,
+        }
+        found[row["step"]][row["module"]] = values
     return {**found}
+
+
+def _telling(run: Run, rows: Mapping[str, set[int]]) -> list[str]:
+    """Return the modules that may be experts or routers, by the least and the most rows that each read."""
+    groups = numbered(run)
+    sizes = {len(group.members) for group in groups}
+    chosen = {module["fqn"]: module.get("selects") for module in run.modules}
+    outputs = {m["fqn"]: m["out_features"] for m in linears(run) if m["fqn"] in rows and m["out_features"]}
+    if any(num in sizes or num == chosen[fqn] for fqn, num in outputs.items()):
+        return list(rows)
+    read = [(group, {num for fqn in group.members.values() for num in rows.get(fqn, ())}) for group in groups]
+    uneven = {fqn for group, nums in read if len(nums) > 1 for fqn in group.members.values()}
+    return [fqn for fqn in rows if fqn in uneven]
 
 
 def is_routed(group: Group, inputs: Inputs) -> bool:

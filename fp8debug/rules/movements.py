@@ -81,6 +81,10 @@ class Movements:
 
 def movements_before(run: Run, step: int) -> Movements:
     """Return what of the operands of running casts moved up to the forward pass of a step."""
+    return run.memo(f"movements {step}", lambda: _movements_before(run, step))
+
+
+def _movements_before(run: Run, step: int) -> Movements:
     sampled = [s for s in sampled_steps(run) if s <= step]
     recent, past = sampled[-RECENT:], sampled[-RECENT - PAST : -RECENT]
     if len(past) < MIN_PAST:

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.looks import Look
+from fp8debug.rules.screening import source
+
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
+#: The rows in which something is not finite.
+SICK = Look(
+    "actual AND num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
+    "num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
+    "actual",
+)
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1
 
@@ -71,8 +80,8 @@ def _first_unsampled(run: Run) -> Origin | None:
     last = (
         "SELECT module, cast_name, call_index, ranks FROM sites WHERE actual AND gemm = 'fprop' AND tensor = 'output' AND step < "
     )
-    known = [row for row in run.sql(f"{last}{step} ORDER BY step, call_index").to_pylist() if row["module"] == module]
-    row: dict[str, Any] = {"cast_name": None, "call_index": 0, "ranks": run.ranks, **(known[-1] if known else {})}
+    known = run.sql(f"{last}{step} AND module = ? ORDER BY step DESC, call_index DESC LIMIT 1", [module]).to_pylist()
+    row: dict[str, Any] = {"cast_name": None, "call_index": 0, "ranks": run.ranks, **(known[0] if known else {})}
     tensor = {"outside": "input", "weight": "weight"}.get(kind, "output")
     row |= {"step": step, "module": module, "gemm": "fprop", "tensor": tensor, "numel": None, "num_nan": None}
     called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
@@ -85,8 +94,7 @@ def _first_sampled(run: Run) -> Origin | None:
         return None
     query = (
         "SELECT step, module, gemm, tensor, reference, cast_name, call_index, ranks, numel, num_tensors, num_nan, num_inf,"
-        " coalesce(num_actual_nonfinite, 0) AS num_made FROM sites WHERE actual"
-        " AND num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0"
+        f" coalesce(num_actual_nonfinite, 0) AS num_made FROM {source(run, SICK.rows)} WHERE {SICK.rows}"
     )
     rows = sorted(run.sql(query).to_pylist(), key=lambda row: (row["step"], *_place(row)))
     sick_steps = {r["step"] for r in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}

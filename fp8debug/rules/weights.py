@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.evidence import IS_DELAYED, Trace, traces
+from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -56,24 +57,32 @@ class OffWeight:
     foreign: str
 
 
+def look_for_weights(limits: Limits) -> Look:
+    """Return the rows that ``off_weights`` asks for."""
+    return look(_bad(limits), f"{below_db(max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))} AND tensor = 'weight'")
+
+
+def _bad(limits: Limits) -> str:
+    sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
+    own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
+    return (
+        f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
+        f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
+        f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
+        f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
+    )
+
+
 def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
     """Return the weights whose FP8 values differ from the weight by more than any cast in range explains.
 
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
     of other blocks F119.
     """
-    sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
-    own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
-    bad = (
-        f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
-        f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
-        f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
-        f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
-    )
     columns = ["sqnr_db", "cosine", "norm_ratio", "headroom", "bad_row_rate", "good_row_rate"]
     found = [
         trace
-        for trace in traces(run, bad, columns)
+        for trace in traces(run, _bad(limits), columns)
         if _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
     ]
     starts = _starts(run, found[0].start) if found else frozenset()
@@ -112,11 +121,9 @@ def _has_noise_of_e5m2(trace: Trace) -> bool:
 
 def _starts(run: Run, first: int) -> frozenset[int]:
     """Return the sampled steps at which the run, or a resumed part of it, began."""
-    query = (
-        "SELECT min(sites.step) AS step FROM events JOIN sites ON sites.step >= events.step WHERE events.kind = 'resume'"
-        " GROUP BY events.step"
-    )
-    return frozenset([first, *(row["step"] for row in run.sql(query).to_pylist())])
+    sampled = run.sampled_steps
+    resumed = run.sql("SELECT DISTINCT step FROM events WHERE kind = 'resume' AND step IS NOT NULL")["step"].to_pylist()
+    return frozenset([first, *(step for at in resumed for step in [s for s in sampled if s >= at][:1])])
 
 
 def _foreign(trace: Trace, starts: frozenset[int], limits: Limits) -> str:

@@ -13,11 +13,12 @@ import pyarrow as pa
 
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
 from fp8debug.store.engine import connect, path_literal, unreadable
-from fp8debug.store.files import RunFiles, Source, needed, scan
+from fp8debug.store.files import RunFiles, Source, scan
 from fp8debug.store.modules import modules_table
 from fp8debug.store.places import ObjectPath, forget, place_of, why
-from fp8debug.store.schema import Column, columns_from, columns_of
-from fp8debug.store.views import DUCKDB, SQL_TYPES, is_plain, sites_sql, stats_sql, steps_sql
+from fp8debug.store.schema import Column
+from fp8debug.store.selects import columns_in, counted, typed
+from fp8debug.store.views import DUCKDB, sites_sql, stats_sql, steps_sql
 from fp8debug.types import Gemm, Reference, TensorRole
 
 _T = TypeVar("_T")
@@ -41,6 +42,8 @@ class Run:
     Raises:
         RunError: there is no run, it holds no rows, or its schema is newer than ours.
     """
+
+    _dialect = DUCKDB
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path):
@@ -91,17 +94,17 @@ class Run:
 
     def _create_views(self, files: RunFiles) -> None:
         is_single_rank = len(files.ranks) == 1
-        stats, steps = _columns("stats", files), _columns("steps", files)
+        stats, steps = columns_in("stats", files), columns_in("steps", files)
         self._slots = stats
         self._create("raw", self._table_sql("stats", stats, files))
         self._create("raw_steps", self._table_sql("steps", steps, files))
-        self._create("events", self._table_sql("events", _columns("events", files), files))
+        self._create("events", self._table_sql("events", columns_in("events", files), files))
         self._create("stats", stats_sql(stats))
-        self._create("sites", sites_sql(stats, DUCKDB, is_single_rank=is_single_rank))
+        self._create("sites", sites_sql(stats, self._dialect, is_single_rank=is_single_rank))
         self._create("steps", steps_sql(steps, is_single_rank=is_single_rank))
         self._columns = [name for name in self.sql("SELECT * FROM sites LIMIT 0").column_names]
         self._step_columns = [column.name for column in steps]
-        self._connection.register("modules", modules_table(self.modules))
+        self._register("modules", modules_table(self.modules))
 
     def _create(self, name: str, query: str) -> None:
         self._connection.execute(f"CREATE VIEW {name} AS {query}")
@@ -114,19 +117,26 @@ class Run:
             for is_whole in (True, False):
                 parts = [source for source in of_table if source.rows is None and source.is_whole is is_whole]
                 if parts:
-                    paths = ", ".join(path_literal(source.path) for source in parts)
-                    by_name = len({source.schema for source in parts}) > 1  # which makes DuckDB open every file for each query
-                    scan_sql = f"read_parquet([{paths}], union_by_name = {str(by_name).lower()}, hive_partitioning = false)"
-                    selects.append(_rows(f"SELECT {_typed(columns, parts)} FROM {scan_sql}", where, table, is_whole=is_whole))
+                    text = f"SELECT {typed(columns, parts, self._dialect)} FROM {self._parts_sql(parts)}"
+                    selects.append(counted(text, where, table, is_whole=is_whole))
             for source in of_table:
                 if source.rows is not None:
                     name = f"stream_{table}_{source.rank}_{source.number}"
-                    self._connection.register(name, source.rows)
-                    rows = f"SELECT {_typed(columns, [source])} FROM {name}"
-                    selects.append(_rows(rows, where, table, is_whole=source.is_whole))
+                    self._register(name, source.rows)
+                    rows = f"SELECT {typed(columns, [source], self._dialect)} FROM {name}"
+                    selects.append(counted(rows, where, table, is_whole=source.is_whole))
         if not selects:
-            selects.append(f"SELECT {_typed(columns, [])} WHERE FALSE")
+            selects.append(f"SELECT {typed(columns, [], self._dialect)} WHERE FALSE")
         return "\nUNION ALL\n".join(selects)
+
+    def _parts_sql(self, parts: Sequence[Source]) -> str:
+        """Return the text that stands for the rows of Parquet files."""
+        by_name = len({source.schema for source in parts}) > 1  # which makes DuckDB open every file for each query
+        paths = ", ".join(path_literal(source.path) for source in parts)
+        return f"read_parquet([{paths}], union_by_name = {str(by_name).lower()}, hive_partitioning = false)"
+
+    def _register(self, name: str, rows: pa.Table) -> None:
+        self._connection.register(name, rows)
 
     def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> pa.Table:
         """Return the answer to a query.
@@ -161,22 +171,17 @@ class Run:
                     raise
                 raise RunError(f"{self.path} cannot be read: {why(error)}") from None
 
-    def hold(self, name: str, query: str) -> None:
-        """Keep the answer to a query as a table, which from then on stands for a view of the same name; a refresh drops it."""
-        self._again(lambda: self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}"))
+    def hold(self, tables: Mapping[str, str]) -> None:
+        """Keep the answers to queries as tables, made in this order; each then stands for a view of its name, until a refresh."""
+        self._again(lambda: [self._keep(name, query) for name, query in tables.items()])
 
-    def hold_sites(self, name: str, rows: str, columns: Collection[str], where: str) -> None:
-        """Keep rows of ``sites`` as a table, made of some rows of ``raw`` alone: all that are joined in each of them.
+    def _keep(self, name: str, query: str) -> None:
+        self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}")
 
-        Args:
-            name: of the table.
-            rows: table of rows of ``raw``, with some of its columns.
-            columns: these.
-            where: SQL predicate of the rows to keep.
-        """
+    def sites_of(self, rows: str, columns: Collection[str]) -> str:
+        """Return the text of ``sites`` made of a table of rows of ``raw``, with some of its columns."""
         slots = [column for column in self._slots if column.name in columns]
-        text = sites_sql(slots, DUCKDB, is_single_rank=len(self.ranks) == 1, source=rows)
-        self.hold(name, f"SELECT * FROM ({text}) AS joined WHERE {where}")
+        return sites_sql(slots, self._dialect, is_single_rank=len(self.ranks) == 1, source=rows)
 
     def memo(self, key: str, make: Callable[[], _T]) -> _T:
         """Return what ``make`` gave when it was first called for this key; a refresh forgets it."""
@@ -362,36 +367,3 @@ def parse_steps(steps: str | tuple[int | None, int | None] | None) -> tuple[int 
 def _known(kind: str, name: str, known: Iterable[str]) -> None:
     if name not in known:
         raise UnknownNameError(kind, name, known)
-
-
-def _columns(table: str, files: RunFiles) -> list[Column]:
-    """Return our columns and those that the files describe themselves (a metric that is not installed here)."""
-    columns = {column.name: column for column in columns_of(table)}
-    for source in files.of(table):
-        for column in columns_from(source.schema):
-            if is_plain(column.name):
-                columns.setdefault(column.name, column)
-    return list(columns.values())
-
-
-def _typed(columns: Sequence[Column], sources: Sequence[Source]) -> str:
-    there: dict[str, set[pa.DataType]] = {}
-    for source in sources:
-        for field in source.schema:
-            there.setdefault(field.name, set()).add(field.type)
-
-    def cast(column: Column) -> str:
-        # A value that the type cannot hold is none; TRY_CAST only where the types differ, as it hides nothing elsewhere.
-        differs = there.get(column.name, set()) - {column.field.type}
-        word = "TRY_CAST" if differs else "CAST"
-        return f"{word}({column.name if column.name in there else 'NULL'} AS {SQL_TYPES[column.type]}) AS {column.name}"
-
-    return ", ".join(map(cast, columns))
-
-
-def _rows(select: str, where: str, table: str, *, is_whole: bool) -> str:
-    """Return a query with the rows that count; where keys may be missing, only rows that have them."""
-    if is_whole:
-        return f"{select}{where}"
-    keys = " AND ".join(["coalesce(step, 0) >= 0", *(f"{key} IS NOT NULL" for key in needed(table))])
-    return f"SELECT * FROM ({select}{where}) AS counted WHERE {keys}"

@@ -1,0 +1,58 @@
+"""Which rows a rule asks for, and what one rank at least shows in each of them before ranks are joined.
+
+A row that is bad when joined had something bad in it before. Sums of ranks: ``sum(a) > limit * sum(b)`` needs one rank with
+``a > limit * b``, since otherwise the sums would obey the limit too; likewise ``abs(sum(a)) > limit * sum(b)``. A largest
+maximum above a limit is the maximum of one rank. Of several such conditions only one may go into a hint, because one rank may
+meet the first and another rank the second; conditions on the keys all ranks meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Operands of casts that ran in FP8, given a finite tensor.
+RUNNING = (
+    "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0 AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
+)
+#: What their keys say, for the hint of a ``Look``.
+_KEYS = "actual AND reference = 'operand' AND cast_name <> 'bf16'"
+#: The format's name is the first word of a cast's name, the scaling its third.
+IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
+
+
+@dataclass(frozen=True)
+class Look:
+    """The rows that a rule asks for.
+
+    Attributes:
+        rows: SQL predicate over the columns of ``sites``.
+        hint: SQL predicate over slots that holds for the row of one rank at least among those joined into such a row: one
+            inequality that is linear in sums or bounds one maximum, and conditions on the keys. The inequality comes first: it is
+            cheap and leaves few rows.
+        keys: further conditions on the keys, shared by many looks.
+    """
+
+    rows: str
+    hint: str
+    keys: str
+
+
+def look(bad: str, hint: str, rows: str = RUNNING, keys: str = _KEYS) -> Look:
+    """Return what ``traces(run, bad, ..., rows)`` asks for."""
+    return Look(f"{rows} AND ({bad})", hint, keys)
+
+
+def exceeds(part: str, whole: str, limit: float) -> str:
+    """Return the hint of ``sum(part) / sum(whole) > limit``; a billionth is left for the rounding of the sums."""
+    # With an exponent: DuckDB takes other numbers for decimals, and multiplies them ten times more slowly.
+    return f"{part} > {limit - 1e-9 * abs(limit):.16e} * ({whole})"
+
+
+def underflows(limit: float) -> str:
+    """Return the hint of ``underflow_nonzero_rate > limit`` in a tensor without NaN and Inf."""
+    return exceeds("num_underflow", "numel - num_zero", limit)
+
+
+def below_db(limit_db: float, err2: str = "sum_err2", x2: str = "sum_x2") -> str:
+    """Return the hint of ``-10 * log10(sum(err2) / sum(x2)) < limit_db``."""
+    return exceeds(err2, x2, 10 ** (-limit_db / 10))

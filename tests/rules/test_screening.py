@@ -1,0 +1,143 @@
+"""A large run is screened before it is joined: the rules must find the same as in a run that is read whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.rules import RULES, Rule, triage
+from fp8debug.rules.screening import SMALL
+from fp8debug.store.run import Run
+from tests.rules import sick_runs, sick_sites, sick_wholeruns
+from tests.synthetic import MODULES, Override, Plan, Slots, write
+
+FIRES = {**sick_runs.FIRES, **sick_sites.FIRES, **sick_wholeruns.FIRES}
+CASTS = ("e4m3fn tensorwise delayed(16,max)", "e5m2 1x128 current", "e4m3fn 128x128 current pow2_floor", "e4m3fn 128x128 current")
+
+
+@pytest.fixture
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that a run is asked from here on."""
+    asked: list[str] = []
+    ask = Run.sql
+
+    def heard(self: Run, query: str, params: Any = None) -> Any:
+        asked.append(query)
+        return ask(self, query, params)
+
+    monkeypatch.setattr(Run, "sql", heard)
+    return asked
+
+
+def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the verdicts on a run that is read whole and on the same run screened, in batches of a few steps."""
+    whole = triage(path).to_dict()
+    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
+    monkeypatch.setattr("fp8debug.rules.screening.BATCH", 500)
+    screened = triage(path).to_dict()
+    monkeypatch.setattr("fp8debug.rules.screening.SMALL", SMALL)
+    return whole, screened
+
+
+@pytest.mark.parametrize("code", sorted(FIRES))
+def test_every_rule_fires_on_a_screened_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    write(tmp_path / "run", Plan(**FIRES[code]))
+    whole, screened = both_ways(tmp_path / "run", monkeypatch)
+    assert code in {finding["code"] for finding in whole["findings"]}
+    assert screened == whole
+
+
+def share(low: float, high: float) -> Callable[[random.Random], Callable[[Slots], int]]:
+    def make(noise: random.Random) -> Callable[[Slots], int]:
+        part = 10 ** noise.uniform(low, high)
+        return lambda row: int(row["numel"] * part)
+
+    return make
+
+
+def one_of(*values: Any) -> Callable[[random.Random], Any]:
+    return lambda noise: noise.choice(values)
+
+
+#: Slots of operands, and what to make of them.
+WILD: dict[str, Callable[[random.Random], Any]] = {
+    "num_saturated": share(-4, -0.1),
+    "num_underflow": share(-3, -0.1),
+    "num_subnormal": share(-2, -0.1),
+    "num_bad_rows": one_of(0, 30, 200),
+    "num_actual_nonfinite": one_of(0, 5),
+    "num_nan": one_of(0, 0, 3),
+    "headroom": one_of(0.01, 1.003, 1.06, 1.2, 1.6, 14.0),
+    "sqnr_db": one_of(0.1, 5.0, 15.0, 22.0, 25.5, 28.0, 30.0, 50.0, 60.0),
+    "gain": one_of(0.4, 0.9, 0.96, 1.04, 1.06, 2.0),
+    "cast_name": one_of(*CASTS),
+}
+
+
+def wild_plan(seed: int) -> Plan:
+    """Return a run of three ranks of which some show something bad at some sites and steps."""
+    noise = random.Random(seed)
+    overrides = [
+        Override(
+            module=noise.choice([*(name for name, _, _ in MODULES), "*"]),
+            gemm=noise.choice(["fprop", "dgrad", "wgrad", None]),
+            tensor=noise.choice(["input", "weight", "grad_output", None]),
+            reference="operand",
+            steps=(noise.choice([0, 10, 30]), noise.choice([None, 40])),
+            ranks=noise.choice([None, (0,), (1,), (0, 2)]),
+            slots={name: make(noise) for name, make in WILD.items() if noise.random() < 0.35},
+        )
+        for _ in range(5)
+    ]
+    recipe = noise.choice(["blockwise", "tensorwise_delayed", "tensorwise_current"])
+    return Plan(num_steps=60, every=10, world_size=3, overrides=overrides, recipe=recipe)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_wild_runs_of_several_ranks_have_one_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    write(tmp_path / "run", wild_plan(seed))
+    whole, screened = both_ways(tmp_path / "run", monkeypatch)
+    assert screened == whole
+
+
+def test_a_bad_sum_needs_a_bad_rank_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank clips, another has the headroom: neither is bad alone, and joined they are."""
+    site = {"module": "blocks.1.mlp.up", "gemm": "fprop", "tensor": "input", "steps": (20, None)}
+    delayed = {"cast_name": CASTS[0]}
+    overrides = [
+        Override(**site, ranks=(0,), slots={**delayed, "num_saturated": 100_000, "headroom": 1.0}),
+        Override(**site, ranks=(1,), slots={**delayed, "headroom": 9.0}),
+    ]
+    write(tmp_path / "run", Plan(world_size=2, overrides=overrides))
+    whole, screened = both_ways(tmp_path / "run", monkeypatch)
+    assert [finding["code"] for finding in whole["findings"]] == ["F101"]
+    assert screened == whole
+
+
+def test_no_rule_reads_the_whole_of_a_clean_large_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: list[str]
+) -> None:
+    """Predicates on joined rows go to the few that were flagged: a rule that forgets its look is seen here."""
+    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
+    write(tmp_path / "run", Plan(num_steps=40, world_size=2))
+    assert triage(tmp_path / "run").verdict == "ok"
+    unbounded = [q for q in queries if "FROM sites" in q and not any(word in q for word in ("step >=", "step =", "LIMIT"))]
+    assert [query for query in unbounded if "GROUP BY step, module" not in query] == []  # which counts the rows of inputs
+
+
+def test_every_look_is_one_that_its_rule_asks_for() -> None:
+    looks = {rule.code: [look.rows for look in rule.looks()] for rule in RULES}
+    assert all(len(set(rows)) == len(rows) for rows in looks.values())
+    assert sum(map(bool, looks.values())) >= 16
+
+
+def test_rules_without_looks_still_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run", Plan(**FIRES["F113"]))
+    whole, _ = both_ways(tmp_path / "run", monkeypatch)
+    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
+    monkeypatch.setattr(type(RULES.get("F113")), "looks", Rule.looks)
+    assert triage(tmp_path / "run").to_dict() == whole
