@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -15,15 +15,14 @@ from fp8debug.rules.baseline import configuration_words
 from fp8debug.rules.settings import load_settings
 from fp8debug.store.run import Run
 
-from .console import cell, open_run, print_table, progress, write_file
+from .console import cell, print_table, progress, write_file
+from .engines import engine_options
 from .plain import Lines, echo
 
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
 FORMATS = ["table", "json", "csv", "github", "sarif", "html"]
-#: Names of other modules that a table shows; JSON has them all.
-MAX_NAMES = 4
-#: Differences from a baseline that a table shows.
-MAX_DIFFERENCES = 12
+#: Names of other modules, and differences from a baseline, that a table shows; JSON has them all.
+MAX_NAMES, MAX_DIFFERENCES = 4, 12
 
 
 @click.command("triage")
@@ -39,6 +38,7 @@ MAX_DIFFERENCES = 12
 @click.option("--select", metavar="CODES", help="Only these, e.g. F10,F113.  [default: all]")
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
+@engine_options
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -50,6 +50,7 @@ def command(
     select: str | None,
     ignore: str | None,
     config: str | None,
+    open_run: Callable[..., Run],
 ) -> None:
     """Judge RUN by every rule: the class of the problem, the sick layer and the cause, the culprit first.
 

@@ -1,25 +1,30 @@
-"""Spark reads the same files by the same SQL; skipped without pyspark (and the Java it needs)."""
+"""Spark reads the same files by the same SQL, and finds the same; skipped without pyspark and Java, which .ci/run installs."""
 
 from __future__ import annotations
 
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8debug.store.schema import SITE_KEYS, columns_of
-from fp8debug.store.views import Dialect, sites_sql
-from tests.synthetic import build
+from fp8debug.errors import UsageError
+from fp8debug.rules import triage
+from fp8debug.rules.screening import SMALL
+from fp8debug.store.run import Run
+from fp8debug.store.schema import SITE_KEYS
+from fp8debug.store.spark import SparkRun, start
+from fp8debug_cli.main import status
+from tests.rules.sick_runs import CLIPPED, INPUT, WEIGHT
+from tests.synthetic import Override, build
 
-pyspark = pytest.importorskip("pyspark", reason="pyspark is not installed")
-pytestmark = pytest.mark.slow
-
-SPARK = Dialect(array=lambda items: f"array({', '.join(items)})", element=lambda values, i: f"element_at({values}, {i})")
 DOCS = Path(__file__).parents[2] / "docs" / "schema.md"
+#: Two workers of one core and 1.5 GB each, in processes of their own.
+MASTER = "local-cluster[2,1,1536]"
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +33,78 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    overrides = [
+        Override(**{**INPUT, "ranks": (1,)}, slots=CLIPPED),
+        Override(**WEIGHT, slots={"gain": 2.0}),
+        Override(module="blocks.0.mlp.up", gemm="fprop", tensor="input", steps=(30, 31), slots={"num_actual_nonfinite": 3}),
+    ]
+    return build(folder / "runs" / "exp1", num_steps=60, world_size=3, overrides=overrides, steps={40: {"loss": 90.0}})
+
+
+@pytest.fixture(scope="module")
 def spark(folder: Path) -> Iterator[Any]:
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
     if shutil.which("java") is None:
         pytest.skip("Spark needs Java")
-    from pyspark.sql import SparkSession
-
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # where Java starts, for the relative paths of the page
-        session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+        session = start(MASTER)
     yield session
     session.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_the_view_sites_is_the_same_in_spark(spark: Any, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = build(folder / "runs" / "exp1", num_steps=11, world_size=3, what_if=("tensorwise_current",))
-    page = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    exec(next(block for block in page if "spark" in block), {"spark": spark})
-    assert "|blocks.0.attn.qkv|            0|" in capfd.readouterr().out
+class TestOnACluster:
+    def test_the_page_about_files_is_right(self, spark: Any, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+        page = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+        exec(next(block for block in page if "spark" in block), {"spark": spark})
+        assert "|blocks.0.attn.qkv|            0|" in capfd.readouterr().out
 
-    spark.table("stats").createOrReplaceTempView("raw")
-    spark.sql(sites_sql(columns_of("stats"), SPARK, is_single_rank=False)).createOrReplaceTempView("sites")
-    query = f"SELECT * FROM sites ORDER BY {', '.join(SITE_KEYS)}"
-    found, wanted = [row.asDict() for row in spark.sql(query).collect()], run.sql(query).to_pylist()
-    assert len(found) == len(wanted)
-    for ours, theirs in zip(wanted, found, strict=True):
-        for name, value in ours.items():
-            same = value == theirs[name] or math.isclose(value, theirs[name], rel_tol=1e-9, abs_tol=1e-12)
-            assert same, (name, value, theirs[name])
+    def test_the_view_sites_is_the_same(self, spark: Any, run: Run) -> None:
+        query = f"SELECT * FROM sites WHERE step = 40 ORDER BY {', '.join(SITE_KEYS)}"
+        found, wanted = SparkRun(run.path, spark).sql(query).to_pylist(), run.sql(query).to_pylist()
+        assert len(found) == len(wanted) > 0
+        for ours, theirs in zip(wanted, found, strict=True):
+            for name, value in ours.items():
+                same = value == theirs[name] or math.isclose(value, theirs[name], rel_tol=1e-9, abs_tol=1e-12)
+                assert same, (name, value, theirs[name])
+
+    @pytest.mark.parametrize("small", [0, SMALL])
+    def test_triage_finds_the_same(self, spark: Any, run: Run, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("fp8debug.rules.screening.SMALL", small)
+        wanted = triage(run).to_dict()
+        assert {finding["code"] for finding in wanted["findings"]} >= {"F103", "F113", "F125"}
+        assert triage(SparkRun(run.path, spark)).to_dict() == wanted
+
+    def test_parameters_by_place_and_by_name(self, spark: Any, run: Run) -> None:
+        opened = SparkRun(run.path, spark)
+        by_place = opened.sql("SELECT count(*) AS num FROM raw WHERE step = ? AND rank = ?", [40, 1])
+        by_name = opened.sql("SELECT count(*) AS num FROM raw WHERE step = $step AND rank = $rank", {"step": 40, "rank": 1})
+        assert by_place.to_pylist() == by_name.to_pylist() != [{"num": 0}]
+        with pytest.raises(UsageError, match="not one SELECT"):
+            opened.sql("DROP VIEW raw")
+        with pytest.raises(UsageError, match=r"the query failed: .*no_such_column"):
+            opened.sql("SELECT no_such_column FROM raw")
+
+
+def test_without_pyspark_a_line_says_what_to_install(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)
+    assert status(["triage", str(run.path), "--engine", "spark"]) == 2
+    assert capsys.readouterr().err == "error: Spark needs pyspark, which is not installed: pip install 'fp8debug[spark]'\n"
+
+
+def test_without_java_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with pytest.raises(UsageError, match="Java 17"):
+        start("local[1]")
+
+
+def test_a_master_is_of_spark(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["triage", str(run.path), "--master", "local[2]"]) == 2
+    assert capsys.readouterr().err == "error: --master is Spark's: add --engine spark\n"
