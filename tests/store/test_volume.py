@@ -46,8 +46,8 @@ def test_70b_for_a_million_steps_stays_within_the_budget(ranks: int, budget: str
 
 def test_what_is_said() -> None:
     assert str(plan_volume(ROWS_OF_70B, ranks=1024, budget="50GB")) == (
-        f"13440 rows, {in_words(13440 * STATS_ROW_BYTES)}, of each sampled step, one in 890, on 32 ranks: 49.9 GB in 1,000,000 steps,"
-        " within the budget of 50 GB"
+        f"13440 rows, {in_words(13440 * STATS_ROW_BYTES)}, of each sampled step, one in 890, on 32 ranks: 49.9 GB in 1,000,000"
+        " steps, within the budget of 50 GB"
     )
     assert str(Volume(rows_per_step=24, every=10, ranks=1, steps=100)) == (
         "24 rows, 2.4 kB, of each sampled step, one in 10, on 1 rank: 29 kB in 100 steps"
@@ -55,7 +55,7 @@ def test_what_is_said() -> None:
 
 
 def test_a_budget_for_nobody() -> None:
-    with pytest.raises(UsageError, match="does not hold 1,000,000 steps of one rank, which take 1.39 GB at every=1000; give more"):
+    with pytest.raises(UsageError, match=r"one rank, which take 1\.39 GB at every=1000; give more"):
         plan_volume(ROWS_OF_70B, budget="1GB")
 
 
