@@ -54,6 +54,7 @@ LAYERS = {
     "fp8debug.meter": 7.2,
     "fp8debug.run": 7.5,
     "fp8debug.trials": 7.5,
+    "fp8debug.startup": 7.6,
     "fp8debug": 7.5,
     "fp8debug_dashboard": 8,
     "fp8debug_cli": 8.5,
@@ -249,7 +250,7 @@ def test_optional_frameworks_are_imported_only_inside_functions() -> None:
 
 
 def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
-    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.run", "fp8debug.dumps", "fp8debug.replay"}
+    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.arms", "fp8debug.run", "fp8debug.dumps", "fp8debug.replay"}
     wrong = [
         f"{name}:{i.line} {i.target}"
         for name in TREE.under(RECORDING)
