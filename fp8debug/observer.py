@@ -104,6 +104,7 @@ class Observer:
         self.step = 0
         self.sampling = True
         self.is_off = False
+        self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
         self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
         self.before_forward: Callable[[], None] = _nothing
@@ -207,7 +208,7 @@ class Observer:
     def start_step(self, step: int) -> None:
         """Set the clock."""
         self.step = step
-        self.sampling = not self.is_off and step % self.settings.every == 0
+        self.sampling = not self.is_off and not self.is_asleep and step % self.settings.every == 0
         self._num_calls = 0
         self._samples = {}
         self._shared = {}

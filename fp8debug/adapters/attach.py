@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from fp8debug.adapters.environment import describe_environment, git_state, rank_
 from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
+from fp8debug.adapters.quiet import QuietWriter, check_ranks, ranks_entry, records
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -56,6 +58,7 @@ def watch(
     guard: Guard | None = None,
     check_finite: bool | None = None,
     compiled: Literal["as_is", "eager"] = "as_is",
+    ranks: Sequence[int] | Literal["all"] | None = None,
     budget: int | str | None = None,
     total_steps: int | None = None,
 ) -> Watch:
@@ -86,6 +89,8 @@ def watch(
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
         compiled: code under torch.compile is not recorded, which is said; ``eager`` runs sampled steps without torch.compile, so
             that they are, in eager arithmetic.
+        ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
+            data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
             stays within it, and a rank that reaches its share records loss and events alone (docs/robustness.md).
         total_steps: steps of the whole run, for the plan; a million by default.
@@ -109,6 +114,7 @@ def watch(
         plain_recipe=recipe_of(plain_recipe),
         check_finite=check_finite,
     )
+    check_ranks(ranks)
     for told in list(on_watch):
         told()
     if (loop := loop_of(target)) is not None:
@@ -137,6 +143,7 @@ def watch(
         "fp8debug_version": __version__,
         "every": every,
         "planned": manifest_entry(volume),
+        "ranks": ranks_entry(ranks, world_size),
         "shadow_rows": settings.shadow_rows,
         "what_if": [recipe.name for recipe in settings.what_if],
         "include": list(include),
@@ -154,7 +161,8 @@ def watch(
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
     mesh = describe_mesh(p for root in roots for p in root.parameters())
     rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
-    writer = RunWriter(
+    make = partial(
+        RunWriter,
         path,
         rank=rank,
         world_size=world_size,
@@ -163,6 +171,7 @@ def watch(
         resume=resume_from is not None,
         max_bytes=None if volume.budget is None else volume.budget // volume.ranks,
     )
+    writer = make() if records(ranks, rank, world_size, mesh) else QuietWriter(make, path, rank)
     if rank == 0 and writer.stopped is None:
         tell(volume)
     for f in filters:

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, SupportsFloat
 
@@ -20,6 +21,7 @@ from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
+from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.targets import Candidate, common_recipe
@@ -59,6 +61,9 @@ class Watch:
         self._writer = writer
         self._sink = StepSink(writer, changes, dumper)
         self._observer = Observer(settings, self._sink, self._report)
+        if isinstance(writer, QuietWriter):
+            self._observer.is_asleep = True
+            writer.on_wake = partial(setattr, self._observer, "is_asleep", False)
         self._observer.start_step(first_step)
         self._observer.before_forward = self.close_counted_step
         self._changes = changes

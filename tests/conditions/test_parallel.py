@@ -37,7 +37,8 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def numels(run: fp8debug.Run, module: str) -> dict[tuple[str, str], int]:
     """Return elements by (gemm, tensor) of the first step, of the running cast and of the shadow."""
-    query = "SELECT gemm, tensor, max(numel) AS n FROM sites WHERE step = 0 AND module = ? AND reference <> 'exact' GROUP BY gemm, tensor"
+    where = "step = 0 AND module = ? AND reference <> 'exact'"
+    query = f"SELECT gemm, tensor, max(numel) AS n FROM sites WHERE {where} GROUP BY gemm, tensor"
     return {(row["gemm"], row["tensor"]): int(row["n"]) for row in run.sql(query, [module]).to_pylist()}
 
 
