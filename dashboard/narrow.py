@@ -107,11 +107,8 @@ def build(path: Path) -> Narrow | None:
     for name, values in zip(("gemm", "tensor", "reference", "actual", "cast_name"), lists, strict=True):
         code = f"({code} * {len(values)} + {_place(name, values)})"
     values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
-    run.hold(
-        "narrow",
-        f"SELECT CAST({_place('module', modules)} AS USMALLINT) AS m, step, CAST({code} AS USMALLINT) AS c, {values} FROM sites"
-        " WHERE step IS NOT NULL AND module IS NOT NULL",
-    )
+    keys_sql = f"CAST({_place('module', modules)} AS USMALLINT) AS m, step, CAST({code} AS USMALLINT) AS c"
+    run.hold({"narrow": f"SELECT {keys_sql}, {values} FROM sites WHERE step IS NOT NULL AND module IS NOT NULL"})
     codes = [c for c in run.sql("SELECT DISTINCT c FROM narrow").column("c").to_pylist() if c is not None]
     keys = {c: _key(c, lists) for c in codes}
     return Narrow(run=run, metrics=frozenset(metrics), modules=modules, keys=keys)
