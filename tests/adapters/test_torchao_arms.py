@@ -25,7 +25,7 @@ def plain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32, bias=False)).to(torch.bfloat16)
 
 
-def model(recipe: str = "tensorwise", emulate: bool = True) -> nn.Sequential:
+def model(recipe: str = "tensorwise", emulate: bool = True) -> Any:
     net = plain()
     config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     float8.convert_to_float8_training(net, config=config)
@@ -64,11 +64,12 @@ def test_a_whole_module_and_single_gemms_leave_fp8() -> None:
     assert type(first[0]) is nn.Linear and type(first[2]).__name__ == "Float8Linear"
 
     x = torch.randn(32, 96).to(torch.bfloat16)
-    reference, sick, cured = plain()[2], model()[2], model()
+    reference: Any = plain()[2]
+    sick, cured = model()[2], model()
     assert not torch.equal(sick(x), reference(x))
     assert apply_arm(Arm(name="a", fallbacks=(entry("2", "fprop"),)), [cured])["fp8"] == 2
     assert torch.equal(cured[2](x), reference(x))
-    gradients = []
+    gradients: list[Any] = []
     for layer in (sick, cured[2]):
         inner = x.clone().requires_grad_()
         layer(inner).backward(torch.ones(32, 32, dtype=torch.bfloat16))
