@@ -144,7 +144,8 @@ def kept_steps(steps: Sequence[int], near: Iterable[int], keep: Keep) -> list[in
 
 def said(findings: Findings) -> dict[str, Any]:
     """Return everything that triage says of a run, but for its name and for sentences, which may count sampled steps."""
-    return _without_sentences(findings.to_dict())
+    document: dict[str, Any] = _without_sentences(findings.to_dict())
+    return document
 
 
 def _without_sentences(value: Any) -> Any:
