@@ -216,11 +216,10 @@ def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
         shapes.append({"type": "rect", "x0": mean + a, "x1": mean + b, **whole, **style})
         words.append((mean + (a + b) / 2, text, "center"))
     for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
-        lines = [(mean, {"width": 1.2}), *((other, {"width": 0.8, "dash": "dot"}) for other in {lowest, highest} - {mean})]
-        for at, line_style in lines:
-            shapes.append(
-                {"type": "line", "x0": at + edge, "x1": at + edge, **whole, "line": {"color": VERMILLION, **line_style}}
-            )
+        for at in {lowest, mean, highest}:
+            ends = {"x0": at + edge, "x1": at + edge, **whole}
+            width, dash = (1.2, "solid") if at == mean else (0.8, "dot")
+            shapes.append({"type": "line", **ends, "line": {"color": VERMILLION, "width": width, "dash": dash}})
         words.append((mean + edge, text, anchor))
     look = {"y": 1.0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
     notes = [{"x": x, "text": text, "xanchor": anchor, **look} for x, text, anchor in words]
