@@ -234,13 +234,13 @@ class TestFilesOfARun:
         manifest |= {"filters": [3], "outside": {"a": 1}, "recipe": "blockwise", "argv": 7}
         manifest["modules"][0]["casts"] = {"fprop.input": {"format": "evil"}}
         (run_path / "manifest.json").write_text(json.dumps(manifest))
-        assert [problem.removeprefix("RUN/manifest.json: ") for problem in self.problems(run_path)] == [
+        assert {problem.removeprefix("RUN/manifest.json: ") for problem in self.problems(run_path)} == {
             "outside is an object, expected a list; it is left out",
             "recipe is text, expected an object; it is left out",
             "argv is a whole number, expected a list; it is left out",
             "filters[] is no object; it is left out",
             "modules[].casts is no casts that we know; it is left out",
-        ]
+        }
         for command in ("coverage", "show"):
             assert status([command, str(run_path)]) == 0
 
