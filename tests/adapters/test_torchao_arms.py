@@ -1,4 +1,4 @@
-"""Arms of ``verify`` and ``bisect`` on torchao's Float8Linear: out of FP8 as a whole or by GEMM, emulated, or refused in one line."""
+"""Arms of ``verify`` and ``bisect`` on torchao's Float8Linear: out of FP8 as a whole or by GEMM, emulated, or refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def test_fp8_tensors_are_emulated_gemms() -> None:
 )
 def test_what_torchao_cannot_do_is_refused(bad: dict[str, Any], asked: str) -> None:
     net = model()
-    with pytest.raises(UsageError, match=rf"2 is a Float8Linear of torchao: .* asks for {re.escape(asked)}; give --fallbacks FILE"):
+    message = rf"2 is a Float8Linear of torchao: .* asks for {re.escape(asked)}; give --fallbacks FILE"
+    with pytest.raises(UsageError, match=message):
         apply_arm(Arm(name="a", fallbacks=(entry("0"), entry("2", **bad))), [net])
     assert type(net[0]).__name__ == "Float8Linear", "nothing is changed"
     with pytest.raises(NoMatchError, match="fallback module '3' matches nothing"):
