@@ -43,7 +43,8 @@ class DivergesAtStart(Rule):
         - min_history 8: losses needed. No published basis.
         - min_rise 0.1: median loss of the window's later half over the first loss, relative. No published basis: a start
           without warm-up jumps and comes back below its first value within ten steps.
-        - min_noise 3: the same rise in standard deviations of those losses' noise, as a first batch may be an easy one.
+        - min_noise 3: the same rise in standard deviations of those losses' noise, as a first batch may be an easy one; from
+          max_noisy 2 times the first loss on it counts all the same. No published basis.
         - min_growth 2: growth of an amax that counts as moved. No published basis: in 12 runs with a learning rate that was
           too high all weights grew more than that by the second sampled step, in healthy ones none [measured].
         - max_local 0.5: share of the modules below which another rule's finding is local, and the cause.
@@ -60,6 +61,7 @@ class DivergesAtStart(Rule):
     min_history: int = 8
     min_rise: float = 0.1
     min_noise: float = 3.0
+    max_noisy: float = 2.0
     min_growth: float = 2.0
     max_local: float = 0.5
 
@@ -81,7 +83,8 @@ class DivergesAtStart(Rule):
             yield self._finding(run, steps, finite, sick, limit)
 
     def _rises(self, later: Sequence[float], first: float, limit: float) -> bool:
-        return median(later) > max(limit, first + self.min_noise * noise_of(later))
+        level = median(later)
+        return level > self.max_noisy * first or level > max(limit, first + self.min_noise * noise_of(later))
 
     def _comes_back(self, losses: Sequence[float], first: float) -> bool:
         return median(losses[-self.min_history :]) <= first
