@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, times
-from fp8debug.rules.f105_outlier_underflow import spread_log2
 from fp8debug.rules.groups import Group, fprop_inputs, is_routed, numbered
 from fp8debug.rules.screening import batches
+from fp8debug.rules.spreads import spreads_log2
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -85,10 +85,17 @@ class OutliersWithDepth(Rule):
         return found
 
     def _may_be_wide(self, run: Run) -> bool:
-        """Tell whether any spread may reach the limit: the median of all ranks is no smaller than the least of theirs."""
-        if not numbered(run, self.min_layers):
-            return False
-        for table in batches(run, f"SELECT step, module, amax, log2_hist FROM raw WHERE {{steps}} AND {_INPUTS}"):
+        """Tell whether any level may reach the limit: the median of all ranks is no smaller than the least of theirs.
+
+        A module with a spread at every step of the later half has its level from there; where one lacks a step, all are read.
+        """
+        keys = "actual AND cast_name <> 'bf16' AND reference = 'operand' AND gemm = 'fprop' AND tensor = 'input'"
+        running = set(run.sql(f"SELECT DISTINCT module FROM raw WHERE {keys}")["module"].to_pylist())
+        running &= {fqn for group in numbered(run, self.min_layers) for fqn in group.members.values()}
+        half = len(run.sampled_steps) // 2
+        query = f"SELECT step, module, amax, log2_hist FROM raw WHERE {{steps}} AND {_INPUTS}"
+        seen: Counter[str] = Counter()
+        for table in batches(run, query, half) if running else ():
             known = table.select(["step", "module", "amax"]).append_column("spread", pa.array(spreads_log2(table), pa.float64()))
             highest = known.group_by(["step", "module"]).aggregate([("amax", "max")])
             joined = known.filter(pc.is_valid(known["spread"])).join(highest, ["step", "module"])
@@ -96,7 +103,8 @@ class OutliersWithDepth(Rule):
             bound = pc.max(pc.subtract(pc.log2(joined["amax_max"].cast(pa.float64())), least)).as_py()
             if bound is not None and not bound < self.min_spread_log2 - 1e-6:
                 return True
-        return False
+            seen.update(joined.group_by(["step", "module"]).aggregate([])["module"].to_pylist())
+        return any(seen[fqn] < len(run.sampled_steps) - half for fqn in running)
 
     def _judged(self, run: Run, group: Group, known: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterable[Finding]:
         levels = [median(row["spread"] for row in rows[-max(1, len(rows) // 2) :]) for _, rows in known]
@@ -118,18 +126,6 @@ class OutliersWithDepth(Rule):
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand beside no finding of an outlier that underflows already."""
         return not any(f.code == "F105" for f in others)
-
-
-def spreads_log2(table: pa.Table) -> list[float | None]:
-    """Return :func:`spread_log2` of rows that have a histogram."""
-    lists, amaxes = table["log2_hist"].combine_chunks(), table["amax"].to_pylist()
-    bins = lists.flatten()
-    if bins.null_count or len(bins) != NUM_BINS * len(lists) or set(lists.value_lengths().unique().to_pylist()) - {NUM_BINS}:
-        return [spread_log2(row) for row in table.select(["amax", "log2_hist"]).to_pylist()]
-    below = bins.to_numpy().reshape(-1, NUM_BINS).cumsum(1)
-    places = (2 * below >= below[:, -1:]).argmax(1).tolist()
-    found = zip(amaxes, below[:, -1].tolist(), places, strict=True)
-    return [math.log2(amax) - (FIRST_LOG2 + place + 0.5) if amax and num else None for amax, num, place in found]
 
 
 def theil_sen(levels: Sequence[float]) -> tuple[float, float, float]:

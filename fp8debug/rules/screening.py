@@ -92,17 +92,18 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["step"], row["call_index"] is None, row["call_index"] or 0, str(row["module"]), place, str(row["cast_name"])
 
 
-def batches(run: Run, query: str) -> Iterator[pa.Table]:
+def batches(run: Run, query: str, first: int = 0) -> Iterator[pa.Table]:
     """Yield the answers to a query that groups by step, asked for some steps at a time.
 
     Args:
         run: where to look.
         query: its text, with ``{steps}`` for the condition on the steps.
+        first: place of the first sampled step to ask for.
     """
     steps = run.sampled_steps
     size = max(1, len(steps) * BATCH // max(1, run.num_rows))
-    for first in range(0, len(steps), size):
-        batch = steps[first : first + size]
+    for start in range(first, len(steps), size):
+        batch = steps[start : start + size]
         yield run.sql(query.replace("{steps}", f"step >= {batch[0]} AND step <= {batch[-1]}"))
 
 
