@@ -44,4 +44,11 @@ class Adapter(Protocol):
         ...
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class as it was before ``fully_shard`` or ``replicate`` put one of theirs in its place."""
+    bases = type(module).__bases__
+    is_theirs = len(bases) == 2 and bases[0].__name__ in ("FSDPModule", "ReplicateModule")
+    return bases[1] if is_theirs else type(module)
+
+
 ADAPTERS: Registry[Adapter] = Registry("adapter")

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.base import ADAPTERS, class_of
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
@@ -92,7 +92,7 @@ class Plain:
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is an nn.Linear and nothing more."""
-        return type(module) is nn.Linear
+        return class_of(module) is nn.Linear
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return None: nothing is cast."""

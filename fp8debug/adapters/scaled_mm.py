@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.base import ADAPTERS, class_of
 from fp8debug.adapters.ears import Ears
 from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
 from fp8debug.formats import GRANULARITIES, block_shape
@@ -104,8 +104,8 @@ class ScaledMm:
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is a subclass of nn.Linear or like one, and no other adapter knows better."""
-        name, weight = type(module).__name__, module._parameters.get("weight")
-        if type(module) is nn.Linear or name == "NonDynamicallyQuantizableLinear" or weight is None or weight.dim() != 2:
+        name, weight = class_of(module).__name__, module._parameters.get("weight")
+        if class_of(module) is nn.Linear or name == "NonDynamicallyQuantizableLinear" or weight is None or weight.dim() != 2:
             return False
         if not isinstance(module, nn.Linear) and not name.endswith("Linear"):
             return False
