@@ -20,7 +20,7 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.grouped_gemms import HeardGroup
 from fp8debug.adapters.grouped_probe import CASTS, FAST, GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
-from fp8debug.adapters.parts import Part
+from fp8debug.adapters.parts import Ears, Part
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
@@ -42,7 +42,7 @@ class GroupCall:
             self.heard.append(heard)
 
 
-class GroupEars:
+class GroupEars(Ears):
     """The hooks on one module, for all its 3-D weights that a watch observes."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
@@ -62,7 +62,7 @@ class GroupEars:
             _EARS.pop(self.module, None)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if module is not self.module or torch.compiler.is_compiling():
             return
         observed = [probe.part for probe in self.probes.values() if probe.begin()]
         for part in observed:
@@ -71,7 +71,7 @@ class GroupEars:
         self._listener.begin(self, call, None if call is None else call.hear, self._fail)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if module is not self.module or torch.compiler.is_compiling():
             return
         ear = self._listener.end(self)
         if ear is not None and isinstance(ear.call, GroupCall) and ear.call.heard:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
-from fp8debug.adapters.parts import Part
+from fp8debug.adapters.parts import Part, is_new
 from fp8debug.kernels.dispatch import operand_pair, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
@@ -211,4 +211,4 @@ class GroupProbe(Probe):
         """Report something of this weight, the first time in the life of the watch."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, len(self._reported) == 1)
+            self.observer.report(self.module, text, is_new(self.observer, text))

@@ -7,10 +7,13 @@ for one Linear of it, under the FQN of the module and a suffix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from fp8debug.observer import Observer
 
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
@@ -91,3 +94,33 @@ def chosen(count: int) -> set[int]:
 def kind_of_part(module: nn.Module) -> str:
     """Return the class that coverage names: a Part's owner's."""
     return module.fp8debug_kind if isinstance(module, Part) else type(module).__name__
+
+
+class Deaf:
+    """What hooks on a module become in a pickle of it, which is not watched."""
+
+    def _before(self, *args: Any) -> None:
+        pass
+
+    _after = _before
+
+
+class Ears:
+    """Hooks on a module as bound methods ``_before`` and ``_after``; a copy and a pickle of the module are not watched."""
+
+    def __deepcopy__(self, memo: object) -> Ears:
+        return self  # its hooks ignore every other module
+
+    def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
+        return Deaf, ()
+
+
+_SAID: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()
+
+
+def is_new(observer: Observer, text: str) -> bool:
+    """Return whether a watch has not said this of any module: a model of a thousand Linears says it aloud once."""
+    said = _SAID.setdefault(observer, set())
+    before = len(said)
+    said.add(text)
+    return len(said) > before

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.listening import nodes_between
-from fp8debug.adapters.parts import Part
+from fp8debug.adapters.parts import Ears, Part
 from fp8debug.adapters.transformer_engine_gemms import GEMMS, HeardGemm, read_gemm
 from fp8debug.adapters.transformer_engine_modules import (
     activated,
@@ -59,14 +59,14 @@ class Call:
         self._num = {Gemm.FPROP: 0, Gemm.DGRAD: 0}
         self._fc2_gradient: Tensor | None = None
 
-    def hear(self, function: str, args: dict[str, Any], result: Any) -> None:
+    def hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
         """Take note of a GEMM of the module; errors end the watch of one of its Linears."""
         alive = next((p for p in self.probes.values() if not p.failed and not p.given_up), None)
         if alive is not None:
-            alive.guard(self._hear, function, args, result)
+            alive.guard(self._hear, function, bound, result)
 
-    def _hear(self, function: str, args: dict[str, Any], result: Any) -> None:
-        gemm = read_gemm(function, args, result)
+    def _hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
+        gemm = read_gemm(function, bound(), result)
         in_backward = self._in_backward
         if gemm.which is Gemm.FPROP:
             number = self._num[Gemm.FPROP]
@@ -167,7 +167,7 @@ class Call:
         return grad if splits is None else rows_of(grad, splits, place)
 
 
-class ModuleEars:
+class ModuleEars(Ears):
     """The hooks on one module of the library, for all its Linears that a watch observes."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
@@ -194,7 +194,7 @@ class ModuleEars:
         self._check.settle()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
+        if module is not self.module or torch.compiler.is_compiling():
             return
         x = args[0] if args else next(iter(kwargs.values()), None)
         observed = {number: probe for number, probe in self.probes.items() if probe.begin()}
@@ -202,22 +202,25 @@ class ModuleEars:
             probe.part.was_called = True
         call = None
         if observed and isinstance(x, Tensor):
-            GEMMS.listen(self)
             call = Call(module, observed, x)
             first = next(iter(observed.values()))
+            first.guard(GEMMS.listen, self)
             first.guard(self._check.look, first.module, module)
         GEMMS.calls.append(call)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not GEMMS.calls:
+        if module is not self.module or torch.compiler.is_compiling() or not GEMMS.calls:
             return
         call = GEMMS.calls.pop()
-        if not isinstance(call, Call) or call.module is not module or not call.lines or output is None:
-            return
+        if isinstance(call, Call) and call.module is module and call.lines and output is not None:
+            next(iter(call.probes.values())).guard(self._follow, call, args, output)
+
+    def _follow(self, call: Call, args: Any, output: Any) -> None:
+        """Wait for the backward pass of a call."""
         output = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        weights = [p for p in module.parameters(recurse=False) if isinstance(p, Tensor)]
+        weights = [p for p in self.module.parameters(recurse=False)]
         node = next((n for n in nodes_between(output, *args, *weights) if n.name().startswith(_NODES)), None)
         if node is None:
             for number in call.lines:

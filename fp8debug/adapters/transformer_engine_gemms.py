@@ -58,7 +58,7 @@ class HeardGemm(NamedTuple):
 class Hears(Protocol):
     """One call of a module, in its forward or its backward pass."""
 
-    def hear(self, function: str, args: dict[str, Any], result: Any) -> None:
+    def hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
         """Take note of a GEMM that ran; it may not raise."""
 
 
@@ -111,12 +111,16 @@ class Gemms:
             result = original(*args, **kwargs)
             calls = self.calls
             if calls and calls[-1] is not None:
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                calls[-1].hear(name, bound.arguments, result)
+                calls[-1].hear(name, lambda: _bound(signature, args, kwargs), result)
             return result
 
         return call
+
+
+def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    found = signature.bind(*args, **kwargs)
+    found.apply_defaults()
+    return found.arguments
 
 
 GEMMS = Gemms()

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from fp8debug.adapters.parts import Part
+from fp8debug.adapters.parts import Part, is_new
 from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
@@ -184,4 +184,4 @@ class TeProbe(Probe):
         """Report something of this Linear, the first time in the life of the watch."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, len(self._reported) == 1)
+            self.observer.report(self.module, text, is_new(self.observer, text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -232,6 +233,7 @@ def test_errors_of_ours_and_of_theirs(
         with pytest.raises(fp8debug.errors.AttachError, match="watched already"):
             fp8debug.watch(net, tmp_path / "other")
         assert same(train(net, recipe, watch), expected)
+        assert same(train(copy.deepcopy(net), recipe), train(copy.deepcopy(net), recipe)), "a copy is not watched"
     assert capsys.readouterr().err.count("is not watched any more: ZeroDivisionError") == 4
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
     assert all(space.general_gemm is te.general_gemm for space in te.SPACES.values())
