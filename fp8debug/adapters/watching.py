@@ -246,6 +246,7 @@ class Watch:
             if not counted:
                 raise
             self._give_up(error)
+            scalars = {}
         try:
             self._close_step(scalars, settle)
         except Exception as error:  # whatever it is, the user's step goes on
