@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
@@ -92,16 +92,18 @@ class ObjectPath(PosixPath):
             return os.stat_result((stat.S_IFDIR, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
-    def iterdir(self) -> Iterator[ObjectPath]:
+    def iterdir(self) -> Generator[ObjectPath, None, None]:
         """Yield what lies in this folder."""
         start = len(str(self)) + 1
-        return (self / name for name in dict.fromkeys(address[start:].partition("/")[0] for address, _ in self._below()))
+        names = dict.fromkeys(address[start:].partition("/")[0] for address, _ in self._below())
+        return (self / name for name in names)
 
     def glob(self, pattern: Any, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]  # one signature for 3.10 to 3.14
         """Yield the objects and folders below it whose path matches, part by part."""
         wanted = str(pattern).split("/")
-        start, seen = len(str(self)) + 1, dict[str, None]()
-        for address, _ in self._below():
+        start = len(str(self)) + 1
+        seen: dict[str, None] = {}
+        for address in dict(self._below()):
             parts = address[start:].split("/")[: len(wanted)]
             if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
                 seen["/".join(parts)] = None
@@ -113,7 +115,7 @@ class ObjectPath(PosixPath):
         names = (address[start:] for address, _ in self._below())
         return (self / name for name in names if fnmatchcase(name.rpartition("/")[2], str(pattern)))
 
-    def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:
+    def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]  # without the overloads
         """Open an object for reading bytes; anything else is refused as a read-only file system refuses it."""
         if mode != "rb":
             self._refuse()
