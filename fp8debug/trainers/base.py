@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fp8debug.registry import Registry
@@ -102,11 +101,11 @@ def scale_of(scaler: Any) -> Tensor | None:
     return scale.detach().clone() if isinstance(scale, Tensor) else None
 
 
-def rate_of(optimizer: Any) -> float | None:
+def rate_of(optimizer: Any) -> float | Tensor | None:
     """Return the learning rate of an optimizer's first group."""
     groups = getattr(optimizer, "param_groups", None)
     rate = groups[0].get("lr") if groups else None
-    return rate if isinstance(rate, float | int | torch.Tensor) else None
+    return rate if isinstance(rate, float | int | Tensor) else None
 
 
 def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
