@@ -237,7 +237,11 @@ def _sqnr_db(sum_err2: float, sum_x2: float) -> float | None:
 
 
 def calibrate(
-    run: Run | str | Path, *, percentile: float = 99.9, margin: float = 1.0, steps: str | tuple[int | None, int | None] | None = None
+    run: Run | str | Path,
+    *,
+    percentile: float = 99.9,
+    margin: float = 1.0,
+    steps: str | tuple[int | None, int | None] | None = None,
 ) -> Calibration:
     """Turn a recorded window into static scales.
 

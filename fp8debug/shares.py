@@ -29,7 +29,7 @@ def parse_share(text: str | float, what: str = "") -> float:
 
 
 def flop_shares(modules: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return by FQN the share of a module in all FLOPs that run in FP8, from the manifest's entries; each of its GEMMs has a third."""
+    """Return by FQN a module's share of all FLOPs in FP8, from the manifest's entries; each of its GEMMs has a third."""
     flops = {
         str(m["fqn"]): m["in_features"] * m["out_features"]
         for m in modules

@@ -222,11 +222,11 @@ def test_the_json_round_trip(tmp_path: Path) -> None:
 def test_what_is_no_fallback_list(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read fallbacks from"):
         load_fallbacks(tmp_path / "missing.json")
-    with pytest.raises(UsageError, match=r"expected a fallback list: what recommend\(\) returns, or a JSON object with 'fallbacks'"):
+    with pytest.raises(UsageError, match=r"expected a fallback list: what recommend\(\) returns, or a JSON object"):
         load_fallbacks('{"runs": []}')
-    with pytest.raises(UsageError, match="not an entry of a fallback list: {'gemms': "):
+    with pytest.raises(UsageError, match=r"not an entry of a fallback list: \{'gemms': "):
         load_fallbacks('{"fallbacks": [{"gemms": ["fprop"]}]}')
-    with pytest.raises(UsageError, match="a fallback needs gemms of fprop, dgrad, wgrad"):
+    with pytest.raises(UsageError, match=r"a fallback needs gemms of fprop, dgrad, wgrad"):
         Fallback(module="m", gemms=("forward",))
     with pytest.raises(UnknownNameError, match="unknown exporter 'jsn': did you mean 'json'"):
         EXPORTERS.get("jsn")

@@ -48,7 +48,7 @@ def test_a_bare_install_records_and_reads() -> None:
 
 def test_the_extras_and_the_command() -> None:
     installed = metadata("fp8debug")
-    assert set(installed.get_all("Provides-Extra") or ()) == {"dashboard", "dumps", "s3", "te", "torchao", "all", "dev"}
+    assert set(installed.get_all("Provides-Extra") or ()) == {"dashboard", "dumps", "s3", "spark", "te", "torchao", "all", "dev"}
     assert installed["Version"] == fp8debug.__version__
     (script,) = entry_points(group="console_scripts", name="fp8debug")
     assert script.value == "fp8debug_cli.main:main"

@@ -258,7 +258,7 @@ def _checked(x: Tensor) -> Tensor:
             " convert it with .float() first"
         )
     if x.layout != torch.strided:
-        raise UsageError(f"expected a dense tensor, got {str(x.layout).removeprefix('torch.')}; convert it with .to_dense() first")
+        raise UsageError(f"expected a dense tensor, got {str(x.layout).removeprefix('torch.')}; use .to_dense() first")
     return x.detach()
 
 
