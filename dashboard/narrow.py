@@ -104,8 +104,8 @@ def build(path: Path) -> Narrow | None:
     if not metrics or not modules or not found or len(modules) > 60_000 or np.prod([len(each) for each in lists]) > 60_000:
         return None
     code = "0"
-    for name, values in zip(("gemm", "tensor", "reference", "actual", "cast_name"), lists, strict=True):
-        code = f"({code} * {len(values)} + {_place(name, values)})"
+    for name, known in zip(("gemm", "tensor", "reference", "actual", "cast_name"), lists, strict=True):
+        code = f"({code} * {len(known)} + {_place(name, known)})"
     values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
     keys_sql = f"CAST({_place('module', modules)} AS USMALLINT) AS m, step, CAST({code} AS USMALLINT) AS c"
     run.hold({"narrow": f"SELECT {keys_sql}, {values} FROM sites WHERE step IS NOT NULL AND module IS NOT NULL"})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import sampled_steps
-from fp8debug.rules.losses import noise_of, read_losses
+from fp8debug.rules.losses import read_losses
+from fp8debug.spikes import noise_of
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run

@@ -138,7 +138,7 @@ class Dump:
             found = np.empty(place.stop - place.start, np.uint8)
             with self.path.open("rb") as file:
                 file.seek(place.start)
-                num_read = file.readinto(memoryview(found)) if found.size else 0  # type: ignore[attr-defined]  # of bytes
+                num_read = file.readinto(found.data) if found.size else 0
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} cannot be read: {_first_line(error)}") from None
         if num_read != found.size:

@@ -173,10 +173,12 @@ class Run:
 
     def hold(self, tables: Mapping[str, str]) -> None:
         """Keep the answers to queries as tables, made in this order; each then stands for a view of its name, until a refresh."""
-        self._again(lambda: [self._keep(name, query) for name, query in tables.items()])
 
-    def _keep(self, name: str, query: str) -> None:
-        self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}")
+        def keep() -> None:
+            for name, query in tables.items():
+                self._connection.execute(f"CREATE OR REPLACE TEMP TABLE {name} AS {query}")
+
+        self._again(keep)
 
     def sites_of(self, rows: str, columns: Collection[str]) -> str:
         """Return the text of ``sites`` made of a table of rows of ``raw``, with some of its columns."""

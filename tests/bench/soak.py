@@ -24,6 +24,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
+from fp8debug.adapters.watching import Watch
 from fp8debug.store import writer
 
 #: Resident memory may grow by so much a step over the second half; a leak of one row of numbers a step is 20 times that.
@@ -51,7 +52,7 @@ def losses(steps: int, each: Callable[[int, nn.Module, torch.Tensor], None]) -> 
 def soak(steps: int, run: Path, part_rows: int) -> dict[str, Any]:
     """Train watched and unwatched; return what was seen, and under ``wrong`` what must not be."""
     writer.PART_ROWS = part_rows
-    watches: list[fp8debug.Watch] = []
+    watches: list[Watch] = []
     memory, handles, held = [], [], np.zeros(steps)
 
     def watched(step: int, model: nn.Module, loss: torch.Tensor) -> None:

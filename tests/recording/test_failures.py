@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters import sink
+from fp8debug.adapters import rows, sink
 from fp8debug.observer import Observer
 from fp8debug.store import writer
 from fp8debug.table import Table
@@ -95,7 +95,7 @@ def test_a_slow_disk_drops_steps_and_gives_their_memory_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: list[float]
 ) -> None:
     monkeypatch.setitem(writer.MAX_WAITING, "stats", 1)
-    go, real = threading.Event(), sink.stats_columns
+    go, real = threading.Event(), rows.stats_columns
 
     def slow(*args: Any) -> Any:
         go.wait(60)

@@ -106,7 +106,7 @@ def test_wild_runs_of_several_ranks_have_one_verdict(tmp_path: Path, monkeypatch
 
 def test_a_bad_sum_needs_a_bad_rank_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank clips, another has the headroom: neither is bad alone, and joined they are."""
-    site = {"module": "blocks.1.mlp.up", "gemm": "fprop", "tensor": "input", "steps": (20, None)}
+    site: dict[str, Any] = {"module": "blocks.1.mlp.up", "gemm": "fprop", "tensor": "input", "steps": (20, None)}
     delayed = {"cast_name": CASTS[0]}
     overrides = [
         Override(**site, ranks=(0,), slots={**delayed, "num_saturated": 100_000, "headroom": 1.0}),
