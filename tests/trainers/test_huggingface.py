@@ -128,7 +128,7 @@ def test_a_checkpoint_goes_on_in_the_same_folder(tmp_path: Path, capfd: pytest.C
 def test_an_exception_ends_the_record_and_comes_through(tmp_path: Path) -> None:
     trainer = trainer_of(llama(), tmp_path)
 
-    class Stop(transformers.TrainerCallback):  # type: ignore[name-defined]  # a class of a library without types
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]  # a class of a library without types
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 raise KeyError("mine")

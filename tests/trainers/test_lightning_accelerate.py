@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined]  # a class of a library without types
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # a class of a library without types
     """A Net that trains by itself."""
 
     def __init__(self, fail_at: int = -1) -> None:
