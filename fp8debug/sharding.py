@@ -133,22 +133,6 @@ def layout_of(mesh: Any, x: Any, weight: Any) -> Layout:
     }
 
 
-def megatron_layout(weight: Any) -> Layout | None:
-    """Return the same for a weight of Megatron's, a plain tensor marked with the dimension that is split; None without a mark."""
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not getattr(weight, "tensor_model_parallel", False) or not state.model_parallel_is_initialized():
-        return None
-    size, rank = state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
-    copied = Piece(size > 1, min(state.get_tensor_model_parallel_group_rank_list())) if size > 1 else Piece(False, 0)
-    own = Piece(False, 0)
-    by_columns = getattr(weight, "partition_dim", 0) == 0
-    return {
-        TensorRole.INPUT: copied if by_columns else own,
-        TensorRole.WEIGHT: Piece(True, rank),
-        TensorRole.GRAD_OUTPUT: own if by_columns else copied,
-    }
-
-
 def _input_placement(x: Any, weight: Any, last: int) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
