@@ -26,7 +26,7 @@ from fp8debug.store.checked import read_json
 from fp8debug.types import OPERAND_SITES, OPERANDS, Gemm, TensorRole
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.run import Run, StepRange
 
     Array = np.ndarray[Any, Any]
 
@@ -237,11 +237,7 @@ def _sqnr_db(sum_err2: float, sum_x2: float) -> float | None:
 
 
 def calibrate(
-    run: Run | str | Path,
-    *,
-    percentile: float = 99.9,
-    margin: float = 1.0,
-    steps: str | tuple[int | None, int | None] | None = None,
+    run: Run | str | Path, *, percentile: float = 99.9, margin: float = 1.0, steps: StepRange | None = None
 ) -> Calibration:
     """Turn a recorded window into static scales.
 

@@ -289,7 +289,8 @@ class Watch:
     def _report_compiled(self, seen: set[str]) -> None:
         """At the first sampled step: say what torch.compile hides."""
         self._has_looked = True
-        hidden = [c.fqn for c in self._candidates if c.reason is None and c.fqn not in seen]
+        unseen = [c for c in self._candidates if c.reason is None and c.fqn not in seen]
+        hidden = [c.fqn for c in unseen if not getattr(c.module, "was_called", False)]
         if hidden and self._before_next is None and is_compile_in_use():
             text = (
                 f"{len(hidden)} of {len(self._candidates)} modules are not seen at step {self._observer.step}, {hidden[0]} the"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -23,6 +23,9 @@ from fp8debug.types import Gemm, Reference, TensorRole
 
 _T = TypeVar("_T")
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
+
+#: ``a:b`` or (a, b): a <= step < b; a side that is empty or None is open.
+StepRange: TypeAlias = str | tuple[int | None, int | None]
 
 
 class Run:
@@ -288,7 +291,7 @@ class Run:
         module: str = "*",
         gemm: str | None = None,
         tensor: str | None = None,
-        steps: str | tuple[int | None, int | None] | None = None,
+        steps: StepRange | None = None,
         reference: str | None = None,
         actual: bool | None = None,
     ) -> pa.Table:
@@ -346,7 +349,7 @@ class Run:
         return self.sql(f"SELECT {', '.join(wanted)} FROM sites{where} ORDER BY {order}", params)
 
 
-def parse_steps(steps: str | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+def parse_steps(steps: StepRange | None) -> tuple[int | None, int | None]:
     """Return (first, end) of a step range, end exclusive, None where a side is open.
 
     Raises:

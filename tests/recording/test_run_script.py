@@ -86,7 +86,10 @@ def test_a_script_without_a_model_says_so(tmp_path: Path) -> None:
         (("nope.py",), "error: no script nope.py; expected the path of a Python file"),
         (("--every", "0", "train.py"), "error: --every must be at least 1, got 0"),
         (("--steps", "5", "train.py"), "error: --steps needs --arm; `--arm fp8` is the script as it is"),
-        (("--out", "taken", "train.py"), "error: taken already holds a run; choose another --out or delete it"),
+        (
+            ("--out", "taken", "train.py"),
+            "error: taken already holds a run; choose another --out or delete it, or go on with --resume-from STEP",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -154,7 +157,8 @@ def test_an_arm_that_cannot_be_is_an_error_before_the_first_step(tmp_path: Path)
     (tmp_path / "train.py").write_text(SCRIPT)
     done = start(tmp_path, "--out", "out", "--arm", "fp8", "train.py")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: the script's model has no module in FP8; give --recipe NAME to convert every nn.Linear of it\n"
+    reason = "the script's model has no module in FP8; give --recipe NAME to convert every nn.Linear of it"
+    assert done.stderr == f"fp8debug: this arm cannot be trained: {reason}\n"
 
 
 def test_help_is_plain_text() -> None:
