@@ -28,9 +28,9 @@ from fp8debug.store.worker import Worker
 #: A stream becomes a part at this size, or at close().
 PART_ROWS, PART_BYTES, PART_BATCHES = 256 * 1024, 64 * 2**20, 16 * 1024
 #: Writings that may wait for a slow disk, per table; what comes while they wait is dropped and counted.
-MAX_WAITING = {"stats": 32, "steps": 4096, "events": 4096}
+MAX_WAITING = {"stats": 512, "steps": 4096, "events": 4096}
 #: Rows of ``stats`` that may wait in memory, about 1 KB each; a single writing always may.
-MAX_WAITING_ROWS = 256 * 1024
+MAX_WAITING_ROWS = 128 * 1024
 #: How long close() waits for a disk that gets nothing done before it gives up, and how long the constructor does.
 CLOSE_PATIENCE_S = 60.0
 OPEN_PATIENCE_S = 30.0
