@@ -58,6 +58,8 @@ def main(path: str) -> int:
     """Write the findings of a run to stdout; return the exit code."""
     from fp8debug import triage
 
+    if hasattr(os, "nice"):
+        os.nice(10)  # the pages, and the browser that paints them, come first
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # DuckDB draws a progress bar on stdout when a query takes long
     try:

@@ -110,6 +110,7 @@ class Opened:
             self._narrowing.start()
 
     def _narrow(self) -> None:
+        self.judge()  # one after the other, so that the first page has a core to be painted with
         with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
             found = build(self.run.path)
             if self._narrowing is threading.current_thread():
