@@ -53,7 +53,8 @@ class Trainings:
         self._task = self._bar.add_task("training", total=None)
         self._bar.start()
         self._began = time.monotonic()
-        self._handler = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        # Not what SIGINT has: a shell has that ignored in what it runs in the background.
+        self._handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
