@@ -228,7 +228,7 @@ def heat(
         f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
         f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
-        " max_by(v, badness) AS v, max_by(kind, badness) AS kind"
+        " max_by(v, (badness, kind)) AS v, max_by(kind, (badness, kind)) AS kind"
         " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
         values,
     )
@@ -258,10 +258,11 @@ def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
 
 def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[str, Any]]:
     badness, (condition, _) = badness_sql("sqnr_db"), where("operands", cast)
+    key = f"({badness}, gemm, tensor)"  # of equally bad ones, the same for every column
     return _rows(
         run,
-        f"SELECT step, module, max_by(gemm, {badness}) AS gemm, max_by(tensor, {badness}) AS tensor,"
-        f" max_by(sqnr_db, {badness}) AS sqnr_db, max_by({KIND_SQL}, {badness}) AS kind FROM sites"
+        f"SELECT step, module, max_by(gemm, {key}) AS gemm, max_by(tensor, {key}) AS tensor,"
+        f" max_by(sqnr_db, {key}) AS sqnr_db, max_by({KIND_SQL}, {key}) AS kind FROM sites"
         f" WHERE step = ? AND {condition} AND sqnr_db IS NOT NULL"
         f" GROUP BY step, module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
         [step],

@@ -51,10 +51,14 @@ class Narrow:
         codes = [c for c, key in self.keys.items() if key in wanted]
         e5m2 = [c for c in codes if "e5m2" in self.keys[c][2]]
         leaf = [c for c in codes if self.keys[c][:2] == ("wgrad", "grad_output")]
-        badness = badness_sql(metric, _among(e5m2), _among(leaf))
+        kind_by_code = {c: kind_of(*self.keys[c][:4]) for c in codes}
+        cases = [
+            f"WHEN {_among([c for c in codes if kind_by_code[c] == k])} THEN {k}" for k in sorted(set(kind_by_code.values()))
+        ]
+        worst = f"({badness_sql(metric, _among(e5m2), _among(leaf))}, CASE {' '.join(cases) or 'WHEN FALSE THEN 0'} END)"
         table = self.run.sql(
             f"SELECT m, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
-            f" max_by({metric}, {badness}) AS v, max_by(c, {badness}) AS c FROM narrow"
+            f" max_by({metric}, {worst}) AS v, max_by(c, {worst}) AS c FROM narrow"
             f" WHERE {_among(codes)} AND step BETWEEN {first} AND {last} AND {metric} IS NOT NULL"
             f" GROUP BY m, CAST(floor((step - {first}) / {width}) AS BIGINT)"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def _compacted(
         kept = kept_steps(steps, near, Keep(every=every, around=keep.around, before=keep.before))
         if len(kept) == len(steps):
             break
-        staged = stage(run, lambda rows, kept=kept: _wanted(rows, kept, modules))  # type: ignore[misc]
+        staged = stage(run, partial(_wanted, kept=kept, modules=modules))
         if staged.num_rows[0] == staged.num_rows[1]:
             break
         thinned = Run(staged.path)

@@ -12,7 +12,7 @@ from tests.dashboard import samples
 from tests.dashboard.serving import browser_args, served
 
 if TYPE_CHECKING:
-    from playwright.sync_api import ConsoleMessage, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 
 @pytest.fixture(scope="session")
@@ -55,13 +55,20 @@ def site(folder: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.fixture(scope="session")
+def warm(browser: Browser, site: str) -> None:
+    """A browser that has loaded the scripts once, which a cold one may take long for; no test waits for that."""
+    first = browser.new_page()
+    first.goto(f"{site}/", timeout=150_000)
+    first.close()
+
+
 @pytest.fixture
-def clean_page(page: Page) -> Iterator[Page]:
+def clean_page(page: Page, warm: None) -> Iterator[Page]:
     """A page; the test fails when the console had an error or a warning, or a request failed or left this machine."""
     from playwright.sync_api import expect
 
     expect.set_options(timeout=60_000)  # the machine may be busy with other tests
-    page.set_default_navigation_timeout(150_000)  # the first page waits for a cold browser
     said: list[str] = []
 
     def listen(message: ConsoleMessage) -> None:

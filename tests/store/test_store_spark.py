@@ -1,4 +1,4 @@
-"""Spark reads the same files by the same SQL, and finds the same; skipped without pyspark and Java, which .ci/run installs."""
+"""Spark reads the same files by the same SQL, and finds the same; skipped without pyspark and Java."""
 
 from __future__ import annotations
 
