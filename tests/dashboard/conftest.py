@@ -68,7 +68,7 @@ def clean_page(page: Page, warm: None) -> Iterator[Page]:
     """A page; the test fails when the console had an error or a warning, or a request failed or left this machine."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)  # the machine may be busy with other tests
+    expect.set_options(timeout=30_000)  # the machine may be busy with other tests
     said: list[str] = []
 
     def listen(message: ConsoleMessage) -> None:
