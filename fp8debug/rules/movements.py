@@ -96,7 +96,8 @@ def _movements_before(run: Run, step: int) -> Movements:
         f"SELECT step, module, gemm, tensor, min(call_index) AS call_index, {', '.join(f'max({c}) AS {c}' for c in columns)}"
         " FROM sites WHERE actual AND reference = 'operand' AND numel > 0"
         f" AND step >= {past[0]} AND step <= {step} AND (gemm = 'fprop' OR step < {step})"
-        " GROUP BY step, module, gemm, tensor ORDER BY step, call_index, module"
+        " GROUP BY step, module, gemm, tensor"
+        " ORDER BY step, call_index, module, CASE gemm WHEN 'fprop' THEN 0 WHEN 'dgrad' THEN 1 ELSE 2 END, tensor"
     )
     series: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in run.sql(query).to_pylist():

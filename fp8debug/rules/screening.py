@@ -30,7 +30,7 @@ _SITES = [*((str(gemm), str(tensor)) for gemm, tensor in OPERAND_SITES), *((str(
 
 def is_kept_whole(run: Run) -> bool:
     """Keep the statistics of a small run in memory; tell whether it is one."""
-    if run.num_rows > SMALL:
+    if not run.keeps_whole or run.num_rows > SMALL:
         return False
     if not run.memo("kept whole", list[bool]):
         run.hold({view: f"SELECT * FROM {view}" for view in ("raw", "stats", "sites")})
@@ -56,9 +56,9 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
         {
             "suspects": f"SELECT DISTINCT {keys} FROM raw WHERE {hints}",
             "suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})",
-            "flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {_any(known)}",
         }
     )
+    run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {_any(known)}"})
 
 
 def _any(predicates: Iterable[str]) -> str:

@@ -46,6 +46,8 @@ class Run:
         RunError: there is no run, it holds no rows, or its schema is newer than ours.
     """
 
+    #: Whether a small one may be kept in memory whole.
+    keeps_whole = True
     _dialect = DUCKDB
 
     def __init__(self, path: str | Path) -> None:

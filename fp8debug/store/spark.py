@@ -1,7 +1,9 @@
 """Runs read by Spark, for logs that one machine does not hold: the same views and the same queries in a Spark session.
 
-The driver lists the files and reads their footers; executors read the rows, so that all of them must reach the folder. Where
-the layout of the files helps: docs/scale.md.
+The driver lists the files and reads their footers; executors read the rows, so that all of them must reach the folder. What a
+query leaves that is small (the rows that rules suspect, one row a step, the modules) is fetched once, and further queries about
+it are answered on the driver: a job of Spark costs half a second however little it does. Where the layout of the files helps:
+docs/scale.md.
 """
 
 from __future__ import annotations
@@ -9,21 +11,30 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from os import environ
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 
 from fp8debug.errors import UsageError
-from fp8debug.store.files import Source
+from fp8debug.store.files import RunFiles, Source
 from fp8debug.store.joined import JoinedRun
+from fp8debug.store.modules import modules_table
 from fp8debug.store.places import ObjectPath
 from fp8debug.store.run import Run
-from fp8debug.store.views import SPARK
+from fp8debug.store.schema import ARROW_TYPES
+from fp8debug.store.views import DUCKDB, SPARK, sites_sql
 
-#: Results of all queries are small; of a table of rows the largest that a driver of 1 GB takes.
+#: Rows that the driver fetches of a table, 100 to 1,000 bytes each; a larger table stays with the executors.
+MAX_FETCHED = 200_000
+#: Files of a run up to which a query is one stage with few tasks, planned once.
+FEW_FILES = 64
+
+_TYPES = {arrow: SPARK.types[name] for name, arrow in ARROW_TYPES.items()}
 _SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -68,18 +79,28 @@ def start(master: str | None = None) -> Any:
 class _OnSpark(Run):
     """A run whose views lie in a Spark session."""
 
+    keeps_whole = False
     _dialect = SPARK
     _session: Any
+    _persisted: Sequence[Any] = ()
 
-    def _create_views(self, files: Any) -> None:
-        self._num_scans = 0
-        self._ask(
+    def _create_views(self, files: RunFiles) -> None:
+        for frame in self._persisted:
+            frame.unpersist()
+        self._persisted, self._num_scans = [], 0
+        #: Tables that the driver has, and those that it fetches when it is first asked about them.
+        self._here, self._fetchable = {"modules"}, {"steps", "events"}
+        num_parts = len(self._parts)
+        self._session.conf.set("spark.sql.adaptive.enabled", str(num_parts > FEW_FILES).lower())
+        self._session.conf.set("spark.sql.shuffle.partitions", str(2 if num_parts <= FEW_FILES else min(2000, num_parts)))
+        self._frame(
             "CREATE OR REPLACE TEMPORARY FUNCTION isfinite(x DOUBLE) RETURNS BOOLEAN RETURN abs(x) < CAST('Infinity' AS DOUBLE)"
         )
         super()._create_views(files)
+        self._connection.register("modules", modules_table(self.modules))
 
     def _create(self, name: str, query: str) -> None:
-        self._ask(query).createOrReplaceTempView(name)
+        self._frame(query).createOrReplaceTempView(name)
 
     def _register(self, name: str, rows: pa.Table) -> None:
         self._session.createDataFrame(rows).createOrReplaceTempView(name)
@@ -87,24 +108,74 @@ class _OnSpark(Run):
     def _parts_sql(self, parts: Sequence[Source]) -> str:
         self._num_scans += 1
         name = f"parts_{self._num_scans}"
-        reader = self._session.read.option("mergeSchema", str(len({source.schema for source in parts}) > 1).lower())
-        reader.parquet(*(_address(source.path) for source in parts)).createOrReplaceTempView(name)
+        groups: dict[str | None, list[str]] = {}
+        for source in parts:
+            groups.setdefault(_columns(source.schema), []).append(_address(source.path))
+        # Without the columns Spark starts a job to look for them.
+        frames = [
+            (self._session.read.schema(columns) if columns else self._session.read).parquet(*paths)
+            for columns, paths in groups.items()
+        ]
+        reduce(lambda one, other: one.unionByName(other, True), frames).createOrReplaceTempView(name)
         return name
 
-    def _keep(self, name: str, query: str) -> None:
-        self._ask(query).persist().createOrReplaceTempView(name)
+    def hold(self, tables: Mapping[str, str]) -> None:
+        """Keep the answers to queries as tables: on the driver those that are small, with the executors the others."""
+        for name, query in tables.items():
+            if self._are_here(query):
+                super().hold({name: query})
+                self._here.add(name)
+            else:
+                self._here.discard(name)
+                self._create(name, query)
+                self._fetchable.add(name)
+
+    def sites_of(self, rows: str, columns: Collection[str]) -> str:
+        """Return the text of ``sites`` made of a table, for where that table is."""
+        slots = [column for column in self._slots if column.name in columns]
+        dialect = DUCKDB if self._is_here(rows) else SPARK
+        return sites_sql(slots, dialect, is_single_rank=len(self.ranks) == 1, source=rows)
 
     def _query(self, query: str, params: Sequence[object] | Mapping[str, object] | None) -> pa.Table:
         if not re.match(r"\s*(SELECT|WITH)\b", query, re.IGNORECASE):
             raise UsageError(f"not one SELECT: {query.strip()[:80]!r}")
+        if self._are_here(query):
+            try:
+                return super()._query(query, params)
+            except duckdb.Error:
+                pass  # another table, or words that Spark alone knows
         if isinstance(params, Mapping):
-            return self._ask(re.sub(r"\$(\w+)", r":\1", query), dict(params), lambda answer: answer.toArrow())
-        return self._ask(query, list(params or ()), lambda answer: answer.toArrow())
+            return self._fetch(self._frame(re.sub(r"\$(\w+)", r":\1", query), dict(params)))
+        return self._fetch(self._frame(query, list(params or ())))
 
-    def _ask(self, query: str, args: Any = None, then: Callable[[Any], Any] = lambda answer: answer) -> Any:
+    def _are_here(self, query: str) -> bool:
+        """Tell whether the driver has, or now has, all tables that a query names."""
+        names = set(re.findall(r"\b(?:FROM|JOIN)\s+(\w+)", query, re.IGNORECASE))
+        names -= set(re.findall(r"\b(\w+)\s+AS\s*\(\s*SELECT\b", query, re.IGNORECASE))
+        return bool(names) and all(self._is_here(name) for name in sorted(names))
+
+    def _is_here(self, name: str) -> bool:
+        if name in self._fetchable:
+            self._fetchable.discard(name)
+            frame = self._session.table(name)
+            rows = self._fetch(frame.limit(MAX_FETCHED + 1))
+            if rows.num_rows <= MAX_FETCHED:
+                self._connection.register(name, rows)
+                self._here.add(name)
+            else:
+                self._persisted = [*self._persisted, frame.persist()]
+        return name in self._here
+
+    def _frame(self, query: str, args: Any = None) -> Any:
         try:
-            return then(self._session.sql(query, args) if args else self._session.sql(query))
+            return self._session.sql(query, args) if args else self._session.sql(query)
         except Exception as error:  # pyspark and py4j have errors of their own
+            raise UsageError(f"the query failed: {_first_line(error)}") from error
+
+    def _fetch(self, frame: Any) -> pa.Table:
+        try:
+            return frame.toArrow()
+        except Exception as error:
             raise UsageError(f"the query failed: {_first_line(error)}") from error
 
 
@@ -143,6 +214,14 @@ def _address(path: Path) -> str:
     """Return a file's address for Hadoop, its glob characters escaped."""
     text = str(path) if isinstance(path, ObjectPath) else f"file:{path.absolute()}"
     return re.sub(r"([*?\[\]{}\\])", r"\\\1", re.sub(r"^s3://", "s3a://", text))
+
+
+def _columns(schema: pa.Schema) -> str | None:
+    """Return a file's columns as Spark declares them; None where one has a type that we do not write."""
+    types = [_TYPES.get(field.type) for field in schema]
+    if None in types:
+        return None
+    return ", ".join(f"`{name.replace('`', '``')}` {text}" for name, text in zip(schema.names, types, strict=True))
 
 
 def _first_line(error: Exception) -> str:
