@@ -14,7 +14,6 @@ from typing import Any
 
 import dash
 import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -24,6 +23,7 @@ from fp8debug.errors import Fp8DebugError
 from . import source as sources
 from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
+from .plots import Figure
 from .source import Source
 from .urls import View, href, parse
 from .widgets import card, note
@@ -253,14 +253,20 @@ def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
         except Fp8DebugError:
             raise PreventUpdate from None  # the files are changing under us; the next tick looks again
         is_same_view = "asked.data" not in dash.ctx.triggered_prop_ids
-        return tuple(patched(part) if is_same_view else part for part in found)
+        return tuple(sent(part, is_same_view) for part in found)
 
 
-def patched(part: Any) -> Any:
-    """Return a figure as a change of the one on screen: zoom, hidden lines and the plot itself stay; other parts as they are."""
-    if not isinstance(part, go.Figure):
+def sent(part: Any, is_same_view: bool) -> Any:
+    """Return a part as it goes to the browser.
+
+    A figure of the same view goes as a change of the one on screen, so that zoom, hidden lines and the plot itself stay.
+    """
+    if not isinstance(part, Figure):
         return part
-    values, patch = part.to_dict(), dash.Patch()
+    values = part.packed()
+    if not is_same_view:
+        return values
+    patch = dash.Patch()
     patch["data"] = values["data"]
     patch["layout"] = values["layout"]  # whole: shapes and notes of the earlier figure must go; uirevision keeps the zoom
     return patch

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
-from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
-from .figures import empty, line, plain, styled
+from .figures import empty, line, plain
+from .plots import LEGEND, Figure
 from .records import Trace
 from .theme import GREY, LINES, VERMILLION
 
 
-def losses(runs: Sequence[tuple[str, Trace | None]], diverges_at: int | None = None) -> go.Figure:
+def losses(runs: Sequence[tuple[str, Trace | None]], diverges_at: int | None = None) -> Figure:
     """Return the losses of several runs over steps, and below them what the first lies above each other one.
 
     Args:
@@ -25,23 +24,19 @@ def losses(runs: Sequence[tuple[str, Trace | None]], diverges_at: int | None = N
     if not known:
         return empty("None of these runs recorded a loss", 200)
     gaps = [(name, _gap(known[0][1], trace)) for name, trace in known[1:]] if known[0][0] == runs[0][0] else []
-    figure = make_subplots(
-        rows=2 if gaps else 1, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[3, 1.3] if gaps else [1]
-    )
+    figure = Figure(2, heights=[3, 1.3], gap=0.06) if gaps else Figure()
     for i, (name, trace) in enumerate(known):
-        line(figure, trace, LINES[i % len(LINES)], row=1, col=1, legend=plain(name), in_legend=True, rank=i)
+        line(figure, trace, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i)
     for i, (_, gap) in enumerate(gaps, 1):
-        line(figure, gap, LINES[i % len(LINES)], row=2, col=1, width=1.2)
+        line(figure, gap, LINES[i % len(LINES)], 1, width=1.2)
     if gaps:
-        figure.add_hline(y=0, line={"color": GREY, "width": 1}, row=2, col=1)
-        figure.update_yaxes(title_text=f"{plain(runs[0][0])[:18]} minus it", title_standoff=4, row=2, col=1)
+        figure.rule(GREY, 1, y=0)
+        figure.axis("y", 1, title=f"{plain(runs[0][0])[:18]} minus it", standoff=4)
     if diverges_at is not None:
-        figure.add_vline(x=diverges_at, line={"color": VERMILLION, "width": 1.2, "dash": "dash"})
-    styled(figure, 360 if gaps else 260, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"t": 26}, hovermode="x")
-    figure.update_yaxes(title_text="loss", title_standoff=4, row=1, col=1)
-    figure.update_xaxes(title_text="step", title_standoff=2, row=2 if gaps else 1, col=1)
-    return figure
+        figure.rule(VERMILLION, x=diverges_at, width=1.2, dash="dash")
+    figure.axis("y", title="loss", standoff=4)
+    figure.axis("x", 1 if gaps else 0, title="step")
+    return figure.set(360 if gaps else 260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
 
 
 def _gap(first: Trace, other: Trace) -> Trace:
@@ -51,22 +46,18 @@ def _gap(first: Trace, other: Trace) -> Trace:
     return Trace(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32))
 
 
-def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step: int | None = None) -> go.Figure:
+def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step: int | None = None) -> Figure:
     """Return one metric of one site in several runs, the running cast or the result against the shadow."""
-    figure = make_subplots(rows=1, cols=1)
-    drawn = False
+    figure = Figure()
     for i, (name, traces) in enumerate(runs):
         own = [t for t in traces if t.actual and t.reference != "exact"] or [t for t in traces if t.reference != "exact"][:1]
         for trace in own[:1]:
             named = replace(trace, name=name, actual=True)
-            line(figure, named, LINES[i % len(LINES)], row=1, col=1, legend=plain(name), in_legend=True, rank=i)
-            drawn = drawn or bool(np.isfinite(trace.values).any())
-    if not drawn:
+            line(figure, named, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i)
+    if not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
         return empty(f"{metric} was recorded at this site in none of these runs", 200)
     if step is not None:
-        figure.add_vline(x=step, line={"color": VERMILLION, "width": 1.2, "dash": "dash"})
-    styled(figure, 260, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"t": 26}, hovermode="x")
-    figure.update_yaxes(title_text=plain(metric), title_standoff=4)
-    figure.update_xaxes(title_text="step", title_standoff=2)
-    return figure
+        figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
+    figure.axis("y", title=plain(metric), standoff=4)
+    figure.axis("x", title="step")
+    return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")

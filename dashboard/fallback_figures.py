@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
-from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
-from .figures import empty, line, styled
+from .figures import empty, line
+from .plots import LEGEND, Figure
 from .records import Trace
 from .theme import LINES, ORANGE
 
@@ -25,44 +24,46 @@ class Choice:
     count: int
 
 
-def pareto(choices: Sequence[Choice], chosen: Choice | None) -> go.Figure:
+def pareto(choices: Sequence[Choice], chosen: Choice | None) -> Figure:
     """Return the curve of damage recovered over speed given back, with the chosen budget on it."""
     if not choices or not any(choice.recovered > 0 for choice in choices):
         return empty("No damage was recorded, so nothing tells what a budget buys: record with shadow_rows above 0", 200)
     cost = np.array([100 * choice.cost for choice in choices], dtype=np.float32)
-    figure = go.Figure(
-        go.Scatter(
-            x=cost,
-            y=np.array([100 * choice.recovered for choice in choices], dtype=np.float32),
-            mode="lines+markers",
-            line={"color": LINES[0], "width": 1.6},
-            marker={"size": 5},
-            customdata=np.array([[choice.count, round(100 * choice.budget)] for choice in choices], dtype=np.int32),
-            hovertemplate="budget %{customdata[1]}%: %{customdata[0]} candidates<br>gives back %{x:.3g}% of the speed-up,"
+    figure = Figure()
+    figure.add(
+        {
+            "type": "scatter",
+            "x": cost,
+            "y": np.array([100 * choice.recovered for choice in choices], dtype=np.float32),
+            "mode": "lines+markers",
+            "line": {"color": LINES[0], "width": 1.6},
+            "marker": {"size": 5},
+            "customdata": np.array([[choice.count, round(100 * choice.budget)] for choice in choices], dtype=np.int32),
+            "hovertemplate": "budget %{customdata[1]}%: %{customdata[0]} candidates<br>gives back %{x:.3g}% of the speed-up,"
             " recovers %{y:.3g}% of the damage<extra></extra>",
-        )
+        }
     )
     if chosen is not None:
-        figure.add_trace(
-            go.Scatter(
-                x=np.array([100 * chosen.cost], dtype=np.float32),
-                y=np.array([100 * chosen.recovered], dtype=np.float32),
-                mode="markers+text",
-                text=["chosen"],
-                textposition="bottom right",
-                marker={"size": 12, "symbol": "diamond", "color": ORANGE},
-                hoverinfo="skip",
-            )
+        figure.add(
+            {
+                "type": "scatter",
+                "x": np.array([100 * chosen.cost], dtype=np.float32),
+                "y": np.array([100 * chosen.recovered], dtype=np.float32),
+                "mode": "markers+text",
+                "text": ["chosen"],
+                "textposition": "bottom right",
+                "marker": {"size": 12, "symbol": "diamond", "color": ORANGE},
+                "hoverinfo": "skip",
+            }
         )
-    styled(figure, 270)
-    figure.update_xaxes(title_text="speed-up given back, %", title_standoff=2, range=[-3, 4 + float(cost.max())])
-    figure.update_yaxes(title_text="damage recovered, %", title_standoff=4, range=[-4, 108])
-    return figure
+    figure.axis("x", title="speed-up given back, %", range=[-3, 4 + float(cost.max())])
+    figure.axis("y", title="damage recovered, %", standoff=4, range=[-4, 108])
+    return figure.set(270)
 
 
-def trials(document: Mapping[str, Any]) -> go.Figure:
+def trials(document: Mapping[str, Any]) -> Figure:
     """Return the loss of every arm that ``fp8debug verify`` trained, the mean of its repeats."""
-    figure = make_subplots(rows=1, cols=1)
+    figure = Figure()
     arms = [arm for arm in document.get("arms") or () if isinstance(arm, Mapping)]
     for i, arm in enumerate(arms):
         curves = [curve for curve in arm.get("losses") or () if isinstance(curve, Sequence) and curve]
@@ -80,11 +81,9 @@ def trials(document: Mapping[str, Any]) -> go.Figure:
             low=values.min(axis=0) if many else None,
             high=values.max(axis=0) if many else None,
         )
-        line(figure, mean, LINES[i % len(LINES)], row=1, col=1, legend=mean.name, in_legend=True, rank=i)
+        line(figure, mean, LINES[i % len(LINES)], legend=mean.name, in_legend=True, rank=i)
     if not figure.data:
         return empty("verify.json holds no losses yet", 160)
-    styled(figure, 260, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"t": 26}, hovermode="x")
-    figure.update_yaxes(title_text="loss", title_standoff=4)
-    figure.update_xaxes(title_text="step", title_standoff=2)
-    return figure
+    figure.axis("y", title="loss", standoff=4)
+    figure.axis("x", title="step")
+    return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
-from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
 from .envelopes import envelope, severities
+from .plots import Figure, Part
 from .records import Floats, Heat, Mark, Trace
 from .theme import (
     COLORS,
-    FAINT,
-    GREY,
     ICONS,
     LINES,
     SEVERITY_RANGE,
@@ -28,24 +25,6 @@ from .theme import (
 
 MAX_LABELS = 48
 NAME_LENGTH = 34
-
-_AXIS = {"gridcolor": FAINT, "zeroline": False, "linecolor": FAINT, "automargin": True}
-#: Layout of all figures; a template, for setting each axis of nine plots takes plotly 30 ms. It replaces plotly's own, of 7 kB.
-LOOK = go.layout.Template(
-    layout={
-        "margin": {"l": 56, "r": 12, "t": 8, "b": 34},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"size": 11, "color": GREY, "family": "inherit"},
-        "hoverlabel": {"font": {"size": 11}, "align": "left"},
-        "hovermode": "closest",
-        "showlegend": False,
-        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
-        "colorway": list(LINES),
-        "xaxis": {**_AXIS, "ticks": "outside", "ticklen": 3, "tickcolor": FAINT},
-        "yaxis": {**_AXIS, "ticks": "", "exponentformat": "power"},
-    }
-)
 
 
 def plain(text: str) -> str:
@@ -58,22 +37,16 @@ def shorten(name: str, length: int = NAME_LENGTH) -> str:
     return name if len(name) <= length else "…" + name[-length + 1 :]
 
 
-def empty(message: str, height: int = 220) -> go.Figure:
+def empty(message: str, height: int = 220) -> Figure:
     """Return a figure that says why it is empty."""
-    figure = styled(go.Figure(), height)
-    figure.update_xaxes(visible=False)
-    figure.update_yaxes(visible=False)
-    figure.add_annotation(text=plain(message), showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5)
-    return figure
+    figure = Figure()
+    for letter in "xy":
+        figure.axis(letter, visible=False)
+    figure.note(plain(message), x=0.5, y=0.5)
+    return figure.set(height)
 
 
-def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    """Give a figure the look of all: small grey text, faint grid, no background."""
-    figure.update_layout(template=LOOK, height=height, uirevision="keep", **layout)
-    return figure
-
-
-def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int | None = None) -> go.Figure:
+def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int | None = None) -> Figure:
     """Return loss (and what else of a training step was recorded) over steps, with a rail of findings above.
 
     Args:
@@ -85,124 +58,79 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
     heights = [3.0 if s.name == "loss" else 1.2 for s in series] or [1.0]
     rows = ([0.55] if marks else []) + heights
-    figure = make_subplots(rows=len(rows), cols=1, shared_xaxes=True, row_heights=rows, vertical_spacing=0.025)
-    first = 2 if marks else 1
-    for row, trace in enumerate(series, first):
-        line(figure, trace, LINES[0], row=row, col=1, width=1.6 if trace.name == "loss" else 1.2)
-        figure.update_yaxes(title_text=trace.name, title_standoff=4, nticks=6 if row == first else 3, row=row, col=1)
+    figure = Figure(len(rows), heights=rows, gap=0.025)
+    first = 1 if marks else 0
+    for i, trace in enumerate(series, first):
+        line(figure, trace, LINES[0], i, width=1.6 if trace.name == "loss" else 1.2)
+        figure.axis("y", i, title=trace.name, standoff=4, nticks=6 if i == first else 3)
     if marks:
-        figure.add_trace(_rail(marks), row=1, col=1)
-        figure.update_yaxes(visible=False, range=[-1, 1], fixedrange=True, row=1, col=1)
+        figure.add(_rail(marks))
+        figure.axis("y", visible=False, range=[-1, 1], fixedrange=True)
+        figure.axis("x", showgrid=False, showline=False, ticks="")
         for mark in marks:
-            figure.add_shape(
-                type="line",
-                x0=mark.step,
-                x1=mark.step,
-                y0=0,
-                y1=1,
-                yref="paper",
-                layer="below",
-                line={"color": COLORS[mark.severity], "width": 1, "dash": "dot"},
-            )
+            style = {"color": COLORS[mark.severity], "width": 1, "dash": "dot"}
+            ends = {"x0": mark.step, "x1": mark.step, "y0": 0, "y1": 1, "yref": "paper"}
+            figure.shape({"type": "line", **ends, "layer": "below", "line": style})
     if lost_at is not None:
-        words = {"text": f"loss is NaN or infinite from step {lost_at:,}", "font": {"size": 11, "color": VERMILLION}}
-        figure.add_annotation(
-            **words, x=lost_at, y=0.5, yref="y2 domain" if marks else "y domain", xanchor="left", xshift=6, showarrow=False
-        )
-        figure.add_vline(x=lost_at, line={"color": VERMILLION, "width": 1.2}, row=first, col=1)
-    figure.update_xaxes(title_text="step", title_standoff=4, row=len(rows), col=1)
-    styled(figure, int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
-    if marks:
-        figure.update_xaxes(showgrid=False, showline=False, ticks="", row=1, col=1)
-    return figure
+        axes = {"xref": f"x{first + 1 if first else ''}", "x": lost_at, "xanchor": "left", "xshift": 6, "y": 0.5}
+        words = f"loss is NaN or infinite from step {lost_at:,}"
+        figure.note(words, first, **axes)
+        figure.layout["annotations"][-1]["font"]["color"] = VERMILLION
+        figure.rule(VERMILLION, first, x=lost_at, width=1.2)
+    figure.axis("x", len(rows) - 1, title="step", standoff=4)
+    return figure.set(int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
 
 
-def _rail(marks: Sequence[Mark]) -> go.Scatter:
-    texts = ["<br>".join(plain(line) for line in mark.lines) for mark in marks]
+def _rail(marks: Sequence[Mark]) -> Part:
     labels = [" ".join(mark.codes[:3]) + (f" +{len(mark.codes) - 3}" if len(mark.codes) > 3 else "") for mark in marks]
-    return go.Scatter(
-        x=np.array([mark.step for mark in marks], dtype=np.int32),
-        y=np.zeros(len(marks), dtype=np.float32),
-        mode="markers+text",
-        text=labels,
-        textposition="middle right",
-        customdata=texts,
-        hovertemplate="step %{x}<br>%{customdata}<extra></extra>",
-        marker={
+    return {
+        "type": "scatter",
+        "x": np.array([mark.step for mark in marks], dtype=np.int32),
+        "y": np.zeros(len(marks), dtype=np.float32),
+        "mode": "markers+text",
+        "text": labels,
+        "textposition": "middle right",
+        "customdata": ["<br>".join(plain(line) for line in mark.lines) for mark in marks],
+        "hovertemplate": "step %{x}<br>%{customdata}<extra></extra>",
+        "marker": {
             "size": 10,
             "symbol": [SYMBOLS[mark.severity] for mark in marks],
             "color": [COLORS[mark.severity] for mark in marks],
         },
-        cliponaxis=False,
-        name="findings",
-    )
+        "cliponaxis": False,
+        "name": "findings",
+    }
 
 
 def line(
-    figure: go.Figure,
+    figure: Figure,
     trace: Trace,
     color: str,
+    i: int = 0,
     *,
-    row: int,
-    col: int,
     width: float = 1.5,
     legend: str | None = None,
     in_legend: bool = False,
     rank: int = 1000,
 ) -> None:
     """Add a line, its band of smallest to largest value behind it, and points where a line alone would be invisible."""
+    grouped = {"legendgroup": legend} if legend else {}
     if trace.low is not None and trace.high is not None:
         band = np.concatenate([trace.high, trace.low[::-1]])
         steps = np.concatenate([trace.steps, trace.steps[::-1]])
         known = ~np.isnan(band)
-        figure.add_trace(
-            go.Scatter(
-                x=steps[known],
-                y=band[known],
-                fill="toself",
-                fillcolor=color,
-                opacity=0.15,
-                mode="none",
-                hoverinfo="skip",
-                showlegend=False,
-                legendgroup=legend,
-            ),
-            row=row,
-            col=col,
-        )
+        area = {"type": "scatter", "x": steps[known], "y": band[known], "fill": "toself", "fillcolor": color, "opacity": 0.15}
+        figure.add({**area, "mode": "none", "hoverinfo": "skip", "showlegend": False, **grouped}, i)
     what = plain(trace.cast_name or trace.name) + ("" if trace.actual else " (what-if)")
-    figure.add_trace(
-        go.Scatter(
-            x=trace.steps,
-            y=trace.values,
-            mode="lines+markers" if len(trace.steps) <= 40 else "lines",
-            marker={"size": 4},
-            line={"color": color, "width": width, "dash": "solid" if trace.actual else "dot"},
-            name=plain(legend or trace.name),
-            legendgroup=legend,
-            showlegend=in_legend,
-            legendrank=rank,
-            meta=what,
-            hovertemplate="%{y:.5g} · step %{x}<br>%{meta}<extra></extra>",
-        ),
-        row=row,
-        col=col,
-    )
+    style = {"color": color, "width": width, "dash": "solid" if trace.actual else "dot"}
+    points = {"type": "scatter", "x": trace.steps, "y": trace.values, "line": style, "marker": {"size": 4}}
+    named = {"name": plain(legend or trace.name), "showlegend": in_legend, "legendrank": rank, **grouped}
+    mode = "lines+markers" if len(trace.steps) <= 40 else "lines"
+    hover = "%{y:.5g} · step %{x}<br>%{meta}<extra></extra>"
+    figure.add({**points, "mode": mode, **named, "meta": what, "hovertemplate": hover}, i)
 
 
-def rule_lines(i: int, color: str, *, x: float | None = None, y: float | None = None, dash: str = "dash") -> dict[str, object]:
-    """Return a line through the i-th subplot, at a step or at a value, for ``layout.shapes``.
-
-    ``add_vline`` and ``add_hline`` look through the whole figure for each of them: a second for the nine sites of a module.
-    """
-    n = "" if i == 0 else str(i + 1)
-    along = {"x0": x, "x1": x, "xref": f"x{n}", "y0": 0, "y1": 1, "yref": f"y{n} domain"}
-    across = {"x0": 0, "x1": 1, "xref": f"x{n} domain", "y0": y, "y1": y, "yref": f"y{n}"}
-    style = {"type": "line", "line": {"color": color, "width": 1, "dash": dash}, "opacity": 0.7}
-    return {**(across if x is None else along), **style}
-
-
-def heatmap(heat: Heat, view: str = "") -> go.Figure:
+def heatmap(heat: Heat, view: str = "") -> Figure:
     """Return modules (execution order, from the top) by steps; colour is severity where NUMERICS.md says what is healthy.
 
     The axes keep what the reader zoomed to as long as ``view`` is the same.
@@ -214,31 +142,33 @@ def heatmap(heat: Heat, view: str = "") -> go.Figure:
     names = [plain(name) for name in heat.modules]
     colors = severities(heat.metric, heat.values, heat.kinds)
     unit = "" if heat.unit == "1" else f" {heat.unit}"
-    cells = go.Heatmap(
-        x=heat.steps,
-        y=names,
-        z=heat.values if colors is None else colors,
-        customdata=heat.values,
-        hovertemplate=f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric} %{{customdata:.5g}}{unit}<extra></extra>",
-        hoverongaps=False,
-        xgap=1 if len(heat.steps) <= 120 else 0,
-        ygap=1 if len(names) <= 120 else 0,
-        colorbar={"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}},
-    )
     if colors is None:
-        cells.update(colorscale="Cividis", **_robust(heat.values))
+        shown = {"colorscale": "Cividis", **_robust(heat.values)}
     else:
-        cells.update(zmin=SEVERITY_RANGE[0], zmax=SEVERITY_RANGE[1], colorscale=SEVERITY_SCALE)
-        cells.colorbar.update(**_severity_ticks(heat))
-    figure = go.Figure(cells)
+        ends = {"zmin": SEVERITY_RANGE[0], "zmax": SEVERITY_RANGE[1], "colorscale": SEVERITY_SCALE}
+        shown = {"z": colors, **ends, "colorbar": _severity_ticks(heat)}
+    bar = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
+    cells = {
+        "type": "heatmap",
+        "x": heat.steps,
+        "y": names,
+        "customdata": heat.values,
+        "hovertemplate": f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric} %{{customdata:.5g}}{unit}<extra></extra>",
+        "hoverongaps": False,
+        "xgap": 1 if len(heat.steps) <= 120 else 0,
+        "ygap": 1 if len(names) <= 120 else 0,
+        **shown,
+        "colorbar": {**bar, **shown.get("colorbar", {})},
+    }
+    figure = Figure()
+    figure.add(cells)
     _heat_marks(figure, heat)
     height = int(min(1400, max(240, 74 + len(names) * (18 if len(names) <= 60 else 9))))
     every = -(-len(names) // MAX_LABELS) if len(names) > 80 else 1
     labelled = range(0, len(names), every)
-    styled(figure, height)
-    figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 38})
-    figure.update_xaxes(title_text="step", title_standoff=4, showgrid=False, uirevision=view)
-    figure.update_yaxes(
+    figure.axis("x", title="step", standoff=4, showgrid=False, uirevision=view)
+    figure.axis(
+        "y",
         autorange="reversed",
         showgrid=False,
         automargin=True,
@@ -246,10 +176,10 @@ def heatmap(heat: Heat, view: str = "") -> go.Figure:
         tickvals=list(labelled),
         ticktext=[plain(shorten(heat.modules[i])) for i in labelled],
     )
-    return figure
+    return figure.set(height, margin={"l": 8, "r": 8, "t": 8, "b": 38})
 
 
-def _robust(values: Floats) -> dict[str, object]:
+def _robust(values: Floats) -> Part:
     """Return z and its range from the 2nd to the 98th percentile, as log2 where values span many binades."""
     finite = values[np.isfinite(values)]
     low, high = (float(v) for v in np.percentile(finite, [2, 98])) if len(finite) else (0.0, 1.0)
@@ -261,7 +191,7 @@ def _robust(values: Floats) -> dict[str, object]:
     return {"z": values, "zmin": low, "zmax": high if high > low else low + 1}
 
 
-def _severity_ticks(heat: Heat) -> dict[str, object]:
+def _severity_ticks(heat: Heat) -> Part:
     """Return the colour bar's words, with the thresholds where one envelope serves all cells."""
     kinds = np.unique(heat.kinds[~np.isnan(heat.values)])
     found = envelope(heat.metric, int(kinds[0])) if len(kinds) == 1 else None
@@ -275,24 +205,21 @@ def _severity_ticks(heat: Heat) -> dict[str, object]:
     return {"tickvals": list(words), "ticktext": labels}
 
 
-def _heat_marks(figure: go.Figure, heat: Heat) -> None:
+def _heat_marks(figure: Figure, heat: Heat) -> None:
     marks = [mark for mark in heat.marks if mark.module in heat.modules]
     if not marks or not len(heat.steps):
         return
-    figure.add_trace(
-        go.Scatter(
-            x=np.array([mark.step for mark in marks], dtype=np.int32),
-            y=[plain(mark.module or "") for mark in marks],
-            mode="markers",
-            customdata=["<br>".join(plain(line) for line in mark.lines) for mark in marks],
-            hovertemplate="%{customdata}<extra></extra>",
-            marker={
-                "size": 9,
-                "symbol": [SYMBOLS[mark.severity] for mark in marks],
-                "color": "#ffffff",
-                "line": {"width": 1.5, "color": "#111111"},
-            },
-        )
+    look = {"size": 9, "color": "#ffffff", "line": {"width": 1.5, "color": "#111111"}}
+    figure.add(
+        {
+            "type": "scatter",
+            "x": np.array([mark.step for mark in marks], dtype=np.int32),
+            "y": [plain(mark.module or "") for mark in marks],
+            "mode": "markers",
+            "customdata": ["<br>".join(plain(line) for line in mark.lines) for mark in marks],
+            "hovertemplate": "%{customdata}<extra></extra>",
+            "marker": {**look, "symbol": [SYMBOLS[mark.severity] for mark in marks]},
+        }
     )
 
 

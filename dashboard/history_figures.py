@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
-from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
 from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
-from .figures import empty, line, plain, styled
+from .figures import empty, line, plain
+from .plots import LEGEND, Figure
 from .records import BlockMap, History, Trace
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
 
 
-def exponents(found: History | None, step: int | None = None) -> go.Figure:
+def exponents(found: History | None, step: int | None = None) -> Figure:
     """Return the share of each exponent by step, with the ends of what the cast can represent."""
     if found is None or not found.shares.any():
         return empty("No exponent histogram was recorded at this site", 110)
@@ -26,28 +25,22 @@ def exponents(found: History | None, step: int | None = None) -> go.Figure:
     with np.errstate(divide="ignore"):
         shown = np.where(shares > 0, np.log10(shares), np.float32(np.nan)).astype(np.float32)
     bins = (found.first_log2 + np.arange(low, high)).astype(np.float32) + np.float32(0.5)
-    figure = go.Figure(
-        go.Heatmap(
-            x=found.steps,
-            y=bins,
-            z=shown,
-            zmin=-7,
-            zmax=0,
-            customdata=shares,
-            colorscale="Cividis",
-            hovertemplate="2^%{y:.0f} · step %{x}: %{customdata:.3%}<extra></extra>",
-            hoverongaps=False,
-            colorbar={
-                "thickness": 8,
-                "outlinewidth": 0,
-                "len": 1,
-                "x": 1.005,
-                "xpad": 2,
-                "tickvals": [-6, -4, -2, 0],
-                "ticktext": ["1e-6", "1e-4", "1%", "all"],
-                "tickfont": {"size": 10},
-            },
-        )
+    bar = {"thickness": 8, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 2, "tickfont": {"size": 10}}
+    figure = Figure()
+    figure.add(
+        {
+            "type": "heatmap",
+            "x": found.steps,
+            "y": bins,
+            "z": shown,
+            "zmin": -7,
+            "zmax": 0,
+            "customdata": shares,
+            "colorscale": "Cividis",
+            "hovertemplate": "2^%{y:.0f} · step %{x}: %{customdata:.3%}<extra></extra>",
+            "hoverongaps": False,
+            "colorbar": {**bar, "tickvals": [-6, -4, -2, 0], "ticktext": ["1e-6", "1e-4", "1%", "all"]},
+        }
     )
     if found.format:
         fmt = FORMATS[found.format]
@@ -57,65 +50,64 @@ def exponents(found: History | None, step: int | None = None) -> go.Figure:
             (fmt.min_subnormal / 2, "0 below", VERMILLION),
         )
         for value, text, color in ends:
-            figure.add_trace(
-                go.Scatter(
-                    x=found.steps,
-                    y=(found.scale_inv_log2 + np.float32(np.log2(value))).astype(np.float32),
-                    mode="lines",
-                    line={"color": color, "width": 1.6, "dash": "dot" if color == ORANGE else "solid"},
-                    name=text,
-                    hovertemplate=f"{text} 2^%{{y:.2f}} · step %{{x}}<extra></extra>",
-                )
+            figure.add(
+                {
+                    "type": "scatter",
+                    "x": found.steps,
+                    "y": (found.scale_inv_log2 + np.float32(np.log2(value))).astype(np.float32),
+                    "mode": "lines",
+                    "line": {"color": color, "width": 1.6, "dash": "dot" if color == ORANGE else "solid"},
+                    "name": text,
+                    "hovertemplate": f"{text} 2^%{{y:.2f}} · step %{{x}}<extra></extra>",
+                }
             )
     if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
-    styled(figure, 320)
-    figure.update_layout(margin={"r": 8})
-    figure.update_xaxes(title_text="step", title_standoff=2, showgrid=False)
-    figure.update_yaxes(title_text="log2 of magnitude", title_standoff=4, showgrid=False)
-    return figure
+        figure.rule(GREY, x=step, dash="dash")
+    figure.axis("x", title="step", showgrid=False)
+    figure.axis("y", title="log2 of magnitude", standoff=4, showgrid=False)
+    return figure.set(320, margin={"r": 8})
 
 
-def error_split(traces: Sequence[Trace], step: int | None = None) -> go.Figure:
+def error_split(traces: Sequence[Trace], step: int | None = None) -> Figure:
     """Return SQNR of a result against the exact and the shadow GEMM: what accumulation costs, and what quantization does."""
     words = {"shadow": "quantization: exact against shadow", "exact": "accumulation: actual against exact"}
     own = [t for t in traces if t.reference in words and np.isfinite(t.values).any()]
     if not own:
         return empty("The error of this GEMM's result was not recorded: it needs shadow_rows above 0", 110)
-    figure = make_subplots(rows=1, cols=1)
+    figure = Figure()
     for i, trace in enumerate(sorted(own, key=lambda t: t.reference, reverse=True)):
-        line(figure, trace, LINES[i % len(LINES)], row=1, col=1, legend=words[trace.reference], in_legend=True, rank=i)
+        color = LINES[i % len(LINES)]
+        line(figure, trace, color, legend=words[trace.reference], in_legend=True, rank=i)
         found = envelope("sqnr_db", kind_of(trace.gemm, trace.tensor, trace.cast_name, trace.reference))
         for value in found.at(1) if found is not None else ():
-            figure.add_hline(y=value, line={"color": LINES[i % len(LINES)], "width": 1, "dash": "dash"}, opacity=0.7)
+            figure.rule(color, y=value, dash="dash")
     if step is not None:
-        figure.add_vline(x=step, line={"color": GREY, "width": 1, "dash": "dash"})
-    styled(figure, 320, showlegend=True, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"t": 26})
-    figure.update_xaxes(title_text="step", title_standoff=2)
-    figure.update_yaxes(title_text="SQNR dB", title_standoff=4)
-    return figure
+        figure.rule(GREY, x=step, dash="dash")
+    figure.axis("x", title="step")
+    figure.axis("y", title="SQNR dB", standoff=4)
+    return figure.set(320, showlegend=True, legend=LEGEND, margin={"t": 26})
 
 
-def blocks(found: BlockMap | None) -> go.Figure:
+def blocks(found: BlockMap | None) -> Figure:
     """Return the SQNR of the tiles of a dumped operand as a map, coloured as the heatmap is."""
     if found is None:
         return empty("not dumped", 80)
     limits = envelope("sqnr_db", 0)
     assert limits is not None
-    figure = go.Figure(
-        go.Heatmap(
-            z=limits.severity(found.sqnr_db),
-            customdata=found.sqnr_db,
-            zmin=SEVERITY_RANGE[0],
-            zmax=SEVERITY_RANGE[1],
-            colorscale=SEVERITY_SCALE,
-            showscale=False,
-            hovertemplate="tile row %{y}, column %{x}: %{customdata:.4g} dB<extra></extra>",
-        )
+    figure = Figure()
+    figure.add(
+        {
+            "type": "heatmap",
+            "z": limits.severity(found.sqnr_db),
+            "customdata": found.sqnr_db,
+            "zmin": SEVERITY_RANGE[0],
+            "zmax": SEVERITY_RANGE[1],
+            "colorscale": SEVERITY_SCALE,
+            "showscale": False,
+            "hovertemplate": "tile row %{y}, column %{x}: %{customdata:.4g} dB<extra></extra>",
+        }
     )
-    styled(figure, 320)
     rows, columns = (f"{n} x " if n > 1 else "" for n in found.stride)
-    figure.update_xaxes(title_text=plain(f"{columns}{found.tile[1]} columns"), title_standoff=2, showgrid=False)
-    figure.update_yaxes(title_text=plain(f"{rows}{found.tile[0]} rows"), title_standoff=4, showgrid=False, autorange="reversed")
-    return figure
+    figure.axis("x", title=plain(f"{columns}{found.tile[1]} columns"), showgrid=False)
+    figure.axis("y", title=plain(f"{rows}{found.tile[0]} rows"), standoff=4, showgrid=False, autorange="reversed")
+    return figure.set(320)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go  # type: ignore[import-untyped]  # plotly ships no types
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots  # type: ignore[import-untyped]  # plotly ships no types
 
 from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
-from .figures import empty, line, rule_lines, styled
+from .figures import empty, line
+from .plots import LEGEND, Figure, Part
 from .records import CastRange, Histogram, Trace
 from .theme import GREY, LINES, ORANGE, VERMILLION
 
@@ -28,7 +27,7 @@ SITES: tuple[tuple[tuple[str, str], ...], ...] = (
 PERFECT_DB = 70
 
 
-def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> go.Figure:
+def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> Figure:
     """Return the nine sites of one module, one small plot each: the running cast solid, what-ifs dotted.
 
     Where a healthy range is known the axis reaches at least to the warn threshold, so that noise looks like noise.
@@ -36,65 +35,55 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     if not any(np.isfinite(t.values).any() for t in traces):
         return empty(f"{metric} was not recorded for this module", 300)
     flat = [site for row in SITES for site in row]
-    figure = make_subplots(
-        rows=3,
-        cols=3,
-        shared_xaxes=True,
-        subplot_titles=[f"{gemm} · {tensor}" for gemm, tensor in flat],
-        vertical_spacing=0.085,
-        horizontal_spacing=0.04,
-    )
-    for title, site in zip(figure.layout.annotations, flat, strict=True):
-        title.update(font={"size": 11}, text=f"<b>▸ {title.text}</b>" if site == selected else title.text, yshift=-2)
+    figure = Figure(3, 3, gap=0.085, between=0.04)
     groups = sorted({_group(trace) for trace in traces}, key=_group_order)
     colors = {group: LINES[i % len(LINES)] for i, group in enumerate(groups)}
     shown: set[str] = set()
-    shapes = [rule_lines(i, GREY, x=step) for i in range(len(flat))] if step is not None else []
     for i, site in enumerate(flat):
-        row, col = divmod(i, 3)
+        title = f"{site[0]} · {site[1]}"
+        title = f"<b>▸ {title}</b>" if site == selected else title
         here = [t for t in traces if (t.gemm, t.tensor) == site and np.isfinite(t.values).any()]
         for trace in sorted(here, key=lambda t: t.actual):
             group = _group(trace)
             width = 1.6 if trace.actual else 1.2
             legend: dict[str, Any] = {"legend": group, "in_legend": group not in shown, "rank": groups.index(group)}
-            line(figure, trace, colors[group], row=row + 1, col=col + 1, width=width, **legend)
+            line(figure, trace, colors[group], i, width=width, **legend)
             shown.add(group)
         scaled = _without_perfect(here, metric)
         if len(scaled) < len(here):
-            figure.layout.annotations[i].text += f" · against exact above {PERFECT_DB} dB, off the scale"
+            title += f" · against exact above {PERFECT_DB} dB, off the scale"
+        figure.note(title, i, x=0.5, y=1, yanchor="bottom", yshift=-2)
         if here:
-            shapes += _thresholds(figure, scaled, metric, i)
+            _thresholds(figure, scaled, metric, i)
+            if step is not None:
+                figure.rule(GREY, i, x=step, dash="dash")
         else:
-            words = {"text": "not recorded", "showarrow": False, "font": {"size": 10}}
-            figure.add_annotation(**words, x=0.5, y=0.5, xref="x domain", yref="y domain", row=row + 1, col=col + 1)
-            # Where a whole column is empty plotly draws its axes' lines at NaN.
-            figure.update_layout({f"{axis}axis{i + 1 if i else ''}": {"visible": False} for axis in "xy"})
-    figure.update_layout(shapes=shapes)
-    styled(figure, 480, showlegend=True, legend={"orientation": "h", "y": 1.055, "yanchor": "bottom", "x": 0})
-    figure.update_layout(margin={"l": 44, "r": 12, "t": 42, "b": 34})
-    figure.update_xaxes(title_text="step", title_standoff=2, row=3)
-    return figure
+            figure.note("not recorded", i, size=10, x=0.5, y=0.5)
+            for letter in "xy":  # where a whole column is empty plotly draws its axes' lines at NaN
+                figure.axis(letter, i, visible=False)
+    for i in range(6, 9):
+        figure.axis("x", i, title="step")
+    legend = {**LEGEND, "y": 1.055}
+    return figure.set(480, showlegend=True, legend=legend, margin={"l": 44, "t": 42})
 
 
-def _thresholds(figure: go.Figure, traces: Sequence[Trace], metric: str, i: int) -> list[dict[str, object]]:
-    """Set the range of the i-th axis such that the nearest warn threshold is in it; return the thresholds that are."""
+def _thresholds(figure: Figure, traces: Sequence[Trace], metric: str, i: int) -> None:
+    """Set the range of the i-th axis such that the nearest warn threshold is in it; draw the thresholds that are."""
     main = next((t for t in traces if t.actual and t.reference != "exact"), traces[0])
     found = envelope(metric, kind_of(main.gemm, main.tensor, main.cast_name, main.reference))
     values = np.concatenate([part[np.isfinite(part)] for t in traces for part in (t.values, t.low, t.high) if part is not None])
     if found is None or not len(values):
-        return []
+        return
     low, high = float(values.min()), float(values.max())
     warn, act = found.at(1), found.at(2)
     below, above = [v for v in warn if v < high], [v for v in warn if v > low]
     low, high = min(low, *below[-1:], low), max(high, *above[:1], high)
     pad = 0.06 * (high - low) or 0.5
-    figure.update_layout({f"yaxis{i + 1 if i else ''}": {"range": [low - pad, high + pad]}})
-    return [
-        rule_lines(i, color, y=value)
-        for limits, color in ((warn, ORANGE), (act, VERMILLION))
-        for value in limits
-        if low - pad <= value <= high + pad
-    ]
+    figure.axis("y", i, range=[low - pad, high + pad])
+    for limits, color in ((warn, ORANGE), (act, VERMILLION)):
+        for value in limits:
+            if low - pad <= value <= high + pad:
+                figure.rule(color, i, y=value, dash="dash")
 
 
 def _without_perfect(traces: Sequence[Trace], metric: str) -> list[Trace]:
@@ -116,47 +105,46 @@ def _group_order(group: str) -> tuple[int, str]:
     return (order.index(group) if group in order else len(order), group)
 
 
-def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> go.Figure:
+def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> Figure:
     """Return log2 scale_inv of each cast over steps, and below it the headroom: above 1 the cast clips.
 
     Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
     """
     if not any(np.isfinite(t.values).any() for t in (*scale, *headroom)):
         return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 110)
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.55, 0.45], vertical_spacing=0.05)
+    figure = Figure(2, heights=[0.55, 0.45], gap=0.05)
     names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
     colors = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
     for trace in sorted(scale, key=lambda t: t.actual):
         legend: dict[str, Any] = {"legend": trace.name, "in_legend": True, "rank": names.index(trace.cast_name)}
-        line(figure, trace, colors[trace.cast_name], row=1, col=1, **legend)
+        line(figure, trace, colors[trace.cast_name], **legend)
     for trace in sorted(headroom, key=lambda t: t.actual):
-        line(figure, trace, colors[trace.cast_name], row=2, col=1, legend=trace.name)
+        line(figure, trace, colors[trace.cast_name], 1, legend=trace.name)
         clips = trace.values > 1 + 2.0**-20
         if clips.any():
-            figure.add_trace(_clipping(trace, clips), row=2, col=1)
-    at_step = [rule_lines(i, GREY, x=step) for i in range(2)] if step is not None else []
-    figure.update_layout(shapes=[rule_lines(1, VERMILLION, y=1), *at_step])
-    style = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    styled(figure, 340, showlegend=True, legend=style)
-    figure.update_layout(margin={"t": 46})
-    figure.update_yaxes(title_text="log2 scale_inv", title_standoff=4, row=1, col=1)
-    figure.update_yaxes(title_text="headroom", title_standoff=4, row=2, col=1, **_powers_of_two(headroom))
-    figure.update_xaxes(title_text="step", title_standoff=2, row=2, col=1)
-    return figure
+            figure.add(_clipping(trace, clips), 1)
+    figure.rule(VERMILLION, 1, y=1, dash="dash")
+    if step is not None:
+        figure.rule(GREY, x=step, dash="dash")
+    figure.axis("y", title="log2 scale_inv", standoff=4)
+    figure.axis("y", 1, title="headroom", standoff=4, **_powers_of_two(headroom))
+    figure.axis("x", 1, title="step")
+    return figure.set(340, showlegend=True, legend=LEGEND, margin={"t": 46})
 
 
-def _clipping(trace: Trace, clips: NDArray[np.bool_]) -> go.Scatter:
-    return go.Scatter(
-        x=trace.steps[clips],
-        y=trace.values[clips],
-        mode="markers",
-        marker={"symbol": "x-thin", "size": 5, "line": {"width": 1, "color": VERMILLION}},
-        hovertemplate="clips: headroom %{y:.4g} · step %{x}<extra></extra>",
-        showlegend=False,
-    )
+def _clipping(trace: Trace, clips: NDArray[np.bool_]) -> Part:
+    return {
+        "type": "scatter",
+        "x": trace.steps[clips],
+        "y": trace.values[clips],
+        "mode": "markers",
+        "marker": {"symbol": "x-thin", "size": 5, "line": {"width": 1, "color": VERMILLION}},
+        "hovertemplate": "clips: headroom %{y:.4g} · step %{x}<extra></extra>",
+        "showlegend": False,
+    }
 
 
-def _powers_of_two(traces: Sequence[Trace]) -> dict[str, object]:
+def _powers_of_two(traces: Sequence[Trace]) -> Part:
     """Return a log axis that shows all traces and 1, with ticks at powers of two."""
     values = np.concatenate([t.values[np.isfinite(t.values) & (t.values > 0)] for t in traces] or [np.ones(1, np.float32)])
     logs = np.log2(np.append(values, 1.0))
@@ -169,7 +157,7 @@ def _powers_of_two(traces: Sequence[Trace]) -> dict[str, object]:
     return {"type": "log", "range": [low * two, high * two], "tickmode": "array", "tickvals": ticks, "ticktext": words}
 
 
-def histogram(hist: Histogram | None) -> go.Figure:
+def histogram(hist: Histogram | None) -> Figure:
     """Return the exponents of one tensor with the range drawn in that the chosen cast can represent."""
     if hist is None or not hist.counts.any():
         return empty("No exponent histogram was recorded at this site and step", 110)
@@ -177,35 +165,33 @@ def histogram(hist: Histogram | None) -> go.Figure:
     exponents = hist.first_log2 + np.arange(len(share), dtype=np.int32)
     filled = np.flatnonzero(hist.counts)
     left, right = float(exponents[filled[0]]) - 1, float(exponents[filled[-1]]) + 2
-    figure = go.Figure(
-        go.Bar(
-            x=exponents[filled].astype(np.float32) + 0.5,
-            y=share[filled],
-            width=0.92,
-            customdata=exponents[filled],
-            marker={"color": LINES[0]},
-            hovertemplate="2^%{customdata} to twice that: %{y:.3%}<extra></extra>",
-        )
+    figure = Figure()
+    figure.add(
+        {
+            "type": "bar",
+            "x": exponents[filled].astype(np.float32) + 0.5,
+            "y": share[filled],
+            "width": 0.92,
+            "customdata": exponents[filled],
+            "marker": {"color": LINES[0]},
+            "hovertemplate": "2^%{customdata} to twice that: %{y:.3%}<extra></extra>",
+        }
     )
     if hist.cast is not None:
         low, high = _draw_range(figure, hist.cast)
         left, right = min(left, low - 1), max(right, high + 1)
-    styled(figure, 340, bargap=0)
-    figure.update_layout(margin={"t": 40})
-    figure.update_xaxes(title_text=f"log2 of magnitude at step {hist.step}", title_standoff=2, range=[left, right])
+    figure.axis("x", title=f"log2 of magnitude at step {hist.step}", range=[left, right])
     floor = float(np.log10(share[filled].min())) - 0.4
-    figure.update_yaxes(
-        title_text="share of nonzeros", type="log", range=[floor, 0.1], dtick=1, title_standoff=4, tickfont_size=10
-    )
-    return figure
+    powers = {"type": "log", "range": [floor, 0.1], "dtick": 1, "tickfont": {"size": 10}}
+    figure.axis("y", title="share of nonzeros", standoff=4, **powers)
+    return figure.set(340, bargap=0, margin={"t": 40})
 
 
-def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
+def _draw_range(figure: Figure, cast: CastRange) -> tuple[float, float]:
     """Shade normals and subnormals at the mean scale, with a line at both ends of what blocks differ by."""
     fmt = FORMATS[cast.format]
     lowest, mean, highest = cast.scale_inv_log2
     zero, normal, top = (float(np.log2(v)) for v in (fmt.min_subnormal / 2, fmt.min_normal, fmt.max))
-    shapes: list[dict[str, object]] = []
     words: list[tuple[float, str, str]] = []
     whole = {"yref": "paper", "y0": 0, "y1": 1}
     for a, b, color, text in (
@@ -213,15 +199,14 @@ def _draw_range(figure: go.Figure, cast: CastRange) -> tuple[float, float]:
         (normal, top, "rgba(0,158,115,0.13)", "normal"),
     ):
         style = {"fillcolor": color, "line": {"width": 0}, "layer": "below"}
-        shapes.append({"type": "rect", "x0": mean + a, "x1": mean + b, **whole, **style})
+        figure.shape({"type": "rect", "x0": mean + a, "x1": mean + b, **whole, **style})
         words.append((mean + (a + b) / 2, text, "center"))
     for edge, text, anchor in ((zero, "0 ←", "right"), (top, "→ clips", "left")):
         for at in {lowest, mean, highest}:
             ends = {"x0": at + edge, "x1": at + edge, **whole}
             width, dash = (1.2, "solid") if at == mean else (0.8, "dot")
-            shapes.append({"type": "line", **ends, "line": {"color": VERMILLION, "width": width, "dash": dash}})
+            figure.shape({"type": "line", **ends, "line": {"color": VERMILLION, "width": width, "dash": dash}})
         words.append((mean + edge, text, anchor))
-    look = {"y": 1.0, "yref": "paper", "yanchor": "bottom", "showarrow": False, "font": {"size": 10}}
-    notes = [{"x": x, "text": text, "xanchor": anchor, **look} for x, text, anchor in words]
-    figure.update_layout(shapes=shapes, annotations=notes)  # at once: add_vline() looks through the whole figure each time
+    for x, text, anchor in words:
+        figure.note(text, size=10, x=x, xref="x", xanchor=anchor, y=1, yanchor="bottom")
     return lowest + zero, highest + top

@@ -11,6 +11,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from .envelopes import envelope
+from .plots import Figure
 from .theme import ICONS, NO_DATA, WORDS
 
 Child = Component | str | None
@@ -38,9 +39,9 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
     return html.Section([html.Header(head), *body], className=name, **named)
 
 
-def graph(id: str, figure: Any) -> Component:
+def graph(id: str, figure: Figure) -> Component:
     """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
-    plot = dcc.Graph(id=id, figure=figure, config=GRAPH_CONFIG, className="plot")
+    plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot")
     return html.Div([plot, _save("PNG", f"save the plot {id} as PNG", {"data-png": id})], className="saved saved-plot")
 
 
