@@ -14,31 +14,38 @@ from fp8debug.startup import parse
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import gc
 import sys
 import torch
 import torch.distributed as dist
 from torch import nn
 
+
+def main():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    if sys.argv[1] == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(100, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = []
+    for _ in range(4):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    open(f"{sys.argv[2]}-{dist.get_rank()}", "w").write(repr(losses))
+
+
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-if sys.argv[1] == "ddp":
-    model = nn.parallel.DistributedDataParallel(model)
-else:
-    from torch.distributed.fsdp import fully_shard
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x = torch.randn(100, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-losses = []
-for _ in range(4):
-    loss = (model(x) - x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-open(f"{sys.argv[2]}-{dist.get_rank()}", "w").write(repr(losses))
+main()
+gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
 dist.destroy_process_group()
 """
 
