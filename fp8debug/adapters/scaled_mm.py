@@ -23,7 +23,7 @@ from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: ``_scaled_mm_v2`` names its scalings by number (torch.nn.functional.ScalingType).
-_TENSORWISE, _ROWWISE = 0, 1
+_TENSORWISE, _ROWWISE, _TILES, _BLOCKS = 0, 1, 4, 5
 #: Scale grids that ``_scaled_mm`` tells apart by shape alone.
 _BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
 
@@ -58,12 +58,27 @@ def _scaled_mm(args: Mapping[str, Any], result: Any) -> Heard:
 
 def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> Heard:
     sides = []
-    for name, end, along in (("self", "a", (-1, 1)), ("mat2", "b", (1, -1))):
+    for name, end in (("self", "a"), ("mat2", "b")):
         scales, kinds = args[f"scale_{end}"], list(args[f"recipe_{end}"])
-        if kinds not in ([_TENSORWISE], [_ROWWISE]) or any(args[f"swizzle_{end}"]) or args.get("contraction_dim"):
-            raise ValueError(f"scaling type {kinds} of _scaled_mm_v2 is not read")
-        sides.append(side_of(args[name], scales[0].reshape(along) if kinds == [_ROWWISE] else scales[0]))
+        if len(kinds) != 1 or any(args[f"swizzle_{end}"]) or args.get("contraction_dim"):
+            raise ValueError(f"scaling types {kinds} of _scaled_mm_v2 are not read")
+        data = args[name] if end == "a" else args[name].t()  # [M or N, K] with the scales of its rows
+        side = _side_of_kind(data, scales[0], kinds[0])
+        sides.append(side if end == "a" else side.t())
     return Heard("_scaled_mm_v2", sides[0], sides[1], result, args.get("bias"))
+
+
+def _side_of_kind(data: Tensor, scale_inv: Tensor, kind: int) -> Side:
+    """Return an operand ``[rows, K]``; 128x128 blocks have their scales transposed, and K's padded to a multiple of 4."""
+    if kind == _TENSORWISE:
+        return side_of(data, scale_inv, ("tensorwise",))
+    if kind == _ROWWISE:
+        return side_of(data, scale_inv.reshape(-1, 1), ("rowwise",))
+    if kind == _TILES:
+        return side_of(data, scale_inv, ("1x128",))
+    if kind == _BLOCKS:
+        return side_of(data, scale_inv[: -(-data.shape[1] // 128)].t(), ("128x128",))
+    raise ValueError(f"scaling type {kind} of _scaled_mm_v2 is not read")
 
 
 def _mm(args: Mapping[str, Any], result: Any) -> Heard | None:

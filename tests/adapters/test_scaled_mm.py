@@ -342,3 +342,34 @@ def test_the_second_version_of_the_op() -> None:
     with Hear():
         scaled_mm(a, b, one, ScalingType.TensorWise, one, ScalingType.TensorWise, output_dtype=torch.bfloat16)
     assert heard[0] is not None and heard[0].first.granularity == "tensorwise" and heard[0].result[0, 0] == 16
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="this torch has no _scaled_mm_v2")
+def test_scales_of_the_second_version() -> None:
+    """What the op gets for ``self [256, 640]`` and ``mat2 [640, 384]``, as torch's own check of its arguments wants it."""
+    read = DECODERS[torch.ops.aten._scaled_mm_v2]
+    result = torch.zeros(256, 384)
+    one, row, tile, block = 0, 1, 4, 5
+    given = {one: ((), ()), row: ((256, 1), (1, 384)), tile: ((256, 5), (384, 5)), block: ((8, 2), (8, 3))}
+    expected = {
+        one: ("tensorwise", "tensorwise"),
+        row: ("rowwise", "columnwise"),
+        tile: ("1x128", "128x1"),
+        block: ("128x128",) * 2,
+    }
+    for a, b in ((one, one), (row, row), (tile, block), (tile, tile), (block, tile)):
+        scales = [
+            torch.arange(1, 1 + torch.Size(given[kind][i]).numel()).float().reshape(given[kind][i])
+            for i, kind in enumerate((a, b))
+        ]
+        data = torch.zeros(256, 640).to(E4M3), torch.zeros(640, 384).to(E4M3)
+        args = {"self": data[0], "mat2": data[1], "scale_a": scales[:1], "scale_b": scales[1:], "recipe_a": [a], "recipe_b": [b]}
+        heard = read({**args, "swizzle_a": [], "swizzle_b": []}, result)
+        assert heard is not None and (heard.first.granularity, heard.second.granularity) == (expected[a][0], expected[b][1])
+        if b == block:  # block (K 4, N 2) of mat2; the last three of 8 are padding
+            assert heard.second.scale_inv is not None and heard.second.scale_inv.shape == (5, 3)
+            assert heard.second.scale_inv[4, 2] == scales[1][4, 2]
+        if a == block:
+            assert heard.first.scale_inv is not None and heard.first.scale_inv[1, 4] == scales[0][4, 1]
+    with pytest.raises(ValueError, match=r"scaling type 3 of _scaled_mm_v2 is not read"):
+        read({**args, "recipe_a": [3], "swizzle_a": [], "swizzle_b": []}, result)

@@ -1,13 +1,21 @@
-"""One job of four ranks that trains under every kind of parallelism, unwatched and watched; ``test_parallel`` reads what it left.
+"""One job that trains under every kind of parallelism, unwatched and watched; ``test_parallel`` reads what it left.
 
-python -m torch.distributed.run --nproc_per_node 4 tests/conditions/job.py FOLDER
+python -m torch.distributed.run --nproc_per_node 4 tests/conditions/job.py FOLDER [CONDITION ...]
+
+Four ranks and gloo on a CPU; over NCCL where each rank has a GPU of its own, and then Transformer Engine's Linear too.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +33,79 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8debug
-from tests.recording.models import Gated, Net, batch, net
+from tests.adapters.linears import ScaledLinear
+from tests.recording.models import Gated, Net, net
+from tests.recording.models import batch as cpu_batch
 
 STEPS = 3
+WORLD = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() if torch.cuda.device_count() > 1 else 4))
+ON_GPUS = torch.cuda.device_count() >= WORLD
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if ON_GPUS else torch.device("cpu")
 Losses = list[float]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x, classes = cpu_batch(step)
+    return x.to(DEVICE), classes.to(DEVICE)
+
+
+def linears_of(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Return a Net in BF16, the Linears of its blocks made by ``make``."""
+    model = net(None).bfloat16()
+    for block in model.blocks:
+        for name, linear in list(block.named_children()):
+            block.set_submodule(name, made := make(linear))
+            made.load_state_dict(linear.state_dict(), strict=False)
+    return model
+
+
+def scaled_mm() -> nn.Module:
+    return linears_of(lambda old: ScaledLinear(old.in_features, old.out_features, bias=old.bias is not None).bfloat16())
+
+
+def torchao() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its import: extensions for other builds of torch
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    model = net(None).bfloat16()
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=not ON_GPUS)
+    convert_to_float8_training(model, module_filter_fn=lambda module, fqn: fqn != "head", config=config)
+    return model
+
+
+class InTe(nn.Module):
+    """Runs a model in Transformer Engine's FP8."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.inner = inner.blocks, inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            out: Tensor = self.inner(x)
+        return out
+
+
+def transformer_engine() -> nn.Module:
+    import transformer_engine.pytorch as te
+
+    def make(old: nn.Linear) -> nn.Module:
+        has_bias = old.bias is not None
+        made: nn.Module = te.Linear(old.in_features, old.out_features, bias=has_bias, params_dtype=torch.bfloat16, device=DEVICE)
+        return made
+
+    return InTe(linears_of(make))
+
+
+#: Models by the backend of their FP8 GEMMs.
+MODELS: dict[str, Callable[[], nn.Module]] = {"": net, "_scaled_mm": scaled_mm}
+if find_spec("torchao") is not None:
+    MODELS["_torchao"] = torchao
+if ON_GPUS and find_spec("transformer_engine") is not None:
+    MODELS["_te"] = transformer_engine
 
 
 def loop(model: nn.Module, watch: Any, number: Callable[[int], int], parts: int = 1) -> Losses:
@@ -39,10 +116,11 @@ def loop(model: nn.Module, watch: Any, number: Callable[[int], int], parts: int 
         total = 0.0
         for part in range(parts):
             x, classes = batch(number(step) * parts + part)
+            x = x.to(next(model.parameters()).dtype)
             last = part == parts - 1
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = last
-            loss = functional.cross_entropy(model(x), classes)
+            loss = functional.cross_entropy(model(x).float(), classes)
             loss.backward()
             total += loss.item() / parts
         optimizer.step()
@@ -60,7 +138,7 @@ def own(step: int) -> int:
 def trained(path: Path | None, build: Callable[[], nn.Module], *words: Any, first: bool = False, **options: Any) -> Losses:
     """Build, watch when there is a path, train; ``first`` watches the model before it is wrapped."""
     torch.manual_seed(0)
-    model = build()
+    model = build().to(DEVICE)
     watch = fp8debug.watch(model, path, every=1, **options) if path else None
     losses = loop(model, watch, *words)
     if watch:
@@ -68,17 +146,13 @@ def trained(path: Path | None, build: Callable[[], nn.Module], *words: Any, firs
     return losses
 
 
-def ddp(path: Path | None) -> Losses:
-    return trained(path, lambda: DistributedDataParallel(net()), own)
+def ddp(make: Callable[[], nn.Module], parts: int = 1) -> Callable[[Path | None], Losses]:
+    return lambda path: trained(path, lambda: DistributedDataParallel(make().to(DEVICE)), own, parts)
 
 
-def ddp_accumulating(path: Path | None) -> Losses:
-    return trained(path, lambda: DistributedDataParallel(net()), own, 2)
-
-
-def sharded(reshard: bool) -> Callable[[Path | None], Losses]:
+def sharded(make: Callable[[], Any], reshard: bool) -> Callable[[Path | None], Losses]:
     def build() -> nn.Module:
-        model = net()
+        model: nn.Module = make().to(DEVICE)
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=reshard)
         fully_shard(model, reshard_after_forward=reshard)
@@ -91,11 +165,11 @@ PLAN = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParal
 
 
 def two_by_two(recipe: str | None) -> Callable[[Path | None], Losses]:
-    """Two replicas, sharded by FSDP2, of two ranks that share each block."""
+    """Replicas, sharded by FSDP2, of two ranks that share each block."""
 
     def build() -> nn.Module:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = net(recipe, {"head": None} if recipe else None)
+        mesh = init_device_mesh(DEVICE.type, (WORLD // 2, 2), mesh_dim_names=("dp", "tp"))
+        model = net(recipe, {"head": None} if recipe else None).to(DEVICE)
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], PLAN)
             fully_shard(block, mesh=mesh["dp"])
@@ -120,11 +194,11 @@ class Stage(nn.Module):
 
 
 def pipeline(path: Path | None) -> Losses:
-    """Two pipelines of two stages, four microbatches a step; the last stage knows the loss."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    """Pipelines of two stages, four microbatches a step; the last stage knows the loss."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
     number, group = dist.get_rank() % 2, pairs[dist.get_rank() // 2]
-    model = Stage(net(), number)
-    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=group)
+    model = Stage(net(), number).to(DEVICE)
+    stage = PipelineStage(model, number, 2, DEVICE, group=group)
     schedule = ScheduleGPipe(stage, 4, loss_fn=functional.cross_entropy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = fp8debug.watch(model, path, every=1) if path else None
@@ -151,10 +225,10 @@ def tensor_parallel_is_right(folder: Path) -> dict[str, float]:
     """Return how far gradients of a split block lie from those of the whole one, with a cast whose blocks the split keeps."""
     cast = fp8debug.get_recipe("mxfp8")
     torch.manual_seed(0)
-    whole = fp8debug.convert(Gated(64, 128), cast)
-    split = fp8debug.convert(Gated(64, 128), cast)
+    whole = fp8debug.convert(Gated(64, 32 * WORLD), cast).to(DEVICE)
+    split = fp8debug.convert(Gated(64, 32 * WORLD), cast).to(DEVICE)
     split.load_state_dict(whole.state_dict())
-    parallelize_module(split, init_device_mesh("cpu", (4,)), PLAN)
+    parallelize_module(split, init_device_mesh(DEVICE.type, (WORLD,)), PLAN)
     x = batch(0)[0].requires_grad_()
     y = batch(0)[0].requires_grad_()
     whole(x).square().sum().backward()
@@ -169,10 +243,10 @@ def tensor_parallel_is_right(folder: Path) -> dict[str, float]:
 
 
 CONDITIONS: dict[str, Callable[[Path | None], Losses]] = {
-    "ddp": ddp,
-    "ddp_accumulating": ddp_accumulating,
-    "fsdp2": sharded(True),
-    "fsdp2_unsharded": sharded(False),
+    **{f"ddp{name}": ddp(make) for name, make in MODELS.items()},
+    **{f"fsdp2{name}": sharded(make, True) for name, make in MODELS.items()},
+    "ddp_accumulating": ddp(net, 2),
+    "fsdp2_unsharded": sharded(net, False),
     "tensor_parallel": two_by_two("blockwise"),
     "tensor_parallel_plain": two_by_two(None),
     "pipeline": pipeline,
@@ -180,7 +254,9 @@ CONDITIONS: dict[str, Callable[[Path | None], Losses]] = {
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+    if ON_GPUS:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if ON_GPUS else "gloo")
     found: dict[str, Any] = {}
     wanted = sys.argv[2:] or list(CONDITIONS)
     for name, train in CONDITIONS.items():
@@ -189,9 +265,12 @@ def main(folder: Path) -> None:
         try:
             found[name] = [train(None), train(folder / name)]
         except Exception as error:  # the other ranks may be gone too; the test shows it
+            traceback.print_exc()
             found[name] = f"{type(error).__name__}: {error}"
-    found["right"] = tensor_parallel_is_right(folder)
+    if len(wanted) == len(CONDITIONS):
+        found["right"] = tensor_parallel_is_right(folder)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
     dist.barrier()
     dist.destroy_process_group()
 

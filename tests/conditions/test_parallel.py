@@ -1,4 +1,7 @@
-"""Every kind of parallelism on four ranks: the same losses as without a watch, and a record that merges into one model's."""
+"""Every kind of parallelism: the same losses as without a watch, and a record that merges into one model's.
+
+Four ranks of a CPU, or one for each of several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ import fp8debug
 from tests.conditions import job
 
 ROOT = Path(__file__).parents[2]
-STEPS, ROWS = job.STEPS, 96
+STEPS, ROWS, WORLD = job.STEPS, 96, job.WORLD
+ALL = list(range(WORLD))
+DATA_PARALLEL = [name for name in job.CONDITIONS if name.startswith(("ddp", "fsdp2"))]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all conditions in one job."""
     folder = tmp_path_factory.mktemp("job")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "4", "--master_port", "0", "--rdzv_backend", "c10d"]
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", str(WORLD), "--master_port", "0", "--rdzv_backend", "c10d"]
     command = [sys.executable, *words, "--rdzv_endpoint", "localhost:0", str(ROOT / "tests/conditions/job.py"), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
@@ -32,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ALL]
 
 
 def numels(run: fp8debug.Run, module: str) -> dict[tuple[str, str], int]:
@@ -49,41 +54,41 @@ def test_the_loss_is_the_same_to_the_last_bit(name: str, trained: Path) -> None:
         alone, watched = rank[name]
         assert len(alone) == STEPS and watched == alone
     run = fp8debug.Run(trained / name)
-    assert run.ranks == [0, 1, 2, 3] and run.problems == []
+    assert run.ranks == ALL and run.problems == []
     assert run.sql("SELECT DISTINCT step FROM sites ORDER BY step").column("step").to_pylist() == list(range(STEPS))
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp_accumulating", "fsdp2", "fsdp2_unsharded"])
+@pytest.mark.parametrize("name", DATA_PARALLEL)
 def test_data_parallel_ranks_add_up_and_a_weight_counts_once(name: str, trained: Path) -> None:
     run = fp8debug.Run(trained / name)
     parts = 2 if name == "ddp_accumulating" else 1
     n = numels(run, "blocks.1.down")
-    assert n["fprop", "input"] == 4 * parts * ROWS * 192 and n["wgrad", "grad_output"] == 4 * parts * ROWS * 64
+    assert n["fprop", "input"] == WORLD * parts * ROWS * 192 and n["wgrad", "grad_output"] == WORLD * parts * ROWS * 64
     assert n["fprop", "weight"] == n["dgrad", "weight"] == 64 * 192
     per_rank = run.sql("SELECT DISTINCT num_tensors AS n FROM raw WHERE tensor = 'input'").column("n").to_pylist()
     assert per_rank == [parts]
     (row,) = run.sql("SELECT step, loss FROM steps WHERE step = 1").to_pylist()
-    assert row["loss"] == pytest.approx(sum(rank[name][0][1] for rank in results(trained)) / 4)
+    assert row["loss"] == pytest.approx(sum(rank[name][0][1] for rank in results(trained)) / WORLD)
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "tensor_parallel_plain"])
-def test_two_replicas_of_two_shards_are_one_model(name: str, trained: Path) -> None:
+def test_replicas_of_two_shards_are_one_model(name: str, trained: Path) -> None:
     run = fp8debug.Run(trained / name)
-    tokens = 2 * ROWS  # of two replicas
+    tokens = WORLD // 2 * ROWS  # of the replicas
     up, down = numels(run, "blocks.1.up"), numels(run, "blocks.1.down")
     for n in (up, down):  # both shards of the weight, each once
         assert n["fprop", "weight"] == n["dgrad", "weight"] == 64 * 192
     assert up["fprop", "input"] == tokens * 64 and up["dgrad", "grad_output"] == tokens * 192
     assert down["fprop", "input"] == tokens * 192 and down["dgrad", "grad_output"] == tokens * 64
-    meshes = [run.rank_manifests[rank]["mesh"] for rank in range(4)]
-    assert meshes == [{"dims": ["dp", "tp"], "shape": [2, 2], "coordinate": [rank // 2, rank % 2]} for rank in range(4)]
+    meshes = [run.rank_manifests[rank]["mesh"] for rank in ALL]
+    assert meshes == [{"dims": ["dp", "tp"], "shape": [WORLD // 2, 2], "coordinate": [rank // 2, rank % 2]} for rank in ALL]
     listed = (
         run.sql("SELECT DISTINCT ranks FROM sites WHERE module = 'blocks.1.up' AND tensor = 'weight'").column("ranks").to_pylist()
     )
-    assert listed == [[0, 1, 2, 3]]
+    assert listed == [ALL]
     # a row of a shard is not the whole: without its place the first would stand for both
     pieces = run.sql("SELECT rank, min(shard) AS shard FROM raw WHERE module = 'blocks.1.up' AND tensor = 'weight' GROUP BY rank")
-    assert {row["rank"]: row["shard"] for row in pieces.to_pylist()} == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert {row["rank"]: row["shard"] for row in pieces.to_pylist()} == {rank: rank % 2 for rank in ALL}
 
 
 def test_a_split_block_is_the_whole_block(trained: Path) -> None:
@@ -95,7 +100,7 @@ def test_pipeline_stages_are_one_model_in_order(trained: Path) -> None:
     run = fp8debug.Run(trained / "pipeline")
     where = run.sql("SELECT module, array_agg(DISTINCT rank ORDER BY rank) AS ranks FROM raw GROUP BY module").to_pylist()
     ranks = {row["module"]: row["ranks"] for row in where}
-    assert ranks["blocks.0.up"] == [0, 2] and ranks["blocks.1.up"] == ranks["head"] == [1, 3]
+    assert ranks["blocks.0.up"] == ALL[::2] and ranks["blocks.1.up"] == ranks["head"] == ALL[1::2]
     (row,) = run.sql(
         "SELECT num_tensors FROM raw WHERE step = 0 AND rank = 1 AND module = 'head' AND gemm = 'wgrad' AND tensor = 'input'"
         " AND actual AND reference = 'operand'"
