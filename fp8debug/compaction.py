@@ -7,6 +7,7 @@ triage says differs, half the k is tried; where none will do, the run stays as i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -138,7 +139,7 @@ def kept_steps(steps: Sequence[int], near: Iterable[int], keep: Keep) -> list[in
     if keep.before is not None:
         kept.update(step for step in steps if step >= keep.before)
     for step in near:
-        at = sum(other < step for other in steps)
+        at = bisect_left(steps, step)
         kept.update(steps[max(0, at - keep.around) : at + keep.around + 1])
     return sorted(kept)
 
