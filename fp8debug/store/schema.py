@@ -237,7 +237,7 @@ worst["sqnr_db"] = -10 * np.log10(worst.sum_err2 / worst.sum_x2)
 print(worst.sort_values("sqnr_db").head())
 ```
 
-Spark, by its row reader, because the vectorized one of many versions does not know BYTE_STREAM_SPLIT (SPARK-56894):
+Spark; before version 4.3 by its row reader, because the vectorized one does not know BYTE_STREAM_SPLIT (SPARK-56894):
 
 ```python
 spark.conf.set("spark.sql.parquet.enableVectorizedReader", "false")
