@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from os import environ
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 from urllib.parse import unquote
 
@@ -65,8 +66,12 @@ def start(master: str | None = None) -> Any:
         raise UsageError("Spark needs Java 17 or newer: apt install openjdk-17-jre-headless, or set JAVA_HOME")
     # Nothing here goes through pandas.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
-    quiet = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
-    builder = SparkSession.builder.appName("fp8debug").config(map=quiet)
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.warehouse.dir": str(Path(gettempdir()) / "fp8debug-spark"),  # else a folder where the user stands
+    }
+    builder = SparkSession.builder.appName("fp8debug").config(map=settings)
     try:
         session = (builder.master(master) if master else builder).getOrCreate()
     except Exception as error:  # pyspark and py4j have errors of their own
