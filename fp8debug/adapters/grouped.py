@@ -107,13 +107,13 @@ class GroupEars(Ears):
 
     def _weight_of(self, node: Any) -> str | None:
         """Return the 3-D parameter that a function multiplies by; None for a node of another kind."""
-        if not isinstance(node, BackwardCFunction):
+        if not _multiplies(node):
             return None
         names = {id(p): name for name, p in self.module.named_parameters(recurse=False) if p.dim() == 3}
         todo = [(following, 0) for following, _ in node.next_functions]
         while todo:
             following, depth = todo.pop()
-            if following is None or depth > _MAX_STEPS or isinstance(following, BackwardCFunction):
+            if following is None or depth > _MAX_STEPS or _multiplies(following):
                 continue
             if (name := names.get(id(getattr(following, "variable", None)))) is not None:
                 return name
@@ -144,6 +144,11 @@ class GroupEars(Ears):
 
         node.register_prehook(before)
         node.register_hook(after)
+
+
+def _multiplies(node: Any) -> bool:
+    """Return whether it is a function of the user's that saves weights of experts; others, that unwrap them say, do not."""
+    return isinstance(node, BackwardCFunction) and any(t is not None and t.dim() == 3 for t in node.saved_tensors)
 
 
 _EARS: WeakKeyDictionary[nn.Module, GroupEars] = WeakKeyDictionary()

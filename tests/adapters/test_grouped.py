@@ -122,6 +122,18 @@ class _Grouped(torch.autograd.Function):
         return dgrad.nan_to_num(0), wgrad.transpose(1, 2), None, None
 
 
+class _Unwrap(torch.autograd.Function):
+    """What torchao does to a parameter in a wrapper of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Experts(nn.Module):
     """Gated experts over one batch of tokens sorted by expert, as torchtitan has them."""
 
@@ -131,7 +143,7 @@ class Experts(nn.Module):
         self.version = version
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        w1, w2, w3 = (w.transpose(1, 2) for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (_Unwrap.apply(w.transpose(1, 2)) for w in (self.w1, self.w2, self.w3))
         h = functional.silu(_Grouped.apply(x, w1, offs, self.version))
         h = (h * _Grouped.apply(x, w3, offs, self.version)).nan_to_num(0)
         out: Tensor = _Grouped.apply(h, w2, offs, self.version)

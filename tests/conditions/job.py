@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -34,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8debug
 from tests.adapters.linears import ScaledLinear
-from tests.recording.models import Gated, Net, net
-from tests.recording.models import batch as cpu_batch
+from tests.recording import models
+from tests.recording.models import Gated, Net
 
 STEPS = 3
 WORLD = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() if torch.cuda.device_count() > 1 else 4))
@@ -45,15 +46,22 @@ Losses = list[float]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    x, classes = cpu_batch(step)
+    x, classes = models.batch(step)
     return x.to(DEVICE), classes.to(DEVICE)
 
 
-def linears_of(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+def net(recipe: str | None = "blockwise", overrides: dict[str, Any] | None = None) -> Net:
+    """Return the model; on GPUs in BF16, for which all conditions share their kernels."""
+    model = models.net(recipe, overrides)
+    return model.bfloat16() if ON_GPUS else model
+
+
+def linears_of(make: Callable[[nn.Linear], nn.Module]) -> Net:
     """Return a Net in BF16, the Linears of its blocks made by ``make``."""
     model = net(None).bfloat16()
     for block in model.blocks:
         for name, linear in list(block.named_children()):
+            assert isinstance(linear, nn.Linear)
             block.set_submodule(name, made := make(linear))
             made.load_state_dict(linear.state_dict(), strict=False)
     return model
@@ -76,7 +84,7 @@ def torchao() -> nn.Module:
 class InTe(nn.Module):
     """Runs a model in Transformer Engine's FP8."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: Net) -> None:
         super().__init__()
         self.blocks, self.inner = inner.blocks, inner
 
@@ -153,6 +161,7 @@ def ddp(make: Callable[[], nn.Module], parts: int = 1) -> Callable[[Path | None]
 def sharded(make: Callable[[], Any], reshard: bool) -> Callable[[Path | None], Losses]:
     def build() -> nn.Module:
         model: nn.Module = make().to(DEVICE)
+        assert isinstance(model.blocks, nn.ModuleList)
         for block in model.blocks:
             fully_shard(block, reshard_after_forward=reshard)
         fully_shard(model, reshard_after_forward=reshard)
@@ -199,12 +208,13 @@ def pipeline(path: Path | None) -> Losses:
     number, group = dist.get_rank() % 2, pairs[dist.get_rank() // 2]
     model = Stage(net(), number).to(DEVICE)
     stage = PipelineStage(model, number, 2, DEVICE, group=group)
-    schedule = ScheduleGPipe(stage, 4, loss_fn=functional.cross_entropy)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=lambda logits, classes: functional.cross_entropy(logits.float(), classes))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = fp8debug.watch(model, path, every=1) if path else None
     found = []
     for step in range(STEPS):
         x, classes = batch(step)
+        x = x.to(next(model.parameters()).dtype)
         losses: list[Tensor] = []
         if number == 0:
             schedule.step(x)
@@ -262,11 +272,14 @@ def main(folder: Path) -> None:
     for name, train in CONDITIONS.items():
         if name not in wanted:
             continue
+        start = time.perf_counter()
         try:
             found[name] = [train(None), train(folder / name)]
         except Exception as error:  # the other ranks may be gone too; the test shows it
             traceback.print_exc()
             found[name] = f"{type(error).__name__}: {error}"
+        print(f"rank {dist.get_rank()}: {name} after {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     if len(wanted) == len(CONDITIONS):
         found["right"] = tensor_parallel_is_right(folder)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
