@@ -177,6 +177,16 @@ def distort(where: Target, change: Change, *keys: Key, configured: bool = False)
     return undo
 
 
+def undo_all(*steps: Callable[[], object]) -> Callable[[], None]:
+    """Return what takes back several things, in this order."""
+
+    def undo() -> None:
+        for step in steps:
+            step()
+
+    return undo
+
+
 def quantized(operand: Operand) -> tuple[Quantized, Cast]:
     """Return an operand that is known to be quantized."""
     assert isinstance(operand, tuple)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, Fault, Target
+from fp8debug.faults.base import FAULTS, Fault, Target, undo_all
 from fp8debug.linear import Fp8Linear
 
 
@@ -49,12 +49,7 @@ def _starved(where: Target) -> Callable[[], None]:
         return output.new_zeros((*shape, output.shape[-1])) + output.sum()  # the sum of nothing: its gradient is defined
 
     hooks = [expert.register_forward_pre_hook(starve), expert.register_forward_hook(pad)]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    return undo_all(*(hook.remove for hook in hooks))
 
 
 for _fault in (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8debug.faults.base import FAULTS, FORWARD, INPUT, Fault, Ordinary, Target, distort, quantized
+from fp8debug.faults.base import FAULTS, FORWARD, INPUT, Fault, Ordinary, Target, distort, quantized, undo_all
 from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, quantize
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized, TensorRole
@@ -55,12 +55,7 @@ def _zero_tile(where: Target) -> Callable[[], None]:
 
     undistort = distort(where, change, INPUT)
     hook = where.module.register_forward_pre_hook(blank)
-
-    def undo() -> None:
-        hook.remove()
-        undistort()
-
-    return undo
+    return undo_all(hook.remove, undistort)
 
 
 def _scale_floor(where: Target) -> Callable[[], None]:

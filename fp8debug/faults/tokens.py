@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8debug.faults.base import FAULTS, INPUT, Fault, Ordinary, Target, distort, quantized
+from fp8debug.faults.base import FAULTS, INPUT, Fault, Ordinary, Target, distort, quantized, undo_all
 from fp8debug.kernels.dispatch import Operand, finite_amax
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized, TensorRole
@@ -31,12 +31,7 @@ def _uneven_tokens(where: Target) -> Callable[[], None]:
 
     undistort = distort(where, change, (Gemm.DGRAD, TensorRole.GRAD_OUTPUT), configured=True)
     hook = where.module.register_forward_hook(weigh)
-
-    def undo() -> None:
-        hook.remove()
-        undistort()
-
-    return undo
+    return undo_all(hook.remove, undistort)
 
 
 def _padding(where: Target) -> Callable[[], None]:

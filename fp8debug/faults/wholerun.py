@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, Fault, Ordinary, Target, distort, quantized
+from fp8debug.faults.base import FAULTS, Fault, Ordinary, Target, distort, quantized, undo_all
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
@@ -51,12 +51,7 @@ def _stale_inference(where: Target) -> Callable[[], None]:
         return None
 
     hooks = [linear.register_forward_pre_hook(remember), linear.register_forward_hook(infer)]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    return undo_all(*(hook.remove for hook in hooks))
 
 
 def _depth_outliers(where: Target) -> Callable[[], None]:
@@ -115,12 +110,7 @@ def _learning_rate(where: Target) -> Callable[[], None]:
             group["lr"] = lr
 
     hooks = [register_optimizer_step_pre_hook(raise_rate), register_optimizer_step_post_hook(restore)]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    return undo_all(*(hook.remove for hook in hooks))
 
 
 for _fault in (

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import RULES
-from fp8debug_cli.main import COMMANDS, LazyGroup, cli, status
+from fp8debug_cli.main import COMMANDS, LazyGroup, cli
+from tests.cli.said import Said
 from tests.synthetic import Override, Plan, Slots, build, write
 
 CULPRIT = "blocks.1.mlp.up"
@@ -55,15 +56,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "bf16", Plan(num_steps=20, recipe="bf16", what_if=["blockwise"]))
     (folder / "empty").mkdir()
     return folder
-
-
-class Said:
-    """What a command line answered."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], runs: Path, line: str) -> None:
-        self.code = status([word.replace("RUNS", str(runs)) for word in line.split()])
-        captured = capsys.readouterr()
-        self.out, self.err = captured.out, captured.err.replace(str(runs), "RUNS")
 
 
 @pytest.mark.parametrize(

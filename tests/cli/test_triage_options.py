@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fp8debug_cli.main import status
+from tests.cli.said import Said
 from tests.rules.sick_runs import FIRES
 from tests.synthetic import MODULES, Plan, write
 
@@ -22,15 +23,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "healthy", Plan(num_steps=30, **small))
     write(folder / "sick", Plan(num_steps=60, **small, **FIRES["F101"]))
     return folder
-
-
-class Said:
-    """What a command line answered."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], runs: Path, line: str) -> None:
-        self.code = status([word.replace("RUNS", str(runs)) for word in line.split()])
-        captured = capsys.readouterr()
-        self.out, self.err = captured.out, captured.err.replace(str(runs), "RUNS")
 
 
 @pytest.mark.parametrize("form", ["json", "csv", "github", "sarif", "html"])
