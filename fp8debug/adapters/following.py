@@ -103,6 +103,14 @@ class TrainerWatch(Watch):
         """
         raise UsageError("the trainer counts the steps of this watch; give further numbers by watch.note()")
 
+    def begin_step(self) -> None:
+        """Do nothing: the trainer says when a step ends."""
+
+    def skip_statistics(self) -> None:
+        """As with the watch of a model, once training has begun."""
+        if self.inner is not None:
+            self.inner.skip_statistics()
+
     @property
     def current_step(self) -> int:
         """Number of the step that is under way."""

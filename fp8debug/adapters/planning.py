@@ -39,7 +39,7 @@ def planned_volume(
     rows = 0
     for candidate in candidates:
         if candidate.reason is None and candidate.adapter is not None:
-            rows += rows_of_module(_casts(candidate.adapter.recipe(candidate.module) or settings.plain_recipe), what_if)
+            rows += rows_of_module(_casts(candidate.recipe() or settings.plain_recipe), what_if)
     volume = plan_volume(max(rows, 1), every=settings.every, ranks=ranks, steps=steps, budget=budget)
     if volume.ranks < ranks:
         raise UsageError(f"the budget does not hold {ranks} ranks; it holds this: {volume}; give more, or let fewer ranks record")

@@ -12,6 +12,7 @@ from torch import nn
 from fp8debug.adapters.base import ADAPTERS, Adapter
 from fp8debug.adapters.parts import Part, kind_of_part, parts_of
 from fp8debug.errors import AttachError
+from fp8debug.recipes import Recipe
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.
@@ -28,11 +29,20 @@ class Candidate:
     reason: str | None
     shared_with: str | None = None
     selects: int | None = None
+    unread: str | None = None
 
     @property
     def fp8(self) -> bool:
         """Whether the module runs in FP8 now."""
-        return self.adapter is not None and self.adapter.recipe(self.module) is not None
+        return self.recipe() is not None
+
+    def recipe(self) -> Recipe | None:
+        """Return the recipe in force; None where there is none, or where it cannot be read, which ``unread`` then says."""
+        try:
+            return None if self.adapter is None else self.adapter.recipe(self.module)
+        except Exception as error:  # a library's configuration that is not as we know it; the other modules are
+            self.unread = f"its recipe cannot be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            return None
 
     @property
     def is_heard(self) -> bool:
@@ -41,8 +51,7 @@ class Candidate:
 
     def describe(self, index: int) -> dict[str, Any]:
         """Return the module's entry of the manifest."""
-        recipe = self.adapter.recipe(self.module) if self.adapter else None
-        casts = None
+        recipe, casts = self.recipe(), None
         if recipe is not None:
             casts = {f"{g}.{t}": c.to_dict() if (c := recipe.casts[g, t]) else None for g, t in OPERAND_SITES}
         out_features, in_features = _features(self.module)
@@ -58,7 +67,7 @@ class Candidate:
             "casts": casts,
             "recipe": recipe.name if recipe else None,
             "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
-            "reason": self.reason or (None if recipe else self._why_not()),
+            "reason": self.reason or (None if recipe else self.unread or self._why_not()),
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
             "selects": self.selects,
@@ -173,7 +182,7 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
 
 def common_recipe(candidates: list[Candidate]) -> dict[str, Any] | None:
     """Return the recipe of most FP8 modules, None when there is none in FP8."""
-    recipes = [r for c in candidates if c.adapter and (r := c.adapter.recipe(c.module)) is not None]
+    recipes = [r for c in candidates if (r := c.recipe()) is not None]
     if not recipes:
         return None
     names = [r.name for r in recipes]

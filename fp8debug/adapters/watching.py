@@ -26,7 +26,7 @@ from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.dumps import Dumper
-from fp8debug.errors import UsageError
+from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
 from fp8debug.store.writer import RunWriter
@@ -75,6 +75,7 @@ class Watch:
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
         self._fp8 = [c.fp8 for c in candidates]
+        self._unread: set[str] = set()
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
@@ -87,8 +88,7 @@ class Watch:
             self._observer.turn_off()
         try:
             for c in candidates:
-                if c.reason is None and c.adapter is not None:
-                    self._undo.append(c.adapter.attach(c.module, c.fqn, self._observer))
+                self._attach(c)
             if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
@@ -106,6 +106,18 @@ class Watch:
             self._undo.append(hook.remove)
         atexit.register(self.close)
         _WATCHES.add(self)
+
+    def _attach(self, candidate: Candidate) -> None:
+        """Have an adapter watch a module; one that it fails at is left out, and that is said."""
+        if candidate.reason is not None or candidate.adapter is None:
+            return
+        try:
+            self._undo.append(candidate.adapter.attach(candidate.module, candidate.fqn, self._observer))
+        except Fp8DebugError:
+            raise
+        except Exception as error:  # a library that is not as we know it; the other modules are
+            candidate.reason = f"it cannot be watched: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            say(self._writer, self._observer.step, f"{candidate.fqn} is not recorded: {candidate.reason}", candidate.fqn)
 
     @property
     def current_step(self) -> int:
@@ -262,6 +274,8 @@ class Watch:
         if self._observer.sampling and self._fp8 != (fp8 := [c.fp8 for c in self._candidates]):
             self._fp8 = fp8  # heard for the first time
             self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(self._candidates)})
+        if self._observer.sampling:
+            self._say_unread()
         if self._observer.sampling and not self._has_looked:
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
@@ -285,6 +299,13 @@ class Watch:
             say(self._writer, self._observer.step, text, module)
         else:
             self._writer.event(self._observer.step, "skipped", module, text)
+
+    def _say_unread(self) -> None:
+        """Say once of each module that its recipe cannot be read; aloud of the first."""
+        for c in self._candidates:
+            if c.unread is not None and c.fqn not in self._unread:
+                self._report(c.fqn, f"recorded, but not in coverage: {c.unread}", not self._unread)
+                self._unread.add(c.fqn)
 
     def _report_compiled(self, seen: set[str]) -> None:
         """At the first sampled step: say what torch.compile hides."""

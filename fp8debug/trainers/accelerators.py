@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
 
 
 class Accelerate:
@@ -36,14 +36,6 @@ class Accelerate:
 
             return heard
 
-        def clip(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                norm = own(*args, **kwargs)
-                recorder.note(grad_norm=norm)
-                return norm
-
-            return heard
-
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
             def heard(*args: Any, **kwargs: Any) -> Any:
                 is_last = optimizer.gradient_state.sync_gradients
@@ -58,14 +50,10 @@ class Accelerate:
             return heard
 
         recorder.begin(target._models)
-        undo = [replace(target, "backward", backward), replace(target, "clip_grad_norm_", clip)]
+        norm = telling(lambda norm: recorder.note(grad_norm=norm))
+        undo = [replace(target, "backward", backward), replace(target, "clip_grad_norm_", norm)]
         undo.append(replace(optimizer, "step", step))
-
-        def detach() -> None:
-            while undo:
-                undo.pop()()
-
-        return detach
+        return undoing(undo)
 
 
 LOOPS.add(Accelerate.name, Accelerate())

@@ -60,8 +60,8 @@ LOOPS: Registry[Loop] = Registry("trainer")
 
 
 def loop_of(target: object) -> Loop | None:
-    """Return the loop that knows a target; None for a module, or for nothing that is known."""
-    return None if isinstance(target, nn.Module) else next((loop for loop in LOOPS if loop.matches(target)), None)
+    """Return the loop that knows a target; None for a model, or for nothing that is known."""
+    return next((loop for loop in LOOPS if loop.matches(target)), None)
 
 
 def is_a(target: object, name: str, *packages: str) -> bool:
@@ -124,3 +124,49 @@ def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
             delattr(owner, name)
 
     return undo
+
+
+#: Makes a function that stands in for another.
+Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def telling(tell: Callable[[Any], None]) -> Make:
+    """Return what makes a function that does the same and tells its result."""
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            tell(result)
+            return result
+
+        return heard
+
+    return make
+
+
+def ending(recorder: Recorder) -> Make:
+    """Return what makes a function that does the same, and after which the run has ended."""
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = own(*args, **kwargs)
+            except BaseException as error:
+                recorder.finish(error)
+                raise
+            recorder.finish()
+            return result
+
+        return train
+
+    return make
+
+
+def undoing(undo: list[Callable[[], None]]) -> Callable[[], None]:
+    """Return what calls them, the last first, each once."""
+
+    def detach() -> None:
+        while undo:
+            undo.pop()()
+
+    return detach

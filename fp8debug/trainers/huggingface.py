@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
 
 
 class HuggingFace:
@@ -43,32 +43,14 @@ class HuggingFace:
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 recorder.finish()
 
-        def training_step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def step(*args: Any, **kwargs: Any) -> Any:
-                loss = own(*args, **kwargs)
-                losses.add(loss)
-                return loss
-
-            return step
-
-        def clip(own: Callable[..., Any]) -> Callable[..., Any]:
-            def clipped(*args: Any, **kwargs: Any) -> Any:
-                norm = own(*args, **kwargs)
-                norms.append(norm)
-                return norm
-
-            return clipped
-
         callback = Fp8DebugCallback()
         target.add_callback(callback)
-        undo = [replace(target, "training_step", training_step), replace(target.accelerator, "clip_grad_norm_", clip)]
+        undo = [
+            replace(target, "training_step", telling(losses.add)),
+            replace(target.accelerator, "clip_grad_norm_", telling(norms.append)),
+        ]
         undo.append(lambda: target.remove_callback(callback))
-
-        def detach() -> None:
-            while undo:
-                undo.pop()()
-
-        return detach
+        return undoing(undo)
 
 
 LOOPS.add(HuggingFace.name, HuggingFace())

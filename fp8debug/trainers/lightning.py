@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
 
 
 class Lightning:
@@ -66,24 +66,16 @@ class Lightning:
 
             return clipped
 
-        def listen(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                norm = own(*args, **kwargs)
-                recorder.note(grad_norm=norm)
-                return norm
-
-            return heard
-
+        listen = telling(lambda norm: recorder.note(grad_norm=norm))
         callback = Fp8DebugCallback()
         target.callbacks.append(callback)
 
-        def detach() -> None:
-            while undo:
-                undo.pop()()
+        def leave() -> None:
             if callback in target.callbacks:
                 target.callbacks.remove(callback)
 
-        return detach
+        undo.append(leave)
+        return undoing(undo)
 
 
 LOOPS.add(Lightning.name, Lightning())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from fp8debug.trainers.base import LOOPS, Recorder, is_a, rate_of, replace
+from fp8debug.trainers.base import LOOPS, Recorder, ending, is_a, rate_of, replace, undoing
 
 
 class Megatron:
@@ -53,13 +53,8 @@ class Megatron:
 
         undo = [replace(target, "setup_model_and_optimizer", setup), replace(target, "train_step", step)]
         if hasattr(target, "train"):
-            undo.append(replace(target, "train", lambda own: _ending(own, recorder)))
-
-        def detach() -> None:
-            while undo:
-                undo.pop()()
-
-        return detach
+            undo.append(replace(target, "train", ending(recorder)))
+        return undoing(undo)
 
 
 class Bridge:
@@ -129,15 +124,6 @@ def _norm(result: Any) -> Any:
         return None
     norm = result[5] if len(result) > 5 else result[2] if len(result) == 4 else None
     return None if isinstance(norm, bool) else norm
-
-
-def _ending(own: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    def heard(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
-        recorder.finish()
-        return result
-
-    return heard
 
 
 LOOPS.add(Megatron.name, Megatron())

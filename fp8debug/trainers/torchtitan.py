@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, replace
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, ending, is_a, replace, telling, undoing
 
 
 class TorchTitan:
@@ -32,19 +32,6 @@ class TorchTitan:
             raise AttachError("torchtitan replays CUDA graphs, which cannot be recorded; set training.disable_cuda_graphs")
         losses = LossSum()
         module = sys.modules[type(target).__module__]
-        undo: list[Callable[[], None]] = []
-
-        def train(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    result = own(*args, **kwargs)
-                except BaseException as error:
-                    recorder.finish(error)
-                    raise
-                recorder.finish()
-                return result
-
-            return heard
 
         begun: list[bool] = []
 
@@ -68,32 +55,14 @@ class TorchTitan:
 
             return heard
 
-        def forward_backward(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                loss = own(*args, **kwargs)
-                if getattr(target, "pp_has_last_stage", True):  # the others return -1
-                    losses.add(loss)
-                return loss
+        def add(loss: Any) -> None:
+            if getattr(target, "pp_has_last_stage", True):  # the others return -1
+                losses.add(loss)
 
-            return heard
-
-        def clip(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
-                norm = own(*args, **kwargs)
-                recorder.note(grad_norm=norm)
-                return norm
-
-            return heard
-
-        undo.append(replace(target, "train", train))
-        undo.append(replace(target, "train_step", train_step))
-        undo.append(replace(target, "forward_backward_step", forward_backward))
-
-        def detach() -> None:
-            while undo:
-                undo.pop()()
-
-        return detach
+        clip = telling(lambda norm: recorder.note(grad_norm=norm))
+        undo = [replace(target, "train", ending(recorder)), replace(target, "train_step", train_step)]
+        undo.append(replace(target, "forward_backward_step", telling(add)))
+        return undoing(undo)
 
 
 LOOPS.add(TorchTitan.name, TorchTitan())

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 import fp8debug
+from fp8debug.adapters.scaled_mm import ScaledMm
 from fp8debug_cli.coverage import command
 from tests.adapters.linears import model as scaled
 
@@ -109,3 +110,29 @@ def test_a_model_whose_forward_nobody_sees_is_said(tmp_path: Path, capsys: pytes
         net.forward(torch.randn(8, 64).bfloat16()).sum().backward()
         watch.step(loss=1.0)
     assert "never called in a sampled step, no statistics: 0, 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["recipe", "attach"])
+def test_a_module_that_an_adapter_fails_at_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    """A library whose configuration is not as we know it: said once, and recorded is all the rest."""
+    net, own = scaled(), getattr(ScaledMm, method)
+
+    def fails(self: ScaledMm, module: nn.Module, *more: Any) -> Any:
+        if module is net[0]:
+            raise KeyError("float4")
+        return own(self, module, *more)
+
+    monkeypatch.setattr(ScaledMm, method, fails)
+    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+        for _ in range(2):
+            net(torch.randn(8, 64).bfloat16()).sum().backward()
+            watch.step()
+    reasons = {"recipe": "its recipe cannot be read: KeyError: 'float4'", "attach": "it cannot be watched: KeyError: 'float4'"}
+    said = capsys.readouterr().err
+    assert said.count(reasons[method]) == 1
+    rows, _ = covered(tmp_path / "run")
+    assert rows["0"]["reason"] == reasons[method] and rows["2"]["gemms"] == "1.0/1.0/1.0"
+    recorded = fp8debug.Run(tmp_path / "run").sql("SELECT DISTINCT module FROM sites ORDER BY module")["module"].to_pylist()
+    assert recorded == (["0", "2"] if method == "recipe" else ["2"])

@@ -269,9 +269,8 @@ def main(folder: Path) -> None:
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
     found: dict[str, Any] = {}
     wanted = sys.argv[2:] or list(CONDITIONS)
-    for name, train in CONDITIONS.items():
-        if name not in wanted:
-            continue
+    for name in wanted:
+        train = CONDITIONS[name]
         start = time.perf_counter()
         try:
             found[name] = [train(None), train(folder / name)]

@@ -1,4 +1,4 @@
-"""torchtitan, Megatron-LM and Megatron-Bridge: stand-ins with their classes, functions and order of calls."""
+"""torchtitan, Megatron-LM, Megatron-Bridge and DeepSpeed: stand-ins with their classes, functions and order of calls."""
 
 from __future__ import annotations
 
@@ -178,3 +178,72 @@ def test_megatron_bridge(tmp_path: Path) -> None:
         manager.fire("on_train_end", model=[model])
     steps = fp8debug.Run(tmp_path / "run").sql("SELECT step, loss, grad_norm FROM steps ORDER BY step").to_pylist()
     assert [s["step"] for s in steps] == [0, 1, 2] and steps[2]["loss"] == loss.item() and steps[0]["grad_norm"] == 1.5
+
+
+class DeepSpeedEngine(nn.Module):
+    """DeepSpeed's: two microbatches a step; its optimizer holds copies, of which the model knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = net()
+        self.copies = [p.detach().clone() for p in self.module.parameters()]
+        self.optimizer: Any = torch.optim.SGD(self.copies, lr=0.5)
+        self.optimizer.cur_scale = 1024
+        self.global_steps = self.micro_steps = 0
+        self.norm: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.module(x)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / 2).backward()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return (self.micro_steps + 1) % 2 == 0
+
+    def get_global_grad_norm(self) -> Any:
+        return self.norm
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+            for copy, p in zip(self.copies, self.module.parameters(), strict=True):
+                copy.grad = p.grad
+            self.optimizer.step()
+            for copy, p in zip(self.copies, self.module.parameters(), strict=True):
+                p.data.copy_(copy)
+                p.grad = None
+            self.global_steps += 1
+        self.micro_steps += 1
+
+    def train_some(self) -> list[float]:
+        losses = []
+        for number in range(6):
+            x, classes = batch(number)
+            loss = functional.cross_entropy(self(x), classes)
+            self.backward(loss)
+            self.step()
+            losses.append(loss.item())
+        return losses
+
+
+def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeepSpeedEngine, "__module__", "deepspeed.runtime.engine")
+    alone, engine = DeepSpeedEngine().train_some(), DeepSpeedEngine()
+    with fp8debug.watch(engine, tmp_path / "run", every=2):
+        assert engine.train_some() == alone
+    assert "step" not in vars(engine) and "backward" not in vars(engine)
+    run = fp8debug.Run(tmp_path / "run")
+    steps = run.sql("SELECT step, loss, lr, loss_scale, grad_norm FROM steps ORDER BY step").to_pylist()
+    means = [(a + b) / 2 for a, b in zip(alone[::2], alone[1::2], strict=True)]
+    assert [s["loss"] for s in steps] == pytest.approx(means) and {(s["lr"], s["loss_scale"]) for s in steps} == {(0.5, 1024)}
+    assert steps[-1]["grad_norm"] == pytest.approx(float(engine.norm))
+    assert set(run.sql("SELECT DISTINCT step FROM sites")["step"].to_pylist()) == {0, 2}
+    assert "blocks.0.up" in {m["fqn"] for m in run.modules}
+
+    class PipelineEngine(DeepSpeedEngine):
+        pass
+
+    monkeypatch.setattr(PipelineEngine, "__module__", "deepspeed.runtime.pipe.engine")
+    with pytest.raises(AttachError, match=r"PipelineEngine runs its microbatches itself: watch\(engine\.module"):
+        fp8debug.watch(PipelineEngine(), tmp_path / "pipeline")
