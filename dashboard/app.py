@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import dash
-import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
@@ -21,8 +20,10 @@ from dash.exceptions import PreventUpdate
 from fp8debug.errors import Fp8DebugError
 
 from . import source as sources
+from .mantine import dmc
 from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
+from .plot_library import serve_library
 from .plots import Figure
 from .source import Source
 from .urls import View, href, parse
@@ -55,6 +56,7 @@ def make_app(path: str | Path) -> dash.Dash:
         update_title="",
     )
     app.layout = _shell()
+    serve_library(app)
     _route(app, source)
     _refresh(app, source)
     _settle(app, source)
@@ -197,6 +199,7 @@ def navigation(view: View, source: Source) -> Component:
             w=190,
             searchable=True,
             allowDeselect=False,
+            comboboxProps={"keepMounted": False},
             **{"aria-label": "run"},
         )
         links.append(choice)
@@ -224,6 +227,7 @@ def _search(view: View, source: Source) -> Component:
         size="xs",
         w=270,
         nothingFoundMessage="no such module",
+        comboboxProps={"keepMounted": False},
         **{"aria-label": "find a module"},
     )
     return search

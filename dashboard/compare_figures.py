@@ -31,7 +31,8 @@ def losses(runs: Sequence[tuple[str, Trace | None]], diverges_at: int | None = N
         line(figure, gap, LINES[i % len(LINES)], 1, width=1.2)
     if gaps:
         figure.rule(GREY, 1, y=0)
-        figure.axis("y", 1, title=f"{plain(runs[0][0])[:18]} minus it", standoff=4)
+        figure.axis("y", 1, title="gap", standoff=4)
+        figure.note(f"{plain(runs[0][0])} minus the other", 1, x=0, y=1, xanchor="left", yanchor="top")
     if diverges_at is not None:
         figure.rule(VERMILLION, x=diverges_at, width=1.2, dash="dash")
     figure.axis("y", title="loss", standoff=4)

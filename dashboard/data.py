@@ -20,7 +20,7 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
-from .records import CastRange, Heat, Histogram, Trace
+from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -183,7 +183,7 @@ def _keys(narrow: Narrow, site: str, cast: str) -> list[Key]:
     many = {"operands": "operand", "results": "shadow", "exact": "exact"}
     reference = many.get(site) or ("operand" if tensor in OPERANDS else "shadow")
     chosen = []
-    for key in narrow.keys.values():
+    for key in narrow.keys:
         is_cast = key[4] == (cast == "running") if cast in ("running", "what-if") else key[2] == cast
         if is_cast and key[3] == reference and (site in many or key[:2] == (gemm, tensor)):
             chosen.append(key)
@@ -223,7 +223,8 @@ def heat(
     first, last = shown
     width = width_of(run, "raw", first, last, MAX_CELLS)
     if narrow is not None and name in narrow.metrics:
-        return grid_of(narrow.heat(name, _keys(narrow, site, cast), first, last, width), metric, unit, modules, width)
+        names, cells, grid, kinds = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
+        return Heat(metric=metric, unit=unit, modules=tuple(names), steps=cells, values=grid, kinds=kinds, steps_per_cell=width)
     table = run.sql(
         f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
         f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
@@ -301,15 +302,14 @@ def several_traces(run: Run, module: str, names: Sequence[str], narrow: Narrow |
         return {name: [] for name in wanted}
     width = width_of(run, "raw", *shown, MAX_POINTS)
     if narrow is not None and narrow.metrics.issuperset(wanted):
-        table = narrow.traces(module, wanted, shown[0], width)
-    else:
-        values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
-        table = run.sql(
-            f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
-            " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
-            " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
-            [module],
-        )
+        return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
+    values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
+    table = run.sql(
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
+        " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
+        " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
+        [module],
+    )
     keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step"]
     found = {}
     for name in wanted:
@@ -328,23 +328,25 @@ def _traces(table: pa.Table, banded: bool) -> list[Trace]:
     starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
     traces = []
     for start, end in zip(starts, [*starts[1:], len(labels)], strict=True):
-        gemm, tensor, cast_name, reference, actual = labels[start]
         part = slice(start, end)
-        traces.append(
-            Trace(
-                name=cast_name + ("" if actual else " (what-if)"),
-                steps=steps[part],
-                values=np.where(np.isinf(values[part]), np.float32(np.nan), values[part]),
-                low=low[part] if banded else None,
-                high=high[part] if banded else None,
-                gemm=gemm,
-                tensor=tensor,
-                cast_name=cast_name,
-                reference=reference,
-                actual=actual,
-            )
-        )
+        traces.append(_trace(labels[start], steps[part], values[part], low[part], high[part], banded))
     return traces
+
+
+def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, banded: bool) -> Trace:
+    gemm, tensor, cast_name, reference, actual = key
+    return Trace(
+        name=cast_name + ("" if actual else " (what-if)"),
+        steps=steps,
+        values=np.where(np.isinf(values), np.float32(np.nan), values),
+        low=low if banded else None,
+        high=high if banded else None,
+        gemm=gemm,
+        tensor=tensor,
+        cast_name=cast_name,
+        reference=reference,
+        actual=actual,
+    )
 
 
 def sampled_steps(run: Run, module: str, narrow: Narrow | None = None) -> list[int]:

@@ -123,18 +123,28 @@ def severities(metric: str, values: Floats, kinds: NDArray[np.int32]) -> Floats 
     return result
 
 
-def badness_sql(
-    metric: str,
-    is_e5m2: str = "cast_name LIKE '%e5m2%'",
-    is_leaf: str = "gemm = 'wgrad' AND tensor = 'grad_output'",
-) -> str:
-    """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show.
+def badness(metric: str, values: Floats, kind: int) -> Floats:
+    """Return what ``badness_sql`` says of values of one kind of site."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        match metric:
+            case "sqnr_db" | "worst_block_sqnr_db":
+                return -(values + np.float32(5.95 if kind & E5M2 else 0))
+            case "cosine":
+                return (1 - values) * np.float32(0.25 if kind & E5M2 else 1)
+            case "underflow_rate" | "underflow_nonzero_rate":
+                return values * np.float32(0.2 if kind & WGRAD_GRAD_OUTPUT else 1)
+            case "gain" | "norm_ratio":
+                return np.abs(values - 1)
+            case "scale_log2_ratio":
+                return np.where(values < 0, 100 - values, values)
+            case "amin" | "scale_inv_min":
+                return -values
+    return values
 
-    Args:
-        metric: the column.
-        is_e5m2: SQL that tells whether a row's cast is to E5M2.
-        is_leaf: SQL that tells whether a row is of wgrad's grad_output.
-    """
+
+def badness_sql(metric: str) -> str:
+    """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show."""
+    is_e5m2, is_leaf = "cast_name LIKE '%e5m2%'", "gemm = 'wgrad' AND tensor = 'grad_output'"
     match metric:
         case "sqnr_db" | "worst_block_sqnr_db":
             return f"-({metric} + CASE WHEN {is_e5m2} THEN 5.95 ELSE 0 END)"

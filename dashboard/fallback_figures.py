@@ -57,7 +57,7 @@ def pareto(choices: Sequence[Choice], chosen: Choice | None) -> Figure:
             }
         )
     figure.axis("x", title="speed-up given back, %", range=[-3, 4 + float(cost.max())])
-    figure.axis("y", title="damage recovered, %", standoff=4, range=[-4, 108])
+    figure.axis("y", title="damage recovered, %", standoff=4, range=[-14, 108])
     return figure.set(270)
 
 

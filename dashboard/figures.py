@@ -25,6 +25,8 @@ from .theme import (
 
 MAX_LABELS = 48
 NAME_LENGTH = 34
+#: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
+_LETTER = 5.9
 
 
 def plain(text: str) -> str:
@@ -72,13 +74,13 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
             ends = {"x0": mark.step, "x1": mark.step, "y0": 0, "y1": 1, "yref": "paper"}
             figure.shape({"type": "line", **ends, "layer": "below", "line": style})
     if lost_at is not None:
-        axes = {"xref": f"x{first + 1 if first else ''}", "x": lost_at, "xanchor": "left", "xshift": 6, "y": 0.5}
+        axes: Part = {"xref": f"x{first + 1 if first else ''}", "x": lost_at, "xanchor": "left", "xshift": 6, "y": 0.5}
         words = f"loss is NaN or infinite from step {lost_at:,}"
         figure.note(words, first, **axes)
         figure.layout["annotations"][-1]["font"]["color"] = VERMILLION
         figure.rule(VERMILLION, first, x=lost_at, width=1.2)
     figure.axis("x", len(rows) - 1, title="step", standoff=4)
-    return figure.set(int(70 + 52 * sum(rows)), hovermode="x" if series else "closest")
+    return figure.set(int(70 + 64 * sum(rows)), hovermode="x" if series else "closest")
 
 
 def _rail(marks: Sequence[Mark]) -> Part:
@@ -171,12 +173,13 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
         "y",
         autorange="reversed",
         showgrid=False,
-        automargin=True,
         tickmode="array",
         tickvals=list(labelled),
         ticktext=[plain(shorten(heat.modules[i])) for i in labelled],
     )
-    return figure.set(height, margin={"l": 8, "r": 8, "t": 8, "b": 38})
+    left = max(len(shorten(heat.modules[i])) for i in labelled)
+    right = max((len(text) for text in cells["colorbar"].get("ticktext", ())), default=7)
+    return figure.set(height, margin={"l": 14 + _LETTER * left, "r": 42 + _LETTER * right, "t": 8, "b": 38})
 
 
 def _robust(values: Floats) -> Part:

@@ -65,7 +65,7 @@ def exponents(found: History | None, step: int | None = None) -> Figure:
         figure.rule(GREY, x=step, dash="dash")
     figure.axis("x", title="step", showgrid=False)
     figure.axis("y", title="log2 of magnitude", standoff=4, showgrid=False)
-    return figure.set(320, margin={"r": 8})
+    return figure.set(320, margin={"r": 54})
 
 
 def error_split(traces: Sequence[Trace], step: int | None = None) -> Figure:

@@ -126,8 +126,8 @@ def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None =
     figure.rule(VERMILLION, 1, y=1, dash="dash")
     if step is not None:
         figure.rule(GREY, x=step, dash="dash")
-    figure.axis("y", title="log2 scale_inv", standoff=4)
-    figure.axis("y", 1, title="headroom", standoff=4, **_powers_of_two(headroom))
+    figure.axis("y", title="log2 scale_inv", standoff=8)
+    figure.axis("y", 1, title="headroom", standoff=8, **_powers_of_two(headroom))
     figure.axis("x", 1, title="step")
     return figure.set(340, showlegend=True, legend=LEGEND, margin={"t": 46})
 
@@ -182,7 +182,7 @@ def histogram(hist: Histogram | None) -> Figure:
         left, right = min(left, low - 1), max(right, high + 1)
     figure.axis("x", title=f"log2 of magnitude at step {hist.step}", range=[left, right])
     floor = float(np.log10(share[filled].min())) - 0.4
-    powers = {"type": "log", "range": [floor, 0.1], "dtick": 1, "tickfont": {"size": 10}}
+    powers: Part = {"type": "log", "range": [floor, 0.1], "dtick": 1, "tickfont": {"size": 10}}
     figure.axis("y", title="share of nonzeros", standoff=4, **powers)
     return figure.set(340, bargap=0, margin={"t": 40})
 

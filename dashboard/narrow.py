@@ -1,4 +1,4 @@
-"""What pages ask most of a large run, in memory: keys as small numbers, and a few metrics in float32.
+"""What pages ask most of a large run, in memory: a few metrics in float32, one block of steps by modules for each site.
 
 Parquet is packed: to find one module in ten million rows every page of a column is unpacked. The first pages of a run are read
 from it all the same; :func:`build` takes seconds and runs in the background. Its answers are those of the views, which
@@ -7,131 +7,196 @@ from it all the same; :func:`build` takes seconds and runs in the background. It
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from fp8debug import Run
 from fp8debug.types import Gemm, Reference, TensorRole
 
-from .envelopes import badness_sql, kind_of
+from .envelopes import badness, kind_of
+from .grids import ints, known_floats
+from .records import Floats, Ints
 
-#: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for three.
+#: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for four.
 METRICS = ("sqnr_db", "scale_inv_mean_log2", "headroom", "gain", "underflow_rate", "overflow_rate", "cosine", "amax")
-#: Room for the table, and what a row takes beside its metrics: module (2 bytes), step (4), key of the site (2).
-MAX_BYTES, KEY_BYTES = 2 << 30, 8
+#: Room for all blocks, and the rows that are read at a time.
+MAX_BYTES, ROWS_AT_ONCE = 7 << 28, 2_000_000
+#: Sites that are told apart: a run has some tens.
+MAX_KEYS = 4096
+#: Stands where a site has no value: NaN is one.
+NOTHING = np.finfo(np.float32).min
 _GEMMS, _TENSORS, _REFERENCES = ([member.value for member in kind] for kind in (Gemm, TensorRole, Reference))
 
 #: (gemm, tensor, cast name, reference, running) of a site.
 Key = tuple[str, str, str, str, bool]
+_COLUMNS = ("gemm", "tensor", "cast_name", "reference", "actual")
+
+
+class Line(NamedTuple):
+    """A metric of one site over steps: mean, smallest and largest of the steps behind each point."""
+
+    key: Key
+    steps: Ints
+    values: Floats
+    low: Floats
+    high: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Narrow:
-    """The table ``narrow`` (m, step, c and the metrics) of a connection of its own, with the meaning of its codes.
+    """The blocks of a run.
 
     Attributes:
-        run: holds the table.
-        metrics: its metrics.
-        modules: name of each m.
-        keys: site of each c.
+        blocks: of each metric, float32 ``[keys, steps, modules]``.
+        modules: names, in execution order.
+        keys: the sites.
+        sampled: the steps with statistics.
     """
 
-    run: Run
-    metrics: frozenset[str]
+    blocks: dict[str, Floats]
     modules: Sequence[str]
-    keys: dict[int, Key]
+    keys: Sequence[Key]
+    sampled: Ints
 
-    def heat(self, metric: str, keys: Iterable[Key], first: int, last: int, width: int) -> pa.Table:
-        """Return the worst of each module and ``width`` steps: module, cell, step, v and kind, as ``data.heat`` asks for them."""
-        wanted = set(keys)
-        codes = [c for c, key in self.keys.items() if key in wanted]
-        e5m2 = [c for c in codes if "e5m2" in self.keys[c][2]]
-        leaf = [c for c in codes if self.keys[c][:2] == ("wgrad", "grad_output")]
-        kind_by_code = {c: kind_of(*self.keys[c][:4]) for c in codes}
-        cases = [
-            f"WHEN {_among([c for c in codes if kind_by_code[c] == k])} THEN {k}" for k in sorted(set(kind_by_code.values()))
-        ]
-        worst = f"({badness_sql(metric, _among(e5m2), _among(leaf))}, CASE {' '.join(cases) or 'WHEN FALSE THEN 0'} END)"
-        table = self.run.sql(
-            f"SELECT m, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
-            f" max_by({metric}, {worst}) AS v, max_by(c, {worst}) AS c FROM narrow"
-            f" WHERE {_among(codes)} AND step BETWEEN {first} AND {last} AND {metric} IS NOT NULL"
-            f" GROUP BY m, CAST(floor((step - {first}) / {width}) AS BIGINT)"
-        )
-        kinds = np.zeros(max(self.keys, default=0) + 1, dtype=np.int32)
-        for c, key in self.keys.items():
-            kinds[c] = kind_of(*key[:4])
-        names = pa.DictionaryArray.from_arrays(table.column("m").combine_chunks().cast(pa.int32()), pa.array(self.modules))
-        kind = pa.array(kinds[table.column("c").to_numpy()])
-        return pa.table({"module": names, "kind": kind, **{name: table.column(name) for name in ("cell", "step", "v")}})
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The metrics that are kept."""
+        return frozenset(self.blocks)
 
-    def traces(self, module: str, metrics: Sequence[str], first: int, width: int) -> pa.Table:
-        """Return mean, least and largest of some metrics of a module, as ``data.several_traces`` asks for them."""
-        values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in metrics)
-        order = sorted(self.keys, key=lambda c: (*self.keys[c][:2], not self.keys[c][4], *self.keys[c][2:4]))
-        places = " ".join(f"WHEN {c} THEN {place}" for place, c in enumerate(order))
-        table = self.run.sql(
-            f"SELECT CASE c {places} END AS place, min(step) AS step, {values} FROM narrow WHERE m = {self._m(module)}"
-            f" GROUP BY c, CAST(floor((step - {first}) / {width}) AS BIGINT) ORDER BY 1, 2"
-        )
-        sites = [self.keys[order[place]] for place in table.column("place").to_pylist()]
-        names = ("gemm", "tensor", "cast_name", "reference", "actual")
-        types = (pa.string(), pa.string(), pa.string(), pa.string(), pa.bool_())
-        columns = {name: pa.array([site[i] for site in sites], types[i]) for i, name in enumerate(names)}
-        return pa.table({**columns, **{name: table.column(name) for name in table.column_names[1:]}})
+    def heat(self, metric: str, keys: Collection[Key], first: int, last: int, width: int) -> tuple[list[str], Ints, Floats, Ints]:
+        """Return the worst of each module and ``width`` steps, as ``data.heat`` asks for them.
+
+        Returns:
+            The modules and the first step of each cell that have a value; values and kinds, ``[modules, cells]``.
+        """
+        low, high = np.searchsorted(self.sampled, [first, last + 1])
+        steps, places = self.sampled[low:high], _places(self.sampled[low:high], first, width)
+        shape = (len(places[0]) if places else 0, len(self.modules))
+        worst, values = np.full(shape, -np.inf, np.float32), np.full(shape, np.nan, np.float32)
+        kinds, begins = np.zeros(shape, np.int32), np.full(shape[0], np.iinfo(np.int32).max, np.int32)
+        order = sorted((kind_of(*key[:4]), i) for i, key in enumerate(self.keys) if key in keys)
+        for kind, i in order:  # of equally bad ones the last kind counts
+            for place in places:
+                rows = np.flatnonzero(place >= 0)
+                own = self.blocks[metric][i, low + place[rows]]
+                known = own != NOTHING
+                bad = np.where(known, _ranked(badness(metric, own, kind)), -np.inf)
+                wins = known & (bad >= worst[rows])
+                for whole, new in ((worst, bad), (values, own), (kinds, kind)):
+                    whole[rows] = np.where(wins, new, whole[rows])
+                seen = known.any(axis=1)
+                begins[rows[seen]] = np.minimum(begins[rows[seen]], steps[place[rows[seen]]])
+        there = worst > -np.inf
+        modules, cells = np.flatnonzero(there.any(axis=0)), np.flatnonzero(there.any(axis=1))
+        chosen = np.ix_(cells, modules)
+        names = [self.modules[m] for m in modules.tolist()]
+        return names, begins[cells], values[chosen].T.copy(), kinds[chosen].T.copy()
+
+    def lines(self, module: str, metric: str, first: int, width: int) -> list[Line]:
+        """Return the lines of a module that have a value, in the order of ``data.several_traces``."""
+        if module not in self.modules:
+            return []
+        found, m = [], self.modules.index(module)
+        for i in sorted(range(len(self.keys)), key=lambda i: _order(self.keys[i])):
+            own = self.blocks[metric][i, :, m]
+            known = np.flatnonzero(own != NOTHING)
+            if not len(known):
+                continue
+            _, begins = np.unique((self.sampled[known] - first) // width, return_index=True)
+            values = own[known]
+            counts = np.diff([*begins, len(values)])
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean = (np.add.reduceat(values.astype(np.float64), begins) / counts).astype(np.float32)
+            low, high = np.fmin.reduceat(values, begins), np.maximum.reduceat(values, begins)
+            found.append(Line(self.keys[i], self.sampled[known][begins], mean, low, high))
+        return found
 
     def steps(self, module: str) -> list[int]:
         """Return the steps at which a module has statistics."""
-        query = f"SELECT DISTINCT step FROM narrow WHERE m = {self._m(module)} ORDER BY step"
-        return [int(step) for step in self.run.sql(query).column("step").to_pylist()]
+        if module not in self.modules:
+            return []
+        m = self.modules.index(module)
+        known = np.zeros(len(self.sampled), np.bool_)
+        for block in self.blocks.values():
+            known |= (block[:, :, m] != NOTHING).any(axis=0)
+        return [int(step) for step in self.sampled[known]]
 
-    def _m(self, module: str) -> int:
-        return self.modules.index(module) if module in self.modules else len(self.modules)
+
+def _order(key: Key) -> tuple[str, str, bool, str, str]:
+    gemm, tensor, cast_name, reference, actual = key
+    return gemm, tensor, not actual, cast_name, reference
+
+
+def _ranked(bad: Floats) -> Floats:
+    """Return what is comparable: NaN is worst, as the engine has it, and nothing is as good as no value."""
+    return np.where(np.isnan(bad), np.float32(np.inf), np.maximum(bad, np.float32(-3e38)))
+
+
+def _places(steps: Ints, first: int, width: int) -> list[NDArray[np.int64]]:
+    """Return for each cell its first step's place, then its second's and so on; -1 where a cell has no more."""
+    if not len(steps):
+        return []
+    _, begins, counts = np.unique((steps - first) // width, return_index=True, return_counts=True)
+    return [np.where(j < counts, begins + j, -1) for j in range(int(counts.max()))]
 
 
 def build(path: Path) -> Narrow | None:
-    """Read the table of a run; None where it would be too large, or holds none of the metrics.
+    """Read the blocks of a run; None where they would be too large, or none of the metrics was recorded.
 
     Raises:
         Fp8DebugError: the run cannot be read.
     """
     run = Run(path)
-    room = (MAX_BYTES // max(1, run.num_rows) - KEY_BYTES) // 4
-    metrics = [name for name in METRICS if run.has(name)][: max(0, room)]
     modules = list(dict.fromkeys(str(m["fqn"]) for m in run.modules))
-    found = run.sql("SELECT DISTINCT cast_name FROM raw WHERE cast_name IS NOT NULL ORDER BY 1").column("cast_name").to_pylist()
-    lists = (_GEMMS, _TENSORS, _REFERENCES, ["false", "true"], [str(name) for name in found])
-    if not metrics or not modules or not found or len(modules) > 60_000 or np.prod([len(each) for each in lists]) > 60_000:
+    keys = _keys(run)
+    sampled = np.array([step for step in run.sampled_steps if step is not None], dtype=np.int32)
+    shape = (len(keys), len(sampled), len(modules))
+    room = MAX_BYTES // (4 * int(np.prod(shape)) or MAX_BYTES)
+    metrics = [name for name in METRICS if run.has(name)][:room]
+    if not metrics or len(keys) > MAX_KEYS:
         return None
-    code = "0"
-    for name, known in zip(("gemm", "tensor", "reference", "actual", "cast_name"), lists, strict=True):
+    blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
+    for table in _read(run, modules, keys, metrics, sampled):
+        place = ints(table, "c"), np.searchsorted(sampled, ints(table, "step")), ints(table, "m")
+        for name in metrics:
+            values, known = known_floats(table, name)
+            blocks[name][place] = np.where(known, values, NOTHING)
+    return Narrow(blocks=blocks, modules=modules, keys=keys, sampled=sampled)
+
+
+def _keys(run: Run) -> list[Key]:
+    columns = ", ".join(_COLUMNS)
+    known = " AND ".join(f"{name} IS NOT NULL" for name in ("module", "step", *_COLUMNS))
+    rows = run.sql(f"SELECT DISTINCT {columns} FROM raw WHERE {known} ORDER BY {columns}").to_pylist()
+    ours = [row for row in rows if row["gemm"] in _GEMMS and row["tensor"] in _TENSORS and row["reference"] in _REFERENCES]
+    return [(row["gemm"], row["tensor"], row["cast_name"], row["reference"], row["actual"]) for row in ours]
+
+
+def _read(run: Run, modules: Sequence[str], keys: Sequence[Key], metrics: Sequence[str], sampled: Ints) -> Iterator[pa.Table]:
+    """Yield rows of m, step, c and the metrics, some steps at a time."""
+    casts = list(dict.fromkeys(key[2] for key in keys))
+    lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
+    code, of_key = "0", [0] * len(keys)
+    for i, (name, known) in enumerate(zip(_COLUMNS, lists, strict=True)):
         code = f"({code} * {len(known)} + {_place(name, known)})"
+        places = [known.index(str(key[i]).lower() if name == "actual" else str(key[i])) for key in keys]
+        of_key = [n * len(known) + place for n, place in zip(of_key, places, strict=True)]
+    cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
     values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
-    keys_sql = f"CAST({_place('module', modules)} AS USMALLINT) AS m, step, CAST({code} AS USMALLINT) AS c"
-    run.hold({"narrow": f"SELECT {keys_sql}, {values} FROM sites WHERE step IS NOT NULL AND module IS NOT NULL"})
-    codes = [c for c in run.sql("SELECT DISTINCT c FROM narrow").column("c").to_pylist() if c is not None]
-    keys = {c: _key(c, lists) for c in codes}
-    return Narrow(run=run, metrics=frozenset(metrics), modules=modules, keys=keys)
-
-
-def _among(codes: Sequence[int]) -> str:
-    return f"c IN ({', '.join(map(str, codes))})" if codes else "FALSE"
+    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM sites"
+    at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
+    for begin in range(0, len(sampled), at_once):
+        part = sampled[begin : begin + at_once]
+        yield run.sql(f"SELECT * FROM ({text} WHERE step BETWEEN {part[0]} AND {part[-1]}) AS coded WHERE m + c IS NOT NULL")
 
 
 def _place(column: str, values: Sequence[str]) -> str:
     """Return SQL for the place of a string column's value in a list: an enumeration looks up each word of a dictionary once."""
     words = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
-    return f"CAST(enum_code(CAST(CAST({column} AS VARCHAR) AS ENUM({words}))) AS INTEGER)"
-
-
-def _key(code: int, lists: Sequence[Sequence[str]]) -> Key:
-    places = []
-    for values in reversed(lists):
-        code, place = divmod(code, len(values))
-        places.append(values[place])
-    cast_name, actual, reference, tensor, gemm = places
-    return gemm, tensor, cast_name, reference, actual == "true"
+    return f"CAST(enum_code(TRY_CAST(CAST({column} AS VARCHAR) AS ENUM({words}))) AS INTEGER)"

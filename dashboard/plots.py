@@ -16,7 +16,8 @@ from .theme import FAINT, GREY, LINES
 #: What a trace, an axis, a shape or an annotation is to plotly.js.
 Part = dict[str, Any]
 
-_AXIS: Part = {"gridcolor": FAINT, "zeroline": False, "linecolor": FAINT, "automargin": True}
+#: Margins are given, not found: to find them plotly draws a plot twice.
+_AXIS: Part = {"gridcolor": FAINT, "zeroline": False, "linecolor": FAINT, "automargin": False}
 #: Layout of all figures. The template replaces plotly's own, of 7 kB.
 LOOK: Part = {
     "layout": {

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dash_ag_grid as dag  # type: ignore[import-untyped]  # ships no types
-import dash_mantine_components as dmc  # type: ignore[import-untyped]  # ships no types
 from dash import dcc, html
 from dash.development.base_component import Component
 
 from .envelopes import envelope
+from .mantine import dmc
 from .plots import Figure
 from .theme import ICONS, NO_DATA, WORDS
 
@@ -41,7 +41,8 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
 
 def graph(id: str, figure: Figure) -> Component:
     """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
-    plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot")
+    place = {"--height": f"{figure.layout['height']}px"}
+    plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot", style=place)
     return html.Div([plot, _save("PNG", f"save the plot {id} as PNG", {"data-png": id})], className="saved saved-plot")
 
 
@@ -141,7 +142,7 @@ def control(name: str, default: str, value: str, options: Sequence[Any], label: 
         allowDeselect=False,
         size="xs",
         w=width,
-        comboboxProps={"width": max(width, 260), "position": "bottom-start"},
+        comboboxProps={"width": max(width, 260), "position": "bottom-start", "keepMounted": False},  # of 400 steps it is seen
         maxDropdownHeight=420,
         className="control",
     )

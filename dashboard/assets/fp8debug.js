@@ -4,11 +4,32 @@
   // the library then puts itself in its place. (eager_loading would fetch it, and nine megabytes that nobody needs, before.)
   window.Plotly = new Promise((resolve, reject) => {
     const script = document.createElement("script");
-    script.src = "/_dash-component-suites/plotly/package_data/plotly.min.js";
-    script.onload = () => resolve();
+    script.src = document.getElementById("plot-library").href;
+    script.onload = () => { drawSeenFirst(window.Plotly); resolve(); };
     script.onerror = () => reject(new Error("the plot library did not load"));
     document.head.appendChild(script);
   });
+
+  // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
+  const drawSeenFirst = (library) => {
+    const draw = library.react, waiting = new Map();
+    const next = () => {
+      const [plot, { figure, done }] = waiting.entries().next().value;
+      waiting.delete(plot);
+      const drawn = plot.isConnected ? draw(plot, figure) : Promise.resolve(plot);
+      done.forEach((told) => told(drawn));
+      if (waiting.size) soon();
+    };
+    const soon = () => requestIdleCallback(next, { timeout: 300 });
+    library.react = (plot, figure) => {
+      if (plot._fullLayout || plot.getBoundingClientRect().top < window.innerHeight) return draw(plot, figure);
+      return new Promise((told) => {
+        if (!waiting.size) soon();
+        const earlier = waiting.get(plot);
+        waiting.set(plot, { figure, done: [...(earlier ? earlier.done : []), told] });
+      });
+    };
+  };
 
   // The address bar is the state: read and written here at once, never through a callback that may lag behind it.
   const go = (pathname, search) => {

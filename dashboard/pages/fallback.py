@@ -34,13 +34,31 @@ CURVE = (0, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 GRADES = {"closed": "ok", "nothing_to_close": "ok", "found": "ok", "partly": "warning", "not_closed": "error", "failed": "error"}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 190, "tooltipField": "module"},
-    {"field": "gemms", "headerName": "GEMMs", "width": 120},
+    {"field": "gemms", "headerName": "GEMMs", "width": 120, "headerTooltip": "which of its three GEMMs leave their cast"},
     {"field": "tensor", "headerName": "Tensor", "width": 84},
     {"field": "cast", "headerName": "Run in", "width": 170, "tooltipField": "cast"},
-    {"field": "reasons", "headerName": "Reasons", "width": 110},
-    {"field": "damage", "headerName": "Damage", "width": 90, "type": "rightAligned"},
-    {"field": "cost", "headerName": "Speed-up given back", "width": 120, "type": "rightAligned"},
-    {"field": "cheaper", "headerName": "Cheaper cure first", "width": 320, "tooltipField": "cheaper"},
+    {"field": "reasons", "headerName": "Reasons", "width": 110, "headerTooltip": "codes of findings; fp8debug explain CODE"},
+    {
+        "field": "damage",
+        "headerName": "Damage",
+        "width": 90,
+        "type": "rightAligned",
+        "headerTooltip": "mean over sampled rows of the output, in loss^2: what its rounding errors do to the loss",
+    },
+    {
+        "field": "cost",
+        "headerName": "Speed-up given back",
+        "width": 120,
+        "type": "rightAligned",
+        "headerTooltip": "share of what FP8 saves over BF16 in all Linears together",
+    },
+    {
+        "field": "cheaper",
+        "headerName": "Cheaper cure first",
+        "width": 320,
+        "tooltipField": "cheaper",
+        "headerTooltip": "a change of the cast to try before BF16",
+    },
 )
 
 

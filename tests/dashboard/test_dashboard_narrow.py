@@ -88,5 +88,5 @@ def test_a_metric_that_is_not_kept_is_read_from_the_files(both: tuple[Run, Narro
 
 def test_a_run_that_is_too_large_is_left_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples.write_healthy(tmp_path / "run", num_steps=20)
-    monkeypatch.setattr(narrow, "MAX_BYTES", 1000)
+    monkeypatch.setattr(narrow, "MAX_BYTES", 500)
     assert narrow.build(tmp_path / "run") is None

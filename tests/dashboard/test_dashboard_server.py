@@ -6,8 +6,11 @@ import hashlib
 import json
 import queue
 import re
+import subprocess
+import sys
 import threading
 import urllib.request
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,9 @@ from werkzeug.serving import make_server
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug_cli.dashboard import command
-from fp8debug_dashboard import make_app, serve, server
+from fp8debug_dashboard import make_app, plot_library, serve, server
 from fp8debug_dashboard.app import PAGES
+from fp8debug_dashboard.mantine import dmc
 from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.source import Source
 from fp8debug_dashboard.theme import NO_DATA
@@ -202,3 +206,37 @@ def test_the_list_says_when_a_run_was_written(folder: Path) -> None:
     rows = {row["name"]: row for row in runs.parts(Source(folder))}
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", rows["sick"]["written"])
     assert rows["empty"]["written"] == NO_DATA
+
+
+def test_the_plot_library_sets_up_the_kinds_that_are_drawn_only(folder: Path) -> None:
+    text = (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+    short = plot_library.shortened(text)
+    assert short != text, "plotly.js writes its list of traces in another way: the browser sets up all of them"
+    assert b'new Set(["bar","heatmap"])' in short and abs(len(short) - len(text)) < 2000
+    assert plot_library.shortened(b"a.register([b(),c()]);") == b"a.register([b(),c()]);"
+    browser = client(folder, None)
+    assert plot_library.PATH.encode() in browser.get("/").data
+    reply = browser.get(plot_library.PATH)
+    assert reply.data == short and "immutable" in reply.headers["Cache-Control"]
+    assert client(folder, TOKEN).get(plot_library.PATH).status_code == 403
+
+
+def test_the_components_of_mantine_come_when_they_are_asked_for() -> None:
+    code = (
+        "import sys; from fp8debug_dashboard.mantine import dmc; n = 'dash_mantine_components.Table';"
+        " assert n not in sys.modules;"
+        " import dash_mantine_components as whole; assert dmc is whole and whole.Table().to_plotly_json()['type'] == 'Table';"
+        " assert n in sys.modules and whole.Table.__name__ == 'Table'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="NoSuchThing"):
+        dmc.NoSuchThing  # noqa: B018  # asking is the test
+
+
+def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
+    code = (
+        "import sys; from fp8debug_dashboard import data; from fp8debug_dashboard.source import Source;"
+        " run = Source(sys.argv[1]).open(None).run; data.training(run); data.worst_operands(run); data.heat(run, 'sqnr_db');"
+        " assert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder / "healthy")], check=True)
