@@ -133,6 +133,52 @@ def layout_of(mesh: Any, x: Any, weight: Any) -> Layout:
     }
 
 
+def layout_by_marks(module: Any, weight: Any) -> Layout | None:
+    """Return which piece each tensor of a Linear is on this rank, by Megatron's marks; None without its tensor parallelism.
+
+    Megatron and Transformer Engine split a weight by hand and mark it: ``tensor_model_parallel``, ``partition_dim``; an expert's
+    has ``allreduce=False`` and may be split over another group.
+
+    Args:
+        module: what holds the weight; Transformer Engine's know their group.
+        weight: its parameter.
+    """
+    rank, size, first = _tensor_group(module, is_expert=getattr(weight, "allreduce", True) is False)
+    if size < 2:
+        return None
+    copies, own = Piece(True, first), Piece(False, 0)
+    if not getattr(weight, "tensor_model_parallel", False):
+        if getattr(weight, "sequence_parallel", False):
+            return None  # a copy of the weight, and tokens of its own
+        return {**dict.fromkeys(TensorRole, copies), TensorRole.WEIGHT: Piece(True, 0)}
+    by_rows = weight.partition_dim == 0
+    return {
+        **dict.fromkeys(TensorRole, own),
+        TensorRole.WEIGHT: Piece(True, rank),
+        TensorRole.INPUT if by_rows else TensorRole.GRAD_OUTPUT: copies,
+    }
+
+
+def _tensor_group(module: Any, *, is_expert: bool) -> tuple[int, int, int]:
+    """Return (rank in the group, its size, its first global rank) of tensor parallelism; a group of one where there is none."""
+    group = getattr(module, "tp_group", None)
+    if group is not None and getattr(module, "tp_size", 1) > 1:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        return torch.distributed.get_rank(group), len(ranks), ranks[0]
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 0, 1, 0
+    if is_expert:
+        if not hasattr(state, "get_expert_tensor_parallel_group"):
+            return 0, 1, 0
+        group = state.get_expert_tensor_parallel_group()
+        ranks = torch.distributed.get_process_group_ranks(group)
+        return torch.distributed.get_rank(group), len(ranks), ranks[0]
+    names = ("rank", "world_size", "src_rank")
+    rank, size, first = (getattr(state, f"get_tensor_model_parallel_{name}")() for name in names)
+    return rank, size, first
+
+
 def _input_placement(x: Any, weight: Any, last: int) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 

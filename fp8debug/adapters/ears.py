@@ -17,6 +17,7 @@ from fp8debug.metrics import Source
 from fp8debug.observer import Observer
 from fp8debug.probe import Kept, Probe, Product, guarded
 from fp8debug.recipes import Cast
+from fp8debug.sharding import layout_by_marks
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
@@ -70,6 +71,7 @@ class Ears(Probe):
         if module in _HEARD:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         _HEARD.add(module)
+        self.layout = layout_by_marks(module, module.weight)
         handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),

@@ -18,7 +18,7 @@ from fp8debug.metrics import Source
 from fp8debug.observer import Observer
 from fp8debug.probe import Kept, Probe, Product, guarded
 from fp8debug.recipes import Recipe
-from fp8debug.sharding import fits, is_sharded, layout_of, local_of
+from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.types import Gemm, TensorRole
 
 
@@ -101,7 +101,9 @@ class Plain:
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Hook the module."""
         # first of the hooks: FSDP2 takes the weight away in a later one
-        return module.register_forward_hook(Trial(observer, name, actual=False).after_forward, prepend=True).remove
+        trial = Trial(observer, name, actual=False)
+        trial.layout = layout_by_marks(module, module.weight)
+        return module.register_forward_hook(trial.after_forward, prepend=True).remove
 
 
 ADAPTERS.add(Plain.name, Plain())

@@ -20,17 +20,19 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
     is still at its neutral element.
     """
     values = snapshot.read(rows)
-    operand = np.array([info.key.reference is Reference.OPERAND for info in infos])
-    pieces = [info.piece or Piece(info.key.tensor is TensorRole.WEIGHT, 0) for info in infos]
+    modules, call_indices, keys, pieces = zip(*infos, strict=True)
+    gemms, tensors, casts, references, actual = zip(*keys, strict=True)
+    operand = np.array([reference is Reference.OPERAND for reference in references])
+    pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(pieces, tensors, strict=True)]
     columns: dict[str, Any] = {
         "step": [finished.step] * len(rows),
-        "module": [info.module for info in infos],
-        "gemm": [info.key.gemm.value for info in infos],
-        "tensor": [info.key.tensor.value for info in infos],
-        "cast_name": [info.key.cast_name for info in infos],
-        "reference": [info.key.reference.value for info in infos],
-        "actual": [info.key.actual for info in infos],
-        "call_index": [info.call_index for info in infos],
+        "module": list(modules),
+        "gemm": [gemm._value_ for gemm in gemms],
+        "tensor": [tensor._value_ for tensor in tensors],
+        "cast_name": list(casts),
+        "reference": [reference._value_ for reference in references],
+        "actual": list(actual),
+        "call_index": list(call_indices),
         "replicated": [piece.replicated for piece in pieces],
         "shard": [piece.shard for piece in pieces],
         "num_tensors": values["num_tensors"],

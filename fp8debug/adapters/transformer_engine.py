@@ -32,6 +32,7 @@ from fp8debug.adapters.transformer_engine_state import ScaleCheck
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
+from fp8debug.sharding import layout_by_marks
 from fp8debug.types import OPERAND_SITES, Gemm
 
 _NODES = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
@@ -271,7 +272,8 @@ class TransformerEngine:
             raise AttachError(f"{name} is watched already; close the first watch before attaching another")
         if ears is None:
             ears = _EARS[module.owner] = ModuleEars(module.owner, observer)
-        ears.probes[module.index] = TeProbe(observer, name, module)
+        probe = ears.probes[module.index] = TeProbe(observer, name, module)
+        probe.layout = layout_by_marks(module.owner, getattr(module.owner, module.weight_names[0]))
         kept = ears
         return lambda: kept.detach(module.index)
 

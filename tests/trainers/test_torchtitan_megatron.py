@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import fp8debug
 from fp8debug.errors import AttachError
+from tests.adapters.linears import ScaledLinear
 from tests.recording.models import batch, net
 
 STEPS = 4
@@ -149,6 +151,37 @@ def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_what_megatron_splits_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank is the second of its tensor-parallel group, whose first is rank 2."""
+    given = {"model_parallel_is_initialized": True, "get_tensor_model_parallel_src_rank": 2}
+    for name in ("data", "pipeline_model", "tensor_model"):
+        given |= {f"get_{name}_parallel_world_size": 2, f"get_{name}_parallel_rank": 1}
+    state: Any = SimpleNamespace(**{name: lambda value=value: value for name, value in given.items()})
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+
+    def marked(split: int | None, **marks: Any) -> nn.Module:
+        linear = ScaledLinear(64, 64, bias=False).bfloat16()
+        for name, value in {"tensor_model_parallel": split is not None, "partition_dim": split, **marks}.items():
+            setattr(linear.weight, name, value)
+        return linear
+
+    parts = {"column": marked(0), "row": marked(1), "whole": marked(None), "router": marked(None, sequence_parallel=True)}
+    model = nn.Sequential(OrderedDict(parts))
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        model(torch.randn(32, 64).bfloat16().requires_grad_()).sum().backward()
+        watch.step()
+    query = "SELECT DISTINCT module, tensor, replicated, shard FROM raw"
+    found = {
+        (r["module"], r["tensor"]): (r["replicated"], r["shard"]) for r in fp8debug.Run(tmp_path / "run").sql(query).to_pylist()
+    }
+    own, copies = (False, 0), (True, 2)
+    expected = dict.fromkeys(found, own)
+    expected.update({("column", "weight"): (True, 1), ("row", "weight"): (True, 1), ("router", "weight"): (True, 0)})
+    expected.update({("column", "input"): copies, ("row", "grad_output"): copies})
+    expected.update({site: copies for site in found if site[0] == "whole"})
+    assert found == {**expected, ("whole", "weight"): (True, 0)}
+
+
 def test_megatron_bridge(tmp_path: Path) -> None:
     class CallbackManager:
         def __init__(self) -> None:
@@ -187,8 +220,9 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module = net()
         self.copies = [p.detach().clone() for p in self.module.parameters()]
-        self.optimizer: Any = torch.optim.SGD(self.copies, lr=0.5)
-        self.optimizer.cur_scale = 1024
+        optimizer: Any = torch.optim.SGD(self.copies, lr=0.5)
+        optimizer.cur_scale = 1024
+        self.optimizer = optimizer
         self.global_steps = self.micro_steps = 0
         self.norm: Any = None
 
