@@ -5,7 +5,7 @@ A row whose reference holds a NaN or Inf is left out: its tensor came in sick, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from fp8debug.recipes import Cast
 from fp8debug.rules.base import Finding, Rule, Severity, finite
 from fp8debug.rules.looks import IS_DELAYED as IS_DELAYED
 from fp8debug.rules.looks import RUNNING as RUNNING
+from fp8debug.rules.looks import Look
 from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
@@ -91,18 +92,16 @@ class Trace:
         )
 
 
-def traces(run: Run, bad: str, columns: Sequence[str], rows: str = RUNNING) -> list[Trace]:
+def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> list[Trace]:
     """Return the sites with bad rows, in order of their first one and of execution.
 
     Args:
         run: where to look.
-        bad: SQL predicate over the columns of ``sites``.
-        columns: further columns or ``expression AS name`` that the rule reads.
-        rows: SQL predicate of the rows to look at; running casts by default.
+        look: for which rows.
+        within: modules and steps to which they belong, where they are known.
     """
-    where = f"{rows} AND ({bad})"
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
-    for row in bad_rows(run, where, ["step", "module", "gemm", "tensor", "cast_name", "call_index", "ranks", *columns]):
+    for row in bad_rows(run, look, within):
         found.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
     sampled = tuple(run.sampled_steps) if found else ()
     return [
@@ -111,10 +110,10 @@ def traces(run: Run, bad: str, columns: Sequence[str], rows: str = RUNNING) -> l
             gemm=gemm,
             tensor=tensor,
             cast_name=cast_name,
-            rows=tuple(bad_rows),
+            rows=tuple(rows),
             sampled=sampled,
         )
-        for (module, gemm, tensor, cast_name), bad_rows in found.items()
+        for (module, gemm, tensor, cast_name), rows in found.items()
     ]
 
 

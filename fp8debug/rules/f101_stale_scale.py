@@ -81,9 +81,15 @@ class StaleScaleSaturation(Rule):
         found = list(self._clipping(run))
         yield from found or clipping_ahead(self, run, self.min_headroom, self.horizon)
 
+    @property
+    def _look(self) -> Look:
+        return look(
+            self._bad, ["overflow_rate", "headroom"], f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}"
+        )
+
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
-        yield look(self._bad, f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}")
+        yield self._look
 
     @property
     def _bad(self) -> str:
@@ -93,7 +99,7 @@ class StaleScaleSaturation(Rule):
         )
 
     def _clipping(self, run: Run) -> Iterable[Finding]:
-        for trace in traces(run, self._bad, ["overflow_rate", "headroom"]):
+        for trace in traces(run, self._look):
             severe = trace.where(above("overflow_rate", self.max_rate))
             once = trace.where(self._is_overwhelming(trace))
             if once is not None or (severe is not None and severe.lasting(self.min_steps, self.warmup)):

@@ -71,13 +71,17 @@ class StaleHistoryUnderflow(Rule):
             f" AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}"
         )
 
+    @property
+    def _look(self) -> Look:
+        return look(self._bad, ["underflow_nonzero_rate", "headroom"], f"{underflows(self.max_rate)} AND {IS_DELAYED}")
+
     def looks(self) -> Iterable[Look]:
         """Return the rows that underflow."""
-        yield look(self._bad, f"{underflows(self.max_rate)} AND {IS_DELAYED}")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites whose scale remembers too much."""
-        for trace in traces(run, self._bad, ["underflow_nonzero_rate", "headroom"]):
+        for trace in traces(run, self._look):
             once = any(
                 row["underflow_nonzero_rate"] > self.max_rate_once and row["step"] >= trace.start + self.warmup
                 for row in trace.rows

@@ -10,12 +10,14 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.evidence import Trace, traces
 from fp8debug.rules.looks import Look, look
 from fp8debug.rules.nonfinite import Origin, first_poison
-from fp8debug.rules.screening import source
+from fp8debug.rules.screening import may_have, source
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
+_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks")
+_IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
+_POISONED = Look(_IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"))
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,18 @@ class ZeroTileNan(Rule):
     def _bad(self) -> str:
         return f"num_actual_nonfinite > {self.max_nonfinite}"
 
+    @property
+    def _look(self) -> Look:
+        return look(self._bad, _COLUMNS, f"num_actual_nonfinite > {min(0, self.max_nonfinite)}")
+
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""
-        yield look(self._bad, f"num_actual_nonfinite > {min(0, self.max_nonfinite)}")
-        yield Look(_POISONED, "num_nan + num_inf > 0", "reference = 'operand'")
+        yield self._look
+        yield _POISONED
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the casts that made NaN, or the GEMM that did, the first with its victims."""
-        bad, columns = self._bad, ["num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks"]
-        bad_traces = traces(run, bad, columns) or self._first_of_several_calls(run, bad, columns)
+        bad_traces = traces(run, self._look) or self._first_of_several_calls(run)
         origin = first_poison(run)
         if origin is not None and origin.kind != "cast":
             bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
@@ -80,21 +85,23 @@ class ZeroTileNan(Rule):
             yield replace(finding, victims=victims)
         yield from found[1:]
 
-    def _first_of_several_calls(self, run: Run, bad: str, columns: list[str]) -> list[Trace]:
+    def _first_of_several_calls(self, run: Run) -> list[Trace]:
         """Return the first poisoned operand of the run, if several calls are merged in it and one of them made the NaN.
 
         A module called twice in a step, or once per microbatch, may make a NaN that comes back to it as its own input.
         """
-        poisoned = f"actual AND {_POISONED}"
+        poisoned = f"actual AND {_IS_POISONED}"
+        if not may_have(run, _POISONED):
+            return []
         query = (
-            f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {bad}) AS maker,"
+            f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {self._bad}) AS maker,"
             " min(call_index) FILTER (WHERE num_tensors = 1 AND gemm = 'fprop') AS single"
             f" FROM {source(run, _POISONED)} WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
         )
         for first in run.sql(query).to_pylist():
             if first["maker"] is not None and (first["single"] is None or first["maker"] < first["single"]):
                 merged = f"{poisoned} AND step = {first['step']} AND call_index = {first['maker']}"
-                return traces(run, bad, columns, rows=merged)
+                return traces(run, look(self._bad, _COLUMNS, rows=merged))
         return []
 
     def _finding(self, trace: Trace) -> Finding:
@@ -131,8 +138,10 @@ class ZeroTileNan(Rule):
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
     def _poisoned(self, run: Run, step: int) -> list[str]:
+        if not may_have(run, _POISONED):
+            return []
         query = (
-            f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_POISONED}"
+            f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_IS_POISONED}"
             f" AND step >= {step} GROUP BY module ORDER BY place, module"
         )
         return [row["module"] for row in run.sql(query).to_pylist()]

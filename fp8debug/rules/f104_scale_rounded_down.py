@@ -75,13 +75,19 @@ class ScaleRoundedDown(Rule):
             f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared})"
         )
 
+    @property
+    def _look(self) -> Look:
+        return look(
+            self._bad, ["overflow_rate", "gain"], f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')"
+        )
+
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
-        yield look(self._bad, f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites that clip under current scaling."""
-        for trace in traces(run, self._bad, ["overflow_rate", "gain"]):
+        for trace in traces(run, self._look):
             row = trace.worst("overflow_rate")
             rate, gain = row["overflow_rate"], row["gain"]
             declared = trace.cast is not None and trace.cast.scale_rounding == "pow2_floor"

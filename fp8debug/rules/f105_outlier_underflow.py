@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, times, traces
 from fp8debug.rules.forecasts import underflow_ahead
 from fp8debug.rules.looks import Look, look, underflows
+from fp8debug.rules.spreads import spread_log2
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -86,13 +85,20 @@ class OutlierUnderflow(Rule):
             f" AND num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}"
         )
 
+    @property
+    def _look(self) -> Look:
+        return look(
+            self._bad,
+            ["underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist"],
+            f"{underflows(self.warn_rate)} AND gemm = 'fprop' AND tensor = 'input'",
+        )
+
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow."""
-        yield look(self._bad, f"{underflows(self.warn_rate)} AND gemm = 'fprop' AND tensor = 'input'")
+        yield self._look
 
     def _flushed(self, run: Run) -> Iterable[Finding]:
-        columns = ["underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist"]
-        for trace in traces(run, self._bad, columns):
+        for trace in traces(run, self._look):
             outlying = trace.where(self._has_outlier)
             if outlying is None:
                 continue
@@ -120,20 +126,6 @@ class OutlierUnderflow(Rule):
         if spread is not None:
             return spread >= self.min_spread_log2
         return bool(row["rms"]) and row["amax"] / row["rms"] >= self.min_crest
-
-
-def spread_log2(row: dict[str, Any]) -> float | None:
-    """Return log2(amax / median magnitude) from the exponent histogram; None without one."""
-    histogram, amax = row["log2_hist"], row["amax"]
-    half = sum(histogram or ()) / 2
-    if not half or not amax:
-        return None
-    below = 0
-    for place, count in enumerate(histogram):
-        below += count
-        if below >= half:
-            return math.log2(amax) - (FIRST_LOG2 + place + 0.5)
-    return None
 
 
 RULES.add(OutlierUnderflow.code, OutlierUnderflow())

@@ -61,13 +61,21 @@ class UnequalTokens(Rule):
     def _bad(self) -> str:
         return f"{_GRADIENT} AND underflow_nonzero_rate > {self.max_rate} AND num_underflow >= {self.min_elements}"
 
+    @property
+    def _look(self) -> Look:
+        return look(
+            self._bad,
+            ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"],
+            f"{underflows(self.max_rate)} AND {_GRADIENT}",
+        )
+
     def looks(self) -> Iterable[Look]:
         """Return the gradients that underflow."""
-        yield look(self._bad, f"{underflows(self.max_rate)} AND {_GRADIENT}")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the gradients that coarse blocks flush."""
-        for trace in traces(run, self._bad, ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"]):
+        for trace in traces(run, self._look):
             if not trace.lasting(min(self.min_steps, len(trace.sampled))):
                 continue
             row = trace.worst("underflow_nonzero_rate")

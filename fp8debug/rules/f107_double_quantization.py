@@ -74,14 +74,18 @@ class DoubleQuantization(Rule):
             f" AND cast_name NOT LIKE '%pow2%' AND headroom BETWEEN {self.min_headroom} AND {self.max_headroom}"
         )
 
+    @property
+    def _look(self) -> Look:
+        keys = "gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"
+        return look(self._bad, ["sqnr_db"], f"headroom >= {self.min_headroom} AND {keys}")
+
     def looks(self) -> Iterable[Look]:
         """Return the operands whose scale is not of their own amax."""
-        keys = "gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"
-        yield look(self._bad, f"headroom >= {self.min_headroom} AND {keys}")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands of wgrad that were cast twice."""
-        for whole in traces(run, self._bad, ["sqnr_db"]):
+        for whole in traces(run, self._look):
             first = self._first_reads(run, whole.module, whole.tensor, whole.cast_name.partition(" ")[0])
             trace = whole.where(lambda row, first=first: first.get(row["step"], 0.0) - row["sqnr_db"] > self.min_gap_db)  # type: ignore[misc]  # bound now
             if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):

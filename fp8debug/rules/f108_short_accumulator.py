@@ -62,9 +62,14 @@ class ShortAccumulator(Rule):
     def _bad(self) -> str:
         return f"isfinite(sqnr_db) AND sqnr_db < {self.warn_sqnr_db}"
 
+    @property
+    def _look(self) -> Look:
+        keys = "actual AND reference = 'exact'"
+        return look(self._bad, ["sqnr_db", "gain"], below_db(self.warn_sqnr_db), rows=_RESULTS, keys=keys)
+
     def looks(self) -> Iterable[Look]:
         """Return the results far from the exact product."""
-        yield look(self._bad, below_db(self.warn_sqnr_db), rows=_RESULTS, keys="actual AND reference = 'exact'")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
@@ -73,7 +78,7 @@ class ShortAccumulator(Rule):
             for m in run.modules
             for gemm, key in (("fprop", "in_features"), ("dgrad", "out_features"))
         }
-        for trace in traces(run, self._bad, ["sqnr_db", "gain"], rows=_RESULTS):
+        for trace in traces(run, self._look):
             if trace.lasting(self.min_steps):
                 yield self._found(trace, contracts.get((trace.module, trace.gemm)))
 

@@ -71,16 +71,20 @@ class Fp8NotOn(Rule):
             f" AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}"
         )
 
+    @property
+    def _look(self) -> Look:
+        columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"]
+        return look(self._bad, columns, f"sum_err2 < {10 ** (-self.min_sqnr_db / 10) * (1 + 1e-9):.16e} * sum_x2")
+
     def looks(self) -> Iterable[Look]:
         """Return the operands that are too good."""
-        ratio = 10 ** (-self.min_sqnr_db / 10)
-        yield look(self._bad, f"sum_err2 < {ratio * (1 + 1e-9):.16e} * sum_x2")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that were never cast."""
         found = [
             trace
-            for whole in traces(run, self._bad, ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"])
+            for whole in traces(run, self._look)
             if (trace := whole.where(self._is_proof)) and trace.lasting(min(2, len(trace.sampled)))
         ]
         too_good = {(trace.module, trace.gemm, trace.tensor) for trace in found}

@@ -70,7 +70,7 @@ class StaleWeight(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
         yield look_for_weights(self._limits())
-        yield look(self._reread_bad, f"{below_db(self.max_own_scale_sqnr_db, *_REREAD)} AND tensor = 'weight'")
+        yield self._second_look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
@@ -98,16 +98,18 @@ class StaleWeight(Rule):
         )
 
     @property
-    def _reread_bad(self) -> str:
-        return (
+    def _second_look(self) -> Look:
+        bad = (
             f"tensor = 'weight' AND reread_sqnr_db < {self.max_own_scale_sqnr_db}"
             f" AND sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}"
         )
+        hint = f"{below_db(self.max_own_scale_sqnr_db, *_REREAD)} AND tensor = 'weight'"
+        return look(bad, ["sqnr_db", "reread_sqnr_db"], hint)
 
     def _between_microbatches(self, run: Run) -> Iterable[Finding]:
         if not run.has("num_reread"):
             return
-        for trace in traces(run, self._reread_bad, ["sqnr_db", "reread_sqnr_db"]):
+        for trace in traces(run, self._second_look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = min(trace.rows, key=lambda row: float(row["reread_sqnr_db"]))
                 message = (

@@ -67,13 +67,18 @@ class WrongScale(Rule):
             f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}"
         )
 
+    @property
+    def _look(self) -> Look:
+        columns = ["gain", "abs(gain - 1) AS gain_error", "cosine"]
+        return look(self._bad, columns, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
+
     def looks(self) -> Iterable[Look]:
         """Return the operands whose gain is off."""
-        yield look(self._bad, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
-        for whole in traces(run, self._bad, ["gain", "abs(gain - 1) AS gain_error", "cosine"]):
+        for whole in traces(run, self._look):
             limit = self._limit(whole)
             trace = whole.where(above("gain_error", limit))
             if trace is not None:

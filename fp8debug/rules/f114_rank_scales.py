@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, RUNNING, Trace, sampled_steps
-from fp8debug.rules.screening import in_batches
+from fp8debug.rules.screening import has_cast, in_batches
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -67,35 +68,51 @@ class RankScalesDiffer(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites whose ranks disagree."""
-        found = self._sites(run)
-        bad = [row for row in found if row["is_one"] and row["ratio"] > self.max_ratio]
-        delayed = [row for row in found if row["is_delayed"] and not row["is_one"]]
-        for tensor in sorted({row["tensor"] for row in delayed}):
-            of_tensor = [row for row in delayed if row["tensor"] == tensor]
-            apart = [row for row in of_tensor if row["ratio"] > 1]
-            sites = {(row["module"], row["gemm"]) for row in of_tensor}
-            if len(sites) > self.min_sites and len(apart) <= (1 - self.min_agreeing) * len(of_tensor):
-                bad += [row for row in apart if row["ratio"] > self.max_ratio]
+        sites = self._sites(run)
+        bad = in_batches(run, f"SELECT * FROM ({sites}) AS sites WHERE is_one AND ratio > {self.max_ratio}")
+        for tensor in self._left_out(run, sites):
+            apart = f"is_delayed AND NOT is_one AND tensor = ? AND ratio > {self.max_ratio}"
+            bad += in_batches(run, f"SELECT * FROM ({sites}) AS sites WHERE {apart}", [tensor])
         sampled = tuple(sampled_steps(run)) if bad else ()
         by_site: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for row in sorted(bad, key=lambda row: int(row["step"])):
+        for row in sorted(bad, key=lambda row: (row["step"], row["call_index"] or 0, *map(str, row.values()))):
             by_site.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
         for (module, gemm, tensor, cast_name), rows in by_site.items():
             trace = Trace(module=module, gemm=gemm, tensor=tensor, cast_name=cast_name, rows=tuple(rows), sampled=sampled)
             if trace.lasting(min(self.min_steps, len(sampled))):
                 yield self._finding(run, trace)
 
-    def _sites(self, run: Run) -> list[dict[str, Any]]:
-        lowest, highest = "min(coalesce(scale_inv_min, scale_inv_max))", "max(coalesce(scale_inv_min, scale_inv_max))"
+    def _left_out(self, run: Run, sites: str) -> list[str]:
+        """Return the tensors whose scales a group reduces at nearly all sites, of those under delayed tensor scaling."""
+        if not has_cast(run, IS_DELAYED):
+            return []
         query = (
+            "SELECT tensor, module, gemm, count(*) AS num, count(*) FILTER (WHERE ratio > 1) AS num_apart"
+            f" FROM ({sites}) AS sites WHERE is_delayed AND NOT is_one GROUP BY tensor, module, gemm"
+        )
+        places: dict[str, set[tuple[str, str]]] = {}
+        num, num_apart = Counter[str](), Counter[str]()
+        for row in in_batches(run, query):
+            places.setdefault(row["tensor"], set()).add((row["module"], row["gemm"]))
+            num[row["tensor"]] += row["num"]
+            num_apart[row["tensor"]] += row["num_apart"]
+        return [
+            tensor
+            for tensor in sorted(places)
+            if len(places[tensor]) > self.min_sites and num_apart[tensor] <= (1 - self.min_agreeing) * num[tensor]
+        ]
+
+    def _sites(self, run: Run) -> str:
+        """Return the text of the query for what ranks share and what they do not, of all sites of more than one rank."""
+        lowest, highest = "min(coalesce(scale_inv_min, scale_inv_max))", "max(coalesce(scale_inv_min, scale_inv_max))"
+        return (
             f"SELECT {_SITE}, min(call_index) AS call_index, {IS_DELAYED} AND cast_name LIKE '% tensorwise %' AS is_delayed,"
-            " max(amax) = min(amax) AND max(numel) = min(numel)"
-            f" AND max(sum_x2) - min(sum_x2) <= {self.same_tensor} * max(sum_x2) AS is_one,"
+            " coalesce(max(amax) = min(amax) AND max(numel) = min(numel)"
+            f" AND max(sum_x2) - min(sum_x2) <= {self.same_tensor} * max(sum_x2), FALSE) AS is_one,"
             f" greatest(max(scale_inv_max) / min(scale_inv_max), {highest} / {lowest}) AS ratio"
             f" FROM raw WHERE {{steps}} AND {RUNNING} AND scale_inv_max > 0 GROUP BY {_SITE}"
-            " HAVING count(*) > 1 ORDER BY step, call_index"
+            " HAVING count(*) > 1"
         )
-        return in_batches(run, query)
 
     def _finding(self, run: Run, trace: Trace) -> Finding:
         worst = trace.worst("ratio")

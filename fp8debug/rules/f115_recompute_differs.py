@@ -66,16 +66,21 @@ class RecomputeDiffers(Rule):
             f" AND abs(reread_scale_log2) > {self.min_shift_log2}"
         )
 
-    def looks(self) -> Iterable[Look]:
-        """Return the inputs with another scale at the second read; one rank reads no more blocks again than it has."""
+    @property
+    def _look(self) -> Look:
         shift = exceeds(
             "abs(reread_scale_inv_sum_log2 - scale_inv_sum_log2)", "num_blocks - num_zero_blocks", self.min_shift_log2
         )
-        yield look(self._bad, f"num_reread_blocks > 0 AND {shift} AND gemm = 'wgrad' AND tensor = 'input'")
+        columns = ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"]
+        return look(self._bad, columns, f"num_reread_blocks > 0 AND {shift} AND gemm = 'wgrad' AND tensor = 'input'")
+
+    def looks(self) -> Iterable[Look]:
+        """Return the inputs with another scale at the second read; one rank reads no more blocks again than it has."""
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs that were recomputed under another scale."""
-        found = traces(run, self._bad, ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"])
+        found = traces(run, self._look)
         first_at: dict[int, int] = {}
         for seen in found:
             for row in seen.rows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, traces
 from fp8debug.rules.looks import Look, exceeds, look, underflows
-from fp8debug.rules.screening import source
+from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -69,25 +69,26 @@ class PoisonedRows(Rule):
     min_rows: int = 8
 
     @property
-    def _bad(self) -> str:
-        return f"{_SHARED} AND underflow_nonzero_rate > {self.max_rate}"
+    def _look(self) -> Look:
+        bad = f"{_SHARED} AND underflow_nonzero_rate > {self.max_rate}"
+        return look(bad, ["underflow_nonzero_rate"], f"{underflows(self.max_rate)} AND {_SHARED}")
 
     @property
-    def _lost(self) -> str:
-        return (
-            f"{_OUTPUT} AND bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows}"
-            f" AND sqnr_db >= {self.min_sqnr_db}"
-        )
+    def _look_at_outputs(self) -> Look:
+        bad = f"bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}"
+        hint = exceeds("num_bad_rows", "num_rows", self.min_bad_rows)
+        return look(bad, ["bad_row_rate", "sqnr_db"], hint, rows=_OUTPUT, keys=_OUTPUT)
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow, and the outputs that lose rows."""
-        yield look(self._bad, f"{underflows(self.max_rate)} AND {_SHARED}")
-        yield Look(self._lost, exceeds("num_bad_rows", "num_rows", self.min_bad_rows), _OUTPUT)
+        yield self._look
+        yield self._look_at_outputs
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs whose rows are lost beside others."""
-        rows = self._rows(run)
-        for whole in traces(run, self._bad, ["underflow_nonzero_rate"]):
+        lost = bad_rows(run, self._look_at_outputs)
+        rows = {(row["module"], row["step"]): row for row in lost}
+        for whole in traces(run, self._look):
             outputs = {step: row for (module, step), row in rows.items() if module == whole.module}
             trace = whole.where(lambda row, outputs=outputs: row["step"] in outputs)  # type: ignore[misc]  # bound now
             if trace is None:
@@ -100,10 +101,6 @@ class PoisonedRows(Rule):
                 f" {percent(row['underflow_nonzero_rate'])} of the nonzero fprop input underflows"
             )
             yield trace.finding(self, Severity.ERROR, message, value=output["bad_row_rate"], threshold=self.min_bad_rows)
-
-    def _rows(self, run: Run) -> dict[tuple[str, int], dict[str, Any]]:
-        query = f"SELECT module, step, bad_row_rate, sqnr_db FROM {source(run, self._lost)} WHERE {self._lost}"
-        return {(row["module"], row["step"]): row for row in run.sql(query).to_pylist()}
 
 
 RULES.add(PoisonedRows.code, PoisonedRows())

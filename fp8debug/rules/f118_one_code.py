@@ -67,13 +67,18 @@ class RoundsToOneCode(Rule):
             f" AND cosine >= {self.min_cosine} AND gain BETWEEN {self.min_gain} AND {self.max_gain}"
         )
 
+    @property
+    def _look(self) -> Look:
+        columns = ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]
+        return look(self._bad, columns, exceeds("num_saturated", "numel", self.min_overflow_rate))
+
     def looks(self) -> Iterable[Look]:
         """Return the operands that clip."""
-        yield look(self._bad, exceeds("num_saturated", "numel", self.min_overflow_rate))
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that shrink as a whole."""
-        for trace in traces(run, self._bad, ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]):
+        for trace in traces(run, self._look):
             row = trace.worst("loss")
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips to one code at step {row['step']}:"

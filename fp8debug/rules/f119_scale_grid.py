@@ -63,13 +63,19 @@ class ScaleGrid(Rule):
             f" AND NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)"
         )
 
+    @property
+    def _look(self) -> Look:
+        return look(
+            self._bad, ["sqnr_db", "headroom", "cosine"], f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'"
+        )
+
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""
-        yield look(self._bad, f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'")
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands under foreign scales."""
-        for trace in traces(run, self._bad, ["sqnr_db", "headroom", "cosine"]):
+        for trace in traces(run, self._look):
             row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
             message = (
                 f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and values"

@@ -14,7 +14,8 @@ from fp8debug.rules.looks import Look, below_db, look
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-_DECLARED = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
+_IS_E5M2 = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
+_DECLARED = look(_IS_E5M2, ["sqnr_db"], _IS_E5M2)
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,19 @@ class WrongFormat(Rule):
             " AND coalesce(subnormal_rate, 0) < 0.2"
         )
 
+    @property
+    def _look(self) -> Look:
+        return look(self._bad, ["sqnr_db"], f"{below_db(self.max_sqnr_db)} AND cast_name LIKE 'e4m3fn %'")
+
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise."""
-        yield look(_DECLARED, _DECLARED)
-        yield look(self._bad, f"{below_db(self.max_sqnr_db)} AND cast_name LIKE 'e4m3fn %'")
+        yield _DECLARED
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands in E5M2."""
         yield from self._declared(run)
-        for trace in traces(run, self._bad, ["sqnr_db"]):
+        for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
                 yield replace(finding, cure="check the kernel and the cached weight; else BF16 for this GEMM")
@@ -88,7 +93,7 @@ class WrongFormat(Rule):
         return any(part.tensor != "weight" or part.module not in stale for part in finding.sites)
 
     def _declared(self, run: Run) -> Iterable[Finding]:
-        found = traces(run, _DECLARED, ["sqnr_db"])
+        found = traces(run, _DECLARED)
         if not found:
             return
         query = f"SELECT DISTINCT gemm, tensor, module FROM sites WHERE {RUNNING} AND cast_name LIKE 'e4m3fn %'"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, traces
-from fp8debug.rules.looks import Look
-from fp8debug.rules.screening import in_batches
+from fp8debug.rules.looks import Look, look
+from fp8debug.rules.screening import in_batches, source_of_ranks
 from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
@@ -87,15 +87,20 @@ class WeightCopyDiffers(Rule):
             yield from self._between_ranks(run)
 
     def _between_ranks(self, run: Run) -> Iterable[Finding]:
+        # The rank with the largest error shows what off_weights looks for, so that all ranks of its row were kept.
+        table = source_of_ranks(run, look_for_weights(self._limits()))
+        if table is None:
+            return
         query = (
-            "SELECT step, module, gemm, max(sum_err2) AS worst, min(sum_err2) AS best FROM raw"
+            f"SELECT step, module, gemm, max(sum_err2) AS worst, min(sum_err2) AS best FROM {table}"
             f" WHERE {{steps}} AND {RUNNING} AND tensor = 'weight' AND replicated GROUP BY step, module, gemm, cast_name"
             " HAVING count(*) > 1 AND max(sum_x2) <= min(sum_x2) * (1 + 1e-6)"
             f" AND max(sum_err2) > {self.max_rank_ratio} * min(sum_err2)"
             f" AND max(sum_err2) > {10 ** (-self.max_sqnr_db / 10)} * max(sum_x2)"
         )
         apart = {(row["module"], row["gemm"], row["step"]): row for row in in_batches(run, query)}
-        for whole in traces(run, "tensor = 'weight' AND replicated", []) if apart else ():
+        within = [(module, step) for module, _, step in apart]
+        for whole in traces(run, look("tensor = 'weight' AND replicated", []), within) if apart else ():
             trace = whole.where(lambda row, at=whole: (at.module, at.gemm, row["step"]) in apart)  # type: ignore[misc]  # bound now
             if trace is not None:
                 step = trace.rows[0]["step"]

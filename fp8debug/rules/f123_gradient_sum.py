@@ -69,15 +69,19 @@ class Bf16GradientSum(Rule):
             f" AND grad_first_nmse < {self.max_first_nmse} AND num_grad_bf16 >= {self.min_bf16_rate} * num_grad"
         )
 
+    @property
+    def _look(self) -> Look:
+        hint = below_db(self.warn_sqnr_db, "grad_sum_err2", "grad_sum_x2")
+        rows = f"{_GRADIENT} AND num_nan + num_inf = 0"
+        return look(self._bad, ["grad_sum_sqnr_db", "grad_sum_gain"], hint, rows=rows, keys=_GRADIENT)
+
     def looks(self) -> Iterable[Look]:
         """Return the gradients far from their FP32 sum."""
-        hint = below_db(self.warn_sqnr_db, "grad_sum_err2", "grad_sum_x2")
-        yield look(self._bad, hint, rows=f"{_GRADIENT} AND num_nan + num_inf = 0", keys=_GRADIENT)
+        yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the gradients whose sum is short of its parts."""
-        rows = f"{_GRADIENT} AND num_nan + num_inf = 0"
-        for trace in traces(run, self._bad, ["grad_sum_sqnr_db", "grad_sum_gain"], rows=rows):
+        for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = min(trace.rows, key=lambda row: float(row["grad_sum_sqnr_db"]))
                 sqnr = float(row["grad_sum_sqnr_db"])

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import RUNNING, times
-from fp8debug.rules.groups import Group, fprop_inputs, is_routed, numbered
+from fp8debug.rules.groups import Group, fprop_inputs, is_routed, numbered, reads
 from fp8debug.rules.screening import batches
-from fp8debug.rules.spreads import spreads_log2
+from fp8debug.rules.spreads import bound_log2, spreads_log2
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -85,26 +82,25 @@ class OutliersWithDepth(Rule):
         return found
 
     def _may_be_wide(self, run: Run) -> bool:
-        """Tell whether any level may reach the limit: the median of all ranks is no smaller than the least of theirs.
+        """Tell whether any level may reach the limit.
 
-        A module with a spread at every step of the later half has its level from there; where one lacks a step, all are read.
+        A level is the median of the later half of a module's steps, so that it is below the limit where more than half of those
+        are: the last quarter tells. Where a module lacks one of these steps, or has two rows at a step, all are read.
         """
-        keys = "actual AND cast_name <> 'bf16' AND reference = 'operand' AND gemm = 'fprop' AND tensor = 'input'"
-        running = set(run.sql(f"SELECT DISTINCT module FROM raw WHERE {keys}")["module"].to_pylist())
-        running &= {fqn for group in numbered(run, self.min_layers) for fqn in group.members.values()}
-        half = len(run.sampled_steps) // 2
+        members = {fqn for group in numbered(run, self.min_layers) for fqn in group.members.values()}
+        running = {fqn: row for fqn, row in reads(run).items() if fqn in members}
+        if any(row["first_cast"] != row["last_cast"] for row in running.values()):
+            return True
+        num_steps = len(run.sampled_steps)
+        num_last = max(1, num_steps // 2) // 2 + 1
         query = f"SELECT step, module, amax, log2_hist FROM raw WHERE {{steps}} AND {_INPUTS}"
         seen: Counter[str] = Counter()
-        for table in batches(run, query, half) if running else ():
-            known = table.select(["step", "module", "amax"]).append_column("spread", pa.array(spreads_log2(table), pa.float64()))
-            highest = known.group_by(["step", "module"]).aggregate([("amax", "max")])
-            joined = known.filter(pc.is_valid(known["spread"])).join(highest, ["step", "module"])
-            least = pc.subtract(pc.log2(joined["amax"].cast(pa.float64())), joined["spread"])
-            bound = pc.max(pc.subtract(pc.log2(joined["amax_max"].cast(pa.float64())), least)).as_py()
-            if bound is not None and not bound < self.min_spread_log2 - 1e-6:
+        for table in batches(run, query, first=max(0, num_steps - num_last)) if running else ():
+            bound, steps = bound_log2(table)
+            if not bound < self.min_spread_log2 - 1e-6:
                 return True
-            seen.update(joined.group_by(["step", "module"]).aggregate([])["module"].to_pylist())
-        return any(seen[fqn] < len(run.sampled_steps) - half for fqn in running)
+            seen += steps
+        return any(seen[fqn] < min(num_last, num_steps) for fqn in running)
 
     def _judged(self, run: Run, group: Group, known: Sequence[tuple[str, list[dict[str, Any]]]]) -> Iterable[Finding]:
         levels = [median(row["spread"] for row in rows[-max(1, len(rows) // 2) :]) for _, rows in known]

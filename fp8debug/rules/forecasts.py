@@ -16,6 +16,8 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, Trace, percent, sampled_steps, times, traces
 from fp8debug.rules.gating import product_words
+from fp8debug.rules.looks import look
+from fp8debug.rules.screening import has_cast
 from fp8debug.rules.trends import MAX_POINTS, Forecast, Trend, rising
 
 if TYPE_CHECKING:
@@ -31,9 +33,9 @@ def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterat
     A static scale stands still while its tensor grows. A delayed one follows, and lies behind by what the tensor grows
     within a step: it has a trend only while its headroom stays above 1.
     """
-    if horizon <= 0 or not _has_cast(run, IS_DELAYED):
+    if horizon <= 0 or not has_cast(run, IS_DELAYED):
         return
-    for trace in traces(run, f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}", ["headroom"]):
+    for trace in traces(run, look(f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}", ["headroom"])):
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
         steps, values = [row["step"] for row in rows], [math.log2(row["headroom"]) for row in rows]
         is_static = trace.cast is not None and trace.cast.scaling == "static"
@@ -57,11 +59,11 @@ def underflow_ahead(
     The distance is the number of binades from the smallest value that survives to the quantile ``rate`` of the nonzero
     elements. It must shrink while the amax moves away from the median, to ``spread_log2`` binades by then.
     """
-    if horizon <= 0 or not run.has("log2_hist") or not _has_cast(run, "cast_name LIKE '% tensorwise %'"):
+    if horizon <= 0 or not run.has("log2_hist") or not has_cast(run, "cast_name LIKE '% tensorwise %'"):
         return
     where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
     where += f" AND {_recent(run)}"
-    for trace in traces(run, where, ["amax", "scale_inv_max", "log2_hist"]):
+    for trace in traces(run, look(where, ["amax", "scale_inv_max", "log2_hist"])):
         cast = trace.cast
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP and row["amax"] and row["scale_inv_max"]]
         if cast is None or not rows:
@@ -95,11 +97,6 @@ def quantile_log2(histogram: Sequence[int], share: float) -> float:
 def _recent(run: Run) -> str:
     """Return the condition of the sampled steps that a trend looks at."""
     return f"step >= {min(sampled_steps(run)[-MAX_POINTS:], default=0)}"
-
-
-def _has_cast(run: Run, which: str) -> bool:
-    """Tell whether a cast of that kind was recorded."""
-    return bool(run.sql(f"SELECT 1 AS one FROM raw WHERE {which} LIMIT 1").num_rows)
 
 
 def _ahead(trend: Trend | None, limit: float, horizon: float) -> Forecast | None:

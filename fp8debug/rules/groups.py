@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.rules.looks import RUNNING
+from fp8debug.rules.looks import KEYS, RUNNING
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 #: step -> module -> its fprop input: call_index, rows, sum_x2.
 Inputs = dict[int, Mapping[str, Mapping[str, Any]]]
+_KEYS = f"{KEYS} AND gemm = 'fprop' AND tensor = 'input'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,29 @@ def fprop_inputs(run: Run) -> Inputs:
     return run.memo("fprop_inputs", lambda: _fprop_inputs(run))
 
 
+def reads(run: Run) -> dict[str, dict[str, Any]]:
+    """Return by module what the rows of all ranks say of its fprop input in FP8: extent of numel, counts, names of casts."""
+    query = (
+        "SELECT module, count(*) AS num, count(numel) AS num_known, min(numel) AS least, max(numel) AS most,"
+        " count(*) FILTER (WHERE coalesce(num_nan, 0) + coalesce(num_inf, 0) > 0) AS num_sick,"
+        " count(*) FILTER (WHERE replicated) AS num_copies, min(cast_name) AS first_cast, max(cast_name) AS last_cast FROM raw"
+        f" WHERE {_KEYS} GROUP BY module"
+    )
+    return run.memo("reads", lambda: {row["module"]: row for row in run.sql(query).to_pylist()})
+
+
+def _always(run: Run, module: Mapping[str, Any]) -> int | None:
+    """Return how many elements a module reads at every step on all ranks together, if it is always as many."""
+    is_plain = not module["num_sick"] and not module["num_copies"] and module["first_cast"] == module["last_cast"]
+    is_whole = module["num"] == module["num_known"] == len(run.sampled_steps) * len(run.ranks)
+    return module["least"] * len(run.ranks) if is_plain and is_whole and module["least"] == module["most"] else None
+
+
 def _fprop_inputs(run: Run) -> Inputs:
     widths = {module["fqn"]: module["in_features"] for module in linears(run)}
+    always = {fqn: _always(run, row) for fqn, row in reads(run).items() if widths.get(fqn)}
+    if None not in always.values() and not _telling(run, {fqn: {(num or 0) // widths[fqn]} for fqn, num in always.items()}):
+        return {step: {} for step in run.sampled_steps} if always else {}
     alive = RUNNING.replace("numel > 0", "numel >= 0")  # an expert without tokens has a row of zeros
     query = (
         "SELECT step, module, min(call_index) AS call_index, max(numel) AS numel, max(sum_x2) AS sum_x2 FROM sites"

@@ -8,6 +8,7 @@ meet the first and another rank the second; conditions on the keys all ranks mee
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Operands of casts that ran in FP8, given a finite tensor.
@@ -15,7 +16,7 @@ RUNNING = (
     "actual AND reference = 'operand' AND cast_name <> 'bf16' AND numel > 0 AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
 )
 #: What their keys say, for the hint of a ``Look``.
-_KEYS = "actual AND reference = 'operand' AND cast_name <> 'bf16'"
+KEYS = "actual AND reference = 'operand' AND cast_name <> 'bf16'"
 #: The format's name is the first word of a cast's name, the scaling its third.
 IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
 
@@ -28,18 +29,20 @@ class Look:
         rows: SQL predicate over the columns of ``sites``.
         hint: SQL predicate over slots that holds for the row of one rank at least among those joined into such a row: one
             inequality that is linear in sums or bounds one maximum, and conditions on the keys. The inequality comes first: it is
-            cheap and leaves few rows.
+            cheap and leaves few rows. Empty for rows that are not looked for beforehand.
         keys: further conditions on the keys, shared by many looks.
+        columns: what the rule reads of these rows, columns or ``expression AS name``; the keys and ``ranks`` are there anyway.
     """
 
     rows: str
     hint: str
     keys: str
+    columns: tuple[str, ...] = ()
 
 
-def look(bad: str, hint: str, rows: str = RUNNING, keys: str = _KEYS) -> Look:
-    """Return what ``traces(run, bad, ..., rows)`` asks for."""
-    return Look(f"{rows} AND ({bad})", hint, keys)
+def look(bad: str, columns: Iterable[str], hint: str = "", *, rows: str = RUNNING, keys: str = KEYS) -> Look:
+    """Return the look of a rule that asks for the bad ones among some rows, by default those of running casts."""
+    return Look(f"{rows} AND ({bad})", hint, keys, tuple(columns))
 
 
 def exceeds(part: str, whole: str, limit: float) -> str:

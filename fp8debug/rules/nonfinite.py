@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.looks import Look
-from fp8debug.rules.screening import source
+from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -24,6 +24,7 @@ SICK = Look(
     "actual AND num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
     "num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
     "actual",
+    ("reference", "numel", "num_tensors", "num_nan", "num_inf", "coalesce(num_actual_nonfinite, 0) AS num_made"),
 )
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1
@@ -92,11 +93,7 @@ def _first_unsampled(run: Run) -> Origin | None:
 def _first_sampled(run: Run) -> Origin | None:
     if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
         return None
-    query = (
-        "SELECT step, module, gemm, tensor, reference, cast_name, call_index, ranks, numel, num_tensors, num_nan, num_inf,"
-        f" coalesce(num_actual_nonfinite, 0) AS num_made FROM {source(run, SICK.rows)} WHERE {SICK.rows}"
-    )
-    rows = sorted(run.sql(query).to_pylist(), key=lambda row: (row["step"], *_place(row)))
+    rows = sorted(bad_rows(run, SICK), key=lambda row: (row["step"], *_place(row)))
     sick_steps = {r["step"] for r in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}
     for step, group in groupby(rows, key=lambda row: row["step"]):
         row, *others = group

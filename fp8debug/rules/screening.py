@@ -7,11 +7,15 @@ and only these are joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from fp8debug.metrics import derived_columns
+from fp8debug.metrics.expression import names
 from fp8debug.rules.looks import Look
 from fp8debug.store.schema import SITE_KEYS
 from fp8debug.types import OPERAND_SITES, RESULTS
@@ -28,61 +32,111 @@ BATCH = 5_000_000
 _SITES = [*((str(gemm), str(tensor)) for gemm, tensor in OPERAND_SITES), *((str(g), str(t)) for g, t in RESULTS.items())]
 
 
+@dataclass
+class _Screened:
+    """What was looked for, by predicate, and which of it there may be: the others have no rows."""
+
+    looks: dict[str, Look] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)
+
+
 def is_kept_whole(run: Run) -> bool:
     """Keep the statistics of a small run in memory; tell whether it is one."""
     if not run.keeps_whole or run.num_rows > SMALL:
         return False
     if not run.memo("kept whole", list[bool]):
-        run.hold({view: f"SELECT * FROM {view}" for view in ("raw", "stats", "sites")})
+        run.hold({view: f"SELECT * FROM {view}" for view in ("raw", "sites")})
         run.memo("kept whole", list[bool]).append(True)
     return True
 
 
 def screen(run: Run, looks: Iterable[Look]) -> None:
-    """Keep the rows that the looks ask for; ``source`` then says where to read them."""
+    """Look for the rows that the looks ask for, and keep those of a large run; ``source`` then says where to read them."""
+    screened = run.memo("screened", _Screened)
+    asked = {look.rows: look for look in looks}
+    if asked.keys() <= screened.looks.keys():
+        return
+    screened.looks |= asked
+    known = list(screened.looks.values())
     if is_kept_whole(run):
-        return
-    known = run.memo("screened", dict[str, Look])
-    found = {look.rows: look for look in looks}
-    if found.keys() <= known.keys():
-        return
-    known |= found
-    keys, slots = ", ".join(SITE_KEYS), [name for name in run.slots if name != "log2_hist"]
+        counts = ", ".join(f"count(*) FILTER (WHERE {look.rows}) AS n{place}" for place, look in enumerate(known))
+        found = list(run.sql(f"SELECT {counts} FROM sites").to_pylist()[0].values())
+    else:
+        found = _suspects(run, known)
+    screened.found = {look.rows for look, num in zip(known, found, strict=True) if num}
+    if screened.found and not is_kept_whole(run):
+        slots = _slots(run, [look for look in known if look.rows in screened.found])
+        keys = ", ".join(SITE_KEYS)
+        run.hold({"suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})"})
+        run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {_any(screened.found)}"})
+
+
+def _suspects(run: Run, looks: Sequence[Look]) -> list[int]:
+    """Keep the sites and steps at which a rank shows what a look hints at; return for each look whether there are any."""
     by_keys: dict[str, list[str]] = {}
-    for look in known.values():
+    for look in looks:
         by_keys.setdefault(look.keys, []).append(look.hint)
     hints = " OR ".join(f"({shared}) AND ({_any(texts)})" for shared, texts in by_keys.items())
-    run.hold(
-        {
-            "suspects": f"SELECT DISTINCT {keys} FROM raw WHERE {hints}",
-            "suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})",
-        }
-    )
-    run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {_any(known)}"})
+    bits = [f"CASE WHEN {look.keys} AND ({look.hint}) THEN {2**n} ELSE 0 END" for n, look in enumerate(looks)]
+    keys = ", ".join(SITE_KEYS)
+    run.hold({"suspects": f"SELECT DISTINCT {keys}, CAST(0 AS BIGINT) + {' + '.join(bits)} AS shown FROM raw WHERE {hints}"})
+    shown = run.sql("SELECT DISTINCT shown FROM suspects")["shown"].to_pylist()
+    return [sum(number >> n & 1 for number in shown) for n in range(len(looks))]
+
+
+def _slots(run: Run, looks: Sequence[Look]) -> list[str]:
+    """Return the columns of ``raw`` that some looks and their rules read; histograms are read where they lie."""
+    words = set(re.findall(r"[a-z]\w*", " ".join(text for look in looks for text in (look.rows, *look.columns))))
+    words |= {name for word in words & derived_columns().keys() for name in names(derived_columns()[word].expression)}
+    words |= {*SITE_KEYS, "rank", "call_index", "replicated", "shard"}
+    return [name for name in run.slots if name in words - {"log2_hist"}]
 
 
 def _any(predicates: Iterable[str]) -> str:
     return "\n OR ".join(f"({text})" for text in dict.fromkeys(predicates))
 
 
-def source(run: Run, rows: str) -> str:
-    """Return the table that has all rows of ``sites`` for which a predicate holds."""
-    return "flagged" if rows in run.memo("screened", dict[str, Look]) else "sites"
+def may_have(run: Run, look: Look) -> bool:
+    """Tell whether there may be rows that a look asks for."""
+    screened = run.memo("screened", _Screened)
+    return look.rows not in screened.looks or look.rows in screened.found
 
 
-def bad_rows(run: Run, where: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return rows in order of steps, execution and the computation of a module's GEMMs."""
-    table, few = source(run, where), ""
+def source(run: Run, look: Look) -> str:
+    """Return the table that has all rows of ``sites`` that a look asks for, if there are any."""
+    return "flagged" if look.rows in run.memo("screened", _Screened).looks and not is_kept_whole(run) else "sites"
+
+
+def source_of_ranks(run: Run, look: Look) -> str | None:
+    """Return the table of the rows of every rank where one shows what a look hints at; None where none does."""
+    if source(run, look) == "sites":
+        return "raw"
+    return "suspected" if may_have(run, look) else None
+
+
+def bad_rows(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> list[dict[str, Any]]:
+    """Return the rows that a look asks for in order of steps, execution and the computation of a module's GEMMs.
+
+    Args:
+        run: where to look.
+        look: for which rows.
+        within: modules and steps to which they belong, where they are known.
+    """
+    if not may_have(run, look):
+        return []
+    table, few = source(run, look), ""
     params: list[object] = []
-    if table == "flagged" and "log2_hist" in columns:  # which is not kept there
-        extent = f"SELECT module, min(step) AS first, max(step) AS last FROM flagged WHERE {where} GROUP BY module"
-        modules = run.sql(extent).to_pylist()
-        if not modules:
+    if table == "flagged" and "log2_hist" in look.columns:  # which is not kept there
+        pairs = run.sql(f"SELECT DISTINCT module, step FROM flagged WHERE {look.rows}").to_pylist()
+        within = [(row["module"], row["step"]) for row in pairs]
+        if not within:
             return []
-        first, last = min(row["first"] for row in modules), max(row["last"] for row in modules)
-        table, params = "sites", [row["module"] for row in modules]
+    if within:
+        table, params = "sites", list(dict.fromkeys(module for module, _ in within))
+        first, last = min(step for _, step in within), max(step for _, step in within)
         few = f"step >= {first} AND step <= {last} AND module IN ({', '.join('?' * len(params))}) AND "
-    rows: list[dict[str, Any]] = run.sql(f"SELECT {', '.join(columns)} FROM {table} WHERE {few}{where}", params).to_pylist()
+    columns = ", ".join(("step", "module", "gemm", "tensor", "cast_name", "call_index", "ranks", *look.columns))
+    rows: list[dict[str, Any]] = run.sql(f"SELECT {columns} FROM {table} WHERE {few}{look.rows}", params).to_pylist()
     return sorted(rows, key=_place)
 
 
@@ -92,21 +146,28 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["step"], row["call_index"] is None, row["call_index"] or 0, str(row["module"]), place, str(row["cast_name"])
 
 
-def batches(run: Run, query: str, first: int = 0) -> Iterator[pa.Table]:
+def has_cast(run: Run, which: str) -> bool:
+    """Tell whether a cast was recorded for which a predicate holds."""
+    query = f"SELECT 1 AS one FROM raw WHERE {which} LIMIT 1"
+    return bool(run.memo(f"has cast {which}", lambda: run.sql(query).num_rows > 0))
+
+
+def batches(run: Run, query: str, params: Sequence[object] = (), first: int = 0) -> Iterator[pa.Table]:
     """Yield the answers to a query that groups by step, asked for some steps at a time.
 
     Args:
         run: where to look.
         query: its text, with ``{steps}`` for the condition on the steps.
+        params: values for ``?``.
         first: place of the first sampled step to ask for.
     """
     steps = run.sampled_steps
     size = max(1, len(steps) * BATCH // max(1, run.num_rows))
     for start in range(first, len(steps), size):
         batch = steps[start : start + size]
-        yield run.sql(query.replace("{steps}", f"step >= {batch[0]} AND step <= {batch[-1]}"))
+        yield run.sql(query.replace("{steps}", f"step >= {batch[0]} AND step <= {batch[-1]}"), params)
 
 
-def in_batches(run: Run, query: str) -> list[dict[str, Any]]:
+def in_batches(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
     """Return the rows of ``batches`` together."""
-    return [row for table in batches(run, query) for row in table.to_pylist()]
+    return [row for table in batches(run, query, params) for row in table.to_pylist()]

@@ -59,7 +59,10 @@ class OffWeight:
 
 def look_for_weights(limits: Limits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
-    return look(_bad(limits), f"{below_db(max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))} AND tensor = 'weight'")
+    # The last two are for the comparison between ranks.
+    columns = ["sqnr_db", "cosine", "norm_ratio", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
+    hint = f"{below_db(max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))} AND tensor = 'weight'"
+    return look(_bad(limits), columns, hint)
 
 
 def _bad(limits: Limits) -> str:
@@ -79,10 +82,9 @@ def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
     of other blocks F119.
     """
-    columns = ["sqnr_db", "cosine", "norm_ratio", "headroom", "bad_row_rate", "good_row_rate"]
     found = [
         trace
-        for trace in traces(run, _bad(limits), columns)
+        for trace in traces(run, look_for_weights(limits))
         if _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
     ]
     starts = _starts(run, found[0].start) if found else frozenset()
