@@ -1,4 +1,4 @@
-"""The short version of tests/bench/soak.py: a run of many sampled steps is exact in every row, holds on to nothing, harms nothing."""
+"""The short version of tests/bench/soak.py: many sampled steps are exact in every row, harm nothing and leave nothing behind."""
 
 from __future__ import annotations
 
