@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, Trace, above, percent, times, traces
 from fp8debug.rules.forecasts import clipping_ahead
-from fp8debug.rules.looks import Look, exceeds, look
+from fp8debug.rules.looks import Look, exceeds, look, some
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -84,7 +84,10 @@ class StaleScaleSaturation(Rule):
     @property
     def _look(self) -> Look:
         return look(
-            self._bad, ["overflow_rate", "headroom"], f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}"
+            self._bad,
+            ["overflow_rate", "headroom"],
+            f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}",
+            gates=some("num_saturated", self.warn_rate),
         )
 
     def looks(self) -> Iterable[Look]:

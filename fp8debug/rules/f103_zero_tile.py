@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks")
 _IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
-_POISONED = Look(_IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"))
+_POISONED = Look(
+    _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,12 @@ class ZeroTileNan(Rule):
 
     @property
     def _look(self) -> Look:
-        return look(self._bad, _COLUMNS, f"num_actual_nonfinite > {min(0, self.max_nonfinite)}")
+        return look(
+            self._bad,
+            _COLUMNS,
+            f"num_actual_nonfinite > {min(0, self.max_nonfinite)}",
+            gates=[f"num_actual_nonfinite > {min(0, self.max_nonfinite)}"],
+        )
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, percent, traces
-from fp8debug.rules.looks import Look, look
+from fp8debug.rules.looks import Look, look, some
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -78,7 +78,10 @@ class ScaleRoundedDown(Rule):
     @property
     def _look(self) -> Look:
         return look(
-            self._bad, ["overflow_rate", "gain"], f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')"
+            self._bad,
+            ["overflow_rate", "gain"],
+            f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')",
+            gates=some("num_saturated"),
         )
 
     def looks(self) -> Iterable[Look]:

@@ -77,7 +77,9 @@ class DoubleQuantization(Rule):
     @property
     def _look(self) -> Look:
         keys = "gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"
-        return look(self._bad, ["sqnr_db"], f"headroom >= {self.min_headroom} AND {keys}")
+        return look(
+            self._bad, ["sqnr_db"], f"headroom >= {self.min_headroom} AND {keys}", gates=[f"headroom >= {self.min_headroom}"]
+        )
 
     def looks(self) -> Iterable[Look]:
         """Return the operands whose scale is not of their own amax."""

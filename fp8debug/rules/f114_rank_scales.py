@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 _SITE = "step, module, gemm, tensor, cast_name"
+_AMONG = f"raw WHERE {{steps}} AND {RUNNING} AND scale_inv_max > 0"
+_SCALE = "coalesce(scale_inv_min, scale_inv_max)"
+_RATIO = f"greatest(max(scale_inv_max) / min(scale_inv_max), max({_SCALE}) / min({_SCALE}))"
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,17 @@ class RankScalesDiffer(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites whose ranks disagree."""
-        sites = self._sites(run)
-        bad = in_batches(run, f"SELECT * FROM ({sites}) AS sites WHERE is_one AND ratio > {self.max_ratio}")
-        for tensor in self._left_out(run, sites):
+        # What is one tensor's has one amax: few columns tell for most sites that there is nothing to see.
+        alike = f"{_AMONG} GROUP BY {_SITE} HAVING count(*) > 1 AND max(amax) = min(amax) AND {_RATIO} > {self.max_ratio}"
+        found = in_batches(run, f"SELECT DISTINCT module FROM (SELECT module FROM {alike}) AS alike")
+        modules = sorted({row["module"] for row in found})
+        bad = []
+        if modules:
+            sites = self._sites(f" AND module IN ({', '.join('?' * len(modules))})")
+            bad = in_batches(run, f"SELECT * FROM ({sites}) AS compared WHERE is_one AND ratio > {self.max_ratio}", modules)
+        for tensor in self._left_out(run):
             apart = f"is_delayed AND NOT is_one AND tensor = ? AND ratio > {self.max_ratio}"
-            bad += in_batches(run, f"SELECT * FROM ({sites}) AS sites WHERE {apart}", [tensor])
+            bad += in_batches(run, f"SELECT * FROM ({self._sites()}) AS compared WHERE {apart}", [tensor])
         sampled = tuple(sampled_steps(run)) if bad else ()
         by_site: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in sorted(bad, key=lambda row: (row["step"], row["call_index"] or 0, *map(str, row.values()))):
@@ -82,13 +91,13 @@ class RankScalesDiffer(Rule):
             if trace.lasting(min(self.min_steps, len(sampled))):
                 yield self._finding(run, trace)
 
-    def _left_out(self, run: Run, sites: str) -> list[str]:
+    def _left_out(self, run: Run) -> list[str]:
         """Return the tensors whose scales a group reduces at nearly all sites, of those under delayed tensor scaling."""
         if not has_cast(run, IS_DELAYED):
             return []
         query = (
             "SELECT tensor, module, gemm, count(*) AS num, count(*) FILTER (WHERE ratio > 1) AS num_apart"
-            f" FROM ({sites}) AS sites WHERE is_delayed AND NOT is_one GROUP BY tensor, module, gemm"
+            f" FROM ({self._sites()}) AS compared WHERE is_delayed AND NOT is_one GROUP BY tensor, module, gemm"
         )
         places: dict[str, set[tuple[str, str]]] = {}
         num, num_apart = Counter[str](), Counter[str]()
@@ -102,16 +111,13 @@ class RankScalesDiffer(Rule):
             if len(places[tensor]) > self.min_sites and num_apart[tensor] <= (1 - self.min_agreeing) * num[tensor]
         ]
 
-    def _sites(self, run: Run) -> str:
+    def _sites(self, also: str = "") -> str:
         """Return the text of the query for what ranks share and what they do not, of all sites of more than one rank."""
-        lowest, highest = "min(coalesce(scale_inv_min, scale_inv_max))", "max(coalesce(scale_inv_min, scale_inv_max))"
         return (
             f"SELECT {_SITE}, min(call_index) AS call_index, {IS_DELAYED} AND cast_name LIKE '% tensorwise %' AS is_delayed,"
             " coalesce(max(amax) = min(amax) AND max(numel) = min(numel)"
-            f" AND max(sum_x2) - min(sum_x2) <= {self.same_tensor} * max(sum_x2), FALSE) AS is_one,"
-            f" greatest(max(scale_inv_max) / min(scale_inv_max), {highest} / {lowest}) AS ratio"
-            f" FROM raw WHERE {{steps}} AND {RUNNING} AND scale_inv_max > 0 GROUP BY {_SITE}"
-            " HAVING count(*) > 1"
+            f" AND max(sum_x2) - min(sum_x2) <= {self.same_tensor} * max(sum_x2), FALSE) AS is_one, {_RATIO} AS ratio"
+            f" FROM {_AMONG}{also} GROUP BY {_SITE} HAVING count(*) > 1"
         )
 
     def _finding(self, run: Run, trace: Trace) -> Finding:

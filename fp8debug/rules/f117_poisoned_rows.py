@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, traces
-from fp8debug.rules.looks import Look, exceeds, look, underflows
+from fp8debug.rules.looks import Look, exceeds, look, some, underflows
 from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class PoisonedRows(Rule):
     def _look_at_outputs(self) -> Look:
         bad = f"bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}"
         hint = exceeds("num_bad_rows", "num_rows", self.min_bad_rows)
-        return look(bad, ["bad_row_rate", "sqnr_db"], hint, rows=_OUTPUT, keys=_OUTPUT)
+        return look(
+            bad, ["bad_row_rate", "sqnr_db"], hint, rows=_OUTPUT, keys=_OUTPUT, gates=some("num_bad_rows", self.min_bad_rows)
+        )
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow, and the outputs that lose rows."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import IS_DELAYED, percent, traces
-from fp8debug.rules.looks import Look, exceeds, look
+from fp8debug.rules.looks import Look, exceeds, look, some
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -70,7 +70,12 @@ class RoundsToOneCode(Rule):
     @property
     def _look(self) -> Look:
         columns = ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]
-        return look(self._bad, columns, exceeds("num_saturated", "numel", self.min_overflow_rate))
+        return look(
+            self._bad,
+            columns,
+            exceeds("num_saturated", "numel", self.min_overflow_rate),
+            gates=some("num_saturated", self.min_overflow_rate),
+        )
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that clip."""

@@ -66,7 +66,10 @@ class ScaleGrid(Rule):
     @property
     def _look(self) -> Look:
         return look(
-            self._bad, ["sqnr_db", "headroom", "cosine"], f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'"
+            self._bad,
+            ["sqnr_db", "headroom", "cosine"],
+            f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
+            gates=[f"headroom > {self.min_headroom}"],
         )
 
     def looks(self) -> Iterable[Look]:

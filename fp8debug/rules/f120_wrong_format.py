@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 _IS_E5M2 = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
-_DECLARED = look(_IS_E5M2, ["sqnr_db"], _IS_E5M2)
+_DECLARED = look(_IS_E5M2, ["sqnr_db"], _IS_E5M2, gates=["cast_name LIKE 'e5m2 %'"])
 
 
 @dataclass(frozen=True)

@@ -32,23 +32,33 @@ class Look:
             cheap and leaves few rows. Empty for rows that are not looked for beforehand.
         keys: further conditions on the keys, shared by many looks.
         columns: what the rule reads of these rows, columns or ``expression AS name``; the keys and ``ranks`` are there anyway.
+        gates: comparisons of a column with a constant of which the hint implies one, and which no healthy row meets: by them
+            whole row groups are skipped.
     """
 
     rows: str
     hint: str
     keys: str
     columns: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
 
 
-def look(bad: str, columns: Iterable[str], hint: str = "", *, rows: str = RUNNING, keys: str = KEYS) -> Look:
+def look(
+    bad: str, columns: Iterable[str], hint: str = "", *, rows: str = RUNNING, keys: str = KEYS, gates: Iterable[str] = ()
+) -> Look:
     """Return the look of a rule that asks for the bad ones among some rows, by default those of running casts."""
-    return Look(f"{rows} AND ({bad})", hint, keys, tuple(columns))
+    return Look(f"{rows} AND ({bad})", hint, keys, tuple(columns), tuple(gates))
 
 
 def exceeds(part: str, whole: str, limit: float) -> str:
     """Return the hint of ``sum(part) / sum(whole) > limit``; a billionth is left for the rounding of the sums."""
     # With an exponent: DuckDB takes other numbers for decimals, and multiplies them ten times more slowly.
     return f"{part} > {limit - 1e-9 * abs(limit):.16e} * ({whole})"
+
+
+def some(part: str, limit: float = 0.0) -> list[str]:
+    """Return the gates of ``exceeds(part, ..., limit)``."""
+    return [f"{part} > 0"] if limit >= 0 else []
 
 
 def underflows(limit: float) -> str:

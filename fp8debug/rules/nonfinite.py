@@ -25,6 +25,7 @@ SICK = Look(
     "num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
     "actual",
     ("reference", "numel", "num_tensors", "num_nan", "num_inf", "coalesce(num_actual_nonfinite, 0) AS num_made"),
+    ("num_nan > 0", "num_inf > 0", "num_actual_nonfinite > 0"),
 )
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1

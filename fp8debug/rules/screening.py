@@ -73,15 +73,24 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
 
 def _suspects(run: Run, looks: Sequence[Look]) -> list[int]:
     """Keep the sites and steps at which a rank shows what a look hints at; return for each look whether there are any."""
-    by_keys: dict[str, list[str]] = {}
+    by_gate: dict[str, list[Look]] = {}
     for look in looks:
-        by_keys.setdefault(look.keys, []).append(look.hint)
-    hints = " OR ".join(f"({shared}) AND ({_any(texts)})" for shared, texts in by_keys.items())
-    bits = [f"CASE WHEN {look.keys} AND ({look.hint}) THEN {2**n} ELSE 0 END" for n, look in enumerate(looks)]
-    keys = ", ".join(SITE_KEYS)
-    run.hold({"suspects": f"SELECT DISTINCT {keys}, CAST(0 AS BIGINT) + {' + '.join(bits)} AS shown FROM raw WHERE {hints}"})
+        for gate in look.gates or ("",):
+            by_gate.setdefault(gate, []).append(look)
+    places = {look: place for place, look in enumerate(looks)}
+    selects = []
+    for gate, behind in by_gate.items():
+        by_keys: dict[str, list[str]] = {}
+        for look in behind:
+            by_keys.setdefault(look.keys, []).append(look.hint)
+        hints = " OR ".join(f"({shared}) AND ({_any(texts)})" for shared, texts in by_keys.items())
+        bits = [f"CASE WHEN {look.keys} AND ({look.hint}) THEN {2 ** places[look]} ELSE 0 END" for look in behind]
+        shown = f"CAST(0 AS BIGINT) + {' + '.join(bits)} AS shown"
+        where = f"{gate} AND ({hints})" if gate else hints
+        selects.append(f"SELECT DISTINCT {', '.join(SITE_KEYS)}, {shown} FROM raw WHERE {where}")
+    run.hold({"suspects": "\nUNION ALL\n".join(selects)})
     shown = run.sql("SELECT DISTINCT shown FROM suspects")["shown"].to_pylist()
-    return [sum(number >> n & 1 for number in shown) for n in range(len(looks))]
+    return [sum(number >> place & 1 for number in shown) for place in range(len(looks))]
 
 
 def _slots(run: Run, looks: Sequence[Look]) -> list[str]:
@@ -162,7 +171,8 @@ def batches(run: Run, query: str, params: Sequence[object] = (), first: int = 0)
         first: place of the first sampled step to ask for.
     """
     steps = run.sampled_steps
-    size = max(1, len(steps) * BATCH // max(1, run.num_rows))
+    num = max(1, -(-run.num_rows * (len(steps) - first) // max(1, len(steps) * BATCH)))
+    size = max(1, -(-(len(steps) - first) // num))
     for start in range(first, len(steps), size):
         batch = steps[start : start + size]
         yield run.sql(query.replace("{steps}", f"step >= {batch[0]} AND step <= {batch[-1]}"), params)

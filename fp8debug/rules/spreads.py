@@ -13,6 +13,9 @@ import pyarrow as pa
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 
+#: Histograms that are looked at together: they stay in the cache.
+_CHUNK = 2048
+
 
 def spread_log2(row: dict[str, Any]) -> float | None:
     """Return log2(amax / median magnitude) of a row with ``amax`` and ``log2_hist``; None without either."""
@@ -53,10 +56,15 @@ def _medians_log2(table: pa.Table) -> npt.NDArray[np.float64]:
     lists = table["log2_hist"].combine_chunks()
     bins = lists.flatten()
     if bins.null_count or len(bins) != NUM_BINS * len(lists) or set(lists.value_lengths().unique().to_pylist()) - {NUM_BINS}:
-        medians = [_median_log2(histogram or ()) for histogram in lists.to_pylist()]
-        return np.array([math.nan if median is None else median for median in medians], dtype=np.float64)
-    below = bins.to_numpy().reshape(-1, NUM_BINS).cumsum(1)
-    return np.where(below[:, -1] > 0, FIRST_LOG2 + 0.5 + (2 * below >= below[:, -1:]).argmax(1), math.nan)
+        known = [_median_log2(histogram or ()) for histogram in lists.to_pylist()]
+        return np.array([math.nan if median is None else median for median in known], dtype=np.float64)
+    counts, medians = bins.to_numpy().reshape(-1, NUM_BINS), np.empty(len(lists))
+    for start in range(0, len(lists), _CHUNK):
+        below = counts[start : start + _CHUNK].cumsum(1)
+        totals = below[:, -1:]
+        places = (below >= totals - totals // 2).argmax(1)
+        medians[start : start + _CHUNK] = np.where(totals[:, 0] > 0, FIRST_LOG2 + 0.5 + places, math.nan)
+    return medians
 
 
 def _median_log2(histogram: Sequence[int]) -> float | None:

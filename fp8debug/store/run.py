@@ -253,12 +253,11 @@ class Run:
     @property
     def steps_range(self) -> tuple[int, int]:
         """The first and the last step that was recorded."""
-        query = (
-            "SELECT min(step) AS first, max(step) AS last"
-            " FROM (SELECT step FROM raw UNION ALL SELECT step FROM raw_steps) AS recorded"
-        )
+        query = "SELECT min(step) AS first, max(step) AS last FROM raw_steps"
         row = self.memo("steps_range", lambda: self.sql(query).to_pylist()[0])
-        return row["first"], row["last"]
+        ends = (row["first"], row["last"], *self.sampled_steps[:1], *self.sampled_steps[-1:])
+        known = [step for step in ends if step is not None]
+        return min(known, default=0), max(known, default=0)
 
     @property
     def num_rows(self) -> int:
@@ -277,12 +276,14 @@ class Run:
         if column not in views:
             return False
         query = f"SELECT 1 AS one FROM {views[column]} WHERE {column} IS NOT NULL LIMIT 1"
-        early = views[column] == "stats" and self.memo("early", self._early)[column]
-        return early or self.memo(f"has {column}", lambda: self.sql(query).num_rows > 0)
+        early = views[column] == "stats" and self.memo("early", self._early).get(column)
+        return bool(early) or self.memo(f"has {column}", lambda: self.sql(query).num_rows > 0)
 
     def _early(self) -> dict[str, bool]:
         """Return which columns hold something at the first sampled step: nearly all that ever do."""
-        known = ", ".join(f"count({name}) > 0 AS {name}" for name in self._columns if name != "ranks")
+        # Histograms are many times as large as all the rest.
+        asked = [name for name in self._columns if name not in ("ranks", "log2_hist")]
+        known = ", ".join(f"count({name}) > 0 AS {name}" for name in asked)
         first = min(self.sampled_steps, default=0)
         row: dict[str, bool] = self.sql(f"SELECT {known} FROM stats WHERE step = {first}").to_pylist()[0]
         return row
