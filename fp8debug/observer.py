@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
+from fp8debug.kernels.results import EXACT_SHARE
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
 from fp8debug.table import Scalar, Snapshot, Table
@@ -117,7 +118,8 @@ class Observer:
         self._pending: list[FinishedStep] = []
         self._num_calls = 0
         self._samples: dict[tuple[int, torch.device], Tensor] = {}
-        self._shared: dict[Any, Any] = {}
+        self._spread: dict[tuple[int, torch.device], Tensor] = {}  # the sample of a step whose shift is 0
+        self.known: dict[Hashable, Any] = {}
         self._checked: list[tuple[str, Tensor]] = []
 
     @property
@@ -147,13 +149,19 @@ class Observer:
         return self._tables[device]
 
     def sample(self, length: int, device: torch.device) -> Tensor | slice:
-        """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step."""
+        """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step.
+
+        Every fourth comes first: the exact GEMM has the first ones alone.
+        """
         count = self.settings.shadow_rows
         if count is None or count >= length:
             return slice(None)
         if (length, device) not in self._samples:
+            if (length, device) not in self._spread:
+                order = torch.cat([torch.arange(first, count, EXACT_SHARE, device=device) for first in range(EXACT_SHARE)])
+                self._spread[length, device] = order * length // count
             shift = self.step * 2654435761 % length
-            self._samples[length, device] = (torch.arange(count, device=device) * length // count + shift) % length
+            self._samples[length, device] = (self._spread[length, device] + shift) % length
         return self._samples[length, device]
 
     def shared(self, x: Tensor, what: Hashable, make: Callable[[], T]) -> T:
@@ -161,14 +169,20 @@ class Observer:
 
         The same is the same part of the same storage, which nothing has written to since, as far as autograd counts that.
         """
-        if x.is_inference():
+        place = self.place_of(x, what)
+        if place is None:
             return make()
-        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        key = storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
-        if key not in self._shared:
-            self._shared[key] = make()
-        found: T = self._shared[key]
+        if place not in self.known:
+            self.known[place] = make()
+        found: T = self.known[place]
         return found
+
+    def place_of(self, x: Tensor, what: Hashable) -> Hashable | None:
+        """Return where ``known`` has what is known of a tensor in this step; None for one whose changes nobody counts."""
+        if x.is_inference():
+            return None
+        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+        return storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
     def check(self, module: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
         """Note whether a forward GEMM's operands and result are finite: one read of each, no synchronization.
@@ -211,7 +225,7 @@ class Observer:
         self.sampling = not self.is_off and not self.is_asleep and step % self.settings.every == 0
         self._num_calls = 0
         self._samples = {}
-        self._shared = {}
+        self.known = {}
         for forget in self.on_end_step:
             forget()
 

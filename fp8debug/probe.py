@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
@@ -31,20 +29,14 @@ from fp8debug.kernels.dispatch import (
     takes_kernels,
     unfilled,
 )
-from fp8debug.kernels.results import OutputError, compare_result, damage_of, values_of, weight_rows
+from fp8debug.kernels.results import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
 from fp8debug.sharding import Layout
+from fp8debug.shielding import guarded, is_capturing
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
-
-if TYPE_CHECKING:
-    from typing import Concatenate, ParamSpec
-
-    P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S", bound="Probe")
 
 #: Slots of one tensor by the cast's name.
 Tried = dict[str, Slots]
@@ -62,31 +54,6 @@ class Kept:
     columns: Tensor | slice
     input_columns: Tensor
     tried: Tried = field(default_factory=dict)  # the what-if casts of the input
-
-
-def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
-    """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
-
-    Too little memory for a sample ends the sample alone: the module is watched again from the next step on.
-    """
-
-    @wraps(method)
-    def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if probe.failed or probe.given_up:
-            return None
-        try:
-            with torch.no_grad():
-                return method(probe, *args, **kwargs)
-        except (torch.OutOfMemoryError, MemoryError):
-            probe.give_up("out of memory in a sample; training goes on")
-            return None
-        except Exception as error:  # whatever it is, the user's step goes on
-            probe.failed = True
-            lines = str(error).splitlines() or [""]
-            probe.observer.report(probe.module, f"not watched any more: {type(error).__name__}: {lines[0]}"[:300], True)
-            return None
-
-    return call
 
 
 class Probe:
@@ -111,6 +78,7 @@ class Probe:
         observer.num_modules += 1
         observer.on_end_step.append(self._forget)
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
+        self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
         self._forget()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -188,19 +156,15 @@ class Probe:
         which, role = key
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
-        options: dict[str, Any] = {"contracts_rows": key in CONTRACTS_ROWS, "where": (self.module, *key)}
-        if scale_inv is not None or not takes_kernels(x):
-            q, found = quantize_observed(x, cast, scale_inv, **options)
+        rows, where = key in CONTRACTS_ROWS, (self.module, *key)
+        place = self.observer.place_of(x, cast) if scale_inv is None and takes_kernels(x) else None
+        found: Slots | None
+        if place is not None and place in self.observer.known:
+            q, found = quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
         else:
-            made: list[Quantized] = []
-
-            def observed() -> Slots | None:
-                q, slots = quantize_observed(x, cast, **options)
-                made.append(q)
-                return slots
-
-            found = self.observer.shared(x, cast, observed)
-            q = made[0] if made else quantize(x, cast, **options)
+            q, found = quantize_observed(x, cast, scale_inv, contracts_rows=rows, where=where)
+            if place is not None:
+                self.observer.known[place] = found
         if found is not None:
             self._ridden[id(q)] = q, found
         return q
@@ -224,7 +188,7 @@ class Probe:
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
-        error = self._result(Gemm.FPROP, (x[rows], weight), (a, b), output, rows, keep=True)
+        error = self._result(Gemm.FPROP, (_rows(x, rows), weight), (a, b), output, rows, keep=True)
         self._ridden.clear()
         return Kept(error, columns, self._columns(x, columns), tried)
 
@@ -247,13 +211,15 @@ class Probe:
             self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             self._weight(Gemm.DGRAD, weight, b)
             rows = self._sample(grad_output.shape[0], grad_output.device)
-            self._result(Gemm.DGRAD, (grad_output[rows], weight), (a, b), result, rows)
+            self._result(Gemm.DGRAD, (_rows(grad_output, rows), weight), (a, b), result, rows)
         if wgrad is not None:
             a, b, result = wgrad
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             if kept is not None:
-                summed = self._gradients.add(kept.columns, result)
-                self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)
+                picked = None if result is None else _columns(result, kept.columns)
+                summed = self._gradients.add(kept.columns, picked)
+                pair = grad_output, kept.input_columns
+                self._result(Gemm.WGRAD, pair, (a, b), result, kept.columns, more=summed, picked=picked)
                 if self._recomputed:
                     self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, values_of(b, 1, kept.columns), b)
         if kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
@@ -286,10 +252,8 @@ class Probe:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
-        running = str(operand[1]) if isinstance(operand, tuple) else ""
-        casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
-        casts.pop(running, None)
-        new = {name: cast for name, cast in casts.items() if name not in tried}
+        key, casts = self._casts(which, role, operand[1] if isinstance(operand, tuple) else None)
+        new = {name: cast for name, (cast, _) in casts.items() if name not in tried}
         if new:
             counted = {name: cast for name, cast in new.items() if countable(source.x, [cast])}
             tried.update(self._count(role, source, counted))
@@ -301,9 +265,21 @@ class Probe:
                 found = statistics(operand_pair(source, cast, q), HISTOGRAM)
             elif left := unfilled(found, source):
                 found = {**found, **statistics(operand_pair(source, cast, q), only=left)}
-            self._record(RowKey(which, role, running, Reference.OPERAND, self.actual), {**found, **(more or {})}, source)
-        for name in casts:
-            self._record(RowKey(which, role, name, Reference.OPERAND, False), tried[name], source)
+            self._record(key, {**found, **more} if more else found, source)
+        for name, (_, tried_key) in casts.items():
+            self._record(tried_key, tried[name], source)
+
+    def _casts(self, which: Gemm, role: TensorRole, cast: Cast | None) -> tuple[RowKey, dict[str, tuple[Cast, RowKey]]]:
+        """Return the row of the running cast, and by name the other casts that are tried, each with its row."""
+        known = self._known_casts.get((which, role))
+        if known is None or known[0] is not cast:
+            running = "" if cast is None else str(cast)
+            tried = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
+            tried.pop(running, None)
+            casts = {name: (c, RowKey(which, role, name, Reference.OPERAND, False)) for name, c in tried.items()}
+            known = cast, RowKey(which, role, running, Reference.OPERAND, self.actual), casts
+            self._known_casts[which, role] = known
+        return known[1], known[2]
 
     def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
@@ -332,7 +308,7 @@ class Probe:
         copied: list[Tensor] = []
 
         def copy() -> Tensor:
-            copied.append(x.detach()[:, columns].clone())
+            copied.append(sampled_columns(x, columns))
             return copied[-1]
 
         kept = self.observer.shared(x, "columns", lambda: ref(copy()))()
@@ -340,12 +316,13 @@ class Probe:
 
     def _record(self, key: RowKey, found: Slots, source: Source) -> None:
         """Merge slots into a row; the histogram, which is the tensor's whatever the cast, with a site's first cast alone."""
-        found = {name: value for name, value in found.items() if name != HISTOGRAM}
+        if HISTOGRAM in found:
+            found = {name: value for name, value in found.items() if name != HISTOGRAM}
         first = self._histogram_of.setdefault((key.gemm, key.tensor), key.cast_name) == key.cast_name
         if first and source.x.numel():
             if HISTOGRAM not in source.shared:
                 source.shared[HISTOGRAM] = histogram(source)
-            found[HISTOGRAM] = source.shared[HISTOGRAM]
+            found = {**found, HISTOGRAM: source.shared[HISTOGRAM]}
         self._merge(key, found, source.x.device)
 
     def scale_inv(self, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:
@@ -367,8 +344,9 @@ class Probe:
         *,
         more: Slots | None = None,
         keep: bool = False,
+        picked: Tensor | None = None,
     ) -> OutputError:
-        found = compare_result(which, high_precision, operands, result, sample, keep=keep)
+        found = compare_result(which, high_precision, operands, result, sample, keep=keep, picked=picked)
         device = high_precision[0].device
         name = " @ ".join("bf16" if isinstance(operand, Tensor) else str(operand[1]) for operand in operands)
         key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
@@ -380,20 +358,26 @@ class Probe:
         return found.error
 
     def _merge(self, key: RowKey, partials: Slots, device: torch.device) -> None:
-        if key not in self._rows:
+        row = self._rows.get(key)
+        if row is None:
             if len(self._rows) == self.observer.settings.rows_per_module:
                 raise RuntimeError("the casts of this module changed too often within one step")
-            self._rows[key] = self._first_row + len(self._rows)
+            row = self._rows[key] = self._first_row + len(self._rows)
         info = RowInfo(self.module, self.call_index, key, self.layout.get(key.tensor) if self.layout else None)
-        self.observer.record(self._rows[key], info, partials, device)
+        self.observer.record(row, info, partials, device)
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
         return self.observer.sample(length, device)
 
 
-def is_capturing() -> bool:
-    """Return whether a CUDA graph captures what runs now."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
+def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Return sampled rows of a tensor."""
+    return x.detach().index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
+
+
+def _columns(x: Tensor, columns: Tensor | slice) -> Tensor:
+    """Return sampled columns of a tensor; all of them are the tensor itself."""
+    return sampled_columns(x, columns) if isinstance(columns, Tensor) else x.detach()[:, columns]
 
 
 def _none() -> None:

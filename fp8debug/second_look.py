@@ -38,7 +38,12 @@ class RunningSum:
         self._num_passes, self._graph_task = 0, -1
 
     def add(self, columns: Tensor | slice, gradient: Tensor | None) -> Slots:
-        """Add the gradient of the columns, ``[N, columns]``, and return the slots of ``GradientSum`` for those before it."""
+        """Add a gradient and return the slots of ``GradientSum`` for those before it.
+
+        Args:
+            columns: which columns.
+            gradient: ``[N, columns]``, of these columns alone.
+        """
         if gradient is None or self.weight is None or not self.weight.is_leaf:
             return {}
         found: Slots = {}
@@ -47,12 +52,12 @@ class RunningSum:
         if task != self._graph_task:
             self._graph_task = task
             if self._sum is not None and held is not None and self._sum.numel():
-                held = held[:, columns][:, :SUMMED_COLUMNS].float()
+                few = slice(SUMMED_COLUMNS)
+                held = held.index_select(1, columns[few]) if isinstance(columns, Tensor) else held[:, few]
+                held = held.float()
                 kind = "first_sum" if self._num_passes == 1 else "later_sum"
                 found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum), y=held, kind=kind))
             self._num_passes += 1
-        gradient = gradient.detach()[
-            :, columns[:SUMMED_COLUMNS] if isinstance(columns, Tensor) else slice(SUMMED_COLUMNS)
-        ].float()
-        self._sum = gradient.clone() if self._sum is None else self._sum + gradient
+        gradient = gradient.detach()[:, :SUMMED_COLUMNS].to(torch.float32, copy=True)
+        self._sum = gradient if self._sum is None else self._sum + gradient
         return found

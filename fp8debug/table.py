@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import new_bins
+from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels
+from fp8debug.kernels.words import HISTOGRAM, Layout
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
@@ -60,9 +61,11 @@ class Table:
             for (kind, merge), width in widths.items()
         }
         self._waiting: dict[int, Mapping[Any, Tensor]] = {}
-        self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._indices: dict[Any, tuple[Group, tuple[Tensor, Tensor]]] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
         self._bins: Any = None
+        columns = {name: place.start for name, place in self.places.items()}
+        self._joiner = new_joiner(self._state, columns) if takes_kernels(next(iter(self._state.values()))) else None
 
     @property
     def bins(self) -> Any:
@@ -82,9 +85,12 @@ class Table:
         Args:
             row: which.
             partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
-                the slots' rule joins, ``[parts, len(names)]``.
+                the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
         """
-        if row in self._waiting or len(self._waiting) == MAX_WAITING:
+        before = self._waiting.get(row)
+        if before is not None and before.keys().isdisjoint(partials):
+            partials = {**before, **partials}
+        elif before is not None or len(self._waiting) == MAX_WAITING:
             self._join()
         self._waiting[row] = partials
 
@@ -92,37 +98,59 @@ class Table:
         """Join what waits to the state."""
         if self._bins is not None:
             self._bins.flush()
-        rows_of: dict[Any, list[int]] = {}
+        found: dict[Any, tuple[list[int], list[Tensor]]] = {}
+        items: list[tuple[int, int, int]] = []
         for row, partials in self._waiting.items():
             for key, value in partials.items():
-                rows_of.setdefault((key, value.shape), []).append(row)
-        for (key, shape), rows in rows_of.items():
-            places = [self.places[name] for name in ((key,) if isinstance(key, str) else key)]
-            group = places[0].group
-            state = self._state[group]
-            values = torch.stack([self._waiting[row][key] for row in rows])
-            if len(shape) == 2:
-                values = getattr(values, _REDUCTION[group[1]])(1)
-            values = values.reshape(len(rows), -1).to(state.dtype)
-            columns = self._index(tuple(c for place in places for c in range(place.start, place.stop)))
-            at = self._index(tuple(rows))[:, None], columns[None, :]
-            before = state[at]
-            if group[1] == "sum":
-                state[at] = before + values
+                layout = key if isinstance(key, Layout) else HISTOGRAM if key in HISTOGRAM.names else None
+                if layout is not None and self._joiner is not None and value.is_contiguous():
+                    items.append((value.data_ptr(), row, self._joiner.number(layout)))
+                    continue
+                rows, values = found.setdefault(key if isinstance(key, Layout) else (key, value.shape), ([], []))
+                rows.append(row)
+                values.append(value)
+        if items:
+            assert self._joiner is not None
+            with on_device(next(iter(self._state.values()))):
+                self._joiner(items)
+        for key, (rows, values) in found.items():
+            stacked = torch.stack(values)
+            if isinstance(key, Layout):
+                for group in key.groups:
+                    self._put(group.names, tuple(rows), group.of(stacked))
             else:
-                state[at] = torch.maximum(before, values) if group[1] == "max" else torch.minimum(before, values)
+                self._put((key[0],) if isinstance(key[0], str) else key[0], tuple(rows), stacked)
         self._waiting = {}
 
-    def _index(self, numbers: tuple[int, ...]) -> Tensor:
-        """Return numbers as a tensor on the device, sent there without waiting and kept."""
-        if numbers not in self._indices:
+    def _put(self, names: tuple[str, ...], rows: tuple[int, ...], values: Tensor) -> None:
+        """Join numbers of some rows, ``[rows, len(names)]`` or in parts ``[rows, parts, len(names)]``."""
+        group, at = self._place(names, rows)
+        state = self._state[group]
+        if values.ndim == 3:
+            values = getattr(values, _REDUCTION[group[1]])(1)
+        values = values.reshape(len(rows), -1).to(state.dtype)
+        before = state[at]
+        if group[1] == "sum":
+            state[at] = before + values
+        else:
+            state[at] = torch.maximum(before, values) if group[1] == "max" else torch.minimum(before, values)
+
+    def _place(self, names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Group, tuple[Tensor, Tensor]]:
+        """Return the group of some slots, and where they lie in its tensor."""
+        if (names, rows) not in self._indices:
             if len(self._indices) == MAX_INDICES:
                 self._indices.clear()
-            index = torch.tensor(numbers)
-            if self.device.type == "cuda":
-                index = index.pin_memory().to(self.device, non_blocking=True)
-            self._indices[numbers] = index.to(self.device)
-        return self._indices[numbers]
+            places = [self.places[name] for name in names]
+            columns = tuple(c for place in places for c in range(place.start, place.stop))
+            self._indices[names, rows] = places[0].group, (self._index(rows)[:, None], self._index(columns)[None, :])
+        return self._indices[names, rows]
+
+    def _index(self, numbers: tuple[int, ...]) -> Tensor:
+        """Return numbers as a tensor on the device, sent there without waiting."""
+        index = torch.tensor(numbers)
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        return index.to(self.device)
 
     def snapshot(self) -> Snapshot:
         """Start copying the table to the host, set it back to neutral, and return the copy under way."""

@@ -15,9 +15,10 @@ from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, Product, guarded
+from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast
 from fp8debug.sharding import layout_by_marks
+from fp8debug.shielding import guarded
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.

@@ -16,8 +16,9 @@ from fp8debug.kernels.dispatch import operand_pair, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
-from fp8debug.probe import HISTOGRAM, Probe, Tried, guarded
+from fp8debug.probe import HISTOGRAM, Probe, Tried
 from fp8debug.recipes import Cast
+from fp8debug.shielding import guarded
 from fp8debug.table import Scalar
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 

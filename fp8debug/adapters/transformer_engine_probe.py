@@ -14,8 +14,9 @@ from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, Product, guarded
+from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast
+from fp8debug.shielding import guarded
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 #: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.

@@ -7,8 +7,8 @@ does it by plain torch ops, far slower, and says so once a reason on stderr, nam
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,7 @@ from fp8debug.kernels import history, reference
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.history import AmaxHistory
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
+from fp8debug.kernels.words import Layout
 from fp8debug.metrics import Metric, Pair, Source
 from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
@@ -38,6 +39,7 @@ __all__ = [
     "lies_as_read",
     "measure",
     "new_bins",
+    "new_joiner",
     "observe",
     "on_device",
     "operand_pair",
@@ -49,10 +51,12 @@ __all__ = [
     "unfilled",
 ]
 
-#: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``.
+#: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``, or all
+#: that a kernel filled by their layout in a row of ``words``.
 Slots = dict[Any, Tensor]
 #: Where a tensor belongs, for warnings: (module, gemm, tensor), or as much of it as is known.
 Where = Sequence[str]
+_HERE = nullcontext()
 #: Warnings that were given.
 _said: set[str] = set()
 
@@ -75,7 +79,12 @@ def quantize(
     Raises:
         UsageError: x is not a floating-point tensor, or cast no Cast.
     """
-    if isinstance(x, Tensor) and x.is_cuda and isinstance(cast, Cast) and _takes(x, cast, scale_inv, where):
+    if isinstance(x, Tensor) and x.is_cuda and isinstance(cast, Cast):
+        if scale_inv is None and (plan := _plan(x, cast, contracts_rows, False)) is not None:
+            with on_device(x):
+                return Quantized(*plan(x)[0])
+        if not _takes(x, cast, scale_inv, where):
+            return reference.quantize(x, cast, scale_inv)
         with on_device(x):
             q: Quantized = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
             return q
@@ -97,11 +106,22 @@ def quantize_observed(
     Returns:
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
+    if scale_inv is None and x.is_cuda and (plan := _plan(x, cast, contracts_rows, True)) is not None:
+        with on_device(x):
+            made, row = plan(x)
+        return Quantized(*made), {twin("triton_launch").OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
             q, found = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
             return q, _packed(found, 0)
     return reference.quantize(x, cast, scale_inv), None
+
+
+def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> Any:
+    """Return how tensors like this one are quantized, where that is known by now; it makes (data, scale_inv), and slots."""
+    if x.dim() != 2 or why_no_twins() is not None or not twin("triton_run").eager(x):
+        return None
+    return twin("triton_execute").plan_of(x, cast, _layout(contracts_rows), statistics)
 
 
 def observe(
@@ -141,10 +161,27 @@ def new_bins(device: torch.device) -> Any:
     return twin("observe_bins").Bins(device)
 
 
+def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Any:
+    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/join.py``)."""
+    return twin("join").Joiner(state, columns)
+
+
 def unfilled(slots: Slots, source: Source) -> list[Metric]:
     """Return the metrics of operands whose slots a kernel did not fill, such as one that a user registered."""
-    names = {name for key in slots for name in (key if isinstance(key, tuple) else (key,))}
-    return uncovered({*names, "log2_hist"}, source.x.shape[1], operand=True) if names else []
+    (first, *others) = slots or (None,)
+    if first is None:
+        return []
+    if isinstance(first, Layout) and not others:
+        return uncovered(_covered(first), source.x.shape[1], operand=True)
+    names: set[str] = {"log2_hist"}
+    for key in slots:
+        names.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
+    return uncovered(names, source.x.shape[1], operand=True)
+
+
+@cache
+def _covered(layout: Layout) -> frozenset[str]:
+    return layout.names | {"log2_hist"}
 
 
 def _packed(found: Any, cast: int) -> Slots:
@@ -170,7 +207,7 @@ def histogram(source: Source) -> Tensor:
 
 def finite_amax(x: Tensor) -> Tensor:
     """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
-    if x.is_cuda and x.numel() and _takes(x, Cast()):
+    if x.is_cuda and x.numel() and _why_not(x, Cast()) is None:
         with on_device(x):
             amax: Tensor = twin("quantize").largest(x)
             return amax
@@ -206,12 +243,19 @@ def gemm(
             if first.dtype == second.dtype == dtype and dtype in (torch.bfloat16, torch.float16):
                 return _matmul(which, first, second)
         else:
+            if isinstance(first, tuple) and isinstance(second, tuple) and why_no_twins() is None:
+                prepared = twin("gemm").prepared(which, first, second, dtype, fast_accum)
+                if prepared is not None:
+                    with on_device(first[0].data):
+                        again: Tensor = prepared(first[0], second[0])
+                        return again
             reason = _why_no_fp8_gemm(first, second, dtype)
             if reason is None:
                 own = twin("gemm")
                 with on_device(_first_tensor(first)):
                     backend = own.fastest(which, first, second, dtype)
                     product: Tensor = own.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
+                    own.prepare(which, first, second, dtype, fast_accum, backend)
                     return product
             text = f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}"
             _say(text, where)
@@ -256,14 +300,19 @@ def _described(operand: Operand) -> str:
 
 def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, where: Where = ()) -> bool:
     """Return whether the kernels quantize this tensor; where not, say so once."""
+    reason = _why_not(x, cast, scale_inv)
+    if reason is not None:
+        _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}", where)
+    return reason is None
+
+
+def _why_not(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> str | None:
     reason = why_no_twins()
     if reason is None and _capability(x.device.index) < (8, 9):
         reason = "the GPU is older than Ada and has no FP8"
     if reason is None and not twin("quantize").supports(x, cast, scale_inv):
         reason = "no kernel takes it"
-    if reason is not None:
-        _say(f"{str(x.dtype).removeprefix('torch.')} to ({cast}) runs in plain torch ops, slowly: {reason}", where)
-    return reason is None
+    return reason
 
 
 @cache
@@ -302,4 +351,4 @@ def _layout(contracts_rows: bool) -> str:
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's GPU the current one: Triton launches there."""
-    return torch.cuda.device(x.device)
+    return _HERE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)

@@ -182,6 +182,8 @@ def _outer_major(scale: Tensor, kind: int) -> Tensor:
     """Return scales as cuBLAS wants them: 1x128 with the rows contiguous, 128x128 with blocks of K padded to 4."""
     if kind == tg.SCALE_TILES.value:
         return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
+    if kind == tg.SCALE_BLOCKS.value and scale.shape[1] % 4 == 0:
+        return scale.contiguous().t()
     if kind == tg.SCALE_BLOCKS.value:
         padded = scale.new_zeros(scale.shape[0], -(-scale.shape[1] // 4) * 4)
         padded[:, : scale.shape[1]] = scale
@@ -204,6 +206,71 @@ def _cublas(
         use_fast_accum=fast_accum,
     )
     return result
+
+
+class _Prepared:
+    """A GEMM by cuBLAS for operands of one layout, for which nothing has to be asked any more."""
+
+    def __init__(
+        self, which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast: bool
+    ) -> None:
+        self._turned = [(which, role) in CONTRACTS_ROWS for role in OPERANDS[which]]
+        self._kinds = [_turned(*o, t)[2] for o, t in zip((first, second), self._turned, strict=True)]
+        self._recipes = [_recipes()[kind] for kind in self._kinds]
+        self._options = {"output_dtype": dtype, "use_fast_accum": fast}
+        self.casts = first[1], second[1]  # kept, so that no other cast has their identity
+
+    def __call__(self, first: Quantized, second: Quantized) -> Tensor:
+        """Return the product."""
+        (a, a_scale), (b, b_scale) = first, second
+        if self._turned[0]:
+            a, a_scale = a.t(), a_scale.t()
+        if self._turned[1]:
+            b_scale = b_scale.t()
+        else:
+            b = b.t()
+        a_scale, b_scale = _outer_major(a_scale, self._kinds[0]), _outer_major(b_scale, self._kinds[1])
+        product: Tensor = torch.nn.functional.scaled_mm(
+            a, b, a_scale, self._recipes[0], b_scale, self._recipes[1], **self._options
+        )
+        return product
+
+
+_PREPARED: dict[Any, _Prepared] = {}
+#: GEMMs that are kept; a program with more starts over.
+MAX_PREPARED = 4096
+
+
+def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: Any, fast: bool) -> Any:
+    (a, _), (b, _) = first[0], second[0]
+    aligned = (a.data_ptr() | b.data_ptr()) % 16 == 0
+    casts = id(first[1]), id(second[1])
+    return (which, casts, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, dtype, fast, aligned)
+
+
+def prepared(
+    which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast_accum: bool
+) -> _Prepared | None:
+    """Return what :func:`prepare` made for operands like these."""
+    return _PREPARED.get(_layout_of(which, first, second, dtype, fast_accum))
+
+
+def prepare(
+    which: Gemm,
+    first: tuple[Quantized, Cast],
+    second: tuple[Quantized, Cast],
+    dtype: torch.dtype,
+    fast_accum: bool,
+    backend: str,
+) -> None:
+    """Keep how operands like these are multiplied, where cuBLAS takes them as they lie."""
+    a, b = ((q.data.t() if (which, role) in CONTRACTS_ROWS else q.data)
+            for (q, _), role in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
+    if backend == "cublas" and all(_aligned(data) is data for data in (a, b)):
+        if len(_PREPARED) == MAX_PREPARED:
+            _PREPARED.clear()
+        key = _layout_of(which, first, second, dtype, fast_accum)
+        _PREPARED[key] = _Prepared(which, first, second, dtype, fast_accum)
 
 
 def supports(a: Cast | str, b: Cast | str) -> bool:

@@ -6,7 +6,7 @@ The twin of ``reference.gemm`` on the dequantized operands, for rows of the firs
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +16,15 @@ from fp8debug.kernels import triton_sampled as ts
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import is_native
-from fp8debug.kernels.triton_run import launch
+from fp8debug.kernels.triton_run import Kernel, address, launch
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm
 
 #: (rows of the whole operand, sampled rows, warps, stages) of a program.
 CONFIG = (64, 128, 4, 3)
+#: The same for at most 64 sampled rows, and for so few rows of the whole operand that programs would be short.
+FEW, FEW_OF_FEW = (64, 64, 4, 3), (16, 64, 4, 5)
+#: Plans kept; a program that makes more starts over.
+MAX_PLANS = 4096
 _FORMS = {
     torch.float8_e4m3fn: ts.FORM_E4M3.value,
     torch.float8_e5m2: ts.FORM_E5M2.value,
@@ -91,11 +95,35 @@ def dequantize_lines(data: Tensor, scale_inv: Tensor, block: tuple[int, int], di
     return out
 
 
+def columns_of(x: Tensor, index: Tensor) -> Tensor:
+    """Return sampled columns ``[rows, samples]`` of x in BF16, FP16 or FP32, at less cost to the host than ``index_select``."""
+    out = x.new_empty((x.shape[0], index.numel()))
+    if not out.numel():
+        return out
+    key = "columns", x.shape, x.stride(), x.dtype, index.numel(), x.data_ptr() & 15, index.data_ptr() & 15, x.device
+    kernel = _GATHERS.get(key)
+    if kernel is None:
+        if len(_GATHERS) == MAX_PLANS:
+            _GATHERS.clear()
+        bits = _BITS[x.element_size()]
+        types = bits, torch.int64, bits, None, None, None, None
+        kernel = _GATHERS[key] = Kernel(ts.columns_kernel, x.device.index, types, _COLUMNS_BLOCK, num_warps=4)
+    down, across = _COLUMNS_BLOCK
+    rows, samples = out.shape
+    at = (
+        (x.detach().view(_BITS[x.element_size()]), index, out.view(_BITS[x.element_size()]))
+        if INTERPRETED
+        else (x.data_ptr(), index.data_ptr(), out.data_ptr())
+    )
+    kernel((-(-rows // down), -(-samples // across), 1), *at, rows, samples, *x.stride())
+    return out
+
+
 def _bits(data: Tensor) -> Tensor:
     return data.view(torch.int16 if data.element_size() == 2 else torch.int8)
 
 
-def exact_gemm(which: Gemm, first: Operand, second: Operand, index: Tensor) -> Tensor | None:
+def exact_gemm(which: Gemm, first: Operand, second: Operand, index: Tensor, num: int | None = None) -> Tensor | None:
     """One GEMM of sampled rows of the first operand, or for wgrad of sampled columns of the second.
 
     Args:
@@ -103,42 +131,115 @@ def exact_gemm(which: Gemm, first: Operand, second: Operand, index: Tensor) -> T
         first: left operand: quantized, or in BF16.
         second: right operand, likewise.
         index: int64 ``[samples]``.
+        num: how many of them, the first ones; None is all.
 
     Returns:
         FP32 output ``[samples, N]``, grad_input ``[samples, K]`` or grad_weight ``[N, samples]``; None where operands have
         scales, or a dtype, that no kernel takes.
     """
+    data, scale = first[0] if isinstance(first, tuple) else (first, first)
+    other, other_scale = second[0] if isinstance(second, tuple) else (second, second)
+    num = index.numel() if num is None else num
+    key = (
+        which, data.shape, data.stride(), scale.stride(), other.shape, other.stride(), other_scale.stride(), data.dtype,
+        other.dtype, num, data.data_ptr() & 15, other.data_ptr() & 15, scale.data_ptr() & 15,
+        other_scale.data_ptr() & 15, index.data_ptr() & 15, index.device,
+        first[1].granularity if isinstance(first, tuple) else "", second[1].granularity if isinstance(second, tuple) else "",
+    )  # fmt: skip
+    if key in _PLANS:
+        plan = _PLANS[key]
+    else:
+        if len(_PLANS) == MAX_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = _plan(which, first, second, index.device, num)
+    return None if plan is None else _run(plan, which, (data, scale), (other, other_scale), index)
+
+
+class _Plan(NamedTuple):
+    """How one GEMM of a sample runs: kernels, what they are given beside addresses, and the sizes of what they write."""
+
+    gather: Kernel
+    product: Kernel
+    gather_grid: tuple[int, int, int]
+    product_grid: tuple[int, int, int]
+    gather_numbers: tuple[int, ...]
+    product_numbers: tuple[int, ...]
+    shape: tuple[int, int]
+    rows: tuple[int, int]
+    steps: int
+    dtype: torch.dtype
+    few_is_scaled: bool
+    is_empty: bool
+
+
+_PLANS: dict[Any, _Plan | None] = {}
+_GATHERS: dict[Any, Kernel] = {}
+_BITS = {2: torch.int16, 4: torch.int32}
+#: Rows and samples of a program that gathers columns.
+_COLUMNS_BLOCK = (8, 32) if INTERPRETED else (8, 256)
+
+
+def _plan(which: Gemm, first: Operand, second: Operand, device: torch.device, samples: int) -> _Plan | None:
     roles = OPERANDS[which]
     sides = [_side(o, (which, r) in CONTRACTS_ROWS) for o, r in zip((first, second), roles, strict=True)]
     few, whole = sides if which is not Gemm.WGRAD else sides[::-1]
     if few is None or whole is None or (few.block and whole.block and few.block != whole.block):
         return None
-    (num_whole, length), samples = whole.data.shape, index.numel()
+    num_whole, length = whole.data.shape
     step = few.block or whole.block or 128
-    native = is_native(index.device)
+    native = is_native(device)
     half = ts.FORM_BF16.value not in (few.form, whole.form)
     shape = (samples, num_whole) if which is not Gemm.WGRAD else (num_whole, samples)
-    out = index.new_empty(shape, dtype=torch.float32)
-    if not (out.numel() and length):
-        return out.zero_()
     steps = -(-length // step) if few.block else 1
     dtype = (torch.float16 if half else torch.bfloat16) if native else torch.float32
-    rows = index.new_empty((samples, length), dtype=dtype)
-    scales = index.new_empty((steps, samples), dtype=torch.float32) if few.scaled else rows
     block = 64 if INTERPRETED else 1024
-    launch(
-        ts.gather_kernel, (samples, -(-length // block)),
-        (_bits(few.data), index, rows, few.scale, scales, length, steps, samples, *few.data.stride(), few.stride_row,
-         few.stride_k, 128 if few.scaled == ts.SCALED_BLOCKS.value else 1),
+    few_type, whole_type = (torch.int16 if side.form == ts.FORM_BF16.value else torch.int8 for side in (few, whole))
+    gather = Kernel(
+        ts.gather_kernel, device.index,
+        (few_type, torch.int64, dtype, few.scale.dtype, torch.float32 if few.scaled else dtype, *[None] * 8),
         (few.form, few.scaled, half, block, native), num_warps=4,
     )  # fmt: skip
-    wide, narrow, warps, stages = CONFIG
-    strides = (1, num_whole) if which is not Gemm.WGRAD else (samples, 1)
-    launch(
-        ts.product_kernel, (-(-num_whole // wide) * -(-samples // narrow),),
-        (_bits(whole.data), rows, out, whole.scale, scales, num_whole, samples, length, *whole.data.stride(), whole.stride_row,
-         whole.stride_k, *strides),
+    wide, narrow, warps, stages = CONFIG if samples > 64 else FEW if num_whole > 8192 else FEW_OF_FEW
+    product = Kernel(
+        ts.product_kernel, device.index,
+        (whole_type, dtype, torch.float32, whole.scale.dtype, torch.float32 if few.scaled else dtype, *[None] * 9),
         (whole.form, whole.scaled, few.scaled, half, length % step == 0, native, wide, narrow, step),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    strides = (1, num_whole) if which is not Gemm.WGRAD else (samples, 1)
+    blocks = 128 if few.scaled == ts.SCALED_BLOCKS.value else 1
+    return _Plan(
+        gather,
+        product,
+        (samples, -(-length // block), 1),
+        (-(-num_whole // wide) * -(-samples // narrow), 1, 1),
+        (length, steps, samples, *few.data.stride(), few.stride_row, few.stride_k, blocks),
+        (num_whole, samples, length, *whole.data.stride(), whole.stride_row, whole.stride_k, *strides),
+        shape,
+        (samples, length),
+        steps,
+        dtype,
+        bool(few.scaled),
+        not (samples and num_whole and length),
+    )
+
+
+def _run(plan: _Plan, which: Gemm, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], index: Tensor) -> Tensor:
+    out = index.new_empty(plan.shape, dtype=torch.float32)
+    if plan.is_empty:
+        return out.zero_()
+    few, whole = (first, second) if which is not Gemm.WGRAD else (second, first)
+    rows = index.new_empty(plan.rows, dtype=plan.dtype)
+    scales = index.new_empty((plan.steps, plan.rows[0]), dtype=torch.float32) if plan.few_is_scaled else rows
+    near = address(rows), address(scales)
+    plan.gather(plan.gather_grid, _at(few[0]), address(index), near[0], _scale_at(few), near[1], *plan.gather_numbers)
+    plan.product(plan.product_grid, _at(whole[0]), near[0], address(out), _scale_at(whole), near[1], *plan.product_numbers)
     return out
+
+
+def _at(data: Tensor) -> Any:
+    return _bits(data.detach()) if INTERPRETED else data.data_ptr()
+
+
+def _scale_at(side: tuple[Tensor, Tensor]) -> Any:
+    return side[1].detach() if INTERPRETED else side[1].data_ptr()

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8debug.kernels import triton_bins as tb
-from fp8debug.kernels import triton_statistics as ts
 from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.kernels.triton_launch import is_native, num_sms
-from fp8debug.kernels.triton_run import launch
+from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
+from fp8debug.kernels.triton_run import Kernel
+from fp8debug.kernels.words import WORDS, Layout
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -29,7 +29,7 @@ MAX_HISTORY = 4096
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _BLOCK = 256 if INTERPRETED else 8192
 
-Slots = dict[tuple[str, ...], Tensor]
+Slots = dict[Layout, Tensor]
 
 
 def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
@@ -37,6 +37,15 @@ def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
     fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
     return fits and x.numel() % 2 == 0 and 0 < x.numel() < 2**31 and plain
+
+
+def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
+    """Return what the kernel is told of a cast whatever the tensor: integers, real numbers, and where its scale comes from."""
+    scalings = {"current": tb.SCALING_CURRENT, "static": tb.SCALING_STATIC}
+    delayed = tb.SCALING_MAX if cast.algo == "max" else tb.SCALING_RECENT
+    margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
+    reals = [float(cast.amax_eps), margin, cast.scale_inv or 0.0]
+    return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
 class _History:
@@ -59,7 +68,9 @@ class Bins:
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, device=device)
         self._placed: dict[object, _History] = {}
-        self._seen: dict[int, tuple[object, ...]] = {}
+        self._seen: dict[object, int] = {}
+        self._counting: dict[int, tuple[Kernel, int, int]] = {}
+        self._parts: dict[Cast, tuple[list[int], list[float], int]] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -68,15 +79,10 @@ class Bins:
         self._reals: list[list[float]] = []
         self._busy: set[int] = set()
         self._seen.clear()
-        room = 3 * MAX_TABLES
-        device = self.device
-        self._found = (
-            torch.empty(room, len(ts.COUNTS), dtype=torch.int64, device=device),
-            torch.empty(room, len(ts.SUMS), dtype=torch.float64, device=device),
-            torch.empty(room, len(ts.MAXIMA), device=device),
-            torch.empty(room, len(ts.MINIMA), device=device),
-        )
-        self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=device)
+        self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
+        self._rows = self._words.unbind(0)
+        self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
+        self._histograms = self._hist.unbind(0)
 
     def count(self, x: Tensor, casts: Collection[Cast], place: object) -> int:
         """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
@@ -90,21 +96,30 @@ class Bins:
         if busy or len(self._ints) + len(casts) > 3 * MAX_TABLES:
             self.flush()
         storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        same = (storage, x.storage_offset(), x.shape, x._version)
-        for table, known in self._seen.items():
-            if known == same:
-                return table
+        same = storage, x.storage_offset(), x.shape, x._version
+        table = self._seen.get(same)
+        if table is not None:
+            return table
         if len(self._paddings) == MAX_TABLES:
             self.flush()
         table = len(self._paddings)
-        words = x.view(-1).view(torch.int32)
-        tiles = -(-words.numel() // _BLOCK)
-        self._paddings.append(2 * (tiles * _BLOCK - words.numel()))
-        arguments = words, self._tables[table], words.numel(), tiles
-        programs = min(tiles, num_sms(x.device))
-        launch(tb.count_kernel, (programs,), arguments, (_BLOCK, is_native(x.device)), num_warps=tb.COUNT_WARPS)
-        self._seen[table] = same
+        num_words = x.numel() // 2
+        counting = self._counting.get(num_words)
+        if counting is None:
+            counting = self._counting[num_words] = self._new_counting(num_words)
+        kernel, tiles, programs = counting
+        self._paddings.append(2 * (tiles * _BLOCK - num_words))
+        words = x.detach().view(-1).view(torch.int32) if INTERPRETED else x.data_ptr()
+        to = self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
+        kernel((programs, 1, 1), words, to, num_words, tiles)
+        self._seen[same] = table
         return table
+
+    def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:
+        tiles = -(-num_words // _BLOCK)
+        types, constants = (torch.int32, torch.int32, None, None), (_BLOCK, is_native(self.device))
+        kernel = Kernel(tb.count_kernel, self._tables.device.index, types, constants, num_warps=tb.COUNT_WARPS)
+        return kernel, tiles, min(tiles, num_sms(self.device))
 
     def add(self, table: int, cast: Cast, place: object) -> Slots:
         """Put a cast of a counted tensor on the list.
@@ -117,28 +132,26 @@ class Bins:
         Returns:
             its slots without the histogram, by the names of those of one kind; filled by the next :meth:`flush`.
         """
-        scaling = {"current": tb.SCALING_CURRENT, "static": tb.SCALING_STATIC}.get(cast.scaling)
+        known = self._parts.get(cast)
+        if known is None:
+            known = self._parts[cast] = _parts(cast)
+        ints, reals, scaling = known
         row = calls = 0
-        if scaling is None:
-            scaling = tb.SCALING_MAX if cast.algo == "max" else tb.SCALING_RECENT
+        if cast.scaling == "delayed":
             history = self._history((place, cast), cast.history)
             row, calls = history.row, history.num_calls
             history.num_calls += 1
             self._busy.add(row)
+            # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
+            calls = calls if calls < cast.history else cast.history + calls % cast.history
         item = len(self._ints)
-        e5m2 = int(cast.format == "e5m2")
-        rounding = _ROUNDINGS[cast.scale_rounding]
-        margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
-        # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
-        calls = calls if calls < cast.history else cast.history + calls % cast.history
-        self._ints.append([table, self._paddings[table], e5m2, rounding, scaling.value, row, cast.history, calls])
-        self._reals.append([float(cast.amax_eps), margin, cast.scale_inv or 0.0])
-        names = (ts.COUNTS, ts.SUMS, ts.MAXIMA, ts.MINIMA)
-        return {n: values[item] for n, values in zip(names, self._found, strict=True)}
+        self._ints.append([table, self._paddings[table], *ints, scaling, row, cast.history, calls])
+        self._reals.append(reals)
+        return {OPERAND: self._rows[item]}
 
     def histogram(self, table: int) -> Tensor:
         """Return the exponent histogram of a counted tensor, int64 ``[64]``; filled by the next :meth:`flush`."""
-        return self._hist[table]
+        return self._histograms[table]
 
     def _history(self, key: object, length: int) -> _History:
         if key not in self._placed:
@@ -168,7 +181,7 @@ class Bins:
                 ints, reals = ints.pin_memory(), reals.pin_memory()
             tb.finish_kernel[(len(self._ints),)](
                 self._tables, self._histories, ints.to(self.device, non_blocking=True), reals.to(self.device, non_blocking=True),
-                *self._found, 1024, max(2, self._histories.shape[1] - 1), num_warps=4 if INTERPRETED else 16,
+                self._words, 1024, max(2, self._histories.shape[1] - 1), num_warps=4 if INTERPRETED else 16,
                 enable_fp_fusion=False,
             )  # fmt: skip
         tb.exponents_kernel[(len(self._paddings),)](self._tables, self._hist, num_warps=4)

@@ -20,13 +20,17 @@ from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
 from fp8debug.types import OPERANDS, Gemm, TensorRole
 
+#: Of the sampled rows the exact GEMM has one in so many, at least as many as this: it measures an accumulator's loss, of which
+#: each row holds thousands of samples, and no rows that differ.
+EXACT_SHARE, MIN_EXACT = 4, 64
 #: Rows of an operand that are dequantized at once where no kernel takes it.
 CHUNK = 1024
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DAMAGE, _ROWS = Damage(), Rows()
 
 
 class OutputError(NamedTuple):
-    """What fprop keeps of its sampled output until the gradient is known.
+    """What fprop keeps of its sampled output until the gradient is known: of the rows that the exact GEMM has.
 
     Attributes:
         error: actual minus shadow; None where ``pair`` holds both.
@@ -55,6 +59,7 @@ def compare_result(
     sample: Tensor | slice,
     *,
     keep: bool = False,
+    picked: Tensor | None = None,
 ) -> Compared:
     """Describe a result.
 
@@ -65,39 +70,73 @@ def compare_result(
         result: what it gave, whole; None where FP8 is only tried, and the exact GEMM stands for it.
         sample: int64 rows of the first operand, for wgrad columns of the second; a slice is all.
         keep: what :func:`damage_of` needs is wanted.
+        picked: the sampled columns of the result, of wgrad and where they are at hand.
     """
     shadow, dim = shadow_product(which, *high_precision), int(which is Gemm.WGRAD)
     index = sample if isinstance(sample, Tensor) else None
     fast = takes_kernels(shadow) and shadow.numel() > 0
-    exact = _exact(which, *operands, sample, fast)
+    num = None if index is None or result is None else num_exact(index.numel())
+    exact = _exact(which, *operands, sample, fast, num)
     actual = exact if result is None else result.detach()
     if fast and (result is None or actual.dtype in (torch.bfloat16, torch.float16, torch.float32)):
         with on_device(shadow):
             lines = None if result is None else index
+            if picked is not None and lines is not None:
+                actual, lines = picked, None
             found, error = twin("observe_results").compare(
                 actual, shadow, None if result is None else exact, lines, dim=dim, keep=keep
             )
         more = uncovered(twin("observe_results").FILLED, shadow.shape[1], operand=False, whole_rows=not dim)
         if more:
-            picked = (actual if lines is None else actual.index_select(dim, lines)).float()
+            whole = (actual if lines is None else actual.index_select(dim, lines)).float()
             for slots, reference in zip(found, (shadow, exact), strict=False):
-                slots.update(statistics(Pair(source=Source(reference), y=picked, whole_rows=not dim), only=more))
-        return Compared(found[0], found[1] if len(found) > 1 else None, OutputError(error, None, sample))
-    picked = actual if result is None else actual[:, sample] if dim else actual[sample]
+                y = whole.narrow(dim, 0, reference.shape[dim])
+                slots.update(statistics(Pair(source=Source(reference), y=y, whole_rows=not dim), only=more))
+        return Compared(found[0], found[1] if len(found) > 1 else None, OutputError(error, None, _first(sample, num)))
+    if picked is None or result is None:
+        picked = actual if result is None else actual[:, sample] if dim else actual[sample]
     pair = Pair(source=Source(shadow.float()), y=picked.float(), whole_rows=not dim)
-    against = None if result is None else statistics(Pair(source=Source(exact), y=pair.y, whole_rows=not dim))
-    return Compared(statistics(pair), against, OutputError(None, pair, sample))
+    against = None
+    if result is not None:
+        y = pair.y.narrow(dim, 0, exact.shape[dim])
+        against = statistics(Pair(source=Source(exact), y=y, whole_rows=not dim))
+    few = pair if num is None else Pair(source=Source(pair.source.x[:num]), y=pair.y[:num])
+    return Compared(statistics(pair), against, OutputError(None, few, _first(sample, num)))
+
+
+def _first(sample: Tensor | slice, num: int | None) -> Tensor | slice:
+    return sample[:num] if isinstance(sample, Tensor) and num is not None else sample
+
+
+def num_exact(num_sampled: int) -> int:
+    """Return how many of the sampled rows or columns of a result the exact GEMM works out: the first ones."""
+    return min(num_sampled, max(MIN_EXACT, num_sampled // EXACT_SHARE))
+
+
+def sampled_columns(x: Tensor, sample: Tensor | slice) -> Tensor:
+    """Return sampled columns of a tensor, a copy."""
+    x = x.detach()
+    if not isinstance(sample, Tensor):
+        return x[:, sample].clone()
+    if takes_kernels(x) and x.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        with on_device(x):
+            found: Tensor = twin("gemm_sampled").columns_of(x, sample)
+            return found
+    return x.index_select(1, sample)
 
 
 def weight_rows(weight: Tensor, operand: Operand, rows: Tensor | slice) -> Slots:
     """Return the slots of ``Rows`` for sampled rows of a weight ``[N, K]`` beside what a GEMM reads of them."""
     if not weight.numel():
         return {}
+    if isinstance(operand, tuple) and isinstance(rows, Tensor) and takes_kernels(weight):
+        (data, scale_inv), cast = operand
+        if data.dtype in FP8_DTYPES and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            block = block_shape(cast.granularity, *weight.shape)
+            with on_device(weight):
+                slots: Slots = twin("observe_results").row_slots(weight, data, scale_inv, block, rows)
+                return slots
     picked, read = weight.detach()[rows], values_of(operand, 0, rows)
-    if takes_kernels(weight) and picked.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        with on_device(weight):
-            slots: Slots = twin("observe_results").row_slots(read, picked)
-            return slots
     return _ROWS.partial(Pair(source=Source(picked), y=read))
 
 
@@ -116,24 +155,27 @@ def damage_of(kept: OutputError, grad_output: Tensor) -> Slots:
 
 def shadow_product(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
     """Return the GEMM in BF16 with FP32 accumulation, rounded to BF16; on a CPU as FP32."""
-    a, b = first.detach().bfloat16(), second.detach().bfloat16()
+    a, b = first.detach(), second.detach()
+    if not a.dtype == b.dtype == torch.bfloat16:
+        a, b = a.bfloat16(), b.bfloat16()
     if a.is_cuda:
         return gemm(which, a, b, dtype=torch.bfloat16)
     # BF16 products in FP32 arithmetic: the same numbers, and far faster on most CPUs
     return gemm(which, a.float(), b.float(), dtype=torch.bfloat16, accumulate=torch.float32).float()
 
 
-def _exact(which: Gemm, first: Operand, second: Operand, sample: Tensor | slice, fast: bool) -> Tensor:
-    """Return the GEMM of what the operands stand for, FP32."""
+def _exact(which: Gemm, first: Operand, second: Operand, sample: Tensor | slice, fast: bool, num: int | None = None) -> Tensor:
+    """Return the GEMM of what the operands stand for, FP32; of ``num`` of the sampled rows, the first ones."""
     dim = int(which is Gemm.WGRAD)
     data = values_tensor(second if dim else first)
     if fast:
         index = sample if isinstance(sample, Tensor) else torch.arange(data.shape[dim], device=data.device)
         with on_device(data):
-            product: Tensor | None = twin("gemm_sampled").exact_gemm(which, first, second, index)
+            product: Tensor | None = twin("gemm_sampled").exact_gemm(which, first, second, index, num)
         if product is not None:
             return product
-        return _in_chunks(which, first, second, index)
+        return _in_chunks(which, first, second, index[:num])
+    sample = _first(sample, num)
     cut = (values_of(first), values_of(second, 1, sample)) if dim else (values_of(first, 0, sample), values_of(second))
     return gemm(which, *cut, accumulate=torch.float64 if data.is_cuda else torch.float32)
 
@@ -166,7 +208,7 @@ def values_of(operand: Operand, dim: int = 0, index: Tensor | slice | None = Non
         return operand.detach().index_select(dim, index).float()
     (data, scale_inv), cast = operand
     block = block_shape(cast.granularity, *data.shape)
-    if takes_kernels(data) and data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if takes_kernels(data) and data.dtype in FP8_DTYPES:
         with on_device(data):
             found: Tensor = twin("gemm_sampled").dequantize_lines(data, scale_inv, block, dim, index)
             return found

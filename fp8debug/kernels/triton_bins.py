@@ -141,9 +141,9 @@ def counts_at(table, magnitude):
 
 @triton.jit
 def finish_kernel(
-    tables, histories, ints, reals, counts, sums, maxima, minima, CHUNK: tl.constexpr, LENGTH: tl.constexpr
+    tables, histories, ints, reals, words, CHUNK: tl.constexpr, LENGTH: tl.constexpr
 ):  # fmt: skip
-    """One program per tensor and cast; slots in the order of ``triton_statistics``.
+    """One program per tensor and cast, which fills a row of ``words [programs, 24]`` as ``triton_launch.OPERAND`` says.
 
     ``ints``: table, padding, e5m2, rounding, scaling, history, its length, calls before this one. ``reals``: eps, margin,
     static scale_inv. ``histories [n, 1 + LENGTH]``: scale_inv, amaxes by ring position.
@@ -226,7 +226,7 @@ def finish_kernel(
         se2 += both * (e64 * e64)
         emax = tl.maximum(emax, tl.where(both > 0.0, tl.abs(e64), 0.0))
     sum_x2, sum_err2 = tl.sum(sx2, axis=0), tl.sum(se2, axis=0)
-    at = counts + item * 12
+    at = words + item * 24
     tl.store(at, tl.sum(numel, axis=0).to(tl.int64) - padding)
     tl.store(at + 1, tl.sum(zeros, axis=0).to(tl.int64) - padding)
     tl.store(at + 2, tl.sum(nans, axis=0).to(tl.int64))
@@ -239,7 +239,7 @@ def finish_kernel(
     tl.store(at + 9, empty.to(tl.int64))
     tl.store(at + 10, lifted.to(tl.int64))
     tl.store(at + 11, tl.full([], 1, tl.int64))
-    at = sums + item * 7
+    at = words.to(tl.pointer_type(tl.float64)) + item * 24 + 12
     tl.store(at, tl.sum(sx, axis=0))
     tl.store(at + 1, sum_x2)
     tl.store(at + 2, tl.sum(sy2, axis=0))
@@ -247,7 +247,7 @@ def finish_kernel(
     tl.store(at + 4, tl.sum(se, axis=0))
     tl.store(at + 5, sum_err2)
     tl.store(at + 6, tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64))))
-    at = maxima + item * 6
+    at = words.to(tl.pointer_type(tl.float32)) + item * 48 + 40
     tl.store(at, amax)
     tl.store(at + 1, tl.max(emax, axis=0).to(tl.float32))
     tl.store(at + 2, tl.where(empty, -INF, inv))
@@ -257,8 +257,8 @@ def finish_kernel(
     tl.store(at + 4, tl.where(sum_x2 == 0.0, float("-inf"), nmse).to(tl.float32))
     span = amax.to(tl.float64) / tl.where(empty, 1.0, amin).to(tl.float64)
     tl.store(at + 5, tl.where(empty, float("-inf"), tl.math.log2(tl.where(empty, 1.0, span))).to(tl.float32))
-    tl.store(minima + item * 2, amin)
-    tl.store(minima + item * 2 + 1, tl.where(empty, INF, inv))
+    tl.store(at + 6, amin)
+    tl.store(at + 7, tl.where(empty, INF, inv))
 
 
 @triton.jit

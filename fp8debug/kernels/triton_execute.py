@@ -6,7 +6,7 @@ so that the next such tensor costs the host a few allocations and two launches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fp8debug.kernels.triton_launch import (
     ACROSS,
     DOWN,
     MAX_CASTS,
+    OPERAND,
     REGISTERS,
     ROUNDINGS,
     Grid,
@@ -35,7 +36,8 @@ from fp8debug.kernels.triton_launch import (
     scale_memory,
     tile_of,
 )
-from fp8debug.kernels.triton_run import launch
+from fp8debug.kernels.triton_run import Kernel, address, launch
+from fp8debug.kernels.words import pool
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -43,75 +45,96 @@ from fp8debug.recipes import Cast
 MAX_PLANS = 4096
 
 
-@dataclass
-class _Plan:
-    """How a tensor of one shape and layout is quantized under one cast whose scales its tiles know alone.
+class Plan:
+    """How a 2-D tensor of one shape and layout is quantized under one cast whose scales its tiles know alone.
 
-    Attributes:
-        grid: tiles, without the tensor.
-        columns: of the tensor as it comes, which its transpose may be worked on.
-        data: how to make the data and scale_inv; each transposed or not.
-        casts: eps and margin of the cast, and what stands for those that are not there.
+    Args:
+        x: such a tensor.
+        grid: its tiles.
+        made: data and scale_inv that were made of it; None where nothing is.
+        casts: eps and margin of the cast.
         constants: of the tile kernel.
         options: of the tile kernel.
         reduction: arguments of the second stage that are no tensors; None without statistics.
-        kernels: the compiled tile kernel and second stage, once they are.
     """
 
-    grid: Grid
-    columns: int
-    data: tuple[Any, ...]
-    casts: tuple[Any, ...]
-    nothing: Tensor
-    constants: tuple[Any, ...]
-    options: dict[str, Any]
-    reduction: tuple[Any, ...] | None
-    kernels: list[Any]
+    def __init__(
+        self,
+        x: Tensor,
+        grid: Grid,
+        made: tuple[Tensor, Tensor] | None,
+        casts: tuple[float, float],
+        constants: tuple[Any, ...],
+        options: dict[str, Any],
+        reduction: tuple[tuple[Any, ...], tuple[Any, ...]] | None,
+    ) -> None:
+        self._must_copy = x.stride(1) != 1 and x.shape[1] > 1
+        self._made = None if made is None else (*_recreated(made[0]), made[0].dtype, *_recreated(made[1]))
+        self._grid = grid.programs, 1, 1
+        self._size = grid.programs, MAX_CASTS, 24
+        self._numbers = grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns
+        self._casts = casts
+        self._nothing = x.new_empty(1, dtype=torch.float32)
+        nothing = address(self._nothing)
+        self._absent = (nothing, nothing, nothing, 0.0, 1.0) * 2
+        f32, f64, device = torch.float32, torch.float64, x.device.index
+        partials = f32 if reduction is None else f64
+        one = f32, f32, f32, None, None
+        types = x.dtype, *[None] * 5, partials, f32, f32 if made is None else made[0].dtype, *one[1:], *one, *one
+        self._tile = Kernel(tt.tile_kernel, device, types, constants, **options)
+        self._reduction = reduction
+        if reduction is not None:
+            rest = [None] * len(reduction[0]), [f32] * 3, [None] * len(reduction[1])
+            types = f64, f32, torch.int64, f64, f32, f32, torch.int64, *(kind for kinds in rest for kind in kinds)
+            chunk = 16 if common.INTERPRETED else 256
+            self._second = Kernel(ts.reduce_kernel, device, types, (chunk, False), num_warps=8)
+
+    def __call__(self, x: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says."""
+        if self._must_copy:
+            x = x.detach().contiguous()
+        nothing = address(self._nothing)
+        made, to = None, (nothing, nothing)
+        if self._made is not None:
+            size, turned, dtype, blocks, blocks_turned = self._made
+            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
+            to = address(data), address(scale_inv)
+            made = data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv
+        at = address(x.detach() if common.INTERPRETED else x)
+        if self._reduction is None:
+            self._tile(self._grid, at, *self._numbers, nothing, nothing, *to, nothing, *self._casts, *self._absent)
+            return made, None
+        partials = x.new_empty(self._size, dtype=torch.float64)
+        parts = address(partials)
+        self._tile(self._grid, at, *self._numbers, parts, nothing, *to, nothing, *self._casts, *self._absent)
+        row, place = pool(x.device).take()
+        into = [g.of(row) for g in OPERAND.groups] if common.INTERPRETED else [place + start for start in OPERAND.starts]
+        inverse, (before, after) = to[1], self._reduction
+        self._second((1, 1, 1), parts, nothing, *into, into[0], *before, inverse, inverse, inverse, *after)
+        return made, row
 
 
-_PLANS: dict[Any, _Plan] = {}
+_PLANS: dict[Any, Plan] = {}
+#: The same by the identity of the cast, which is kept with its plan, so that no other can have it.
+_BY_IDENTITY: dict[Any, tuple[Cast, Plan]] = {}
 
 
 def _key(x: Tensor, job: Job) -> Any:
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, job.cast, job.out, job.statistics)
 
 
-def _replay(plan: _Plan, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
-    """Do what :func:`run` does for one job, as it was done for another tensor like this."""
-    grid, nothing = plan.grid, plan.nothing
-    flat = x.detach()
-    if flat.dim() != 2:
-        flat = flat.reshape(-1, plan.columns)
-    if flat.stride(1) != 1 and flat.shape[1] > 1:
-        flat = flat.contiguous()
-    outputs, data, scale_inv = [], nothing, nothing
-    if plan.data:
-        size, dtype, turned, blocks, blocks_turned = plan.data
-        data = flat.new_empty(size, dtype=dtype)
-        scale_inv = flat.new_empty(blocks, dtype=torch.float32)
-        outputs.append((data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv))
-    partials = nothing
-    if plan.reduction is not None:
-        partials = flat.new_empty((grid.programs, MAX_CASTS, 24), dtype=torch.float64)
-    absent = nothing, nothing, nothing, 0.0, 1.0
-    arguments = (
-        flat, grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns, partials, nothing, data, scale_inv,
-        nothing, *plan.casts, *absent, *absent,
-    )  # fmt: skip
-    if plan.kernels[0] is None:
-        plan.kernels[0] = launch(tt.tile_kernel, (grid.programs,), arguments, plan.constants, **plan.options)
-    else:
-        plan.kernels[0][(grid.programs, 1, 1)](*arguments, *plan.constants)
-    if plan.reduction is None:
-        return outputs, None
-    found = _new_statistics(flat, 1, False)
-    arguments = partials, nothing, *found, *plan.reduction[0], scale_inv, scale_inv, scale_inv, *plan.reduction[1]
-    constants = 16 if common.INTERPRETED else 256, False
-    if plan.kernels[1] is None:
-        plan.kernels[1] = launch(ts.reduce_kernel, (1,), arguments, constants, num_warps=8)
-    else:
-        plan.kernels[1][(1, 1, 1)](*arguments, *constants)
-    return outputs, found
+def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | None:
+    """Return how a tensor is quantized, once :func:`run` has quantized one like it; None before, and where there is no plan."""
+    key = id(cast), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, out, statistics
+    found = _BY_IDENTITY.get(key)
+    if found is None:
+        plan = _PLANS.get(_key(x, Job(cast, out, statistics)))
+        if plan is None:
+            return None
+        if len(_BY_IDENTITY) == MAX_PLANS:
+            _BY_IDENTITY.clear()
+        found = _BY_IDENTITY[key] = cast, plan
+    return found[1]
 
 
 def run(
@@ -132,7 +155,8 @@ def run(
     plannable = len(jobs) == 1 and not histogram and into is None and x.dim() > 0
     key = _key(x, jobs[0]) if plannable else None
     if plannable and jobs[0].scale_inv is None and (plan := _PLANS.get(key)) is not None:
-        return _replay(plan, x)
+        made, row = plan(x)
+        return ([made] if made else []), None if row is None else _of_row(row)
     outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
     transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
     if transposed:
@@ -177,22 +201,18 @@ def run(
     constants = (*specs, t.j, t.h, t.r, t.lanes, grid.load, grid.even, even_words, statistics, histogram, native, packed)
     options = {"num_warps": t.warps, "enable_fp_fusion": False, "maxnreg": _registers(t.warps, specs)}
     start = grid.x, grid.stride, rows, columns, grid.num_tiles, grid.tile_columns, partials, counted
-    tile = launch(tt.tile_kernel, (grid.programs,), (*start, *arguments), constants, **options)
-    found = second = reduction = None
+    launch(tt.tile_kernel, (grid.programs,), (*start, *arguments), constants, **options)
+    found = reduction = None
     if statistics:
-        found = into or _new_statistics(x, len(jobs), histogram)
-        second, reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
+        alone = len(jobs) == 1 and not histogram
+        found = into or (_of_row(pool(device).take()[0]) if alone else _new_statistics(x, len(jobs), histogram))
+        reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
-        made: tuple[Any, ...] = ()
-        if outputs:
-            (size, turned), blocks = (_recreated(v) for v in outputs[0])
-            made = (size, outputs[0][0].dtype, turned, *blocks)
         if len(_PLANS) == MAX_PLANS:
             _PLANS.clear()
-        bare = grid._replace(x=nothing)
-        casts = tuple(arguments[3:5])
-        if x.dim() == 2 or not outputs:
-            _PLANS[key] = _Plan(bare, x.shape[-1], made, casts, nothing, constants, options, reduction, [tile, second])
+        if x.dim() == 2:
+            casts = float(arguments[3]), float(arguments[4])
+            _PLANS[key] = Plan(x, grid, outputs.get(0), casts, constants, options, reduction)
     return list(outputs.values()), found
 
 
@@ -200,6 +220,11 @@ def _recreated(made: Tensor) -> tuple[tuple[int, ...], bool]:
     """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
     turned = not made.is_contiguous()
     return tuple(made.t().shape if turned else made.shape), turned
+
+
+def _of_row(row: Tensor) -> Statistics:
+    counts, sums, maxima, minima = (group.of(row)[None] for group in OPERAND.groups)
+    return Statistics(counts, sums, maxima, minima, row.new_empty(0))
 
 
 def _registers(warps: int, specs: list[tuple[int, ...]]) -> int:
@@ -232,8 +257,8 @@ def _reduce(
     partials: Tensor,
     counted: Tensor,
     histogram: bool,
-) -> tuple[Any, tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Launch the second stage; return it compiled, and the arguments that are no tensors, before and after scale_inv."""
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Launch the second stage; return its arguments that are no tensors, before and after scale_inv."""
     rows, columns = grid.rows, grid.columns
     t, n = grid.tile, len(jobs)
     blocks, grids, epsilons, tops, roundings, margins = [], [], [], [], [], []
@@ -258,7 +283,7 @@ def _reduce(
         *blocks, *[1] * pad, *grids, *[1] * pad, *epsilons, *[0.0] * pad, *tops, *[448.0] * pad, *roundings, *[0] * pad, *margins,
         *[1.0] * pad,
     )  # fmt: skip
-    second = launch(
+    launch(
         ts.reduce_kernel,
         (n + 8 * histogram,),
         (partials, counted, *found, *before, *inverses, *after),
@@ -268,7 +293,7 @@ def _reduce(
     for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
         if spec[0] > tc.KIND_TENSOR.value:
             _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
-    return second, (before, after)
+    return before, after
 
 
 def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:

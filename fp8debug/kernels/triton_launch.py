@@ -18,6 +18,7 @@ from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
 from fp8debug.kernels.triton_run import launch
+from fp8debug.kernels.words import Group, Layout
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -28,6 +29,13 @@ REGISTERS = (64, 128, 168, 255)
 MAX_CASTS = 3
 ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
+#: How the statistics of one cast lie in a row of ``words``.
+OPERAND = Layout(
+    Group(ts.COUNTS, torch.int64, 0),
+    Group(ts.SUMS, torch.float64, 96),
+    Group(ts.MAXIMA, torch.float32, 160, "max"),
+    Group(ts.MINIMA, torch.float32, 184, "min"),
+)
 
 
 class Statistics(NamedTuple):

@@ -2,8 +2,14 @@
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
 """The statistics of a GEMM's result against the shadow and against the exact GEMM, in FP64 with masks throughout.
 
-A program leaves what its elements add to every slot; these parts are joined later by the slots' own merge rules, with those of
-all other rows of the step at once. The sampled rows or columns of the actual result are read where they lie.
+A program leaves what its elements add to every slot, and the last one to end joins these parts in their order: the same bits in
+every run. The sampled rows or columns of the actual result are read where they lie.
+
+Columns of a part, FP64, in which counts below 2^53 are exact; a row of ``words`` has the same order, in the slots' own types:
+
+    sums     0..5 numel, zero, NaN, Inf, made nonfinite, tensors  6..9 rows, bad, good, nonfinite
+             10..15 x, x^2, y^2, xy, err, err^2
+    maxima  16 amax  17 abs err  18 nmse of the worst row  19 minus amin
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fp8debug.kernels.triton_cast import is_finite
-from fp8debug.kernels.triton_common import INF, load_one
+from fp8debug.kernels.triton_common import INF, decode, load_one
 from fp8debug.metrics.rows import BAD_NMSE, GOOD_NMSE
 
 #: Slots in the order in which programs store them: counts (int64), sums (FP64), maxima and minima (FP32).
@@ -29,6 +35,16 @@ DAMAGE_SUMS = ("damage",)
 # LINES: which part of the actual result is sampled.
 LINES_ALL = tl.constexpr(0)
 LINES_ROWS = tl.constexpr(1)
+
+# USED: the columns that a kernel's programs leave.
+WHOLE = tl.constexpr(0)
+ROWS = tl.constexpr(1)  # those of the rows
+SUMMED = tl.constexpr(2)  # 0, a count, and 10, a sum
+
+#: Columns of a part, and parts that are joined at once.
+NUM_COLUMNS = 24
+COLUMNS = tl.constexpr(NUM_COLUMNS)
+CHUNK = tl.constexpr(64)
 
 BAD = tl.constexpr(BAD_NMSE)
 GOOD = tl.constexpr(GOOD_NMSE)
@@ -48,14 +64,16 @@ def folded(v, OP: tl.constexpr):
 
 @triton.jit
 def compare_kernel(
-    actual, index, shadow, exact, error, counts, sums, maxima, minima, rows, columns, stride_row, stride_column,
-    LINES: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    actual, index, shadow, exact, error, parts, tickets, words, more_words, shadow_rows, shadow_columns, exact_rows,
+    exact_columns, stride_row, stride_column, LINES: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Pair 0 is actual against shadow ``[rows, columns]``, pair 1 against exact; parts ``[pairs, programs, slots]``.
+    """Pair 0 is actual against shadow, pair 1 against exact, of its first rows or columns; parts ``[pairs, programs, 24]``.
 
-    ``KEEP``: store actual minus shadow, 0 where a side is not finite, into ``error [rows, columns]``.
+    ``KEEP``: store actual minus shadow of the rows that exact has, 0 where a side is not finite, into ``error``.
     """
     pair = tl.program_id(0)
+    rows = tl.where(pair == 0, shadow_rows, exact_rows)
+    columns = tl.where(pair == 0, shadow_columns, exact_columns)
     zero = tl.zeros([BR, BC // 4], tl.float64)
     sx, sy2, sxy, se = zero, zero, zero, zero
     real = tl.zeros([BR, BC // 4], tl.float32)
@@ -104,7 +122,7 @@ def compare_kernel(
             strange += folded((valid == 0).to(tl.int32), 0)
             if KEEP:
                 if pair == 0:
-                    tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside)
+                    tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside & (row < exact_rows))
         row_signal = tl.sum(signal, axis=1, keep_dims=True)
         row_noise = tl.sum(noise, axis=1, keep_dims=True)
         clean = tl.sum(strange, axis=1, keep_dims=True) == 0
@@ -117,39 +135,119 @@ def compare_kernel(
         bad += (judged & (nmse > BAD)).to(tl.int32)
         good += (judged & (nmse < GOOD)).to(tl.int32)
         worst = tl.maximum(worst, tl.where(judged, nmse, float("-inf")))
-    part = pair * tl.num_programs(1) + tl.program_id(1)
-    at = counts + part * 10
+    at = parts + (pair * tl.num_programs(1) + tl.program_id(1)) * COLUMNS
     tl.store(at, total(seen) * columns)
     tl.store(at + 1, total(zeros))
     tl.store(at + 2, total(nans))
     tl.store(at + 3, total(infs))
     tl.store(at + 4, total(made))
-    tl.store(at + 5, (tl.program_id(1) == 0).to(tl.int64))
+    tl.store(at + 5, (tl.program_id(1) == 0).to(tl.float64))
     tl.store(at + 6, total(seen))
     tl.store(at + 7, total(bad))
     tl.store(at + 8, total(good))
     tl.store(at + 9, total(dirty))
-    at = sums + part * 6
-    tl.store(at, tl.sum(tl.sum(sx, axis=1), axis=0))
-    tl.store(at + 1, tl.sum(tl.sum(sx2, axis=1), axis=0))
-    tl.store(at + 2, tl.sum(tl.sum(sy2, axis=1), axis=0))
-    tl.store(at + 3, tl.sum(tl.sum(sxy, axis=1), axis=0))
-    tl.store(at + 4, tl.sum(tl.sum(se, axis=1), axis=0))
-    tl.store(at + 5, tl.sum(tl.sum(se2, axis=1), axis=0))
-    tl.store(maxima + part * 3, tl.max(tl.max(amax, axis=1), axis=0))
-    tl.store(maxima + part * 3 + 1, tl.max(tl.max(emax, axis=1), axis=0))
-    tl.store(maxima + part * 3 + 2, tl.max(tl.max(worst, axis=1), axis=0).to(tl.float32))
-    tl.store(minima + part, tl.min(tl.min(amin, axis=1), axis=0))
+    tl.store(at + 10, total(sx))
+    tl.store(at + 11, total(sx2))
+    tl.store(at + 12, total(sy2))
+    tl.store(at + 13, total(sxy))
+    tl.store(at + 14, total(se))
+    tl.store(at + 15, total(se2))
+    tl.store(at + 16, tl.max(tl.max(amax, axis=1), axis=0).to(tl.float64))
+    tl.store(at + 17, tl.max(tl.max(emax, axis=1), axis=0).to(tl.float64))
+    tl.store(at + 18, tl.max(tl.max(worst, axis=1), axis=0))
+    tl.store(at + 19, -tl.min(tl.min(amin, axis=1), axis=0).to(tl.float64))
+    if is_last(tickets + pair, tl.num_programs(1)):
+        if pair == 0:
+            finish(parts, words, tl.num_programs(1), WHOLE)
+        else:
+            finish(parts + tl.num_programs(1) * COLUMNS, more_words, tl.num_programs(1), WHOLE)
 
 
 @triton.jit
 def total(v):
-    """Add up counts as int64."""
-    return tl.sum(tl.sum(v.to(tl.int64), axis=1), axis=0)
+    """Add up as FP64, in which counts are exact."""
+    return tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0)
 
 
 @triton.jit
-def damage_kernel(error, grad, index, counts, sums, columns, stride_row, stride_column, LINES: tl.constexpr, BLOCK: tl.constexpr):
+def is_last(ticket, num_programs):
+    """Say whether all other programs have left their parts; the counter is 0 again when the kernel ends."""
+    tl.debug_barrier()  # all of this program's stores come before its ticket
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num_programs - 1
+    if last:
+        tl.store(ticket, 0)
+    return last
+
+
+@triton.jit
+def finish(parts, words, num_programs, USED: tl.constexpr):
+    """Join the parts ``[programs, 24]`` of a pair to a row of words; ``USED``: which columns there are, see below."""
+    n = tl.arange(0, 16)
+    e = tl.arange(0, 8)
+    row = tl.arange(0, CHUNK)[:, None]
+    sums = tl.zeros([CHUNK, 16], tl.float64)
+    most = tl.full([CHUNK, 8], float("-inf"), tl.float64)
+    summed = ((n < 16) & (USED == WHOLE)) | ((n >= 6) & (n < 10) & (USED == ROWS)) | (((n == 0) | (n == 10)) & (USED == SUMMED))
+    extreme = ((e < 4) & (USED == WHOLE)) | ((e == 2) & (USED == ROWS))
+    for start in range(0, num_programs, CHUNK):
+        inside = start + row < num_programs
+        at = parts + (start + row) * COLUMNS
+        sums += tl.load(at + n[None, :], inside & summed[None, :], 0.0, cache_modifier=".cg")
+        if USED != SUMMED:
+            found = tl.load(at + 16 + e[None, :], inside & extreme[None, :], float("-inf"), cache_modifier=".cg")
+            most = tl.maximum(most, found)
+    s = tl.sum(sums, axis=0)
+    tl.store(words + n, s.to(tl.int64), summed & (n < 10))
+    tl.store(words.to(tl.pointer_type(tl.float64)) + n, s, summed & (n >= 10))
+    if USED != SUMMED:
+        m = tl.max(most, axis=0)
+        m = tl.where(e == 3, -m, m).to(tl.float32)
+        tl.store(words.to(tl.pointer_type(tl.float32)) + 32 + e, m, extreme)
+
+
+@triton.jit
+def rows_kernel(
+    x, index, codes, scale, parts, tickets, words, columns, stride_row, stride_column, code_stride_row, code_stride_column,
+    scale_stride_row, scale_stride_column, block_rows, block_columns, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row ``index[i]`` of an operand beside what a GEMM reads of it; program i leaves the slots of ``metrics/rows.py``."""
+    program = tl.program_id(0)
+    row = tl.load(index + program)
+    signal = tl.zeros([BLOCK], tl.float64)
+    noise = signal
+    strange = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        a = load_one(x + row * stride_row + column.to(tl.int64) * stride_column, inside)
+        at = codes + row * code_stride_row + column.to(tl.int64) * code_stride_column
+        code = tl.load(at, inside, 0).to(tl.int32) & 0xFF
+        at = scale + (row // block_rows) * scale_stride_row + (column // block_columns) * scale_stride_column
+        b = decode(code, E5M2) * tl.load(at, inside, 0.0)
+        valid = is_finite(a) & is_finite(b)
+        a64 = tl.where(valid, a, 0.0).to(tl.float64)
+        e64 = tl.where(valid, b, 0.0).to(tl.float64) - a64
+        signal += a64 * a64
+        noise += e64 * e64
+        strange += (valid == 0).to(tl.int32)
+    row_signal = tl.sum(signal, axis=0)
+    clean = tl.sum(strange, axis=0) == 0
+    judged = clean & (row_signal > 0.0)
+    nmse = tl.sum(noise, axis=0) / tl.where(judged, row_signal, 1.0)
+    at = parts + program * COLUMNS
+    tl.store(at + 6, tl.full([], 1.0, tl.float64))
+    tl.store(at + 7, (judged & (nmse > BAD)).to(tl.float64))
+    tl.store(at + 8, (judged & (nmse < GOOD)).to(tl.float64))
+    tl.store(at + 9, (clean == 0).to(tl.float64))
+    tl.store(at + 18, tl.where(judged, nmse, float("-inf")))
+    if is_last(tickets, tl.num_programs(0)):
+        finish(parts, words, tl.num_programs(0), ROWS)
+
+
+@triton.jit
+def damage_kernel(
+    error, grad, index, parts, tickets, words, columns, stride_row, stride_column, LINES: tl.constexpr, BLOCK: tl.constexpr
+):
     """Square of the product of a row's error with the gradient of the same row; 0 where that is not finite."""
     row = tl.program_id(0)
     line = row.to(tl.int64)
@@ -165,5 +263,7 @@ def damage_kernel(error, grad, index, counts, sums, columns, stride_row, stride_
     found = tl.sum(product, axis=0)
     finite = tl.abs(found) < float("inf")
     found = tl.where(finite, found, 0.0)
-    tl.store(counts + row, tl.full([], 1, tl.int64))
-    tl.store(sums + row, found * found)
+    tl.store(parts + row * COLUMNS, tl.full([], 1.0, tl.float64))
+    tl.store(parts + row * COLUMNS + 10, found * found)
+    if is_last(tickets, tl.num_programs(0)):
+        finish(parts, words, tl.num_programs(0), SUMMED)

@@ -1,6 +1,8 @@
 """How kernels are started at little cost to the host: Triton's own way of choosing a compiled kernel takes tens of microseconds.
 
-``launch`` chooses by what Triton specializes on, and hands the arguments to what Triton compiled for the first such call.
+``launch`` chooses by what Triton specializes on, and hands the arguments to what Triton compiled for the first such call. A
+``Kernel`` belongs to one plan, whose sizes and alignments never change: it takes addresses in place of tensors, which spares
+Triton's launcher a question to the driver for each.
 """
 
 from __future__ import annotations
@@ -8,12 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
 from fp8debug.kernels.triton_common import INTERPRETED
 
 _COMPILED: dict[Any, Any] = {}
 _INT32_MAX = 2**31 - 1
+#: Releases whose compiled kernels are started as :meth:`Kernel.__call__` does it; others go through Triton's public way.
+_KNOWN = ("3.4", "3.5", "3.6", "3.7")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> Any:
@@ -48,6 +53,60 @@ def _kind(value: Any) -> Any:
     if type(value) is int:
         return 1 if value == 1 else (value % 16 == 0, -_INT32_MAX <= value <= _INT32_MAX)
     return type(value)
+
+
+class _Pointer:
+    """An address with the type of what lies there, which is all that Triton asks of a tensor."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self._address
+
+
+class Kernel:
+    """A kernel with all that is known before its first launch; its other sizes and alignments are the same at every one.
+
+    Args:
+        kernel: a function under ``triton.jit``.
+        device: index of the GPU, which is current at every launch.
+        types: for each argument, the dtype of what an address points to, or None for a number.
+        constants: the ``constexpr`` arguments, which follow.
+        options: ``num_warps`` and the like.
+    """
+
+    def __init__(
+        self, kernel: Any, device: int | None, types: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
+    ) -> None:
+        self._kernel, self._device, self._types, self._constants, self._options = kernel, device, types, constants, options
+        self._run: Any = None
+        self._function: Any = None
+        self._packed: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Start it on the current stream; arguments are numbers, and of tensors what :func:`address` returns."""
+        if self._run is None:
+            self._first(grid, arguments)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._run(*grid, stream, self._function, self._packed, None, None, None, *arguments, *self._constants)
+
+    def _first(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        if INTERPRETED:
+            self._kernel[grid](*arguments, *self._constants, **self._options)
+            return
+        typed = [a if t is None else _Pointer(t, a) for a, t in zip(arguments, self._types, strict=True)]
+        compiled = self._kernel[grid](*typed, *self._constants, **self._options)
+        if triton.__version__.rpartition(".")[0] in _KNOWN:
+            self._function, self._packed, self._run = compiled.function, compiled.packed_metadata, compiled.run
+
+
+def address(x: Tensor) -> Any:
+    """Return what a :class:`Kernel` takes for a tensor."""
+    return x if INTERPRETED else x.data_ptr()
 
 
 def eager(x: Tensor) -> bool:

@@ -64,6 +64,17 @@ def gather_kernel(
 
 
 @triton.jit
+def columns_kernel(x, index, out, rows, samples, stride_row, stride_column, BR: tl.constexpr, BC: tl.constexpr):
+    """Columns ``index`` of x ``[rows, columns]``, bits of any 16 or 32, to out ``[rows, samples]``."""
+    row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
+    sample = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
+    inside = (row < rows) & (sample < samples)
+    column = tl.load(index + sample, sample < samples, 0)
+    bits = tl.load(x + row.to(tl.int64) * stride_row + column * stride_column, inside, 0)
+    tl.store(out + row.to(tl.int64) * samples + sample, bits, inside)
+
+
+@triton.jit
 def lines_kernel(
     data, index, out, scale, length, stride_line, stride_along, scale_stride_line, scale_stride_along, out_stride_line,
     out_stride_along, block_line, block_along, E5M2: tl.constexpr, BLOCK: tl.constexpr,

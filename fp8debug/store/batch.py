@@ -54,15 +54,29 @@ def _array(values: Any, field: pa.Field, *, is_statistic: bool) -> pa.Array:
     if isinstance(values, np.ndarray):
         mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
         values = np.asarray(np.ma.getdata(values))
-        if pa.types.is_integer(field.type) and np.issubdtype(values.dtype, np.floating):
-            mask = mask | np.isnan(values)
-            values = np.where(mask, 0, values)
-        array = pa.array(values, mask=mask if mask.any() else None).cast(field.type)
-    else:
-        array = pa.array(values, type=field.type)
+        if np.issubdtype(values.dtype, np.floating):
+            if pa.types.is_integer(field.type):
+                mask = mask | np.isnan(values)
+                values = np.where(mask, 0, values)
+            elif is_statistic:
+                mask = _with_neutral(values, mask, field)
+        array = pa.array(values, mask=mask if mask.any() else None)
+        return array if array.type == field.type else array.cast(field.type)
+    array = pa.array(values, type=field.type)
     if is_statistic and pa.types.is_floating(field.type):
         array = _without_neutral(array, field.metadata[b"merge"].decode())
     return array
+
+
+def _with_neutral(values: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], field: pa.Field) -> np.ndarray[Any, Any]:
+    """Return the mask with what :func:`_without_neutral` would null; in NumPy, which asks the field only where it must."""
+    mask = mask | np.isnan(values)
+    infinite = np.isinf(values) & ~mask
+    if infinite.any():
+        merge = field.metadata[b"merge"].decode()
+        if merge in ("max", "min"):
+            mask = mask | (values == (-math.inf if merge == "max" else math.inf))
+    return mask
 
 
 def _without_neutral(array: pa.Array, merge: str) -> pa.Array:

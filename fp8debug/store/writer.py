@@ -87,6 +87,7 @@ class RunWriter:
         self._job = job_of(world_size)
         self._lock: Lock | None = None
         self._streams: dict[str, stream.Stream] = {}
+        self._schemas: dict[str, pa.Schema] = {}
         self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
         self._counting = threading.Lock()
         self._closed = False
@@ -270,7 +271,10 @@ class RunWriter:
     def _store(self, table: str, columns: Columns | Callable[[], Columns], num_rows: int) -> None:
         try:
             if self.stopped is None:
-                batch = record_batch(arrow_schema(table), {"rank": self.rank, **(columns() if callable(columns) else columns)})
+                if table not in self._schemas:
+                    self._schemas[table] = arrow_schema(table)
+                full = {"rank": self.rank, **(columns() if callable(columns) else columns)}
+                batch = record_batch(self._schemas[table], full)
                 if table != "events" and batch.num_rows:
                     self._last_step = batch["step"][0].as_py()
                     if self._must_tell_resume:

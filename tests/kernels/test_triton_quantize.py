@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from fp8debug.kernels import reference
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.kernels.triton_launch import Statistics
+from fp8debug.kernels.triton_execute import plan_of
+from fp8debug.kernels.triton_launch import OPERAND, Statistics
 from fp8debug.metrics import slots
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
@@ -207,3 +209,24 @@ def test_fake_matches_real() -> None:
     for arguments in ((tile, down, None, True, False), (tile, "", None, False, False)):
         operator = torch.ops.fp8debug.quantize.default
         torch.library.opcheck(operator, (x, *arguments), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize(
+    ("granularity", "layout"), [("1x128", "rows"), ("128x128", "rows"), ("128x128", "columns"), ("128x1", "columns")]
+)
+def test_tensors_like_one_before_go_the_short_way(granularity: str, layout: str, statistics: bool) -> None:
+    cast = Cast(granularity=granularity)
+    for kind in ("plain", "nonfinite") if ALL or statistics else ("plain",):
+        x = sample(kind, (128, WIDTH))
+        quantize(x, cast, layout=layout, statistics=statistics)
+        plan = plan_of(x, cast, layout, statistics)
+        assert plan is not None and plan_of(x, replace(cast), layout, statistics) is plan
+        made, row = plan(x)
+        assert made is not None and made[0].stride(0 if layout == "columns" else 1) == 1
+        assert_same_codes(Quantized(*made), quantized(x, cast), x)
+        assert (row is not None) == statistics
+        if row is not None:
+            found = {name: v for names, values in OPERAND.slots(row).items() for name, v in zip(names, values, strict=True)}
+            assert_same_slots(found, x, cast, quantized(x, cast))
+    assert plan_of(x, Cast(), "rows", statistics) is None and plan_of(x[:96], cast, layout, statistics) is None

@@ -17,13 +17,18 @@ from fp8debug.formats import block_shape
 from fp8debug.kernels import reference, results
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Slots
-from fp8debug.kernels.gemm_sampled import dequantize_lines, exact_gemm
-from fp8debug.kernels.observe_results import Parts, compare, damage
+from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines, exact_gemm
+from fp8debug.kernels.join import Joiner
+from fp8debug.kernels.observe_results import DAMAGE, LINES, RESULT, Found, compare, damage, row_slots
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.metrics import METRICS, Pair, Source, slots
+from fp8debug.kernels.triton_launch import OPERAND
+from fp8debug.kernels.words import HISTOGRAM, Layout, pool
+from fp8debug.metrics import METRICS, Pair, Source
 from fp8debug.metrics.base import Slot
 from fp8debug.metrics.damage import Damage
+from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast, get_recipe
+from fp8debug.table import Table
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 pytestmark = [
@@ -116,15 +121,17 @@ def test_dequantize_lines(granularity: str, dim: int) -> None:
     assert torch.equal(dequantize_lines(*q, block, dim, index), reference.dequantize(q, cast).index_select(dim, index))
 
 
-def assert_same(found: Parts, wanted: dict[str, torch.Tensor]) -> None:
-    kinds = slots()
-    for names, parts in found.items():
-        assert parts.ndim == 2
-        for name, values in zip(names, parts.unbind(1), strict=True):
-            rule = kinds[name].merge if name in kinds else "sum"
-            joined = values.sum() if rule == "sum" else values.amax() if rule == "max" else values.amin()
+def assert_same(found: Found, wanted: dict[str, torch.Tensor]) -> None:
+    for names, values in slots_of(found).items():
+        for name, value in zip(names, values, strict=True):
             want = wanted[name].double()
-            assert torch.isclose(joined.double(), want, rtol=1e-12 if parts.dtype is torch.float64 else 1e-7, atol=1e-12), name
+            tolerance = 1e-12 if values.dtype is torch.float64 else 1e-7
+            assert torch.isclose(value.double(), want, rtol=tolerance, atol=1e-12), (name, value.item(), want.item())
+
+
+def slots_of(found: Found) -> dict[tuple[str, ...], torch.Tensor]:
+    (layout,) = found
+    return layout.slots(found[layout])
 
 
 def result_with_surprises() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,8 +157,8 @@ def test_compare_equals_the_metrics() -> None:
     grad = torch.randn(40, 90).bfloat16().to(DEVICE)
     pair = Pair(source=Source(shadow), y=picked, grad=grad[index].float())
     assert error is not None
-    whole = {name: values.sum() for names, parts in damage(error, grad, index).items() for name, values in
-             zip(names, parts.unbind(1), strict=True)}  # fmt: skip
+    slots = slots_of(damage(error, grad, index))
+    whole = {name: value for names, values in slots.items() for name, value in zip(names, values, strict=True)}
     wanted = Damage().partial(pair)
     assert int(whole["num_damage_rows"]) == 4
     assert float(whole["damage"]) == pytest.approx(float(wanted["damage"]), rel=1e-3)  # the error is kept in BF16
@@ -165,6 +172,63 @@ def test_compare_of_columns_and_of_all() -> None:
     assert_same(found, reference.statistics(Pair(source=Source(shadow), y=actual[:, index].float())))
     (found,), _ = compare(actual, actual.float() * 0.5, None)
     assert_same(found, reference.statistics(Pair(source=Source(actual.float() * 0.5), y=actual.float())))
+
+
+def test_more_programs_than_are_joined_at_once() -> None:
+    """150 rows: the last program joins the parts in three rounds, and the counters of programs are 0 again for the next."""
+    actual = torch.randn(150, 20, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    shadow = actual.float() * torch.linspace(0.5, 1.5, 150, device=DEVICE)[:, None]
+    for _ in range(2):
+        (found,), error = compare(actual, shadow, None, keep=True)
+        assert_same(found, reference.statistics(Pair(source=Source(shadow), y=actual.float())))
+        assert error is not None
+        grad = torch.ones(150, 20).bfloat16().to(DEVICE)
+        ((count,), (total,)) = slots_of(damage(error, grad)).values()
+        assert int(count) == 150
+        assert float(total) == pytest.approx(float((error.double().sum(1)).square().sum()), rel=1e-12)
+    assert not pool(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")).tickets.any()
+
+
+@pytest.mark.parametrize("granularity", ["128x128", "1x128", "tensorwise", "rowwise"])
+def test_rows_of_an_operand(granularity: str) -> None:
+    weight, cast = tensors(Gemm.FPROP)[1].clone(), Cast(granularity=granularity)
+    weight[3] *= 1e-5
+    weight[7, 2], weight[9] = float("nan"), 0.0
+    q = reference.quantize(weight.cpu(), cast)
+    data, scale_inv = q.data.to(DEVICE), q.scale_inv.to(DEVICE)
+    index = torch.tensor([49, 3, 7, 9, 0], device=DEVICE)
+    found = row_slots(weight, data, scale_inv, block_shape(granularity, *weight.shape), index)
+    read = reference.dequantize(Quantized(data, scale_inv), cast)[index]
+    assert_same(found, Rows().partial(Pair(source=Source(weight[index]), y=read)))
+
+
+def test_rows_of_words_join_the_state_by_their_rules() -> None:
+    """By the joining kernel as by a table's torch ops, over two joins, one row with two kinds of observations."""
+    table = Table(3, torch.device("cpu"))
+    columns = {name: place.start for name, place in table.places.items()}
+    state = {group: tensor.clone().to(DEVICE) for group, tensor in table._state.items()}
+    joiner, generator = Joiner(state, columns), torch.Generator().manual_seed(0)
+    for _ in range(2):
+        words: list[tuple[Layout, int, torch.Tensor]] = []
+        for layout, row in ((OPERAND, 0), (RESULT, 2), (DAMAGE, 2), (HISTOGRAM, 0), (LINES, 0)):
+            value = torch.zeros(64 if layout is HISTOGRAM else 24, dtype=torch.int64)
+            for group in layout.groups:
+                numbers = torch.randint(-50, 50, (group.size * len(group.names),), generator=generator)
+                group.of(value).copy_(numbers)
+            words.append((layout, row, value))
+            table.merge(row, {layout: value})
+        table._join()
+        on_device = [(layout, row, value.to(DEVICE)) for layout, row, value in words]
+        joiner([(value.data_ptr(), row, joiner.number(layout)) for layout, row, value in on_device])
+    for group, wanted in table._state.items():
+        assert torch.equal(state[group].cpu(), wanted), group
+
+
+def test_columns_of_a_sample() -> None:
+    x, index = tensors(Gemm.FPROP)[0], torch.tensor([0, 132, 7, 31], device=DEVICE)
+    for whole in (x, x.float(), x.t(), x.half()[:, 1:]):
+        few = index[: 4 if whole.shape[1] > 132 else 1]
+        assert torch.equal(columns_of(whole, few), whole[:, few])
 
 
 class Largest:
@@ -204,9 +268,11 @@ def test_a_result_as_a_whole_and_a_metric_of_a_user(which: Gemm) -> None:
     shadow = results.shadow_product(which, *high).float()
 
     def joined(parts: Slots, name: str) -> float:
-        keys = [key for key in parts if name == key or (isinstance(key, tuple) and name in key)]
-        values = parts[keys[0]] if isinstance(keys[0], str) else parts[keys[0]][:, keys[0].index(name)]
-        return float(values.sum() if name in ("numel", "sum_err2") else values.amax())
+        if name in parts:
+            return float(parts[name])
+        (row,) = (key.slots(value) for key, value in parts.items() if isinstance(key, Layout))
+        (value,) = (values[names.index(name)] for names, values in row.items() if name in names)
+        return float(value)
 
     assert found.exact is not None
     for parts, expected in ((found.shadow, shadow), (found.exact, exact)):

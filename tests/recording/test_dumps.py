@@ -312,6 +312,7 @@ def test_a_hostile_name_stays_in_its_folder(tmp_path: Path) -> None:
     assert len(dumps_of(tmp_path / "a" / "run", "../../escape me")) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", None])
 def test_on_a_gpu_nothing_waits_and_the_numbers_agree(recipe: str | None, tmp_path: Path) -> None:

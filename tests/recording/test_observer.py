@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fp8debug
+from fp8debug.kernels.words import Group, Layout, pool
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
 from fp8debug.recipes import get_recipe
@@ -33,6 +34,19 @@ def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
     found = table.snapshot().read([0, 1])
     assert found["numel"].tolist() == [12 + 6, 0] and found["num_zero"].tolist() == [16 + 9, 1]
     assert found["amax"].tolist() == [7.0, 7.0] and found["amin"][0] == 1.0 and found["num_nan"].tolist() == [4, 0]
+
+
+def test_a_row_waits_for_more_of_it_and_is_joined_once() -> None:
+    layout = Layout(Group(("numel", "num_zero"), torch.int64, 8), Group(("amax",), torch.float32, 0))
+    row, table = pool(CPU).take()[0], Table(2, CPU)
+    layout.groups[0].of(row).copy_(torch.tensor([6, 2]))
+    layout.groups[1].of(row).fill_(3.0)
+    for _ in range(2):
+        table.merge(1, {layout: row})
+        table.merge(1, {"num_nan": torch.tensor(5)})
+    found = table.snapshot().read([0, 1])
+    assert found["numel"].tolist() == [0, 12] and found["num_zero"].tolist() == [0, 4] and found["num_nan"].tolist() == [0, 10]
+    assert found["amax"].tolist() == [float("-inf"), 3.0]
 
 
 def test_a_tensor_is_worked_on_once_as_long_as_it_is_the_same() -> None:

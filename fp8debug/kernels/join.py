@@ -1,0 +1,68 @@
+"""Joins what kernels found in a step to a table's state on the GPU; importable only where Triton is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.triton_join import NUM_LANES, join_kernel
+from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.words import Layout
+
+#: The kinds of numbers that rows of words hold: (kind, merge rule) of the state, in the kernel's order.
+KINDS = (("int64", "sum"), ("float64", "sum"), ("float32", "max"), ("float32", "min"))
+
+
+class Joiner:
+    """Joins rows of words to the state of one device.
+
+    Args:
+        state: tensor ``[rows, columns]`` of each (kind, merge rule).
+        columns: where the slots lie: first column of each name.
+    """
+
+    def __init__(self, state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> None:
+        self._state = [state[kind] for kind in KINDS]
+        self._device = self._state[0].device
+        self._columns = columns
+        self._numbers: dict[Layout, int] = {}
+        self._maps: list[list[int]] = []
+        self._map: Tensor | None = None
+        types = torch.int64, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32, None, None, None, None
+        self._kernel = Kernel(join_kernel, self._device.index, types, (), num_warps=2)
+
+    def number(self, layout: Layout) -> int:
+        """Return the number of a layout in an item."""
+        found = self._numbers.get(layout)
+        if found is None:
+            found = self._numbers[layout] = len(self._numbers)
+            self._maps += [self._map_of(layout, kind) for kind in KINDS]
+            self._map = self._sent(torch.tensor(self._maps, dtype=torch.int32))
+        return found
+
+    def __call__(self, items: list[tuple[int, int, int]]) -> None:
+        """Join items (address of a row of words, row of the state, number of its layout), of which none meets another."""
+        assert self._map is not None
+        sent = self._sent(torch.tensor(items))
+        state = (address(tensor) for tensor in self._state)
+        widths = (tensor.shape[1] for tensor in self._state)
+        self._kernel((len(items), 1, 1), address(sent), address(self._map), *state, *widths)
+
+    def _map_of(self, layout: Layout, kind: tuple[str, str]) -> list[int]:
+        """Return the state's column for each number of this kind in a row."""
+        found = [-1] * NUM_LANES
+        for group in layout.groups:
+            if group.kind == kind:
+                first = group.start // group.dtype.itemsize
+                for i, name in enumerate(group.names):
+                    found[first + i * group.size : first + (i + 1) * group.size] = range(
+                        self._columns[name], self._columns[name] + group.size
+                    )
+        return found
+
+    def _sent(self, values: Tensor) -> Any:
+        """Return a tensor of the host on the device, without waiting."""
+        return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values
