@@ -1,15 +1,14 @@
-"""docs/backends.md promises what a test shows, and the example of torchao runs."""
+"""docs/backends.md promises what a test shows, and the example runs."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
+
+from tests.example import run_example
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,9 +26,25 @@ def test_each_cell_is_a_test_or_the_word_no() -> None:
             assert f"def {named[2]}(" in (ROOT / "tests" / "adapters" / f"{named[1]}.py").read_text(encoding="utf-8"), cell
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_the_example_of_torchao(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "torchao_float8.py"), "--steps", "6"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0 and done.stdout.startswith("runs/torchao: fp8debug coverage runs/torchao"), done.stderr
-    assert "not watched" not in done.stderr and (tmp_path / "runs" / "torchao" / "manifest.json").is_file()
+@pytest.mark.filterwarnings("default")  # torchao's own
+@pytest.mark.parametrize("backend", ["fp8debug", "torchao"])
+def test_the_example(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(backend)
+    run = run_example("backends.py", backend, "--steps", "6", folder=tmp_path, monkeypatch=monkeypatch)
+    assert run is not None and {m["fqn"]: m["fp8"] for m in run.modules} == {
+        "gate": True,
+        "up": True,
+        "down": True,
+        "head": False,
+    }
+    assert sorted(set(run.table(columns=["step"], module="down")["step"].to_pylist())) == [0, 5]
+    said = capsys.readouterr()
+    assert said.out == "run: fp8debug coverage run; fp8debug triage run\n" and "not watched" not in said.err
+
+
+def test_what_the_example_needs_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run_example("backends.py", "te", folder=tmp_path, monkeypatch=monkeypatch, code=2) is None
+    assert capsys.readouterr().err == "error: this example needs a GPU and pip install 'fp8debug[te]'\n"

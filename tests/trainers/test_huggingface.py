@@ -10,6 +10,7 @@ import torch
 
 import fp8debug
 from fp8debug.errors import UsageError
+from tests.example import run_example
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
@@ -153,3 +154,10 @@ def test_a_trainer_that_never_trains_and_a_model_that_cannot_be_watched(
     assert "not recorded: none of" in capfd.readouterr().err
     with pytest.raises(UsageError, match="unknown recipe"):
         fp8debug.watch(trainer, tmp_path / "other", plain_recipe="blokwise")
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_example("transformers_trainer.py", "--steps", "3", folder=tmp_path, monkeypatch=monkeypatch)
+    assert run is not None and sum(m["fp8"] for m in run.modules) == 14 and run.sampled_steps == [0]
+    steps = run.sql("SELECT loss, lr, grad_norm FROM steps ORDER BY step").to_pylist()
+    assert len(steps) == 3 and all(value is not None for step in steps for value in step.values())

@@ -12,6 +12,7 @@ from torch import nn
 
 import fp8debug
 from fp8debug.errors import AttachError
+from tests.example import run_example
 from tests.recording.models import batch, net
 
 with warnings.catch_warnings():
@@ -133,3 +134,11 @@ def test_accelerate_after_prepare(way: str, tmp_path: Path, capfd: pytest.Captur
     table = run.table(columns=["step", "num_tensors"], module="blocks.1.down", tensor="input", actual=True)
     assert set(table["num_tensors"].to_pylist()) == {2}
     assert "not recorded" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lightning_trainer.py", "accelerate_loop.py"])
+def test_the_examples(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_example(name, "--steps", "3", folder=tmp_path, monkeypatch=monkeypatch)
+    assert run is not None and sum(m["fp8"] for m in run.modules) == 3 and run.sampled_steps == [0]
+    steps = run.sql("SELECT loss, lr, grad_norm FROM steps ORDER BY step").to_pylist()
+    assert len(steps) == 3 and all(value is not None for step in steps for value in step.values())
