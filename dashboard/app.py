@@ -361,4 +361,5 @@ def _clicks(app: dash.Dash) -> None:
     _in_browser(app, "zoom", Input("heat", "relayoutData"))
     _in_browser(app, "open_module", Input("module-search", "value"))
     _in_browser(app, "open_run", Input({"run-of": ALL}, "value"), State({"run-of": ALL}, "id"))
+    _in_browser(app, "search_runs", Input("runs-search", "value"))
     _in_browser(app, "compare", Output("compare-chosen", "children"), Input("runs", "selectedRows"))

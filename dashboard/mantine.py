@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = "dash_mantine_components"
-_USED = ("Button", "ColorSchemeToggle", "MantineProvider", "SegmentedControl", "Select", "Slider", "Switch")
+_USED = ("Button", "ColorSchemeToggle", "MantineProvider", "SegmentedControl", "Select", "Slider", "Switch", "TextInput")
 
 
 def _component(name: str) -> Any:

@@ -46,7 +46,7 @@ def _script() -> bytes:
 
 
 def serve_library(app: dash.Dash) -> None:
-    """Answer ``PATH``, and have the browser fetch it from the first moment on."""
+    """Answer ``PATH``, and tell the pages of it."""
     server: flask.Flask = app.server
 
     @server.route(PATH)
@@ -55,5 +55,5 @@ def serve_library(app: dash.Dash) -> None:
         response.headers["Cache-Control"] = "private, max-age=31536000, immutable"
         return response
 
-    early = f'<link rel="preload" as="script" href="{PATH}" id="plot-library">'
-    app.index_string = app.index_string.replace("{%metas%}", early + "{%metas%}")
+    told = f'<meta name="plot-library" content="{PATH}">'
+    app.index_string = app.index_string.replace("{%metas%}", told + "{%metas%}")

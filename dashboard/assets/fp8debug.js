@@ -1,13 +1,13 @@
 // What runs in the browser: controls write the URL, "/" finds a module, and cells of grids show text, never HTML.
 (function () {
-  // Nearly every page has a plot: their library comes while the first page is asked for. dcc.Graph waits for what stands here;
-  // the library then puts itself in its place. (eager_loading would fetch it, and nine megabytes that nobody needs, before.)
+  // Nearly every page has a plot: their library comes while the first page is asked for, not before, as a browser has one thread
+  // to compile scripts. dcc.Graph waits for what stands here; the library then puts itself in its place.
   window.Plotly = new Promise((resolve, reject) => {
     const script = document.createElement("script");
-    script.src = document.getElementById("plot-library").href;
+    script.src = document.querySelector("meta[name=plot-library]").content;
     script.onload = () => { drawSeenFirst(window.Plotly); resolve(); };
     script.onerror = () => reject(new Error("the plot library did not load"));
-    document.head.appendChild(script);
+    document.addEventListener("DOMContentLoaded", () => document.head.appendChild(script));
   });
 
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
@@ -88,6 +88,10 @@
         if (new URLSearchParams(changed(search, wanted)).toString() !== known) set(wanted);
       },
       pause(follow) { return !follow; },
+      search_runs(text) {
+        const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
+        if (runs) runs.setGridOption("quickFilterText", text || "");
+      },
       open_module(name) {
         if (!name) return;
         window.dash_clientside.set_props("module-search", { value: null });
@@ -144,7 +148,9 @@
   document.addEventListener("keydown", (event) => {
     const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable;
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-    const search = document.getElementById("module-search");
+    const link = event.key === "Enter" && event.target.matches(".ag-cell") && event.target.querySelector("a");
+    if (link) link.click();  // the grid moves its focus from cell to cell
+    const search = document.getElementById("module-search") || document.getElementById("runs-search");
     if (event.key === "/" && search) { event.preventDefault(); search.focus(); search.click(); }
     const offset = { "[": -1, "]": 1 }[event.key];
     if (offset) step(offset);

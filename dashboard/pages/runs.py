@@ -10,6 +10,7 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
+from ..mantine import dmc
 from ..records import Summary
 from ..source import Source
 from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS
@@ -43,12 +44,14 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 def layout(source: Source) -> Component:
     """Return the page."""
     chosen = html.Span("choose two or more to compare them", id="compare-chosen", className="dim")
+    label = {"aria-label": "search the runs"}
+    search = dmc.TextInput(id="runs-search", placeholder="Search  ( / )", size="xs", w=220, **label)
     return html.Div(
         [
             card(
                 "Runs",
                 grid("runs", COLUMNS, parts(source), "No run", choose=True),
-                note=html.Span(["newest first; click one to open it; ", chosen]),
+                note=html.Div([search, html.Span(["newest first; click one to open it; ", chosen])], className="controls"),
             )
         ],
         className="page",

@@ -47,9 +47,10 @@ def modules_table(modules: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 def _table(columns: Mapping[str, list[Any]], schema: pa.Schema) -> pa.Table:
     """Return lists as a table. Through JSON: pa.array() of a list imports pandas where it is installed, which takes 0.3 s."""
-    lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if not lines:
         return schema.empty_table()
-    text = "\n".join(lines).encode()
+    text = "\n".join(lines).encode("utf-8", "replace")
     options = arrow_json.ReadOptions(use_threads=False, block_size=len(text) + 1)
     return arrow_json.read_json(pa.BufferReader(text), options, arrow_json.ParseOptions(explicit_schema=schema))

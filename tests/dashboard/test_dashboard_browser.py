@@ -30,6 +30,9 @@ def test_the_list_of_runs_names_verdicts_and_opens_a_run(clean_page: Page, site:
     expect(grid.get_by_text("Error", exact=True)).to_be_visible()
     expect(grid.get_by_text("Healthy", exact=True).first).to_be_visible()
     expect(grid.get_by_text("unreadable")).to_be_visible()
+    clean_page.keyboard.press("/")
+    clean_page.keyboard.type("sick")
+    expect(grid.get_by_role("link")).to_have_count(1)
     grid.get_by_role("link", name="sick").click()
     expect(clean_page.locator("#verdict")).to_contain_text(samples.SICK)
     assert clean_page.url == f"{site}/?run=sick"

@@ -55,6 +55,16 @@ def test_a_finding_has_its_evidence_its_manual_page_and_its_files(clean_page: Pa
     assert "group=culprit" in clean_page.url
     clean_page.locator("#all-findings").get_by_role("link").first.click()
     expect(clean_page.locator("#finding-head")).to_contain_text(samples.SICK)
+    expect(clean_page).to_have_url(re.compile("culprit="))
+
+
+def test_a_link_in_a_grid_is_followed_by_key(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    cell = clean_page.locator("#findings .ag-row").first.locator("[col-id=module]")
+    expect(cell).to_contain_text(samples.SICK)
+    cell.focus()
+    clean_page.keyboard.press("Enter")
+    expect(clean_page.locator("h1")).to_have_text(samples.SICK)
 
 
 def test_the_budget_is_solved_again_and_the_file_is_that_of_the_stack(clean_page: Page, site: str) -> None:
