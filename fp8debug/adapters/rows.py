@@ -20,10 +20,10 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
     is still at its neutral element.
     """
     values = snapshot.read(rows)
-    modules, call_indices, keys, pieces = zip(*infos, strict=True)
+    modules, call_indices, keys, places = zip(*infos, strict=True)
     gemms, tensors, casts, references, actual = zip(*keys, strict=True)
     operand = np.array([reference is Reference.OPERAND for reference in references])
-    pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(pieces, tensors, strict=True)]
+    pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(places, tensors, strict=True)]
     columns: dict[str, Any] = {
         "step": [finished.step] * len(rows),
         "module": list(modules),

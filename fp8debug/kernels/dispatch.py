@@ -162,8 +162,8 @@ def new_bins(device: torch.device) -> Any:
 
 
 def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Any:
-    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/join.py``)."""
-    return twin("join").Joiner(state, columns)
+    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/observe_join.py``)."""
+    return twin("observe_join").Joiner(state, columns)
 
 
 def unfilled(slots: Slots, source: Source) -> list[Metric]:

@@ -217,7 +217,7 @@ class _Prepared:
         self._turned = [(which, role) in CONTRACTS_ROWS for role in OPERANDS[which]]
         self._kinds = [_turned(*o, t)[2] for o, t in zip((first, second), self._turned, strict=True)]
         self._recipes = [_recipes()[kind] for kind in self._kinds]
-        self._options = {"output_dtype": dtype, "use_fast_accum": fast}
+        self._options: dict[str, Any] = {"output_dtype": dtype, "use_fast_accum": fast}
         self.casts = first[1], second[1]  # kept, so that no other cast has their identity
 
     def __call__(self, first: Quantized, second: Quantized) -> Tensor:

@@ -72,15 +72,13 @@ class Kernel:
 
     Args:
         kernel: a function under ``triton.jit``.
-        device: index of the GPU, which is current at every launch.
+        device: index of the GPU, which is current at every launch; None in the interpreter.
         types: for each argument, the dtype of what an address points to, or None for a number.
         constants: the ``constexpr`` arguments, which follow.
         options: ``num_warps`` and the like.
     """
 
-    def __init__(
-        self, kernel: Any, device: int | None, types: tuple[Any, ...], constants: tuple[Any, ...], **options: Any
-    ) -> None:
+    def __init__(self, kernel: Any, device: Any, types: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> None:
         self._kernel, self._device, self._types, self._constants, self._options = kernel, device, types, constants, options
         self._run: Any = None
         self._function: Any = None

@@ -24,6 +24,7 @@ from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_bins import Bins
 from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
+from fp8debug.kernels.results import num_exact
 from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
@@ -171,6 +172,8 @@ def samples() -> None:
             del wanted, found
             time = microseconds(partial(_exact, which, pairs, index), inner=2)
             report(f"exact {which} {tokens}x{n}x{k}, {loss:.0f} dB", time)
+            few = num_exact(len(index))
+            report(f"the same of {few}", microseconds(partial(_exact, which, pairs, index[:few]), inner=2))
     for rows, columns, dim in ((8192, 14336, 0), (8192, 4096, 0), (14336, 4096, 1)):
         actual = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
         index = _sample((rows, columns)[dim])

@@ -18,7 +18,7 @@ from fp8debug.kernels import reference, results
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Slots
 from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines, exact_gemm
-from fp8debug.kernels.join import Joiner
+from fp8debug.kernels.observe_join import Joiner
 from fp8debug.kernels.observe_results import DAMAGE, LINES, RESULT, Found, compare, damage, row_slots
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND
@@ -220,8 +220,8 @@ def test_rows_of_words_join_the_state_by_their_rules() -> None:
         table._join()
         on_device = [(layout, row, value.to(DEVICE)) for layout, row, value in words]
         joiner([(value.data_ptr(), row, joiner.number(layout)) for layout, row, value in on_device])
-    for group, wanted in table._state.items():
-        assert torch.equal(state[group].cpu(), wanted), group
+    for kind, wanted in table._state.items():
+        assert torch.equal(state[kind].cpu(), wanted), kind
 
 
 def test_columns_of_a_sample() -> None:
