@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fp8debug.rules.looks import KEYS, RUNNING
 
@@ -105,6 +104,8 @@ def _fprop_inputs(run: Run) -> Inputs:
         f" WHERE {alive} AND gemm = 'fprop' AND tensor = 'input' GROUP BY step, module ORDER BY step, module"
     )
     table = run.sql(query)
+    import pyarrow.compute as pc  # takes 50 ms, and few runs need it
+
     table = table.filter(pc.is_in(table["module"], pa.array([fqn for fqn, width in widths.items() if width], pa.string())))
     extent = table.group_by("module").aggregate([("numel", "min"), ("numel", "max")]).to_pylist()
     rows = {r["module"]: {r[end] // widths[r["module"]] for end in ("numel_min", "numel_max")} for r in extent}

@@ -12,7 +12,6 @@ import struct
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fp8debug.store.checked import MAX_STREAM_BYTES, MAX_TEXT, RefusedError, size_of
 
@@ -106,6 +105,8 @@ def _batch(message: bytes, schema: pa.Schema) -> pa.RecordBatch:
     header = place + struct.unpack_from("<I", message, place)[0]
     if _field(message, header, _COMPRESSION) is not None:
         raise RefusedError("a compressed batch")
+    import pyarrow.compute as pc  # takes 50 ms, and few runs need it
+
     batch = pa.ipc.read_record_batch(pa.py_buffer(message), schema)
     batch.validate(full=True)
     if batch.num_rows > len(message):

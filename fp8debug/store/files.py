@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fp8debug.errors import RunError
@@ -173,6 +172,8 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             if lost:
                 problems.append(f"{path} {lost}")
             if rows.num_rows and _fits(rows.schema, table, path, problems):
+                import pyarrow.compute as pc  # takes 50 ms, and few runs need it
+
                 first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
                 first = first if isinstance(first, int) else None
                 yield Source(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)

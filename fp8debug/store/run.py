@@ -18,7 +18,7 @@ from fp8debug.store.modules import modules_table
 from fp8debug.store.places import ObjectPath, forget, place_of, why
 from fp8debug.store.schema import Column
 from fp8debug.store.selects import columns_in, counted, typed
-from fp8debug.store.views import DUCKDB, sites_sql, stats_sql, steps_sql
+from fp8debug.store.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql
 from fp8debug.types import Gemm, Reference, TensorRole
 
 _T = TypeVar("_T")
@@ -107,7 +107,7 @@ class Run:
         self._create("stats", stats_sql(stats))
         self._create("sites", sites_sql(stats, self._dialect, is_single_rank=is_single_rank))
         self._create("steps", steps_sql(steps, is_single_rank=is_single_rank))
-        self._columns = [name for name in self.sql("SELECT * FROM sites LIMIT 0").column_names]
+        self._columns = site_columns(stats, is_single_rank=is_single_rank)
         self._step_columns = [column.name for column in steps]
         self._register("modules", modules_table(self.modules))
 
@@ -275,8 +275,9 @@ class Run:
         views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats"), "ranks": "sites"}
         if column not in views:
             return False
-        query = f"SELECT 1 AS one FROM {views[column]} WHERE {column} IS NOT NULL LIMIT 1"
         early = views[column] == "stats" and self.memo("early", self._early).get(column)
+        view = "raw" if column in self.slots else views[column]
+        query = f"SELECT 1 AS one FROM {view} WHERE {column} IS NOT NULL LIMIT 1"
         return bool(early) or self.memo(f"has {column}", lambda: self.sql(query).num_rows > 0)
 
     def _early(self) -> dict[str, bool]:

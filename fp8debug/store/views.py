@@ -54,9 +54,19 @@ def is_plain(name: str) -> bool:
 
 def derived_sql(columns: Iterable[Column]) -> str:
     """Return ``, expression AS name`` for every derived column whose slots are all there."""
+    return "".join(f",\n  {to_sql(expression)} AS {name}" for name, expression in _derived(columns).items())
+
+
+def _derived(columns: Iterable[Column]) -> dict[str, str]:
     there = {column.name for column in columns}
-    derived = derived_columns().items()
-    return "".join(f",\n  {to_sql(d.expression)} AS {name}" for name, d in derived if there.issuperset(names(d.expression)))
+    return {name: d.expression for name, d in derived_columns().items() if there.issuperset(names(d.expression))}
+
+
+def site_columns(columns: Sequence[Column], *, is_single_rank: bool) -> list[str]:
+    """Return the columns of the view ``sites`` in order."""
+    own = [c.name for c in columns if c.merge != "list"]
+    joined = [*SITE_KEYS, *(c.name for c in columns if c.merge in _AGGREGATES)]
+    return [*(own if is_single_rank else joined), "ranks", *_derived(columns)]
 
 
 def stats_sql(columns: Sequence[Column]) -> str:

@@ -367,3 +367,9 @@ def test_reading_imports_neither_torch_nor_pandas_and_writing_no_duckdb() -> Non
         code = f"import sys, fp8debug.store.{module}; print([m for m in {forbidden.split()!r} if m in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_columns_are_those_of_the_view(tmp_path: Path, ranks: int) -> None:
+    run = build(tmp_path / "run", num_steps=2, every=1, world_size=ranks)
+    assert run.columns == run.sql("SELECT * FROM sites LIMIT 0").column_names
