@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
-from fp8debug.store.places import place_of
+from fp8debug.store.places import forget, place_of
 
 from . import data
 from .opened import Opened
@@ -73,6 +73,8 @@ class Source:
             UnknownNameError: there is no such run.
         """
         folder = self.folder(name)
+        if folder.name not in self._opened:
+            forget(folder)  # of a bucket the list of a whole folder holds no parts
         stamp = file_stamp(folder)
         with self._lock:
             found = self._opened.get(folder.name)
@@ -127,9 +129,12 @@ class Source:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
         try:
             if self.is_folder and name is None:
+                forget(self.path)
                 names = self.names()
                 return " ".join([*(file_stamp(self.path / n) for n in names), *(n for n in names if self.is_triaged(n))])
-            return file_stamp(self.folder(name))
+            folder = self.folder(name)
+            forget(folder)  # an object store is listed when it is asked whether a run has grown, not for every answer
+            return file_stamp(folder)
         except (OSError, UnknownNameError):
             return ""
 

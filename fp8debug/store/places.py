@@ -10,7 +10,8 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import IO, Any, NoReturn
@@ -21,8 +22,8 @@ from fp8debug.errors import RecordError, RunError, UsageError
 #: or a web address could make a reader fetch from anywhere.
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 
-#: Addresses and sizes of the objects below a folder that was listed, by its address.
-_LISTED: dict[str, dict[str, int]] = {}
+#: Addresses of the objects below a folder that was listed, with sizes and times, by its address.
+_LISTED: dict[str, dict[str, tuple[int, float]]] = {}
 _LOCK = threading.Lock()
 
 
@@ -54,8 +55,8 @@ class ObjectPath(PosixPath):
             how = "pip install 'fp8debug[s3]'" if package == "s3fs" else f"pip install {package}"
             raise UsageError(f"{self}: {protocol}:// needs {package}, which is not installed: {how}") from None
 
-    def _listed(self) -> dict[str, int]:
-        """Return the addresses and sizes below the folder that was listed and holds this; list this if none was."""
+    def _listed(self) -> dict[str, tuple[int, float]]:
+        """Return the addresses, with sizes and times, below the folder that was listed and holds this; list this if none was."""
         address = str(self)
         with _LOCK:
             for root, found in _LISTED.items():
@@ -64,9 +65,9 @@ class ObjectPath(PosixPath):
             found = _LISTED[address] = _list(self)
             return found
 
-    def _below(self) -> Iterator[tuple[str, int]]:
+    def _below(self) -> Iterator[str]:
         prefix = f"{self}/"
-        return ((address, size) for address, size in self._listed().items() if address.startswith(prefix))
+        return (address for address in self._listed() if address.startswith(prefix))
 
     def exists(self, **_: Any) -> bool:
         """Tell whether it is an object, or a folder that holds some."""
@@ -85,17 +86,19 @@ class ObjectPath(PosixPath):
         return False
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Return kind and size; times are 0."""
+        """Return kind, size and the time of the last write; that of a folder is 0."""
         if self.is_file():
-            return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, self._listed()[str(self)], 0, 0, 0))
+            size, at = self._listed()[str(self)]
+            times = (int(at),) * 3 + (at,) * 3 + (int(1e9 * at),) * 3
+            return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, *times))
         if self.is_dir():
-            return os.stat_result((stat.S_IFDIR, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+            return os.stat_result((stat.S_IFDIR, 0, 0, 1, 0, 0, 0, *(0,) * 9))
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
 
     def iterdir(self) -> Generator[ObjectPath, None, None]:
         """Yield what lies in this folder."""
         start = len(str(self)) + 1
-        names = dict.fromkeys(address[start:].partition("/")[0] for address, _ in self._below())
+        names = dict.fromkeys(address[start:].partition("/")[0] for address in self._below())
         return (self / name for name in names)
 
     def glob(self, pattern: Any, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]  # one signature for 3.10 to 3.14
@@ -103,7 +106,7 @@ class ObjectPath(PosixPath):
         wanted = str(pattern).split("/")
         start = len(str(self)) + 1
         seen: dict[str, None] = {}
-        for address in dict(self._below()):
+        for address in list(self._below()):
             parts = address[start:].split("/")[: len(wanted)]
             if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
                 seen["/".join(parts)] = None
@@ -112,7 +115,7 @@ class ObjectPath(PosixPath):
     def rglob(self, pattern: Any, **_: Any) -> Iterator[ObjectPath]:  # type: ignore[override]  # as above
         """Yield the objects below it whose name matches."""
         start = len(str(self)) + 1
-        names = (address[start:] for address, _ in self._below())
+        names = (address[start:] for address in self._below())
         return (self / name for name in names if fnmatchcase(name.rpartition("/")[2], str(pattern)))
 
     def open(self, mode: str = "r", *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]  # without the overloads
@@ -193,7 +196,7 @@ def forget(path: Path) -> None:
         path.store.invalidate_cache()
 
 
-def _list(place: ObjectPath) -> dict[str, int]:
+def _list(place: ObjectPath) -> dict[str, tuple[int, float]]:
     store, address = place.store, str(place)
     try:
         names = {str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in store.ls(address, detail=True)}
@@ -205,7 +208,17 @@ def _list(place: ObjectPath) -> dict[str, int]:
     except Exception as error:  # each store has errors of its own: no credentials, no such host, no right
         raise RunError(f"{address} cannot be listed: {why(error)}") from None
     protocol = address.partition("://")[0]
-    return {f"{protocol}://{str(name).lstrip('/')}": int(entry.get("size") or 0) for name, entry in found.items()}
+    return {
+        f"{protocol}://{str(name).lstrip('/')}": (int(entry.get("size") or 0), _written(entry)) for name, entry in found.items()
+    }
+
+
+def _written(entry: Mapping[str, Any]) -> float:
+    """Return when an object was written, in seconds since 1970, as each store has it; 0 where it does not say."""
+    found = entry.get("LastModified") or entry.get("last_modified") or entry.get("mtime") or entry.get("updated")
+    if isinstance(found, str):
+        found = datetime.fromisoformat(found.replace("Z", "+00:00"))
+    return found.timestamp() if isinstance(found, datetime) else float(found or 0)
 
 
 def why(error: BaseException) -> str:

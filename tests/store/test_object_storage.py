@@ -142,6 +142,26 @@ def test_a_run_that_grows_is_seen_by_refresh(tmp_path: Path, plan: Plan) -> None
     assert run.steps_range == (0, 11)
 
 
+def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path, plan: Plan) -> None:
+    pytest.importorskip("dash")
+    from fp8debug_dashboard.app import PAGES
+    from fp8debug_dashboard.pages import runs
+    from fp8debug_dashboard.source import Source
+    from fp8debug_dashboard.urls import View
+
+    write(tmp_path / "exp", plan)
+    upload(tmp_path / "exp", "s3://bucket/shown/exp")
+    source = Source("s3://bucket/shown")
+    (row,) = runs.parts(source)
+    assert (row["name"], row["last"], row["problems"]) == ("exp", 3, "\u2013") and row["written"].startswith("20")
+    opened = source.open("exp")
+    assert "No finding" in str(PAGES["overview"].layout(View("overview", "exp"), opened))
+    before = source.stamp("exp")
+    write(tmp_path / "longer", Plan(num_steps=12, every=2, modules=plan.modules))
+    upload(tmp_path / "longer", "s3://bucket/shown/exp")
+    assert source.stamp("exp") != before and source.open("exp").run.steps_range == (0, 11)
+
+
 class TestMistakes:
     def line(self, *args: str, capsys: pytest.CaptureFixture[str], code: int = 3) -> str:
         assert status(list(args)) == code
