@@ -240,5 +240,16 @@ def is_first_replica(mesh: Mapping[str, Any], rank: int) -> bool:
     return all(at == 0 for name, at in dims if _splits_data(name))
 
 
+def place_in_replica(mesh: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a rank's number among those of its copy of the model, and how many they are; ``(0, 1)`` where nobody says."""
+    dims = list(zip(mesh.get("dims", ()), mesh.get("shape", ()), mesh.get("coordinate", ()), strict=True))
+    number, size = 0, 1
+    if any(_splits_data(name) for name, _, _ in dims):
+        for name, extent, at in dims:
+            if not _splits_data(name):
+                number, size = number * extent + at, size * extent
+    return number, size
+
+
 def _splits_data(name: str) -> bool:
     return any(word in name.lower() for word in ("dp", "data", "replicate", "shard", "batch", "cp"))

@@ -19,7 +19,7 @@ from fp8debug.adapters.environment import describe_environment, git_state, rank_
 from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
-from fp8debug.adapters.quiet import QuietWriter, check_ranks, ranks_entry, records
+from fp8debug.adapters.quiet import QuietWriter, check_ranks, num_recording, ranks_entry, records
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -92,7 +92,8 @@ def watch(
         ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
             data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
-            stays within it, and a rank that reaches its share records loss and events alone (docs/robustness.md).
+            stays within it, and of the default's ``ranks`` fewer record where that is not enough; a rank that reaches its share
+            records loss and events alone (docs/robustness.md).
         total_steps: steps of the whole run, for the plan; a million by default.
 
     Returns:
@@ -132,7 +133,9 @@ def watch(
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
     check_guard(guard, candidates)
     rank, world_size = rank_and_world()
-    volume = planned_volume(candidates, settings, world_size, budget, total_steps)
+    mesh = describe_mesh(p for root in roots for p in root.parameters())
+    num_ranks = num_recording(ranks, world_size, mesh)
+    volume = planned_volume(candidates, settings, num_ranks, budget, total_steps, may_be_fewer=ranks is None)
     settings, every = replace(settings, every=volume.every), volume.every
     selectors = parse_selectors(several(dump), [c.fqn for c in candidates if c.reason is None], every)
     if selectors:
@@ -143,7 +146,7 @@ def watch(
         "fp8debug_version": __version__,
         "every": every,
         "planned": manifest_entry(volume),
-        "ranks": ranks_entry(ranks, world_size),
+        "ranks": ranks_entry(ranks, world_size, volume.ranks),
         "shadow_rows": settings.shadow_rows,
         "what_if": [recipe.name for recipe in settings.what_if],
         "include": list(include),
@@ -159,7 +162,6 @@ def watch(
         "argv": sys.argv,
     }
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
-    mesh = describe_mesh(p for root in roots for p in root.parameters())
     rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
     make = partial(
         RunWriter,
@@ -171,7 +173,7 @@ def watch(
         resume=resume_from is not None,
         max_bytes=None if volume.budget is None else volume.budget // volume.ranks,
     )
-    writer = make() if records(ranks, rank, world_size, mesh) else QuietWriter(make, path, rank)
+    writer = make() if records(ranks, rank, world_size, mesh, volume.ranks) else QuietWriter(make, path, rank)
     if rank == 0 and writer.stopped is None:
         tell(volume)
     for f in filters:

@@ -18,9 +18,15 @@ LARGE_BYTES = 10 * 10**9
 
 
 def planned_volume(
-    candidates: Sequence[Candidate], settings: Settings, ranks: int, budget: int | str | None, total_steps: int | None
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    ranks: int,
+    budget: int | str | None,
+    total_steps: int | None,
+    *,
+    may_be_fewer: bool = False,
 ) -> Volume:
-    """Return what all ranks will write, ``every`` chosen by the budget.
+    """Return what all ranks will write, ``every`` chosen by the budget, and where that is not enough the number of ranks.
 
     Args:
         candidates: modules of the watch; those with a reason have no rows.
@@ -28,6 +34,7 @@ def planned_volume(
         ranks: that record.
         budget: bytes, or a text such as ``50GB``; None is no limit.
         total_steps: of the run; None plans for ``DEFAULT_STEPS``.
+        may_be_fewer: whether fewer ranks will do, as nobody asked for these.
 
     Raises:
         UsageError: the budget does not hold all these ranks, or is no size.
@@ -41,8 +48,10 @@ def planned_volume(
         if candidate.reason is None and candidate.adapter is not None:
             rows += rows_of_module(_casts(candidate.recipe() or settings.plain_recipe), what_if)
     volume = plan_volume(max(rows, 1), every=settings.every, ranks=ranks, steps=steps, budget=budget)
-    if volume.ranks < ranks:
-        raise UsageError(f"the budget does not hold {ranks} ranks; it holds this: {volume}; give more, or let fewer ranks record")
+    if volume.ranks < ranks and not may_be_fewer:
+        raise UsageError(
+            f"the budget does not hold these {ranks} ranks; it holds this: {volume}; give more, fewer ranks, or leave out ranks="
+        )
     return volume
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8debug.errors import UsageError
-from fp8debug.sharding import is_first_replica
+from fp8debug.sharding import is_first_replica, place_in_replica
 from fp8debug.store.writer import RunWriter
 
 #: A job of more ranks records one replica, unless ``ranks`` says otherwise.
@@ -34,17 +34,28 @@ def check_ranks(ranks: Any) -> None:
         raise UsageError(f"ranks must hold rank 0, which writes the manifest of the run, got {list(ranks)}")
 
 
-def records(ranks: Ranks, rank: int, world_size: int, mesh: Mapping[str, Any]) -> bool:
-    """Return whether a rank records from the beginning."""
-    if ranks is None:
-        return world_size <= MAX_RANKS or rank == 0 or is_first_replica(mesh, rank)
-    return isinstance(ranks, str) or rank in ranks
+def records(ranks: Ranks, rank: int, world_size: int, mesh: Mapping[str, Any], most: int | None = None) -> bool:
+    """Return whether a rank records from the beginning; at most ``most`` of those of the default do, spread evenly."""
+    if ranks is not None:
+        return isinstance(ranks, str) or rank in ranks
+    if world_size > MAX_RANKS and not is_first_replica(mesh, rank):
+        return rank == 0
+    place, size = (rank, world_size) if world_size <= MAX_RANKS else place_in_replica(mesh)
+    return place % -(-size // min(most or size, size)) == 0
 
 
-def ranks_entry(ranks: Ranks, world_size: int) -> Any:
-    """Return what the manifest says of the ranks that have rows: None for all, else a list or ``first replica``."""
+def num_recording(ranks: Ranks, world_size: int, mesh: Mapping[str, Any]) -> int:
+    """Return how many ranks record from the beginning where no budget forbids it."""
     if ranks is None:
-        return "first replica" if world_size > MAX_RANKS else None
+        return world_size if world_size <= MAX_RANKS else place_in_replica(mesh)[1]
+    return world_size if isinstance(ranks, str) else len({rank for rank in ranks if rank < world_size})
+
+
+def ranks_entry(ranks: Ranks, world_size: int, most: int) -> Any:
+    """Return what the manifest says of the ranks that have rows: None for all, else a list or words."""
+    if ranks is None:
+        few = world_size > MAX_RANKS
+        return "first replica" if few else None if most >= world_size else f"{most} of {world_size}"
     return None if isinstance(ranks, str) else sorted(set(ranks))
 
 

@@ -162,6 +162,7 @@ class RunWriter:
         self._write_json(self._folder / "manifest.json", self._rank_manifest)
         if self.rank == 0:
             self._write_json(self._root / "manifest.json", self._manifest)
+        self._worker.put(self._sync_manifests)  # which nobody waits for
 
     def stats(self, columns: Columns | Callable[[], Columns], num_rows: int | None = None) -> bool:
         """Append the rows of one sampled step.
@@ -342,6 +343,11 @@ class RunWriter:
             if self._lock is not None:
                 self._lock.release()
 
+    def _sync_manifests(self) -> None:
+        _sync(self._folder / "manifest.json")
+        if self.rank == 0:
+            _sync(self._root / "manifest.json")
+
     def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         temporary = path.with_name(f".{path.name}.{self._pid}.tmp")
         try:
@@ -349,6 +355,15 @@ class RunWriter:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _compact_leftover(path: Path, part: Path) -> None:

@@ -69,10 +69,10 @@ def main() -> int:
     corpus = options.corpus or folder / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     (folder / "seeds").mkdir()
+    with atheris.instrument_imports(include=["fp8debug"]):  # what is imported before this is not seen
+        read = reader_of(options.target, folder / "work")
     for number, data in enumerate(seeds(options.target, folder / "seeds")):
         (corpus / f"healthy-{number}").write_bytes(data)
-    with atheris.instrument_imports(include=["fp8debug.store", "fp8debug.fallback", "fp8debug.calibration"]):
-        read = reader_of(options.target, folder / "work")
     seconds = max(1, round(options.minutes * 60))
     words = [f"-max_total_time={seconds}", "-max_len=65536", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={folder}/"]
     atheris.Setup([sys.argv[0], *words, str(corpus)], lambda data: read(bytes(data)) and None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import fp8debug
+from fp8debug.adapters.quiet import num_recording, records
 from fp8debug.errors import UsageError
 from fp8debug.store import writer
 from fp8debug.store.run import Run
@@ -80,3 +84,33 @@ def test_a_writer_that_reaches_its_share_goes_on_with_loss_and_events(
     assert event["kind"] == "recording" and event["message"].startswith("no more statistics of rank 0: they take ")
     assert 3 < last < 59 and event["step"] in (last, last + 1)
     assert capfd.readouterr().err == f"fp8debug: {event['message']}; loss and events are still recorded\n"
+
+
+def test_a_budget_lets_fewer_ranks_record(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        model = fp8debug.convert(nn.Sequential(nn.Linear(32, 32)), "blockwise")
+        fp8debug.watch(model, tmp_path / "run", budget="220kB", total_steps=1000).close()
+        with pytest.raises(UsageError, match=r"does not hold these 8 ranks; it holds this: .* on 4 ranks: .*; give more, fewer"):
+            fp8debug.watch(model, tmp_path / "other", budget="220kB", total_steps=1000, ranks="all")
+    assert sorted(path.name for path in (tmp_path / "run").glob("rank=*")) == [f"rank=0000{rank}" for rank in (0, 2, 4, 6)]
+    planned = "24 rows, 2.4 kB, of each sampled step, one in 500, on 4 ranks: 219 kB in 1,000 steps, within the budget of 220 kB"
+    said = [line for line in capfd.readouterr().err.splitlines() if "will record" in line]
+    assert said == [f"fp8debug: will record {planned}"]
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert (manifest["ranks"], manifest["every"], manifest["planned"]["ranks"]) == ("4 of 8", 500, 4)
+
+
+def test_of_one_replica_fewer_ranks_are_spread_over_its_stages() -> None:
+    def mesh(dp: int, pp: int, tp: int) -> dict[str, Any]:
+        return {"dims": ["dp", "pp", "tp"], "shape": [8, 16, 8], "coordinate": [dp, pp, tp]}
+
+    assert num_recording(None, 1024, mesh(3, 1, 1)) == 128 and num_recording(None, 1024, {}) == 1
+    assert num_recording("all", 1024, {}) == 1024 and num_recording([0, 8, 2000], 1024, {}) == 2
+    places = [(pp, tp) for pp in range(16) for tp in range(8)]
+    chosen = [(pp, tp) for at, (pp, tp) in enumerate(places) if records(None, at, 1024, mesh(0, pp, tp), 32)]
+    assert chosen == [(pp, tp) for pp in range(16) for tp in (0, 4)]
+    assert not any(records(None, 128 + at, 1024, mesh(1, pp, tp), 128) for at, (pp, tp) in enumerate(places))
