@@ -204,6 +204,34 @@ class TestFilesOfARun:
         (problem,) = self.problems(run_path)
         assert re.fullmatch(r"RUN/rank=00000/steps/part-00001.parquet cannot be read: claims 4000000 rows in \d+ bytes", problem)
 
+    def test_a_file_that_unpacks_to_too_much(self, run_path: Path) -> None:
+        part = run_path / "rank=00000/steps/part-00001.parquet"
+        rows = pa.array([bytes(1 << 20)] * 160, pa.binary())
+        pq.write_table(
+            pa.table({"step": pa.array(range(160), pa.int64()), "blob": rows}), part, compression="zstd", use_dictionary=False
+        )
+        (problem,) = self.problems(run_path)
+        assert re.fullmatch(
+            r"RUN/rank=00000/steps/part-00001.parquet cannot be read: claims to hold 16\d{7} bytes in \d{4}", problem
+        )
+
+    def test_too_many_columns(self, run_path: Path) -> None:
+        part = run_path / "rank=00000/steps/part-00001.parquet"
+        names = ["step", *(f"c{at}" for at in range(checked.MAX_COLUMNS))]
+        pq.write_table(pa.table({name: [1] for name in names}), part)
+        assert self.problems(run_path) == ["RUN/rank=00000/steps/part-00001.parquet cannot be read: has 2001 columns"]
+
+    def test_the_page_states_the_limits(self) -> None:
+        page = " ".join((ROOT / "docs/security.md").read_text(encoding="utf-8").split())
+        limits = (
+            f"JSON {checked.MAX_JSON_BYTES >> 20} MB and {checked.MAX_DEPTH} levels,"
+            f" a stream {checked.MAX_STREAM_BYTES >> 30} GB,"
+            f" a Parquet footer {checked.MAX_FOOTER_BYTES >> 20} MB, {checked.MAX_ROWS_PER_BYTE} rows a byte,"
+            f" {checked.MAX_EXPANSION:,} bytes of content a byte, {checked.MAX_GROUP_BYTES >> 30} GB a row group,"
+            f" {checked.MAX_COLUMNS:,} columns, names and messages {checked.MAX_TEXT >> 10} KB"
+        )
+        assert limits in page
+
     def test_one_long_name_in_many_rows(self, run_path: Path) -> None:
         part = run_path / "rank=00000/stats/part-00000.parquet"
         table = pq.ParquetFile(part).read()
@@ -347,6 +375,11 @@ class TestTheDashboard:
         assert (
             answer.status_code == 303 and "HttpOnly" in answer.headers["Set-Cookie"] and "token" not in answer.headers["Location"]
         )
+
+    def test_no_address_of_it_writes(self, run_path: Path) -> None:
+        rules = self.client(run_path, None).application.url_map.iter_rules()
+        told = {rule.rule for rule in rules if not (rule.methods or set()) <= {"GET", "HEAD", "OPTIONS"}}
+        assert told == {"/_dash-update-component"}  # which asks for a page's contents
 
     def test_a_run_is_opened_by_its_name_and_never_by_a_path(self, run_path: Path) -> None:
         from fp8debug_dashboard.source import Source
