@@ -89,5 +89,7 @@ def pool(device: torch.device) -> Pool:
     key = device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     found = _POOLS.get(key)
     if found is None:
-        found = _POOLS[key] = Pool(device)
+        found = Pool(device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
+            _POOLS[key] = found
     return found
