@@ -21,6 +21,7 @@ from fp8debug.errors import Fp8DebugError
 
 from . import source as sources
 from .mantine import dmc
+from .opened import Opened
 from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
 from .plot_library import serve_library
@@ -35,7 +36,7 @@ REFRESH_MS = 4000
 
 #: What the URL asks for: ``pathname``, ``search``, and ``n``, the number of the layout that serves it.
 Asked = dict[str, Any]
-#: What is on screen: the number of its layout, page and run of its head, and the state of the files then.
+#: What is on screen: the number of its layout, page and run of its head, the state of the files then, and whether it waited.
 Here = dict[str, Any]
 
 
@@ -132,6 +133,7 @@ def _route(app: dash.Dash, source: Source) -> None:
             raise PreventUpdate
         view = parse(place["pathname"], place["search"])
         now = {"n": place["n"], "head": [view.page, view.run], "stamp": source.stamp(view.run)}
+        now["was_pending"] = is_pending(view, source)  # asked before the page is laid out: what it shows may be older
         is_new = here is None or here["head"] != now["head"]
         return navigation(view, source) if is_new else no_update, page_of(view, source), now
 
@@ -177,6 +179,15 @@ def page_of(view: View, source: Source) -> Component:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
         return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), back), className="page")
+
+
+def is_pending(view: View, source: Source) -> bool:
+    """Tell whether parts of a page wait for something that takes long."""
+    try:
+        page = None if is_list(view, source) else PAGES.get(view.page)
+        return page is not None and page.is_pending(view, source.open(view.run))
+    except Fp8DebugError:
+        return False
 
 
 def is_list(view: View, source: Source) -> bool:
@@ -276,6 +287,21 @@ def sent(part: Any, is_same_view: bool) -> Any:
     return patch
 
 
+def settled(page: Page, view: View, opened: Opened, was_pending: bool) -> bool:
+    """Compute what a page waits for; return whether there is anything that it may not show yet.
+
+    Args:
+        page: the page.
+        view: what it shows.
+        opened: the run.
+        was_pending: whether it waited just before it was laid out: what it waited for may have come right after.
+    """
+    if page.is_pending(view, opened):
+        page.settle(view, opened)
+        return True
+    return was_pending
+
+
 def _settle(app: dash.Dash, source: Source) -> None:
     """Say when what takes long is known: the browser waits for it with the page already on screen.
 
@@ -302,9 +328,9 @@ def _settle(app: dash.Dash, source: Source) -> None:
         try:
             opened = source.open(view.run)
             source.narrow_down(opened)
-            if page is None or not page.is_pending(view, opened):
+            was_pending = here is not None and "here.data" in dash.ctx.triggered_prop_ids and bool(here["was_pending"])
+            if page is None or not settled(page, view, opened, was_pending):
                 raise PreventUpdate
-            page.settle(view, opened)
         except Fp8DebugError:
             raise PreventUpdate from None
         dash.set_props("settled", {"data": f"{opened.stamp} {time.monotonic()}"})

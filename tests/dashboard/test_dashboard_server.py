@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 from fp8debug.errors import RunError, UsageError
 from fp8debug_cli.dashboard import command
 from fp8debug_dashboard import make_app, plot_library, serve, server
-from fp8debug_dashboard.app import PAGES
+from fp8debug_dashboard.app import PAGES, is_pending, settled
 from fp8debug_dashboard.mantine import dmc
 from fp8debug_dashboard.pages import runs
 from fp8debug_dashboard.source import Source
@@ -186,6 +186,16 @@ def test_any_url_gives_a_page_that_agrees_with_its_outputs(folder: Path, page: A
     assert len(page.parts(view, opened)) == len(page.outputs)
     if params.get("module") != "no.such" or page.name != "module":
         assert all(f'"{name}"' in text for name, _ in page.outputs)
+
+
+def test_what_comes_right_after_the_layout_is_shown(folder: Path) -> None:
+    source, view = Source(folder), View("overview", "healthy")
+    assert is_pending(view, source)
+    opened = source.open("healthy")
+    assert settled(PAGES["overview"], view, opened, False) and not is_pending(view, source)
+    assert settled(PAGES["overview"], view, opened, True), "it was drawn without what is known now"
+    assert not settled(PAGES["overview"], view, opened, False)
+    assert not is_pending(View("overview", None), source) and not is_pending(View("overview", "nope"), source)
 
 
 @pytest.mark.parametrize("page", list(PAGES.values()), ids=lambda page: page.name)
