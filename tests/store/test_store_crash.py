@@ -78,7 +78,7 @@ class TestCrashes:
             "w.stats(site_rows(5))\n"
         )
         done = python(code, tmp_path / "run")
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and done.stderr == "", done.stderr
         run = Run(tmp_path / "run")
         steps = run.sql("SELECT DISTINCT step FROM raw ORDER BY step").to_pydict()["step"]
         assert steps == [0, 1, 5]
