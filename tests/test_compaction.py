@@ -23,6 +23,7 @@ from tests.store.recording import PRELUDE, names_below, record
 from tests.synthetic import MODULES, build
 
 KEEP = Keep(every=4, around=2)
+FIRES: dict[str, dict[str, Any]] = {**sick_runs.FIRES, **sick_sites.FIRES, **sick_wholeruns.FIRES}
 #: One of each kind: a site that turns sick, a NaN, a fault from the first step on, the loss alone, single ranks, nothing.
 SICK: dict[str, dict[str, Any]] = {
     "F101": sick_runs.FIRES["F101"],
@@ -49,6 +50,19 @@ def test_triage_says_the_same_before_and_after(tmp_path: Path, code: str) -> Non
     size = sum(part.stat().st_size for part in path.glob("rank=*/stats/*.parquet"))
     assert size == done.num_bytes[1] < done.num_bytes[0]
     assert not {name for name in names_below(path) if "lock" in name or "compact" in name}
+
+
+#: Those that hang on many steps or on several modules, in runs of few sampled steps.
+OF_MANY_STEPS = ("F102", "F109", "F116", "F124", "F126", "F127")
+
+
+@pytest.mark.parametrize("code", OF_MANY_STEPS)
+def test_no_fault_is_judged_otherwise_once_thinned(tmp_path: Path, code: str) -> None:
+    before = triage(build(tmp_path / "run", **FIRES[code]))
+    assert code in {finding.code for finding in before}
+    done = compact_run(tmp_path / "run", Keep(every=2, around=1))
+    assert said(triage(tmp_path / "run")) == said(before)
+    assert done.num_rows[1] < done.num_rows[0]
 
 
 @pytest.fixture(scope="module")
