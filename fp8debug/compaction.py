@@ -104,7 +104,8 @@ def _compacted(
     opened = Run(run)
     before = [triage(opened, baseline, thresholds=thresholds) for baseline in baselines]
     steps = opened.sql("SELECT DISTINCT step FROM raw WHERE step IS NOT NULL ORDER BY step").to_pydict()["step"]
-    told = opened.sql("SELECT DISTINCT step FROM events WHERE step IS NOT NULL AND kind <> 'skipped'").to_pydict()["step"]
+    telling = "SELECT DISTINCT step FROM events WHERE step IS NOT NULL AND kind NOT IN ('skipped', 'tokens')"
+    told = opened.sql(telling).to_pydict()["step"]
     modules = sorted({name for finding in before[0] for name in _modules(finding)})
     near = {step for finding in before[0] for one in (finding, *finding.parts) for step in one.steps} | set(told)
     every = keep.every

@@ -205,12 +205,12 @@ class Snapshot:
             self._free.append(self._buffers)
 
 
-class Scalar:
-    """A CUDA scalar on its way to the host, such as the loss."""
+class Arriving:
+    """A CUDA tensor on its way to the host, such as the tokens of experts."""
 
     def __init__(self, value: Tensor) -> None:
-        value = value.detach().reshape(())
-        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
+        value = value.detach()
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         self._host.copy_(value, non_blocking=True)
         self._done = _event(value.device)
 
@@ -218,10 +218,21 @@ class Scalar:
         """Return whether the copy has arrived, without waiting for it."""
         return bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
+    def host(self) -> Tensor:
+        """Return the values; waits if it must."""
+        self._done.synchronize()
+        return self._host
+
+
+class Scalar(Arriving):
+    """A CUDA scalar on its way to the host, such as the loss."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value.reshape(()))
+
     def read(self) -> float:
         """Return the value; waits if it must."""
-        self._done.synchronize()
-        return float(self._host)
+        return float(self.host())
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
-from fp8debug.adapters.parts import Part, is_new
+from fp8debug.adapters.parts import Part, is_new, tell_tokens
 from fp8debug.kernels.dispatch import operand_pair, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
@@ -19,15 +19,13 @@ from fp8debug.observer import Observer, RowKey
 from fp8debug.probe import HISTOGRAM, Probe, Tried
 from fp8debug.recipes import Cast
 from fp8debug.shielding import guarded
-from fp8debug.table import Scalar
+from fp8debug.table import Arriving
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 #: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
 CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
 FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
-#: Experts whose tokens fit into one number, a bit each, that travels to the host.
-_MAX_BITS = 48
 
 
 @dataclass
@@ -55,7 +53,8 @@ class GroupProbe(Probe):
         self.part = part
         self._reported: set[str] = set()
         self._empty: set[int] = set()
-        self._pending: list[tuple[int, int, Scalar | float]] = []
+        self._counts: tuple[int, Tensor] | None = None
+        self._pending: list[tuple[int, Arriving | Tensor]] = []
         observer.on_end_step.append(self._settle)
 
     @guarded
@@ -188,24 +187,30 @@ class GroupProbe(Probe):
         return " @ ".join(str(cast) for (gemm, _), cast in casts.items() if gemm is which)
 
     def _tokens(self, offs: Tensor) -> None:
-        """Start reading which experts have no token: one bit each, in a number that travels to the host on its own."""
-        counts = offs.diff(prepend=offs.new_zeros(1))[:_MAX_BITS]
-        bits = 2.0 ** torch.arange(len(counts), device=offs.device, dtype=torch.float64)
-        empty = ((counts == 0) * bits).sum()
-        self._pending.append((self.observer.step, len(offs), Scalar(empty) if empty.is_cuda else float(empty)))
+        """Count the tokens of each expert, over the microbatches of a step."""
+        counts = offs.diff(prepend=offs.new_zeros(1))
+        before = None if self._counts is None else self._counts[1]
+        self._counts = self.observer.step, counts if before is None else before + counts
 
     def _settle(self) -> None:
-        """Say which experts had no token when that has arrived, each once."""
+        """Once a step has ended, start reading its counts; tell those that have arrived, and each expert without tokens once."""
+        if self._counts is not None:
+            step, counts = self._counts
+            self._counts = None
+            self._pending.append((step, Arriving(counts) if counts.is_cuda else counts))
         while self._pending:
-            step, experts, number = self._pending[0]
-            if isinstance(number, Scalar) and not number.ready():
+            step, arriving = self._pending[0]
+            if isinstance(arriving, Arriving) and not arriving.ready():
                 return
             self._pending.pop(0)
-            code = int(number.read() if isinstance(number, Scalar) else number)
-            empty = {e for e in range(experts) if code >> e & 1}
+            tokens = (arriving.host() if isinstance(arriving, Arriving) else arriving).tolist()
+            if self.part.index == 0:  # the other weights of the module see the same
+                tell_tokens(self.observer, step, self.module, tokens)
+            empty = {e for e, count in enumerate(tokens) if not count}
             if new := sorted(empty - self._empty):
                 names = ", ".join(map(str, new))
-                self.observer.report(self.module, f"recorded; of {experts} experts {names} had no tokens at step {step}", False)
+                text = f"recorded; of {len(tokens)} experts {names} had no tokens at step {step}"
+                self.observer.report(self.module, text, False)
             self._empty |= empty
 
     def report_once(self, text: str) -> None:

@@ -6,7 +6,7 @@ for one Linear of it, under the FQN of the module and a suffix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -124,3 +124,13 @@ def is_new(observer: Observer, text: str) -> bool:
     before = len(said)
     said.add(text)
     return len(said) > before
+
+
+#: Takes (step, module, tokens of each of its experts), by watch.
+TOKENS: WeakKeyDictionary[Observer, Callable[[int, str, list[int]], None]] = WeakKeyDictionary()
+
+
+def tell_tokens(observer: Observer, step: int, module: str, tokens: list[int]) -> None:
+    """Record how many tokens each expert of one tensor had, whose rows describe all of them together."""
+    if (take := TOKENS.get(observer)) is not None:
+        take(step, module, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
+from fp8debug.adapters.parts import TOKENS
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
@@ -64,6 +66,7 @@ class Watch:
         if isinstance(writer, QuietWriter):
             self._observer.is_asleep = True
             writer.on_wake = partial(setattr, self._observer, "is_asleep", False)
+        TOKENS[self._observer] = self._record_tokens
         self._observer.start_step(first_step)
         self._observer.before_forward = self.close_counted_step
         self._changes = changes
@@ -292,6 +295,9 @@ class Watch:
     def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
         assert self._dumper is not None
         self._dumper.observe(self._observer.step, module, actual, gemm, tensor, reference, operand)
+
+    def _record_tokens(self, step: int, module: str, tokens: list[int]) -> None:
+        self._writer.event(step, "tokens", module, json.dumps(tokens))
 
     def _report(self, module: str, text: str, aloud: bool) -> None:
         text = f"{module} is {text}"

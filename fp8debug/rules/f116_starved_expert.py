@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.groups import Group, Inputs, fprop_inputs, is_routed, numbered
+from fp8debug.rules.groups import fprop_inputs, is_routed, linears, numbered
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -19,10 +20,10 @@ class StarvedExpert(Rule):
     """An expert that had its share of the tokens gets none from one sampled step to the next.
 
     What it detects
-        One of a numbered list of equal modules that share their tokens (experts, by structure) which had a fair share of
-        them and then has none at every sampled step to the end. Its statistics are "no data" from there, never 0 or
-        100 %. Experts that are empty now and then, that fade out, or that never had tokens are healthy or a matter of the
-        router's balance, and not reported (coverage lists a module that was never called).
+        One of a numbered list of equal modules that share their tokens (experts, by structure), or of the experts in one
+        tensor, which had a fair share of them and then has none at every sampled step to the end. Its statistics are "no
+        data" from there, never 0 or 100 %. Experts that are empty now and then, that fade out, or that never had tokens are
+        healthy or a matter of the router's balance, and not reported (coverage lists a module that was never called).
 
     Why it matters
         Nothing of that expert is trained, its delayed scales stand still, and a kernel that divides by the amax of
@@ -55,36 +56,55 @@ class StarvedExpert(Rule):
         inputs = fprop_inputs(run)
         for group in numbered(run):
             if is_routed(group, inputs):
-                yield from self._starved(run, group, inputs)
+                names = list(group.members.values())
+                seen = {step: values for step, values in inputs.items() if any(name in values for name in names)}
+                rows = {step: [int(values[m]["rows"]) if m in values else 0 for m in names] for step, values in seen.items()}
+                for expert, steps, text in self._starved(rows):
+                    place = min(values[names[expert]]["call_index"] for values in seen.values() if names[expert] in values)
+                    yield self._finding(run, names[expert], steps, text, place)
+        places = {module["fqn"]: module["call_index"] or 0 for module in linears(run)}
+        for module, rows in tokens_in_one_tensor(run).items():
+            for expert, steps, text in self._starved(rows):
+                yield self._finding(run, module, steps, f"expert {expert} of it {text}", places.get(module, 0))
 
-    def _starved(self, run: Run, group: Group, inputs: Inputs) -> Iterable[Finding]:
-        steps = sorted(step for step, values in inputs.items() if any(m in values for m in group.members.values()))
-        for fqn in group.members.values():
-            rows = {step: int(inputs[step][fqn]["rows"]) if fqn in inputs[step] else 0 for step in steps}
-            empty = []
-            for step in reversed(steps):
-                if rows[step]:
-                    break
-                empty.append(step)
-            before = steps[: len(steps) - len(empty)]
+    def _starved(self, rows: Mapping[int, Sequence[int]]) -> Iterable[tuple[int, tuple[int, int], str]]:
+        """Return (expert, first and last step without tokens, text) from the tokens of each expert by step."""
+        steps = sorted(rows)
+        for expert in range(min(map(len, rows.values()), default=0)):
+            with_tokens = [place for place, step in enumerate(steps) if rows[step][expert]]
+            before = steps[: with_tokens[-1] + 1] if with_tokens else []
+            empty = steps[len(before) :]
             if len(empty) < self.min_steps or len(before) < self.min_steps:
                 continue
-            shares = [rows[step] * len(group.members) / self._all(group, inputs, step) for step in before[-self.min_steps :]]
+            shares = [rows[step][expert] * len(rows[step]) / (sum(rows[step]) or 1) for step in before[-self.min_steps :]]
             if min(shares) >= self.min_share:
-                usual = round(median(rows[step] for step in before))
-                message = (
-                    f"had {usual} tokens a step and none at {len(empty)} sampled steps from step {empty[-1]} on;"
-                    f" {len(group.members) - 1} others share them, and its rates are no data"
-                )
-                place = min(inputs[step][fqn]["call_index"] for step in before if fqn in inputs[step])
-                yield Finding(
-                    code=self.code, name=self.name, severity=Severity.INFO, module=fqn, gemm="fprop", tensor="input",
-                    steps=(empty[-1], empty[0]), ranks=tuple(run.ranks), value=0.0, threshold=self.min_share, message=message,
-                    cure=self.cure, call_index=place,
+                usual = round(median(rows[step][expert] for step in before))
+                yield expert, (empty[0], empty[-1]), (
+                    f"had {usual} tokens a step and none at {len(empty)} sampled steps from step {empty[0]} on;"
+                    f" {len(rows[steps[0]]) - 1} others share them, and its rates are no data"
                 )  # fmt: skip
 
-    def _all(self, group: Group, inputs: Inputs, step: int) -> int:
-        return sum(int(inputs[step][m]["rows"]) for m in group.members.values() if m in inputs[step]) or 1
+    def _finding(self, run: Run, fqn: str, steps: tuple[int, int], message: str, place: int) -> Finding:
+        return Finding(
+            code=self.code, name=self.name, severity=Severity.INFO, module=fqn, gemm="fprop", tensor="input", steps=steps,
+            ranks=tuple(run.ranks), value=0.0, threshold=self.min_share, message=message, cure=self.cure, call_index=place,
+        )  # fmt: skip
+
+
+def tokens_in_one_tensor(run: Run) -> dict[str, dict[int, list[int]]]:
+    """Return the tokens of each expert by module and step where one tensor holds them all; of all ranks together."""
+    query = "SELECT rank, step, module, message FROM events WHERE kind = 'tokens' AND step IS NOT NULL AND module IS NOT NULL"
+    last = {(row["module"], row["step"], row["rank"]): row["message"] for row in run.sql(query).to_pylist()}
+    found: dict[str, dict[int, list[int]]] = {}
+    for (module, step, _), message in last.items():
+        try:
+            counts = json.loads(message)
+        except ValueError:
+            continue
+        if isinstance(counts, list) and counts and all(type(count) is int for count in counts):
+            steps = found.setdefault(module, {})
+            steps[step] = [a + b for a, b in zip(counts, steps.get(step, [0] * len(counts)), strict=False)]
+    return found
 
 
 RULES.add(StarvedExpert.code, StarvedExpert())

@@ -133,7 +133,7 @@ EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
     Column("time", "timestamp", "s", "", "When the row was made, UTC."),
-    Column("kind", "string", "", "", "One of nonfinite, skipped, dump, recipe, recording, resume, note."),
+    Column("kind", "string", "", "", "One of nonfinite, skipped, dump, recipe, recording, resume, note, tokens (of experts)."),
     Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
     Column("message", "string", "", "", "What happened, one sentence."),
 )

@@ -165,12 +165,14 @@ class Model(nn.Module):
         return out
 
 
-def train(net: nn.Module, watch: Any = None, steps: int = 2) -> list[Any]:
+def train(net: nn.Module, watch: Any = None, steps: int = 2, starves: int = 99) -> list[Any]:
+    """Train; from step ``starves`` on the third expert has no tokens either."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     losses = []
     for step in range(steps):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        offs = torch.tensor([16, 16, 40, 56], dtype=torch.int32)  # one expert without tokens, eight rows of nobody
+        ends = [16, 16, 40 if step < starves else 16, 56]
+        offs = torch.tensor(ends, dtype=torch.int32)  # one expert without tokens, eight rows of nobody
         loss = net(x, offs).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -207,6 +209,15 @@ def test_each_weight_of_all_experts(tmp_path: Path, version: int, capsys: pytest
     entry = next(m for m in run.modules if m["fqn"] == "experts.w1")
     assert (entry["kind"], entry["in_features"], entry["out_features"], entry["fp8"]) == ("Experts", 64, 96, True)
     assert entry["fast_accum"] == (["fprop", "dgrad"] if version == 1 else [])
+
+
+def test_an_expert_that_loses_its_tokens_is_found(tmp_path: Path) -> None:
+    net = Model().bfloat16()
+    with fp8debug.watch(net, tmp_path / "run", every=1, what_if=()) as watch:
+        train(net, watch, steps=7, starves=4)
+    (finding,) = fp8debug.triage(tmp_path / "run", select=("F116",))
+    assert (finding.module, finding.steps) == ("experts.w1", (4, 6))
+    assert finding.message.startswith("expert 2 of it had 24 tokens a step and none at 3 sampled steps from step 4 on; 3 others")
 
 
 def test_sampled_rows_estimate_the_whole(tmp_path: Path) -> None:
