@@ -154,7 +154,8 @@ def frozen(folder: Path) -> dict[str, Any]:
 
 
 def silent(folder: Path) -> dict[str, Any]:
-    writer.OPEN_PATIENCE_S = writer.SILENCE_S = 0.1
+    for name in ("OPEN_PATIENCE_S", "SILENCE_S"):
+        setattr(writer, name, 0.1)
     disk, server = unanswered(folder)
     try:
         return said(disk / "run", lambda step: None)
