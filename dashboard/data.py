@@ -7,6 +7,7 @@ Every query reduces to what a screen can show before it leaves the engine: at mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,15 +58,20 @@ def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str,
 
 
 def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
-    """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows."""
+    """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows.
+
+    Sampled steps share a cell by whole intervals of sampling: cells of one width are a picture, others are painted one by one.
+    """
     if last - first < most:
         return 1
+    every = 1
     if view == "raw":
-        num = sum(step is not None and first <= step <= last for step in run.sampled_steps)
+        steps = [step for step in run.sampled_steps if step is not None and first <= step <= last]
+        num, every = len(steps), min((b - a for a, b in pairwise(steps)), default=1)
     else:
         count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
         num = run.sql(count).column("n")[0].as_py()
-    return 1 if num <= most else -(-(last - first + 1) // most)
+    return 1 if num <= most else every * -(-(last - first + 1) // (most * every))
 
 
 def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:

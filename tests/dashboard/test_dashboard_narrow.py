@@ -90,3 +90,12 @@ def test_a_run_that_is_too_large_is_left_in_its_files(tmp_path: Path, monkeypatc
     samples.write_healthy(tmp_path / "run", num_steps=20)
     monkeypatch.setattr(narrow, "MAX_BYTES", 500)
     assert narrow.build(tmp_path / "run") is None
+
+
+def test_cells_of_many_steps_have_one_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_healthy(tmp_path / "run", num_steps=120, every=4)
+    monkeypatch.setattr(data, "MAX_CELLS", 10)
+    run = Run(tmp_path / "run")
+    heat = data.heat(run, "sqnr_db")
+    assert heat.steps_per_cell == 12 and set(np.diff(heat.steps).tolist()) == {12}
+    assert data.width_of(run, "raw_steps", 0, 119, 50) == 3
