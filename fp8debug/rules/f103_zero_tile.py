@@ -65,12 +65,8 @@ class ZeroTileNan(Rule):
 
     @property
     def _look(self) -> Look:
-        return look(
-            self._bad,
-            _COLUMNS,
-            f"num_actual_nonfinite > {min(0, self.max_nonfinite)}",
-            gates=[f"num_actual_nonfinite > {min(0, self.max_nonfinite)}"],
-        )
+        hint = f"num_actual_nonfinite > {min(0, self.max_nonfinite)}"
+        return look(self._bad, _COLUMNS, hint, gates=[hint])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""
@@ -88,8 +84,7 @@ class ZeroTileNan(Rule):
             yield self._of_gemm(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
-            victims = tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits)
-            yield replace(finding, victims=victims)
+            yield replace(finding, victims=tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits))
         yield from found[1:]
 
     def _first_of_several_calls(self, run: Run) -> list[Trace]:
@@ -145,13 +140,11 @@ class ZeroTileNan(Rule):
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
     def _poisoned(self, run: Run, step: int) -> list[str]:
-        if not may_have(run, _POISONED):
-            return []
         query = (
             f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_IS_POISONED}"
             f" AND step >= {step} GROUP BY module ORDER BY place, module"
         )
-        return [row["module"] for row in run.sql(query).to_pylist()]
+        return [row["module"] for row in run.sql(query).to_pylist()] if may_have(run, _POISONED) else []
 
 
 RULES.add(ZeroTileNan.code, ZeroTileNan())

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent, times
+from fp8debug.rules.looks import Look, exceeds, look
+from fp8debug.rules.screening import may_have
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+#: FP16's least positive value, and its least normal one.
+_SMALLEST, _NORMAL = 2.0**-24, 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,22 @@ class LossScaleLoop(Rule):
     max_zero_rate: float = 0.2
     min_modules: float = 0.5
 
+    @property
+    def _look(self) -> Look:
+        gradients = "tensor = 'grad_output' AND reference = 'operand'"
+        hint = exceeds("num_zero", "numel", self.max_zero_rate)
+        # Every rank's extremes lie within those of all; a rank may have nothing but zeros.
+        hint += f" AND coalesce(amin, 1) >= {_SMALLEST} AND coalesce(amax, 0) < {_NORMAL}"
+        return look(self._low, [], hint, rows=f"{gradients} AND numel > 0", keys=gradients)
+
+    @property
+    def _low(self) -> str:
+        return f"amin >= {_SMALLEST} AND amax < {_NORMAL} AND zero_rate > {self.max_zero_rate}"
+
+    def looks(self) -> Iterable[Look]:
+        """Return the gradients among FP16's subnormals."""
+        yield self._look
+
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the loop, and the gradients that vanish."""
         query = "SELECT step, loss_scale FROM steps WHERE loss_scale IS NOT NULL AND loss_scale > 0 ORDER BY step"
@@ -91,11 +112,11 @@ class LossScaleLoop(Rule):
             yield self._finding(run, Severity.ERROR, (low[0][0], low[-1][0]), message, low[-1][1], self.min_scale)
 
     def _vanishing(self, run: Run) -> Iterable[Finding]:
-        if not (run.has("zero_rate") and run.has("amin")):
+        if not (run.has("zero_rate") and run.has("amin") and may_have(run, self._look)):
             return
         query = (
-            "SELECT step, count(DISTINCT module) AS num, avg(zero_rate) AS zero_rate, count(DISTINCT module) FILTER (WHERE"
-            f" amin >= {2.0**-24} AND amax < {2.0**-14} AND zero_rate > {self.max_zero_rate}) AS num_low FROM sites"
+            "SELECT step, count(DISTINCT module) AS num, avg(zero_rate) AS zero_rate,"
+            f" count(DISTINCT module) FILTER (WHERE {self._low}) AS num_low FROM sites"
             " WHERE tensor = 'grad_output' AND reference = 'operand' AND numel > 0 GROUP BY step ORDER BY step"
         )
         rows: list[dict[str, Any]] = run.sql(query).to_pylist()

@@ -7,16 +7,14 @@ and only these are joined.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fp8debug.metrics import derived_columns
-from fp8debug.metrics.expression import names
 from fp8debug.rules.looks import Look
+from fp8debug.rules.suspects import any_of, keep_suspects, slots_of
 from fp8debug.store.schema import SITE_KEYS
 from fp8debug.types import OPERAND_SITES, RESULTS
 
@@ -62,47 +60,13 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
         counts = ", ".join(f"count(*) FILTER (WHERE {look.rows}) AS n{place}" for place, look in enumerate(known))
         found = list(run.sql(f"SELECT {counts} FROM sites").to_pylist()[0].values())
     else:
-        found = _suspects(run, known)
+        found = keep_suspects(run, known)
     screened.found = {look.rows for look, num in zip(known, found, strict=True) if num}
     if screened.found and not is_kept_whole(run):
-        slots = _slots(run, [look for look in known if look.rows in screened.found])
+        slots = slots_of(run, [look for look in known if look.rows in screened.found])
         keys = ", ".join(SITE_KEYS)
         run.hold({"suspected": f"SELECT {', '.join(slots)} FROM raw SEMI JOIN suspects USING ({keys})"})
-        run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {_any(screened.found)}"})
-
-
-def _suspects(run: Run, looks: Sequence[Look]) -> list[int]:
-    """Keep the sites and steps at which a rank shows what a look hints at; return for each look whether there are any."""
-    by_gate: dict[str, list[Look]] = {}
-    for look in looks:
-        for gate in look.gates or ("",):
-            by_gate.setdefault(gate, []).append(look)
-    places = {look: place for place, look in enumerate(looks)}
-    selects = []
-    for gate, behind in by_gate.items():
-        by_keys: dict[str, list[str]] = {}
-        for look in behind:
-            by_keys.setdefault(look.keys, []).append(look.hint)
-        hints = " OR ".join(f"({shared}) AND ({_any(texts)})" for shared, texts in by_keys.items())
-        bits = [f"CASE WHEN {look.keys} AND ({look.hint}) THEN {2 ** places[look]} ELSE 0 END" for look in behind]
-        shown = f"CAST(0 AS BIGINT) + {' + '.join(bits)} AS shown"
-        where = f"{gate} AND ({hints})" if gate else hints
-        selects.append(f"SELECT DISTINCT {', '.join(SITE_KEYS)}, {shown} FROM raw WHERE {where}")
-    run.hold({"suspects": "\nUNION ALL\n".join(selects)})
-    shown = run.sql("SELECT DISTINCT shown FROM suspects")["shown"].to_pylist()
-    return [sum(number >> place & 1 for number in shown) for place in range(len(looks))]
-
-
-def _slots(run: Run, looks: Sequence[Look]) -> list[str]:
-    """Return the columns of ``raw`` that some looks and their rules read; histograms are read where they lie."""
-    words = set(re.findall(r"[a-z]\w*", " ".join(text for look in looks for text in (look.rows, *look.columns))))
-    words |= {name for word in words & derived_columns().keys() for name in names(derived_columns()[word].expression)}
-    words |= {*SITE_KEYS, "rank", "call_index", "replicated", "shard"}
-    return [name for name in run.slots if name in words - {"log2_hist"}]
-
-
-def _any(predicates: Iterable[str]) -> str:
-    return "\n OR ".join(f"({text})" for text in dict.fromkeys(predicates))
+        run.hold({"flagged": f"SELECT * FROM ({run.sites_of('suspected', slots)}) AS joined WHERE {any_of(screened.found)}"})
 
 
 def may_have(run: Run, look: Look) -> bool:
