@@ -80,7 +80,7 @@ def soak(steps: int, run: Path, part_rows: int) -> dict[str, Any]:
         began = time.thread_time()
         watches[0].step(loss=loss)
         held[step] = time.thread_time() - began
-        if step % max(1, steps // 40) == 0:
+        if step % max(1, steps // (40 if steps >= MIN_STEPS else 12)) == 0:
             seen.append({"step": step, **holdings(watches[0])})
 
     began = time.perf_counter()
