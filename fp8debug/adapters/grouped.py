@@ -18,13 +18,12 @@ from torch.autograd.function import BackwardCFunction
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.grouped_gemms import HeardGroup
-from fp8debug.adapters.grouped_probe import CASTS, FAST, GroupProbe
+from fp8debug.adapters.grouped_probe import GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
-from fp8debug.adapters.parts import Ears, Part
+from fp8debug.adapters.parts import Ears, Part, heard_recipe
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
-from fp8debug.types import OPERAND_SITES
 
 #: Nodes between a GEMM and its weight: views, transposes, casts.
 _MAX_STEPS = 16
@@ -176,10 +175,7 @@ class Grouped:
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return the casts that were heard; None before the first, and without any."""
-        casts = CASTS.get(module)
-        return (
-            Recipe("grouped", {site: casts.get(site) for site in OPERAND_SITES}, tuple(FAST.get(module, ()))) if casts else None
-        )
+        return heard_recipe(module, "grouped")
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to the module of one of its weights.

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
-from fp8debug.adapters.parts import Part, is_new, tell_tokens
+from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
 from fp8debug.kernels.dispatch import operand_pair, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
-from fp8debug.probe import HISTOGRAM, Probe, Tried
+from fp8debug.probe import HISTOGRAM, Tried
 from fp8debug.recipes import Cast
 from fp8debug.shielding import guarded
 from fp8debug.table import Arriving
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
-#: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
-CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
-FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
@@ -39,7 +33,7 @@ class GroupLine:
     grad_output: Tensor | None = None
 
 
-class GroupProbe(Probe):
+class GroupProbe(PartProbe):
     """Of one 3-D weight ``[E, N, K]``.
 
     Args:
@@ -49,18 +43,11 @@ class GroupProbe(Probe):
     """
 
     def __init__(self, observer: Observer, module: str, part: Part) -> None:
-        super().__init__(observer, module)
-        self.part = part
-        self._reported: set[str] = set()
+        super().__init__(observer, module, part)
         self._empty: set[int] = set()
         self._counts: tuple[int, Tensor] | None = None
         self._pending: list[tuple[int, Arriving | Tensor]] = []
         observer.on_end_step.append(self._settle)
-
-    @guarded
-    def guard(self, method: Callable[..., None], *args: Any) -> None:
-        """Call what belongs to the module as a whole; an error of ours ends the watch of this weight and not the step."""
-        method(*args)
 
     @guarded
     def take_fprop(self, x: Tensor, weight: Tensor, heard: HeardGroup) -> GroupLine:
@@ -212,9 +199,3 @@ class GroupProbe(Probe):
                 text = f"recorded; of {len(tokens)} experts {names} had no tokens at step {step}"
                 self.observer.report(self.module, text, False)
             self._empty |= empty
-
-    def report_once(self, text: str) -> None:
-        """Report something of this weight, the first time in the life of the watch."""
-        if text not in self._reported:
-            self._reported.add(text)
-            self.observer.report(self.module, text, is_new(self.observer, text))

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.observer import Observer
+from fp8debug.probe import Probe
+from fp8debug.recipes import Cast, Recipe
+from fp8debug.shielding import guarded
+from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
@@ -113,6 +117,43 @@ class Ears:
 
     def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:
         return Deaf, ()
+
+
+#: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
+CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
+FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
+
+
+def heard_recipe(module: nn.Module, name: str) -> Recipe | None:
+    """Return the casts that were heard of a Part as a recipe of that name; None before the first."""
+    casts = CASTS.get(module)
+    return Recipe(name, {site: casts.get(site) for site in OPERAND_SITES}, tuple(FAST.get(module, ()))) if casts else None
+
+
+class PartProbe(Probe):
+    """The probe of one Linear of a module that runs several.
+
+    Args:
+        observer: where it records.
+        module: FQN of the module and what is added to it.
+        part: the Linear.
+    """
+
+    def __init__(self, observer: Observer, module: str, part: Part) -> None:
+        super().__init__(observer, module)
+        self.part = part
+        self._reported: set[str] = set()
+
+    @guarded
+    def guard(self, method: Callable[..., None], *args: Any) -> None:
+        """Call what belongs to the module as a whole; an error of ours ends the watch of this Linear and not the step."""
+        method(*args)
+
+    def report_once(self, text: str) -> None:
+        """Report something of this Linear, the first time in the life of the watch."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self.observer.report(self.module, text, is_new(self.observer, text))
 
 
 _SAID: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.listening import nodes_between
-from fp8debug.adapters.parts import Ears, Part
+from fp8debug.adapters.parts import Ears, Part, heard_recipe
 from fp8debug.adapters.transformer_engine_gemms import GEMMS, HeardGemm, read_gemm
 from fp8debug.adapters.transformer_engine_modules import (
     activated,
@@ -27,13 +27,13 @@ from fp8debug.adapters.transformer_engine_modules import (
     normalized,
     parts_of_module,
 )
-from fp8debug.adapters.transformer_engine_probe import CASTS, FAST, Line, TeProbe, recipe_in_force
+from fp8debug.adapters.transformer_engine_probe import Line, TeProbe, recipe_in_force
 from fp8debug.adapters.transformer_engine_state import ScaleCheck
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import layout_by_marks
-from fp8debug.types import OPERAND_SITES, Gemm
+from fp8debug.types import Gemm
 
 _NODES = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 
@@ -253,12 +253,9 @@ class TransformerEngine:
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return the casts that were heard of one of its Linears; None before the first, and without any."""
-        casts = CASTS.get(module)
-        if not casts or not isinstance(module, Part):
+        if not isinstance(module, Part):
             return None
-        kind = type(recipe_in_force(module.owner)).__name__
-        complete = {site: casts.get(site) for site in OPERAND_SITES}
-        return Recipe(f"te_{kind}", complete, tuple(FAST.get(module, ())))
+        return heard_recipe(module, f"te_{type(recipe_in_force(module.owner)).__name__}")
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to one of a module's Linears.

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8debug.adapters.parts import Part, is_new
+from fp8debug.adapters.parts import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, Product
-from fp8debug.recipes import Cast
+from fp8debug.probe import Kept, Product
 from fp8debug.shielding import guarded
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
-
-#: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
-CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
-FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
 
 
 def recipe_in_force(module: Any) -> Any:
@@ -52,24 +44,8 @@ class Source(Protocol):
         """Return a grad_output."""
 
 
-class TeProbe(Probe):
-    """Of one Linear.
-
-    Args:
-        observer: where it records.
-        module: FQN.
-        part: the Linear.
-    """
-
-    def __init__(self, observer: Observer, module: str, part: Part) -> None:
-        super().__init__(observer, module)
-        self.part = part
-        self._reported: set[str] = set()
-
-    @guarded
-    def guard(self, method: Callable[..., None], *args: Any) -> None:
-        """Call what belongs to the module as a whole; an error of ours ends the watch of this Linear and not the step."""
-        method(*args)
+class TeProbe(PartProbe):
+    """Of one Linear."""
 
     @guarded
     def take_fprop(self, call: Source, gemm: HeardGemm, place: int) -> None:
@@ -180,9 +156,3 @@ class TeProbe(Probe):
         cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))
         CASTS.setdefault(self.part, {})[which, role] = cast
         return Quantized(side.values, side.scale_inv.float().contiguous()), cast
-
-    def report_once(self, text: str) -> None:
-        """Report something of this Linear, the first time in the life of the watch."""
-        if text not in self._reported:
-            self._reported.add(text)
-            self.observer.report(self.module, text, is_new(self.observer, text))
