@@ -221,6 +221,13 @@ class TestFilesOfARun:
         pq.write_table(pa.table({name: [1] for name in names}), part)
         assert self.problems(run_path) == ["RUN/rank=00000/steps/part-00001.parquet cannot be read: has 2001 columns"]
 
+    def test_a_column_whose_name_is_no_text(self, run_path: Path) -> None:
+        part = run_path / "rank=00000/steps/part-00001.parquet"
+        pq.write_table(pa.table({"step": [1], "abcdefgh": [1]}), part, store_schema=False)
+        part.write_bytes(part.read_bytes().replace(b"abcdefgh", b"\xaebcdefgh"))
+        wanted = "RUN/rank=00000/steps/part-00001.parquet cannot be read: has a column whose name is no text"
+        assert self.problems(run_path) == [wanted]
+
     def test_the_page_states_the_limits(self) -> None:
         page = " ".join((ROOT / "docs/security.md").read_text(encoding="utf-8").split())
         limits = (

@@ -145,7 +145,10 @@ def read_footer(path: Path, size: int) -> pq.FileMetaData:
             if length > MAX_FOOTER_BYTES:
                 raise RefusedError(f"has a footer of {length >> 20} MB")
         limits = {"thrift_string_size_limit": MAX_FOOTER_BYTES, "thrift_container_size_limit": MAX_FOOTER_LIST}
-        metadata = pq.ParquetFile(file, **limits).metadata
+        try:
+            metadata = pq.ParquetFile(file, **limits).metadata
+        except UnicodeDecodeError:
+            raise RefusedError("has a column whose name is no text") from None
     _check_claims(metadata, size)
     return metadata
 
