@@ -13,9 +13,6 @@ from fp8debug.recipes import Recipe
 from fp8debug.store.volume import DEFAULT_STEPS, Volume, plan_volume, rows_of_module
 from fp8debug.types import OPERAND_SITES
 
-#: A run that would write more in ``DEFAULT_STEPS`` steps says so even where nobody set a budget.
-LARGE_BYTES = 10 * 10**9
-
 
 def planned_volume(
     candidates: Sequence[Candidate],
@@ -56,9 +53,8 @@ def planned_volume(
 
 
 def tell(volume: Volume) -> None:
-    """Say at the start what will be written, if a budget was set or it is much."""
-    if volume.budget is not None or volume.bytes_in_all > LARGE_BYTES:
-        print(f"fp8debug: will record {volume}", file=sys.stderr)
+    """Say at the start what will be written."""
+    print(f"fp8debug: will record {volume}", file=sys.stderr)
 
 
 def manifest_entry(volume: Volume) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import builtins
 import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -43,8 +45,11 @@ def address() -> Iterator[str]:
         assert server.stderr is not None
         found = next((m[0] for line in server.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
         assert found is not None, "the server ended"
+        reader = Thread(target=deque, args=(server.stderr, 0))  # it logs each request, and waits for ever once a pipe is full
+        reader.start()
         yield found
         server.terminate()
+        reader.join()
 
 
 @pytest.fixture(autouse=True)
