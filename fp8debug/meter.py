@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.watching import Watch
-from fp8debug.trainers.base import replace, scale_of
+from fp8debug.trainers.base import replace, scale_of, undoing
 
 
 class LossMeter:
@@ -60,13 +60,7 @@ class LossMeter:
             return heard
 
         scaler = torch.amp.GradScaler
-        undo = [replace(Tensor, "backward", backward), replace(scaler, "scale", scale), replace(scaler, "step", step)]
-
-        def restore() -> None:
-            while undo:
-                undo.pop()()
-
-        return restore
+        return undoing([replace(Tensor, "backward", backward), replace(scaler, "scale", scale), replace(scaler, "step", step)])
 
     def _note(self, loss: Tensor) -> None:
         watch = self._watch()

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 from fp8debug.observer import Observer
-from fp8debug.trainers.base import replace
+from fp8debug.trainers.base import replace, undoing
 
 _METHODS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
@@ -32,9 +32,4 @@ def ignore_rehearsals(observer: Observer) -> Callable[[], None]:
 
     owners = [c for c in vars(stages).values() if isinstance(c, type)]
     undo = [replace(c, name, make) for c in owners for name in _METHODS if name in vars(c)]
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
+    return undoing(undo)
