@@ -75,7 +75,8 @@ def test_without_triton_everything_works_by_torch_ops(device: str, tmp_path: Pat
     first, second, third = map(float, done.stdout.split())
     assert first > second > third
     assert len(list((tmp_path / "run").glob("rank=*/stats/part-*.parquet"))) == 1
-    said = [line for line in done.stderr.splitlines() if line.startswith("fp8debug: ")]
+    planned, *said = [line for line in done.stderr.splitlines() if line.startswith("fp8debug: ")]
+    assert planned.startswith("fp8debug: will record ")
     if device == "cpu":
         assert said == []
     else:
