@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, hearing_losses, is_a, rate_of, replace, scale_of, telling, undoing
 
 
 class Accelerate:
@@ -29,13 +29,6 @@ class Accelerate:
         losses = LossSum()
         optimizer = target._optimizers[-1]
 
-        def backward(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(loss: Any, *args: Any, **kwargs: Any) -> Any:
-                losses.add(loss)
-                return own(loss, *args, **kwargs)
-
-            return heard
-
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
             def heard(*args: Any, **kwargs: Any) -> Any:
                 is_last = optimizer.gradient_state.sync_gradients
@@ -51,7 +44,7 @@ class Accelerate:
 
         recorder.begin(target._models)
         norm = telling(lambda norm: recorder.note(grad_norm=norm))
-        undo = [replace(target, "backward", backward), replace(target, "clip_grad_norm_", norm)]
+        undo = [replace(target, "backward", hearing_losses(losses)), replace(target, "clip_grad_norm_", norm)]
         undo.append(replace(optimizer, "step", step))
         return undoing(undo)
 

@@ -130,6 +130,19 @@ def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def hearing_losses(losses: LossSum) -> Make:
+    """Return what makes a ``backward(loss, ...)`` that does the same and adds the loss."""
+
+    def make(own: Callable[..., Any]) -> Callable[..., Any]:
+        def heard(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            losses.add(loss)
+            return own(loss, *args, **kwargs)
+
+        return heard
+
+    return make
+
+
 def telling(tell: Callable[[Any], None]) -> Make:
     """Return what makes a function that does the same and tells its result."""
 

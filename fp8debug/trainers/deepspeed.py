@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, hearing_losses, is_a, rate_of, replace, undoing
 
 
 class DeepSpeed:
@@ -33,13 +33,6 @@ class DeepSpeed:
             )
         losses = LossSum()
 
-        def backward(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(loss: Any, *args: Any, **kwargs: Any) -> Any:
-                losses.add(loss)
-                return own(loss, *args, **kwargs)
-
-            return heard
-
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
             def heard(*args: Any, **kwargs: Any) -> Any:
                 is_last = target.is_gradient_accumulation_boundary()
@@ -55,7 +48,7 @@ class DeepSpeed:
             return heard
 
         recorder.begin([target.module], getattr(target, "global_steps", 0) or 0)
-        return undoing([replace(target, "backward", backward), replace(target, "step", step)])
+        return undoing([replace(target, "backward", hearing_losses(losses)), replace(target, "step", step)])
 
 
 LOOPS.add(DeepSpeed.name, DeepSpeed())

@@ -29,8 +29,15 @@ from tests.recording.test_failures import train
 _SHUTDOWN, _AS_IT_IS = 0x8004587D, 2
 
 
+class NotHereError(Exception):
+    """This machine cannot let a disk fail in this way; an error of the recording is never one of these."""
+
+
 def command(*words: str | Path) -> None:
-    subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+    try:
+        subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotHereError(str(getattr(error, "stderr", None) or error).strip()) from error
 
 
 def tmpfs(folder: Path) -> Path:
@@ -56,11 +63,14 @@ def unanswered(folder: Path) -> tuple[Path, int]:
     """Mount a file system whose server never answers; return where, and what to close so that everybody gets an error."""
     place = folder / "fuse"
     place.mkdir()
-    server = os.open("/dev/fuse", os.O_RDWR)
+    try:
+        server = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        raise NotHereError(str(error)) from error
     options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"none", os.fsencode(place), b"fuse", 0, options):
-        raise OSError(ctypes.get_errno(), "mount of a FUSE file system")
+        raise NotHereError(f"mount of a FUSE file system: {os.strerror(ctypes.get_errno())}")
     return place, server
 
 
@@ -74,8 +84,12 @@ def fill(disk: Path) -> None:
 def shut_down(disk: Path) -> None:
     """Have a disk fail all that is asked of it from now on, with nothing more written to it."""
     folder = os.open(disk, os.O_RDONLY)
-    fcntl.ioctl(folder, _SHUTDOWN, struct.pack("I", _AS_IT_IS))
-    os.close(folder)
+    try:
+        fcntl.ioctl(folder, _SHUTDOWN, struct.pack("I", _AS_IT_IS))
+    except OSError as error:
+        raise NotHereError(f"shutdown of a file system: {error}") from error
+    finally:
+        os.close(folder)
 
 
 def recorded(run: Path) -> dict[str, Any]:
@@ -173,8 +187,8 @@ def main() -> None:
         folder.mkdir()
         try:
             found[fail.__name__] = fail(folder)
-        except (OSError, subprocess.CalledProcessError) as error:  # not on this machine
-            found[fail.__name__] = {"skipped": str(getattr(error, "stderr", None) or error).strip()}
+        except NotHereError as error:
+            found[fail.__name__] = {"skipped": str(error)}
         for name, value in usual.items():
             setattr(writer, name, value)
     print(json.dumps(found))
