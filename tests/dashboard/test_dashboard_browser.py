@@ -20,8 +20,8 @@ pytestmark = pytest.mark.browser
 
 
 def go(page: Page, address: str) -> None:
-    page.goto(address, timeout=90_000)
-    expect(page.locator(".page")).to_be_visible(timeout=60_000)
+    page.goto(address)
+    expect(page.locator(".page")).to_be_visible(timeout=30_000)
 
 
 def test_the_list_of_runs_names_verdicts_and_opens_a_run(clean_page: Page, site: str) -> None:
