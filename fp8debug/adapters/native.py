@@ -1,17 +1,28 @@
-"""The adapter of our own Fp8Linear, which calls its Probe itself."""
+"""The adapter of our own Fp8Linear, which calls its Probe itself; in a model that is all BF16 it is tried like an nn.Linear."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.plain import Trial, try_under_plain_recipe
 from fp8debug.errors import AttachError
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import Observer
 from fp8debug.probe import Probe
 from fp8debug.recipes import Recipe
+
+
+class TrialInBf16(Trial):
+    """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
+
+    def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Leave it to the module's own probe from the moment it runs in FP8."""
+        assert isinstance(module, Fp8Linear)
+        if module.recipe.is_high_precision:
+            super().after_forward(module, args, output)
 
 
 class Native:
@@ -33,14 +44,19 @@ class Native:
         return None if recipe.is_high_precision else recipe
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
-        """Give the module a probe."""
+        """Give the module a probe, and a trial where no module of the model is in FP8."""
         assert isinstance(module, Fp8Linear)
         if module.probe is not None:
             raise AttachError(f"{name} is watched already; close the first watch before attaching another")
         module.probe = Probe(observer, name)
+        stop_trying = None
+        if self.recipe(module) is None:
+            stop_trying = try_under_plain_recipe(TrialInBf16(observer, name, actual=False), module)
 
         def detach() -> None:
             module.probe = None
+            if stop_trying is not None:
+                stop_trying()
 
         return detach
 

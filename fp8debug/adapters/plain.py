@@ -83,6 +83,13 @@ class Trial(Probe):
         return quantize(x, cast, self.scale_inv(role, cast, Source(x))), cast
 
 
+def try_under_plain_recipe(trial: Trial, module: nn.Linear) -> Callable[[], None]:
+    """Let a trial follow a module; return what ends it."""
+    trial.layout = layout_by_marks(module, module.weight)
+    # first of the hooks: FSDP2 takes the weight away in a later one
+    return module.register_forward_hook(trial.after_forward, prepend=True).remove
+
+
 class Plain:
     """nn.Linear modules that do not run in FP8; not subclasses, whose forward may be another."""
 
@@ -101,10 +108,8 @@ class Plain:
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Hook the module."""
-        # first of the hooks: FSDP2 takes the weight away in a later one
-        trial = Trial(observer, name, actual=False)
-        trial.layout = layout_by_marks(module, module.weight)
-        return module.register_forward_hook(trial.after_forward, prepend=True).remove
+        assert isinstance(module, nn.Linear)
+        return try_under_plain_recipe(Trial(observer, name, actual=False), module)
 
 
 ADAPTERS.add(Plain.name, Plain())

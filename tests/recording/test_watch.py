@@ -152,6 +152,23 @@ def test_a_model_without_fp8_is_tried_under_a_recipe(tmp_path: Path) -> None:
     assert "rowwise" in str(row["cast_name"])
 
 
+def test_a_model_converted_to_bf16_is_tried_as_if_it_were_not_converted(tmp_path: Path) -> None:
+    keys = "step, module, gemm, tensor, cast_name, reference, actual, numel, sum_err2, num_underflow"
+    tables = []
+    for recipe in ("bf16", None):
+        run = record(tmp_path / str(recipe), net(recipe), steps=3)
+        tables.append(run.sql(f"SELECT {keys} FROM sites ORDER BY {keys}").to_pylist())
+        assert not run.sql("SELECT * FROM events WHERE kind = 'skipped'").num_rows
+    assert tables[0] == tables[1] and {row["module"] for row in tables[0]} > {"blocks.1.down", "head"}
+    model = net("bf16")
+    with fp8debug.watch(model, tmp_path / "later", every=1) as watch:
+        train(model, 1, after=lambda _, loss: watch.step(loss=loss))
+        fp8debug.convert(model, "blockwise")  # from now on its own probe sees it
+        train(model, 1, after=lambda _, loss: watch.step(loss=loss))
+    ran = fp8debug.Run(tmp_path / "later").sql("SELECT DISTINCT step, cast_name LIKE '%1x128%' AND actual AS ran FROM sites")
+    assert {row["step"] for row in ran.to_pylist() if row["ran"]} == {1}
+
+
 def test_microbatches_are_merged_and_a_weight_is_described_once(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
