@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +18,7 @@ import click
 from fp8debug.errors import UsageError
 from fp8debug.plain import field, one_line, visible
 from fp8debug.store.joined import open_runs
+from fp8debug.store.places import place_of
 from fp8debug.store.run import Run
 
 from .plain import Lines, echo
@@ -112,7 +112,7 @@ def write_file(path: str, text: str) -> None:
     if path == "-":
         click.echo(visible(text), nl=False)
         return
-    target = Path(path)
+    target = place_of(path)
     half = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         half.write_text(text, encoding="utf-8")

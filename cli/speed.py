@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from fp8debug.recipes import get_recipe
+from fp8debug.store.places import place_of
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
 from .console import cell, open_run, print_table, progress, warn, write_file
@@ -57,7 +58,7 @@ def command(
     if opened is not None:
         wanted = shapes_of(opened, tokens=tokens, recipe=recipe)
     else:
-        wanted = load_shapes(Path(str(shapes)), tokens=tokens, recipe=recipe)
+        wanted = load_shapes(place_of(str(shapes)), tokens=tokens, recipe=recipe)
     try:
         from fp8debug.speed import measure_shapes  # the recording half, for this command alone
     except ImportError as error:

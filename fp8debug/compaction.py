@@ -18,9 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.errors import UsageError
+from fp8debug.errors import RecordError, UsageError
 from fp8debug.rules import Finding, Findings, triage
 from fp8debug.rules.selection import Thresholds
+from fp8debug.store.places import is_remote, place_of
 from fp8debug.store.run import Run
 from fp8debug.store.staged import check_is_over, discard, finish, hold, stage, swap
 
@@ -84,9 +85,11 @@ def compact_run(
         thresholds: as for ``triage``, if others than the rules' own are in use.
 
     Raises:
-        RecordError: the run is being written, or cannot be.
+        RecordError: the run is being written, or cannot be, as in object storage.
         RunError: there is no run.
     """
+    if is_remote(path):
+        raise RecordError(f"{place_of(path)} is in object storage, which is only read; thin a local copy, and copy that there")
     run, keep = Path(path), keep or Keep()
     check_is_over(run)
     lock = hold(run)

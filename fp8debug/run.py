@@ -29,11 +29,12 @@ from fp8debug.adapters import attach
 from fp8debug.adapters.environment import rank_and_world
 from fp8debug.adapters.targets import roots_of
 from fp8debug.arms import REFUSED, Arm, apply_arm, convert_plain, end_with_parent
-from fp8debug.errors import Fp8DebugError, UsageError
+from fp8debug.errors import Fp8DebugError, RecordError, UsageError
 from fp8debug.guard import Guard
 from fp8debug.meter import LossMeter
 from fp8debug.recipes import get_recipe
 from fp8debug.selectors import Selector
+from fp8debug.store.places import refuse_to_write
 from fp8debug.trainers import loop_of
 
 #: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
@@ -196,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     out = options.out or Path("runs") / options.script.stem
     try:
+        refuse_to_write(out)
         if not options.script.is_file():
             raise UsageError(f"no script {options.script}; expected the path of a Python file")
         for name in ("every", "steps", "shadow_rows"):
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
         if _holds_run(out) and not options.child and options.resume_from is None:
             raise UsageError(f"{out} already holds a run; choose another --out or delete it, or go on with --resume-from STEP")
-    except UsageError as error:
+    except (UsageError, RecordError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.child:

@@ -20,6 +20,7 @@ from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.rules.base import Severity
 from fp8debug.rules.selection import Thresholds, chosen, configured
 from fp8debug.store.checked import read_text
+from fp8debug.store.places import place_of
 
 KEYS = ("select", "ignore", "fail-on", "rules")
 
@@ -54,11 +55,11 @@ def load_settings(file: str | Path | None = None, start: str | Path = ".") -> Se
         UsageError: the file cannot be read, or holds an unknown key or a value of another type.
     """
     if file is not None:
-        document = _read(Path(file))
+        document = _read(place_of(file))
         table = _nested(document, "tool", "fp8debug")
         if table is None and Path(file).name == "pyproject.toml":
             raise UsageError(f"{file} has no [tool.fp8debug]")
-        return _parsed(Path(file), document if table is None else table)
+        return _parsed(place_of(file), document if table is None else table)
     for folder in [Path(start).resolve(), *Path(start).resolve().parents]:
         path = folder / "pyproject.toml"
         if path.is_file() and (table := _nested(_read(path), "tool", "fp8debug")) is not None:

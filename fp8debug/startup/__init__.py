@@ -60,6 +60,8 @@ def parse(text: str) -> tuple[Path, dict[str, Any]]:
         options[name] = OPTIONS[name](value)
     if not folder:
         raise ValueError("expected a folder first, such as runs/exp1,every=20")
+    if "://" in folder:
+        raise ValueError("object storage is only read; record to a local folder, copy it there")
     return Path(folder).absolute(), {"every": 10, **options}
 
 

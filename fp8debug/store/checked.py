@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fp8debug.store.places import place_of
+
 #: A manifest of 10,000 modules takes 12 MB.
 MAX_JSON_BYTES = 64 << 20
 MAX_DEPTH = 64
@@ -77,7 +79,7 @@ def read_text(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BY
     """Return the text of a file of limited size.
 
     Args:
-        path: the file; one that the user named may also be a pipe.
+        path: the file; one that the user named may also be a pipe, or lie in object storage.
         root: for a file of a run's folder: that folder.
         max_bytes: its size at most.
 
@@ -87,7 +89,7 @@ def read_text(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BY
     """
     if root is not None and size_of(path, root) > max_bytes:
         raise RefusedError(f"is larger than {max_bytes >> 20} MB")
-    with path.open("rb") as file:
+    with (path if root is not None else place_of(path)).open("rb") as file:
         data: bytes = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise RefusedError(f"is larger than {max_bytes >> 20} MB")

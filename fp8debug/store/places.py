@@ -125,10 +125,13 @@ class ObjectPath(PosixPath):
         try:
             opened: IO[Any] = self.store.open(str(self), "rb")
             return opened
-        except OSError:
+        except UsageError:
             raise
         except Exception as error:
-            raise OSError(errno.EIO, why(error), str(self)) from None
+            if isinstance(error, OSError) and error.strerror:
+                raise
+            number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+            raise OSError(number, os.strerror(number) if number == errno.ENOENT else why(error), str(self)) from None
 
     def resolve(self, strict: bool = False) -> ObjectPath:
         """Return itself."""
@@ -152,7 +155,7 @@ class ObjectPath(PosixPath):
             self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise OSError(errno.EROFS, "object storage is only read; give a local folder with --out", str(self))
+        raise OSError(errno.EROFS, "object storage is only read; name a local place (--out, -o)", str(self))
 
 
 def is_remote(path: str | Path) -> bool:
@@ -172,7 +175,8 @@ def place_of(path: str | Path) -> Path:
     protocol = str(path).partition(":")[0]
     if protocol not in PACKAGES:
         known = ", ".join(f"{name}://" for name in PACKAGES)
-        raise UsageError(f"{path}: {protocol}:// is not read; known are local folders and {known}")
+        address = str(path).replace("://", ":/", 1).replace(":/", "://", 1)
+        raise UsageError(f"{address}: {protocol}:// is not read; known are local folders and {known}")
     return ObjectPath(str(path))
 
 
@@ -181,9 +185,11 @@ def refuse_to_write(path: str | Path) -> None:
 
     Raises:
         RecordError: it is an address.
+        UsageError: it is one of a kind that is not even read.
     """
     if is_remote(path):
-        raise RecordError(f"{path} is in object storage, where no step can be appended; record to a local folder, copy it there")
+        place = place_of(path)
+        raise RecordError(f"{place} is in object storage, where no step can be appended; record to a local folder, copy it there")
 
 
 def forget(path: Path) -> None:
