@@ -5,11 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: A longer message, somebody's tensor or file in it, is cut in its middle: what is wrong comes first, the way out last.
+MAX_MESSAGE = 800
+
 
 class Fp8DebugError(Exception):
     """Base of every error that a user can cause and cure; ``slug`` names its section in docs/errors.md."""
 
     slug = "error"
+
+    def __str__(self) -> str:
+        """Return the message on one line, whatever was quoted in it."""
+        text = " ".join(super().__str__().split())
+        return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
 
 
 class UsageError(Fp8DebugError, ValueError):

@@ -298,7 +298,7 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected an nn.Module to convert, got {type(model).__name__}")
-    if not isinstance(overrides, Mapping | None):
+    if not isinstance(overrides, Mapping | None) or not all(isinstance(pattern, str) for pattern in overrides or ()):
         raise UsageError(f"overrides is a dictionary from FQN globs to recipes, got {overrides!r}")
     base: str | Recipe | None = recipe
     if isinstance(recipe, str) and recipe.endswith(".json"):

@@ -21,6 +21,7 @@ SCALINGS = ("current", "delayed", "static")
 SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
 ALGOS = ("max", "most_recent")
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+_MAX_HISTORY = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,8 @@ class Cast:
                 raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}") from None
         if not 0 <= self.amax_eps <= _FLOAT32_MAX:
             raise UsageError(f"amax_eps must be finite in FP32 and >= 0, got {self.amax_eps}")
-        if self.history < 1:
-            raise UsageError(f"history must hold at least one amax, got {self.history}")
+        if not 1 <= self.history <= _MAX_HISTORY:
+            raise UsageError(f"history holds 1 to {_MAX_HISTORY} amaxes, got {self.history}")
         if abs(self.margin) > 127:
             raise UsageError(f"margin is a power of two between -127 and 127, got {self.margin}")
         if self.scaling == "delayed" and self.granularity != "tensorwise":
@@ -182,9 +183,12 @@ class Recipe:
     fast_accum: tuple[Gemm, ...] = ()
 
     def __post_init__(self) -> None:
-        if set(self.casts) != set(OPERAND_SITES):  # a Gemm equals its name, so strings do as keys
-            odd = ", ".join(f"({g}, {t})" for g, t in sorted(set(self.casts) ^ set(OPERAND_SITES)))
-            raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {odd}")
+        is_known = isinstance(self.name, str) and isinstance(self.casts, Mapping) and isinstance(self.fast_accum, tuple | list)
+        if not is_known:
+            raise UsageError(f"a recipe is a name, casts {{(gemm, tensor): Cast or None}} and a tuple of GEMMs; got {self!r}")
+        if odd := set(self.casts) ^ set(OPERAND_SITES):  # a Gemm equals its name, so strings do as keys
+            names = sorted(f"({', '.join(map(str, key))})" if isinstance(key, tuple) else repr(key) for key in odd)
+            raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {', '.join(names)}")
         for (gemm, tensor), cast in self.casts.items():
             if not isinstance(cast, Cast | None):
                 raise UsageError(f"({gemm}, {tensor}) of recipe {self.name!r} needs a Cast or None, got {cast!r}")
@@ -218,6 +222,8 @@ class Recipe:
         if not keys:
             known = ", ".join(f"({g}, {t})" for g, t in OPERAND_SITES)
             raise UsageError(f"no operand ({gemm}, {tensor}); the six are {known}")
+        if not isinstance(fast_accum, bool | None):
+            raise UsageError(f"fast_accum is True, False, or None for no change, got {fast_accum!r}")
         if not changes and fast_accum is None:
             raise UsageError("replace() needs a field of Cast to change, or cast=")
         if "cast" in changes and len(changes) > 1:
@@ -252,9 +258,8 @@ class Recipe:
             UsageError: a key or value that no recipe has.
         """
         try:
-            casts: Any = {
-                tuple(key.split(".")): None if cast is None else Cast.from_dict(cast) for key, cast in values["casts"].items()
-            }
+            given = values["casts"].items()
+            casts: Any = {tuple(key.split(".")): None if cast is None else Cast.from_dict(cast) for key, cast in given}
             return cls(values["name"], casts, tuple(values.get("fast_accum", ())))
         except UsageError:
             raise
@@ -280,11 +285,7 @@ class Recipe:
         environ = os.environ if environ is None else environ
         recipe = get_recipe(base) if isinstance(base, str) else base
         name = recipe.name
-        prefixes = {
-            TensorRole.INPUT: "FWD_INP",
-            TensorRole.WEIGHT: "FWD_WEIGHT",
-            TensorRole.GRAD_OUTPUT: "BWD_GRAD",
-        }
+        prefixes = {TensorRole.INPUT: "FWD_INP", TensorRole.WEIGHT: "FWD_WEIGHT", TensorRole.GRAD_OUTPUT: "BWD_GRAD"}
         fp32 = _switch(environ, "NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
         for tensor, prefix in prefixes.items():
             changes: dict[str, Any] = {}
@@ -359,22 +360,15 @@ RECIPES: Registry[Recipe] = Registry("recipe")
 
 _TILE = Cast(granularity="1x128")
 _BLOCK = Cast(granularity="128x128")
+_TILE_POW2, _BLOCK_POW2 = (replace(cast, scale_rounding="pow2_ceil") for cast in (_TILE, _BLOCK))
 for _recipe in (
     Recipe("bf16", dict.fromkeys(OPERAND_SITES)),
     # DeepSeek-V3, arXiv 2412.19437, section 3.3.2; amax eps 0 because its kernel's 1e-4 would flush small gradients.
     _uniform("blockwise", _TILE, weight=_BLOCK),
     # Transformer Engine's Float8BlockScaling with its default scales.
-    _uniform(
-        "blockwise_pow2",
-        replace(_TILE, scale_rounding="pow2_ceil"),
-        weight=replace(_BLOCK, scale_rounding="pow2_ceil"),
-    ),
+    _uniform("blockwise_pow2", _TILE_POW2, weight=_BLOCK_POW2),
     # LoongForge with all three POWER2 switches on and the amax eps that it recommends.
-    _uniform(
-        "blockwise_e8m0",
-        replace(_TILE, scale_rounding="pow2_ceil", amax_eps=1e-12),
-        weight=replace(_BLOCK, scale_rounding="pow2_ceil", amax_eps=1e-12),
-    ),
+    _uniform("blockwise_e8m0", replace(_TILE_POW2, amax_eps=1e-12), weight=replace(_BLOCK_POW2, amax_eps=1e-12)),
     _uniform("tensorwise_current", Cast()),
     # Transformer Engine's DelayedScaling, HYBRID: E4M3 forward, E5M2 backward.
     _uniform("tensorwise_delayed", Cast(scaling="delayed"), grad_output=Cast(format="e5m2", scaling="delayed")),

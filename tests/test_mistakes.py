@@ -15,6 +15,7 @@ from fp8debug.calibration import calibrate as typed_calibrate
 from fp8debug.errors import UsageError
 from fp8debug.replay import replay as typed_replay
 from fp8debug.store.run import parse_steps
+from tests.recording.models import net, record
 
 ANY: Any = fp8debug
 calibrate: Any = typed_calibrate
@@ -83,6 +84,52 @@ def model() -> nn.Module:
         (lambda: calibrate("run", percentile="99"), "percentile must be a number, got '99'"),
         (lambda: calibrate("run", margin=None), "margin must be a number, got None"),
         (lambda: replay(None), "expected a dump's file, got None"),
+        (lambda: ANY.Cast(history=10**30), "history holds 1 to 1048576 amaxes, got 1000000"),
+        (
+            lambda: ANY.Recipe(None, {}),
+            "a recipe is a name, casts {(gemm, tensor): Cast or None} and a tuple of GEMMs; got Recipe(",
+        ),
+        (
+            lambda: ANY.Recipe("x", {"fprop": None, 1: None}),
+            "recipe 'x' needs a cast or None for each of the six operands; check 'fprop'",
+        ),
+        (lambda: ANY.get_recipe("rowwise").replace(fast_accum=1), "fast_accum is True, False, or None for no change, got 1"),
+        (lambda: ANY.quantize(torch.ones(2), ANY.Cast(), 0.5), "scale_inv is a tensor with one number, got 0.5"),
+        (lambda: ANY.dequantize(ANY.Quantized([1], None), ANY.Cast()), "data and scale_inv are tensors, got list and NoneType"),
+        (
+            lambda: ANY.dequantize(QUANTIZED, ANY.Cast(granularity="128x1")),
+            "data [2] under e4m3fn 128x1 current has scale_inv [1, 2], got [1, 1]",
+        ),
+        (
+            lambda: ANY.convert(model(), "blockwise", {None: None}),
+            "overrides is a dictionary from FQN globs to recipes, got {None",
+        ),
+        (lambda: ANY.inject(model(), "stale_scale", "0", ratio=0), "ratio of stale_scale is a positive number such as 64, got 0"),
+        (
+            lambda: ANY.inject(model(), "stale_scale", "0", ratio="2"),
+            "ratio of stale_scale is a positive number such as 64, got '2'",
+        ),
+        (lambda: ANY.inject(model(), "zero_tile", "0", rows=0.5), "rows of zero_tile is a whole number of at least 1, such as 1"),
+        (
+            lambda: ANY.inject(model(), "rank_scale", "0", rank=-1),
+            "rank of rank_scale is a whole number of at least 0, such as 1",
+        ),
+        (
+            lambda: ANY.inject(model(), "wrong_scale", "0", tensor="weights"),
+            "unknown tensor of wrong_scale 'weights': did you mean",
+        ),
+        (lambda: ANY.Run("a\0b"), "expected the path of a run's folder, got 'a\\x00b'"),
+        (lambda: ANY.watch(model(), ""), "expected the path of a run's folder, got ''"),
+        (lambda: ANY.watch(model(), "run", include=[1]), "expected a name or a list of names, got [1]"),
+        (lambda: ANY.watch(model(), "run", check_finite="yes"), "check_finite must be True, False or None, got 'yes'"),
+        (lambda: ANY.triage([], progress=3), "progress is a function of (done, all, code), got 3"),
+        (lambda: ANY.recommend("run", [], fill="yes"), "fill is True or False, got 'yes'"),
+        (lambda: ANY.Fallback(module="a", gemms="fprop", cost="1"), "cost of a fallback is a number of at least 0; 'a' has '1'"),
+        (lambda: ANY.Fallback(module="a", gemms="fprop", reasons=3), "reasons of a fallback are codes of findings; 'a' has 3"),
+        (
+            lambda: ANY.Guard(budget=torch.ones(2, 2)),
+            "budget of a guard is a share such as 10% or 0.1, got tensor([[1., 1.], [1., 1.]])",
+        ),
         (lambda: parse_steps("3:1"), "the range of steps '3:1' is empty"),
         (lambda: parse_steps((3, 3)), "the range of steps (3, 3) is empty"),
     ],
@@ -91,6 +138,30 @@ def test_a_mistake_is_one_line(call: Callable[[], object], message: str) -> None
     with pytest.raises(UsageError) as raised:
         call()
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+def test_what_a_run_is_asked_is_looked_at(tmp_path: Path) -> None:
+    run: Any = record(tmp_path / "run", net(), steps=1)
+    for call, message in (
+        (lambda: run.sql(None), "a query is one SELECT as text, got None"),
+        (lambda: run.table(columns=[1]), "columns is a list of names, got [1]"),
+        (lambda: run.table(module=3), "module is a glob over module names, got 3"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            call()
+        assert str(raised.value) == message
+
+
+def test_a_message_is_cut_in_its_middle() -> None:
+    with pytest.raises(UsageError) as raised:
+        ANY.convert(model(), "blockwise", "x" * 5000 + "\nend")
+    assert str(raised.value).startswith("overrides is a dictionary") and str(raised.value).endswith("nend'")
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_path_that_no_file_system_takes() -> None:
+    with pytest.raises(fp8debug.Fp8DebugError, match="cannot be read: File name too long"):
+        fp8debug.Run("a" * 5000)
 
 
 def test_a_step_after_close(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_names_of_casts(cast: Cast, name: str) -> None:
         ({"amax_eps": -1e-12}, "amax_eps must be finite in FP32 and >= 0, got -1e-12"),
         ({"amax_eps": float("nan")}, "amax_eps must be finite in FP32 and >= 0, got nan"),
         ({"amax_eps": 1e39}, "amax_eps must be finite in FP32 and >= 0, got 1e+39"),
-        ({"history": 0}, "history must hold at least one amax, got 0"),
+        ({"history": 0}, "history holds 1 to 1048576 amaxes, got 0"),
         ({"margin": 200}, "margin is a power of two between -127 and 127, got 200"),
         (
             {"scaling": "delayed", "granularity": "1x128"},

@@ -13,7 +13,14 @@ from fp8debug.recipes import Recipe, get_recipe
 
 
 def check_arguments(
-    path: Any, every: Any, shadow_rows: Any, shadow: Any, optimizer: Any, resume_from: Any, compiled: Any
+    path: Any,
+    every: Any,
+    shadow_rows: Any,
+    shadow: Any,
+    optimizer: Any,
+    resume_from: Any,
+    check_finite: Any,
+    compiled: Any,
 ) -> None:
     """Look at the arguments of :func:`fp8debug.watch` by these names.
 
@@ -26,12 +33,14 @@ def check_arguments(
         raise UsageError(f"every and shadow_rows must be at least 1, got every={every}, shadow_rows={shadow_rows}")
     if resume_from is not None and (not isinstance(resume_from, int) or resume_from < 0):
         raise UsageError(f"resume_from is the number of the first step, 0 or more, got {resume_from!r}")
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
         raise UsageError(f"expected the path of a run's folder, got {path!r}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if shadow not in ("sample", "full"):
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
+    if not isinstance(check_finite, bool | None):
+        raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
     if compiled not in ("as_is", "eager"):
         raise UsageError(f"compiled must be 'as_is' or 'eager', got {compiled!r}")
 
@@ -51,7 +60,7 @@ def several(values: Sequence[Any] | str) -> Sequence[Any]:
     """
     if isinstance(values, str | Recipe):
         return (values,)
-    if not isinstance(values, Sequence):
+    if not isinstance(values, Sequence) or not all(isinstance(value, str | Recipe) for value in values):
         raise UsageError(f"expected a name or a list of names, got {values!r}")
     return values
 

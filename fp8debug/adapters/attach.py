@@ -20,6 +20,7 @@ from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
 from fp8debug.adapters.quiet import QuietWriter, check_ranks, num_recording, ranks_entry, records
+from fp8debug.adapters.stages import rank_entry, stage_of
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -106,7 +107,7 @@ def watch(
         UsageError: an argument out of range or an unknown recipe.
     """
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
-    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, compiled)
+    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled)
     limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
@@ -163,6 +164,8 @@ def watch(
     }
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
     rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
+    if rank:
+        rank_manifest |= rank_entry(roots, mesh, manifest["modules"])
     make = partial(
         RunWriter,
         path,
@@ -184,8 +187,9 @@ def watch(
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
+        is_eager, stage = compiled == "eager", stage_of(mesh)
         return Watch(
-            candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes, compiled == "eager"
+            *(candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes, is_eager, stage)
         )
     except BaseException:
         if dumper is not None:

@@ -63,6 +63,12 @@ class Fallback:
                 f"a fallback needs gemms of {', '.join(GEMMS)} and a tensor of {', '.join(TENSORS)};"
                 f" {self.module!r} has {list(self.gemms)} and {self.tensor!r}"
             )
+        for name, number in (("damage", self.damage), ("cost", self.cost)):
+            is_number = isinstance(number, int | float) and not isinstance(number, bool) and number >= 0
+            if not is_number and (name, number) != ("damage", None):
+                raise UsageError(f"{name} of a fallback is a number of at least 0; {self.module!r} has {number!r}")
+        if not isinstance(self.reasons, tuple | list) or not all(isinstance(reason, str) for reason in self.reasons):
+            raise UsageError(f"reasons of a fallback are codes of findings; {self.module!r} has {self.reasons!r}")
         for name, step in (("from_step", self.from_step), ("until_step", self.until_step)):
             if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
                 raise UsageError(f"{name} of a fallback is the number of a step, 0 or more; {self.module!r} has {step!r}")

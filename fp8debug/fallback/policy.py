@@ -58,6 +58,8 @@ def recommend(
         UsageError: budget is no share, or findings are none.
     """
     share = parse_share(budget)
+    if not isinstance(fill, bool):
+        raise UsageError(f"fill is True or False, got {fill!r}")
     findings = [findings] if isinstance(findings, Finding) else findings
     found = list(findings) if isinstance(findings, Iterable) else [findings]
     if not all(isinstance(finding, Finding) for finding in found):

@@ -6,6 +6,7 @@ numbers in brackets are those of the catalogue in docs/rules.md; each descriptio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,11 @@ from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
-from fp8debug.types import Gemm, Quantized, TensorRole
+from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole
+
+#: What an option such as ``tensor`` may name, and options whose whole numbers begin at 0.
+OPERAND_NAMES = tuple(dict.fromkeys(str(tensor) for _, tensor in OPERAND_SITES))
+NUMBERED_FROM_0 = ("rank", "from_microbatch")
 
 Key = tuple[Gemm, TensorRole]
 Ordinary = Callable[[Tensor, "Cast | None"], Operand]
@@ -122,7 +127,7 @@ def inject(model: nn.Module, name: str, module: str | None = None, step: int = 0
     Raises:
         UnknownNameError: no such fault or option; the message has the closest names.
         NoMatchError: no such module.
-        UsageError: module is missing, or does not run in FP8; an argument of another type.
+        UsageError: module is missing, or does not run in FP8; an argument or option of another kind or out of range.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a model with Fp8Linear modules, got {type(model).__name__}")
@@ -134,6 +139,7 @@ def inject(model: nn.Module, name: str, module: str | None = None, step: int = 0
     for key in options:
         if key not in fault.options:
             raise UnknownNameError(f"option of {name}", key, fault.options)
+        _check_option(fault, key, options[key])
     target = model
     if fault.needs_module:
         linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -149,6 +155,27 @@ def inject(model: nn.Module, name: str, module: str | None = None, step: int = 0
     except BaseException:
         clock.stop()
         raise
+
+
+def _check_option(fault: Fault, name: str, value: Any) -> None:
+    """Look at an option before anything is planted: a wrong one would end the training, or plant nothing.
+
+    Raises:
+        UsageError: it is not of its default's kind.
+    """
+    default = fault.options[name]
+    if isinstance(default, str):
+        if value not in OPERAND_NAMES:
+            raise UnknownNameError(f"{name} of {fault.name}", str(value), OPERAND_NAMES)
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, float):
+        if not is_number or not 0 < value < math.inf:
+            raise UsageError(f"{name} of {fault.name} is a positive number such as {default:g}, got {value!r}")
+    else:
+        least = 0 if name in NUMBERED_FROM_0 else 1
+        if not is_number or not isinstance(value, int) or not least <= value < 2**31:
+            raise UsageError(f"{name} of {fault.name} is a whole number of at least {least}, such as {default}, got {value!r}")
 
 
 def distort(where: Target, change: Change, *keys: Key, configured: bool = False) -> Callable[[], None]:

@@ -48,6 +48,8 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantize
     """
     source = Source(_checked(x))
     _check_cast(cast)
+    if scale_inv is not None and (not isinstance(scale_inv, Tensor) or scale_inv.numel() != 1):
+        raise UsageError(f"scale_inv is a tensor with one number, got {scale_inv!r}")
     rows, columns = source.value.shape
     block = block_shape(cast.granularity, rows, columns)
     if scale_inv is None and cast.scaling == "static":
@@ -117,6 +119,8 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     """
     if not isinstance(q, Quantized):
         raise UsageError(f"expected a Quantized(data, scale_inv), got {type(q).__name__}; make one with fp8debug.quantize")
+    if not isinstance(q.data, Tensor) or not isinstance(q.scale_inv, Tensor):
+        raise UsageError(f"data and scale_inv are tensors, got {type(q.data).__name__} and {type(q.scale_inv).__name__}")
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype must be a torch.dtype such as torch.float32, got {dtype!r}")
     _check_cast(cast)
@@ -124,6 +128,9 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     columns = data.shape[-1] if data.dim() else 1
     flat = data.reshape(data.numel() // max(columns, 1), columns)
     block = block_shape(cast.granularity, *flat.shape)
+    grid = [-(-extent // size) for extent, size in zip(flat.shape, block, strict=True)]
+    if list(q.scale_inv.shape) != grid:
+        raise UsageError(f"data {list(data.shape)} under {cast} has scale_inv {grid}, got {list(q.scale_inv.shape)}")
     return (flat * spread(q.scale_inv, *block, *flat.shape)).reshape(data.shape).to(dtype)
 
 

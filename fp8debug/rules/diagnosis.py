@@ -57,6 +57,8 @@ def triage(
     wanted -= chosen([ignore] if isinstance(ignore, str) else ignore)
     if not wanted:
         raise UsageError("nothing is left to report: every rule that is selected is ignored")
+    if not callable(progress) and progress is not None:
+        raise UsageError(f"progress is a function of (done, all, code), got {progress!r}")
     run = run if isinstance(run, Run) else open_runs([run] if isinstance(run, str | Path) else run)
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
     skipped: list[tuple[str, str]] = []
@@ -68,7 +70,7 @@ def triage(
     reasons = {rule.code: _missing(rule, run, has_running) for rule in rules.values()}
     screen(run, [SICK, *(look for rule in rules.values() if reasons[rule.code] is None for look in rule.looks())])
     for done, rule in enumerate(rules.values()):
-        if progress:
+        if progress is not None:
             progress(done, len(rules), rule.code)
         reason = reasons[rule.code]
         if reason is None:

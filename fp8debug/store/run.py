@@ -51,13 +51,16 @@ class Run:
     _dialect = DUCKDB
 
     def __init__(self, path: str | Path) -> None:
-        if not isinstance(path, str | Path):
+        if not isinstance(path, str | Path) or "\0" in str(path):
             raise UsageError(f"expected the path of a run's folder, got {path!r}")
         self.path = place_of(path)
-        self.name = self.path.resolve().name
         self._lock = threading.RLock()
         self._damaged: set[Path] = set()
-        self._open()
+        try:
+            self.name = self.path.resolve().name
+            self._open()
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -158,6 +161,8 @@ class Run:
             UsageError: the query is wrong; the message is DuckDB's.
             RunError: the files cannot be read.
         """
+        if not isinstance(query, str):
+            raise UsageError(f"a query is one SELECT as text, got {query!r}")
         return self._again(lambda: self._query(query, params))
 
     def _again(self, ask: Callable[[], _T]) -> _T:
@@ -218,7 +223,10 @@ class Run:
 
     @property
     def modules(self) -> list[dict[str, Any]]:
-        """The manifest's modules in execution order (those never called last), with ``call_index`` added."""
+        """The manifest's modules, and those of other pipeline stages, in execution order (those never called last).
+
+        ``call_index`` is added.
+        """
         with self._lock:
             if self._modules is None:
                 self._modules = self._read_modules()
@@ -227,10 +235,13 @@ class Run:
     def _read_modules(self) -> list[dict[str, Any]]:
         query = "SELECT module, min(call_index) AS call_index FROM raw WHERE module IS NOT NULL GROUP BY module"
         called = {row["module"]: row["call_index"] for row in self.sql(query).to_pylist()}
-        listed = self.manifest.get("modules")
-        entries = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
-        modules = [{**m, "fqn": str(m["fqn"]), "call_index": called.get(str(m["fqn"]))} for m in entries if "fqn" in m]
-        known = {m["fqn"] for m in modules}
+        known: dict[str, dict[str, Any]] = {}
+        for manifest in (self.manifest, *(found for _, found in sorted(self.rank_manifests.items()))):
+            listed = manifest.get("modules")
+            for m in listed if isinstance(listed, list) else []:
+                if isinstance(m, dict) and "fqn" in m:
+                    known.setdefault(str(m["fqn"]), {**m, "fqn": str(m["fqn"]), "call_index": called.get(str(m["fqn"]))})
+        modules = list(known.values())
         modules += [{"fqn": fqn, "call_index": at} for fqn, at in sorted(called.items()) if fqn not in known]
         places = {m["fqn"]: place for place, m in enumerate(modules)}
 
@@ -317,6 +328,8 @@ class Run:
         """
         if isinstance(columns, str):
             columns = [columns]
+        if columns is not None and (not isinstance(columns, Sequence) or not all(isinstance(c, str) for c in columns)):
+            raise UsageError(f"columns is a list of names, got {columns!r}")
         if columns is not None and not columns:
             raise UsageError("columns is empty; leave it out for all columns")
         wanted = [c for c in self._columns if c != "log2_hist"] if columns is None else list(columns)
@@ -340,6 +353,8 @@ class Run:
             if bound is not None:
                 conditions.append(f"step {operator} ?")
                 params.append(bound)
+        if not isinstance(module, str):
+            raise UsageError(f"module is a glob over module names, got {module!r}")
         names = [m["fqn"] for m in self.modules]
         matching = [name for name in names if fnmatchcase(name, module)]
         if not matching:
