@@ -94,7 +94,9 @@ def test_stages_of_a_pipeline_are_files_of_their_own(
     write(run, Plan(num_steps=60, overrides=[SICK], world_size=2))
     for rank in (0, 1):
         path = run / f"rank={rank:05d}" / "manifest.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "mesh": {"pp": rank}}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "mesh": {"dims": ["pp"], "shape": [2], "coordinate": [rank]}})
+        )
     code, _, err = said(capsys, run, "--to", "megatron")
     assert code == 2 and err.splitlines()[-1] == "error: megatron needs 2 files, one per pipeline stage; give -o FILE"
     assert said(capsys, run, "--to", "megatron", "-o", target)[0] == 0

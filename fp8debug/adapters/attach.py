@@ -187,9 +187,17 @@ def watch(
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
-        is_eager, stage = compiled == "eager", stage_of(mesh)
         return Watch(
-            *(candidates, roots, settings, writer, own_optimizer(optimizer), resume_from or 0, dumper, changes, is_eager, stage)
+            candidates,
+            roots,
+            settings,
+            writer,
+            own_optimizer(optimizer),
+            resume_from or 0,
+            dumper,
+            changes,
+            eager_samples=compiled == "eager",
+            stage=stage_of(mesh),
         )
     except BaseException:
         if dumper is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
+from fp8debug.adapters.parts import CALLED
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.metrics import Source
@@ -89,6 +90,8 @@ class Ears(Probe):
         if torch.compiler.is_compiling():
             return
         call = Call() if self.begin() else None
+        if call is not None:
+            CALLED.add(module)
         self._listener.begin(self, call, None if call is None else call.heard.append, self._fail)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

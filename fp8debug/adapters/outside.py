@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.stages import layers_before, name_in_model
 
 #: By the top-level package that a module's class comes from: no adapter reads these.
 _LIBRARIES = {"transformer_engine": "Transformer Engine", "bitsandbytes": "bitsandbytes", "deep_gemm": "DeepGEMM"}
@@ -18,10 +19,12 @@ def modules_outside(roots: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Return FQN, kind and reason of each module that has GEMMs and that no adapter takes; Linears among them are not listed."""
     found = []
     for number, root in enumerate(roots):
+        before = layers_before(root)
         for name, module in root.named_modules():
             reason = None if any(a.matches(module) for a in ADAPTERS) else _reason(module)
             if reason is not None:
-                fqn = ".".join(([str(number)] if len(roots) > 1 else []) + ([name] if name else []))
+                whole = name_in_model(name, before)
+                fqn = ".".join(([str(number)] if len(roots) > 1 else []) + ([whole] if name else []))
                 found.append({"fqn": fqn or type(module).__name__, "kind": type(module).__name__, "reason": reason})
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from fp8debug.recipes import Cast, Recipe
 from fp8debug.shielding import guarded
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
+#: Modules that a sampled step ran, in whatever precision, and of which nothing but FP8 is recorded.
+CALLED: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
 
@@ -83,6 +85,11 @@ class InParts(Protocol):
     def parts(self, module: nn.Module) -> dict[str, Part]:
         """Return the Linears of a module by what is added to its FQN."""
         ...
+
+
+def was_called(module: nn.Module) -> bool:
+    """Return whether a sampled step ran it, as far as that is known of a module without rows."""
+    return module in CALLED or bool(getattr(module, "was_called", False))
 
 
 def parts_of(adapter: object, module: nn.Module) -> dict[str, nn.Module]:

@@ -13,8 +13,13 @@ from fp8debug.trainers.base import replace, undoing
 _METHODS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
-def ignore_rehearsals(observer: Observer) -> Callable[[], None]:
-    """Record nothing of what pipeline stages run before their first step; return what ends it."""
+def ignore_rehearsals(observer: Observer, tell: Callable[[int], None]) -> Callable[[], None]:
+    """Record nothing of what pipeline stages run before their first step; return what ends it.
+
+    Args:
+        observer: of the watch.
+        tell: called with the number of each stage that is seen.
+    """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is None:
         return lambda: None
@@ -22,6 +27,8 @@ def ignore_rehearsals(observer: Observer) -> Callable[[], None]:
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def rehearse(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(number := getattr(args[0] if args else None, "stage_index", None), int):
+                tell(number)
             before, observer.is_rehearsing = observer.is_rehearsing, True
             try:
                 return own(*args, **kwargs)

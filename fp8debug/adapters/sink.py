@@ -13,6 +13,7 @@ from typing import Any
 
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
 from fp8debug.store.writer import RunWriter
@@ -29,10 +30,12 @@ class StepSink:
 
     Attributes:
         seen_modules: FQNs of the modules that had rows.
+        stages: numbers of the pipeline stages that run here; none without a pipeline.
     """
 
     def __init__(self, writer: RunWriter, changes: RecipeChanges, dumper: Dumper | None) -> None:
         self.seen_modules: set[str] = set()
+        self.stages: set[int] = set()
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
@@ -54,6 +57,8 @@ class StepSink:
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
         columns = stats_columns(finished, snapshot, rows, infos)
+        if first := first_call(min(self.stages, default=0)):
+            columns["call_index"] = [first + at for at in columns["call_index"]]
         self._changes.see(finished.step, columns)
         for module, message in first_nonfinite(columns, self._nonfinite):
             self._writer.event(finished.step, "nonfinite", module, message)

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS, Adapter
 from fp8debug.adapters.parts import Part, kind_of_part, parts_of
+from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.errors import AttachError
 from fp8debug.recipes import Recipe
 from fp8debug.types import OPERAND_SITES, plain_name
@@ -130,12 +131,13 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
     found: list[Candidate] = []
     by_weight: dict[int, str] = {}
     for number, root in enumerate(roots):
+        before = layers_before(root)
         for name, module in root.named_modules():
             adapter = next((a for a in ADAPTERS if a.matches(module)), None)
             if adapter is None and not isinstance(module, nn.Linear):
                 continue
-            plain = f"{number}.{plain_name(name)}".rstrip(".") if len(roots) > 1 else plain_name(name)
-            fqn = plain or type(module).__name__
+            plain = plain_name(name_in_model(name, before))
+            fqn = (f"{number}.{plain}".rstrip(".") if len(roots) > 1 else plain) or type(module).__name__
             reason = None
             if adapter is None:
                 reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"

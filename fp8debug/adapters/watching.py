@@ -22,7 +22,7 @@ from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import listen_at_roots, listener_of
-from fp8debug.adapters.parts import TOKENS
+from fp8debug.adapters.parts import TOKENS, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
@@ -57,11 +57,13 @@ class Watch:
         dumper: Dumper | None,
         changes: RecipeChanges,
         eager_samples: bool = False,
+        stage: int = 0,
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
         self._writer = writer
         self._sink = StepSink(writer, changes, dumper)
+        self._sink.stages.update({stage} if stage else ())
         self._observer = Observer(settings, self._sink, self._report)
         if isinstance(writer, QuietWriter):
             self._observer.is_asleep = True
@@ -95,7 +97,7 @@ class Watch:
             if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
                 self._undo.append(listen_at_roots(roots, self._observer))
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
-            self._undo.append(ignore_rehearsals(self._observer))
+            self._undo.append(ignore_rehearsals(self._observer, self._sink.stages.add))
             if eager_samples:
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)
@@ -317,7 +319,7 @@ class Watch:
         """At the first sampled step: say what torch.compile hides."""
         self._has_looked = True
         unseen = [c for c in self._candidates if c.reason is None and c.fqn not in seen]
-        hidden = [c.fqn for c in unseen if not getattr(c.module, "was_called", False)]
+        hidden = [c.fqn for c in unseen if not was_called(c.module)]
         if hidden and self._before_next is None and is_compile_in_use():
             text = (
                 f"{len(hidden)} of {len(self._candidates)} modules are not seen at step {self._observer.step}, {hidden[0]} the"
@@ -329,7 +331,10 @@ class Watch:
         if self._observer.is_off or not self._has_looked:
             return
         silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
-        missing = [c.fqn for c in silent if not getattr(c.module, "was_called", False)]
+        missing = [c.fqn for c in silent if not was_called(c.module)]
+        if silent and not missing and not self._sink.seen_modules:
+            text = f"no FP8 GEMM was heard in {len(silent)} modules: they run in high precision, or in kernels that are not read"
+            say(self._writer, self._observer.step, text)
         for fqn in missing:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
         if missing:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
     from fp8debug.store.run import Run
 
+_NOTHING: Mapping[str, Any] = {}
 CONFIGS = """configs:
   bf16:
     transformer_engine_config_type: "TEQuantizationParams"
@@ -34,7 +35,7 @@ class MegatronExporter(Exporter):
         """Return what the file cannot say."""
         notes = limits(run, fallbacks, per_gemm=False)
         stages = _stages(run)
-        shared = [m for m in in_bf16(run, fallbacks) if sum(m in names for names in stages.values()) > 1]
+        shared = [m for m in in_bf16(run, fallbacks) if sum(m in names for names, _ in stages.values()) > 1]
         if shared:
             notes.append(
                 "run has modules of one name on several pipeline stages and joins what they show, so the file of each of"
@@ -55,16 +56,20 @@ class MegatronExporter(Exporter):
         if len(stages) < 2:
             return {"": self.export(run, fallbacks)}
         return {
-            f".stage{stage}": self._text(run, fallbacks, [m for m in modules if m in names], f"pipeline stage {stage} only")
-            for stage, names in sorted(stages.items())
+            f".stage{stage}": self._text(
+                run, fallbacks, [m for m in modules if m in names], f"pipeline stage {stage} only", before
+            )
+            for stage, (names, before) in sorted(stages.items())
         }
 
-    def _text(self, run: Run, fallbacks: Sequence[Fallback], modules: Sequence[str], about: str) -> str:
+    def _text(
+        self, run: Run, fallbacks: Sequence[Fallback], modules: Sequence[str], about: str, before: Mapping[str, Any] = _NOTHING
+    ) -> str:
         first, *rest = header(run, self.name, self.notes(run, fallbacks))
         lines = [comments([first, *([f"for {about}"] if about else []), *rest]), CONFIGS]
         lines.append("matchers:\n" if modules else "matchers: {}\n")
         for number, module in enumerate(modules):
-            pattern = yaml_string(_glob(_below_model(module)))
+            pattern = yaml_string(_glob(_in_stage(_below_model(module), before)))
             lines.append(f"  fp8debug_{number}:\n    config: bf16\n    type: glob\n    pattern: {pattern}\n    enabled: true\n")
         return "".join(lines)
 
@@ -74,24 +79,44 @@ def _below_model(fqn: str) -> str:
     return re.sub(r"^(?:\d+\.)?(?:module\.)*", "", fqn)
 
 
+def _in_stage(path: str, before: Mapping[str, Any]) -> str:
+    """Return a path with its layer's number in the stage; ``before`` says how many layers the stages before it have."""
+    for layers, count in before.items():
+        head, _, rest = path.partition(f"{_below_model(layers)}.")
+        number, dot, rest = rest.partition(".")
+        if not head and number.isdecimal() and isinstance(count, int):
+            return f"{_below_model(layers)}.{max(0, int(number) - count)}{dot}{rest}"
+    return path
+
+
 def _glob(path: str) -> str:
     """Return a pattern that fnmatch takes for this path alone."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in path)
 
 
-def _stages(run: Run) -> dict[int, set[str]]:
-    """Return by pipeline stage the modules that its ranks recorded, from the ranks' mesh coordinate ``pp``."""
+def _stages(run: Run) -> dict[int, tuple[set[str], Mapping[str, Any]]]:
+    """Return by pipeline stage the modules that its ranks recorded, and how many layers come before its own."""
     stage_of: dict[int, int] = {}
+    found: dict[int, tuple[set[str], Mapping[str, Any]]] = {}
     for rank, manifest in run.rank_manifests.items():
-        mesh: Any = manifest.get("mesh")
-        stage = mesh.get("pp") if isinstance(mesh, Mapping) else None
-        if isinstance(stage, int):
+        mesh, before = manifest.get("mesh"), manifest.get("layers_before")
+        stage = _coordinate(mesh, "pp") if isinstance(mesh, Mapping) else None
+        if stage is not None:
             stage_of[int(rank)] = stage
-    found: dict[int, set[str]] = {stage: set() for stage in stage_of.values()}
+            found.setdefault(stage, (set(), before if isinstance(before, Mapping) else {}))
     for row in run.sql("SELECT DISTINCT rank, module FROM raw WHERE module IS NOT NULL").to_pylist():
         if row["rank"] in stage_of:
-            found[stage_of[row["rank"]]].add(row["module"])
+            found[stage_of[row["rank"]]][0].add(row["module"])
     return found
+
+
+def _coordinate(mesh: Mapping[str, Any], name: str) -> int | None:
+    """Return a rank's place along a dimension of its mesh; a manifest may hold anything."""
+    dims, places = mesh.get("dims"), mesh.get("coordinate")
+    if not isinstance(dims, list) or not isinstance(places, list):
+        return None
+    place = dict(zip(dims, places, strict=False)).get(name) if all(isinstance(dim, str) for dim in dims) else None
+    return place if isinstance(place, int) else None
 
 
 EXPORTERS.add(MegatronExporter.name, MegatronExporter())

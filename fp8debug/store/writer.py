@@ -203,14 +203,15 @@ class RunWriter:
             self._append("events", _event(step, kind, module, message))
 
     def update_manifest(self, changes: Mapping[str, Any]) -> None:
-        """Change top-level keys of ``manifest.json``; only rank 0 has it, on other ranks this does nothing."""
-        changes = dict(changes)
+        """Change top-level keys of ``manifest.json``, which rank 0 writes; on another rank those that its own manifest has."""
+        manifest, folder = (self._manifest, self._root) if self.rank == 0 else (self._rank_manifest, self._folder)
+        changes = {name: value for name, value in changes.items() if self.rank == 0 or name in manifest}
 
         def job() -> None:
-            self._manifest.update(changes)
-            self._write_json(self._root / "manifest.json", self._manifest)
+            manifest.update(changes)
+            self._write_json(folder / "manifest.json", manifest)
 
-        if self.rank == 0 and self._is_open() and self.stopped is None:
+        if changes and self._is_open() and self.stopped is None:
             self._worker.put(job)
 
     def flush(self) -> None:

@@ -29,7 +29,7 @@ def multiply(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, torch.dtype], roww
     return torch._scaled_mm(first.contiguous(), second.contiguous().t(), scale_a, scale_b.t(), out_dtype=torch.bfloat16, **more)
 
 
-class _Matmul(torch.autograd.Function):
+class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: ScaledLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -61,7 +61,7 @@ class ScaledLinear(nn.Linear):
         if not self.is_used_in_fp8:
             return super().forward(x)
         flat = x.reshape(-1, x.shape[-1])
-        out: Tensor = _Matmul.apply(flat, self.weight, self)
+        out: Tensor = Matmul.apply(flat, self.weight, self)
         if self.bias is not None:
             out = out + self.bias
         return out.reshape(*x.shape[:-1], -1)

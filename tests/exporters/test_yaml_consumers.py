@@ -111,10 +111,13 @@ def test_megatron_has_a_file_for_each_pipeline_stage(tmp_path: Path) -> None:
     fallbacks = [Fallback(module=str(module["fqn"]), gemms=GEMMS) for module in run.modules]
     assert list(exporter.files(run, fallbacks)) == [""], "no rank says that it is one of several stages"
     for rank, manifest in run.rank_manifests.items():
-        manifest["mesh"] = {"pp": int(rank)}
+        manifest["mesh"] = {"dims": ["dp", "pp", "tp"], "shape": [1, 2, 1], "coordinate": [0, int(rank), 0]}
+    run.rank_manifests[1]["layers_before"] = {"decoder.layers": 1}
     files = exporter.files(run, fallbacks)
     assert list(files) == [".stage0", ".stage1"]
     assert "# for pipeline stage 1 only" in files[".stage1"]
+    assert megatron_config(files[".stage0"], "decoder.layers.1.mlp.linear_fc1")
+    assert megatron_config(files[".stage1"], "decoder.layers.0.mlp.linear_fc1"), "stage 1 calls layer 1 its layer 0"
     (note,) = [n for n in exporter.notes(run, fallbacks) if "several pipeline stages" in n]
     assert note.endswith("decoder.layers.0.mlp.linear_fc1; decoder.layers.1.mlp.linear_fc1")
 
