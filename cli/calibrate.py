@@ -28,6 +28,8 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
     histogram, beside what ran; and the coarsest cast that holds. Train with fp8debug.convert(model, "scales.json").
     """
     found = calibrate(open_run(run), percentile=percentile, margin=margin, steps=steps)
+    if output is not None:
+        write_file(output, found.to_json())
     if output != "-":
         first, last = found.steps
         num = sum(site.is_static for site in found.sites)
@@ -41,8 +43,6 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
             cells = [site.module, f"{site.gemm} {site.tensor}", *own, ran, _proposed(site.proposal)]
             rows.append([*cells, None if site.proposal is None else site.proposal.sqnr_db, site.note or None])
         print_table(HEADER, rows, wrap=["module", "proposal", "note"])
-    if output is not None:
-        write_file(output, found.to_json())
 
 
 def _proposed(proposal: Expected | None) -> str | None:

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -89,21 +89,19 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 def to_json(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return a strict JSON array of objects; a number that is not finite is null."""
-    return json.dumps([{key: _strict(value) for key, value in row.items()} for row in rows], indent=2, default=str) + "\n"
+    return json.dumps(_strict(list(rows)), indent=2, default=str) + "\n"
 
 
 def to_json_document(value: Mapping[str, Any]) -> str:
     """Return one strict JSON object, however deep; a number that is not finite is null."""
-    return json.dumps(_strict_all(value), indent=2, default=str) + "\n"
-
-
-def _strict_all(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _strict_all(inner) for key, inner in value.items()}
-    return [_strict_all(inner) for inner in value] if isinstance(value, (list, tuple)) else _strict(value)
+    return json.dumps(_strict(value), indent=2, default=str) + "\n"
 
 
 def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -113,14 +111,16 @@ def write_file(path: str, text: str) -> None:
         click.echo(visible(text), nl=False)
         return
     target = place_of(path)
-    half = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(target)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        half.unlink(missing_ok=True)
+        half = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            half.write_text(text, encoding="utf-8")
+            half.replace(target)
+        finally:
+            with suppress(OSError):
+                half.unlink()
+    except (OSError, ValueError) as error:  # a ValueError: the path has no name, or a NUL in it
+        raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
     echo(f"Wrote {path}", err=True)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from fp8debug.errors import UsageError
-from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.recipes import get_recipe
 from fp8debug.store.volume import DEFAULT_STEPS, plan_volume, rows_of_module
-from fp8debug.types import OPERAND_SITES
 
 from .plain import echo
 
@@ -29,13 +28,9 @@ def command(modules: int, ranks: int, steps: int, every: int, budget: str | None
     """
     if modules < 1:
         raise UsageError(f"MODULES is the number of Linears on a rank, at least 1, got {modules}")
-    tried = [_casts(get_recipe(name.strip())) for name in what_if.split(",") if name.strip()]
-    rows = modules * rows_of_module(_casts(get_recipe(recipe)), tried)
+    tried = [get_recipe(name.strip()) for name in what_if.split(",") if name.strip()]
+    rows = modules * rows_of_module(get_recipe(recipe), tried)
     volume = plan_volume(rows, every=every, ranks=ranks, steps=steps, budget=budget)
     echo(str(volume))
     if volume.ranks < ranks:
         echo(f"let {volume.ranks} of {ranks} ranks record", err=True)
-
-
-def _casts(recipe: Recipe) -> dict[str, str | None]:
-    return {f"{g}.{t}": str(cast) if (cast := recipe.casts[g, t]) is not None else None for g, t in OPERAND_SITES}

@@ -45,7 +45,7 @@ def command(
     if not table.num_rows:
         warn("no recorded row matches")
     if form == "table":
-        rows = (table.slice(0, limit) if limit else table).to_pylist()
+        rows = (table.slice(0, min(limit, table.num_rows)) if limit else table).to_pylist()
         print_table(names, [[row[name] for name in names] for row in rows], wrap=["module", "cast_name"])
         if len(rows) < table.num_rows:
             warn(f"the first {len(rows)} of {table.num_rows} rows; --limit 0 prints all")

@@ -9,9 +9,7 @@ from typing import Any
 from fp8debug.adapters.targets import Candidate
 from fp8debug.errors import UsageError
 from fp8debug.observer import Settings
-from fp8debug.recipes import Recipe
 from fp8debug.store.volume import DEFAULT_STEPS, Volume, plan_volume, rows_of_module
-from fp8debug.types import OPERAND_SITES
 
 
 def planned_volume(
@@ -39,11 +37,10 @@ def planned_volume(
     steps = DEFAULT_STEPS if total_steps is None else total_steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise UsageError(f"total_steps is a whole number of at least 1, got {total_steps!r}")
-    what_if = [_casts(recipe) for recipe in settings.what_if]
     rows = 0
     for candidate in candidates:
         if candidate.reason is None and candidate.adapter is not None:
-            rows += rows_of_module(_casts(candidate.recipe() or settings.plain_recipe), what_if)
+            rows += rows_of_module(candidate.recipe() or settings.plain_recipe, settings.what_if)
     volume = plan_volume(max(rows, 1), every=settings.every, ranks=ranks, steps=steps, budget=budget)
     if volume.ranks < ranks and not may_be_fewer:
         raise UsageError(
@@ -61,7 +58,3 @@ def manifest_entry(volume: Volume) -> dict[str, Any]:
     """Return the plan for the manifest."""
     names = ("rows_per_step", "ranks", "steps", "budget", "bytes_per_sample", "bytes_in_all")
     return {name: getattr(volume, name) for name in names}
-
-
-def _casts(recipe: Recipe) -> dict[str, str | None]:
-    return {f"{g}.{t}": str(cast) if (cast := recipe.casts[g, t]) is not None else None for g, t in OPERAND_SITES}

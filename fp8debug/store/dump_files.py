@@ -272,6 +272,8 @@ def dumps_at(path: str) -> list[Dump]:
     Raises:
         RunError: there is none, or a file is no dump.
     """
+    if not path or "\0" in path:
+        raise UsageError(f"expected the path of a dump, or of a folder with dumps, got {path!r}")
     given = [place_of(path)]
     if not given[0].exists() and set(path) & set("*?["):
         parts = given[0].parts

@@ -177,6 +177,8 @@ def place_of(path: str | Path) -> Path:
         known = ", ".join(f"{name}://" for name in PACKAGES)
         address = str(path).replace("://", ":/", 1).replace(":/", "://", 1)
         raise UsageError(f"{address}: {protocol}:// is not read; known are local folders and {known}")
+    if not str(path).partition(":/")[2].strip("/"):
+        raise UsageError(f"{path} names no bucket; expected an address such as {protocol}://bucket/runs/exp1")
     return ObjectPath(str(path))
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8debug.errors import UsageError
+from fp8debug.recipes import Recipe
 from fp8debug.types import OPERAND_SITES, RESULTS
 
 #: Bytes of a row in a Parquet part: 80 and 45 as tests/bench/volume.py measures them (docs/robustness.md), and a margin.
@@ -105,19 +106,11 @@ def plan_volume(
     )
 
 
-def rows_of_module(running: Mapping[str, str | None], what_if: Iterable[Mapping[str, str | None]]) -> int:
-    """Return how many rows a Linear has in a sampled step.
-
-    Args:
-        running: name of the running cast by ``gemm.tensor``, None where there is none.
-        what_if: the same of each recipe that is tried beside it.
-    """
-    tried = list(what_if)
-    rows = 0
-    for gemm, tensor in OPERAND_SITES:
-        key = f"{gemm}.{tensor}"
-        rows += len({cast for casts in (running, *tried) if (cast := casts.get(key)) is not None})
-    return rows + 2 * len(RESULTS)
+def rows_of_module(running: Recipe, what_if: Iterable[Recipe]) -> int:
+    """Return how many rows a Linear has in a sampled step, given its recipe and those that are tried beside it."""
+    recipes = [running, *what_if]
+    casts = [{str(cast) for recipe in recipes if (cast := recipe.casts[site]) is not None} for site in OPERAND_SITES]
+    return sum(map(len, casts)) + 2 * len(RESULTS)
 
 
 def parse_size(size: int | str) -> int:

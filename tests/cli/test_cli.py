@@ -123,6 +123,11 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, c
             "fallback RUNS/sick --to json -o RUNS/no/list.json",
             "error: cannot write RUNS/no/list.json: No such file or directory",
         ),
+        ("triage RUNS/sick --format json -o /", "error: cannot write /: PosixPath('/') has an empty name"),
+        ("fallback RUNS/sick --to json -o a\0b", "error: cannot write a\\x00b: embedded null byte"),
+        ("calibrate RUNS/sick -o RUNS/no/scales.json", "error: cannot write RUNS/no/scales.json: No such file or directory"),
+        ("triage s3://", "error: s3:// names no bucket; expected an address such as s3://bucket/runs/exp1"),
+        ("measure a\0b", "error: expected the path of a dump, or of a folder with dumps, got 'a\\x00b'"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], runs: Path, line: str, message: str) -> None:
@@ -198,6 +203,7 @@ def test_a_long_table_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]
     said = Said(capsys, runs, "show RUNS/sick --limit 2 --actual --reference operand")
     assert len(said.out.splitlines()) == 3
     assert said.err == "warning: the first 2 of 360 rows; --limit 0 prints all\n"
+    assert Said(capsys, runs, f"show RUNS/sick --limit {10**20}").err == ""
     assert Said(capsys, runs, "show RUNS/sick --steps 900:").err == "warning: no recorded row matches\n"
 
 
