@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8debug.adapters.parts import Part, chosen
+from fp8debug.adapters.transformer_engine_tensors import is_of_debug_tools, unwrapped
 
 _PACKAGE = "transformer_engine.pytorch.module."
 #: Modules that are read, by class.
@@ -145,12 +146,16 @@ def _gated(module: Any) -> Curve:
 def is_fused(storage: Any, by: str, module: Any) -> bool:
     """Return whether the library casts such an operand in the kernel that makes it, before it is rounded to BF16.
 
+    Its debug tools see operands before they are cast, for which these kernels are apart.
+
     Args:
-        storage: the operand, or another under the same recipe.
+        storage: the operand as its GEMM was given it, or another under the same recipe.
         by: which kernel: ``norm``, ``activation`` or ``gradient`` (the activation's derivative).
         module: the module.
     """
-    names = {c.__name__ for c in type(getattr(storage, "_quantizer", None)).__mro__}
+    if is_of_debug_tools(storage):
+        return False
+    names = {c.__name__ for c in type(getattr(unwrapped(storage, False), "_quantizer", None)).__mro__}
     if by == "norm":
         return "Float8Quantizer" in names
     return bool(names & {"Float8Quantizer", "MXFP8Quantizer"}) and (by == "activation" or module.activation in PLAIN)

@@ -56,7 +56,7 @@ class TeProbe(PartProbe):
         if gemm.odd:
             self.give_up(gemm.odd)
             return
-        x = call.input_of(self.part.index, a, place, gemm.splits)
+        x = call.input_of(self.part.index, gemm.first[place], place, gemm.splits)
         weight = self._plain(self.part.current_weight(), "weight")
         first, second = side_of_storage(a, False), side_of_storage(b, False)
         if x is None or first is None or second is None:

@@ -31,11 +31,16 @@ _BLOCK, _MX_BLOCK = 128, 32
 def unwrapped(tensor: Any, columnwise: bool) -> Any:
     """Return what a GEMM really reads of an operand: one direction of a hybrid tensor or of a debug tool's wrapper."""
     names = {c.__name__ for c in type(tensor).__mro__}
-    if "DebugQuantizedTensor" in names:
+    if is_of_debug_tools(tensor):
         return unwrapped(tensor.get_tensor(columnwise), columnwise)
     if "HybridQuantizedTensorStorage" in names:
         return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
     return tensor
+
+
+def is_of_debug_tools(tensor: Any) -> bool:
+    """Return whether the library's debug tools are on, and have wrapped an operand."""
+    return any(c.__name__ == "DebugQuantizedTensor" for c in type(tensor).__mro__)
 
 
 def is_quantized(tensor: Any) -> bool:

@@ -129,7 +129,7 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     flat = data.reshape(data.numel() // max(columns, 1), columns)
     block = block_shape(cast.granularity, *flat.shape)
     grid = [-(-extent // size) for extent, size in zip(flat.shape, block, strict=True)]
-    if list(q.scale_inv.shape) != grid:
+    if flat.numel() and list(q.scale_inv.shape) != grid:
         raise UsageError(f"data {list(data.shape)} under {cast} has scale_inv {grid}, got {list(q.scale_inv.shape)}")
     return (flat * spread(q.scale_inv, *block, *flat.shape)).reshape(data.shape).to(dtype)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 import fp8debug
+from fp8debug.adapters.transformer_engine_modules import is_fused
 from tests.adapters import engine as te
 from tests.adapters.linears import rows, same, sites
 from tests.recording.test_watch import NINE
@@ -132,6 +133,21 @@ def test_fused_operands_are_those_that_the_library_quantized(tmp_path: Path) -> 
                 assert row["num_saturated"] == 0 and row["gain"] == pytest.approx(1, abs=2e-3), row
 
 
+def test_debug_tools_of_the_library_end_its_fusions() -> None:
+    class DebugQuantizedTensor:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def get_tensor(self, is_transposed: bool) -> Any:
+            return self.inner
+
+    module: Any = te.LayerNormMLP(64, 160)
+    with te.autocast(te.DelayedScaling()):
+        storage = te.cast(batch(0), module.begin()["input"][0])
+    for by in ("norm", "activation", "gradient"):
+        assert is_fused(storage, by, module) and not is_fused(DebugQuantizedTensor(storage), by, module)
+
+
 class Experts(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -177,7 +193,9 @@ def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path, capsys: pyt
         net(batch(0)).float().square().mean().backward()
         watch.step()
     run = fp8debug.Run(tmp_path / "run")
-    assert not rows(run) and not any(m["fp8"] for m in run.modules) and not complaints(capsys)
+    assert not rows(run) and not any(m["fp8"] for m in run.modules)
+    (said,) = complaints(capsys)
+    assert said == "fp8debug: no FP8 GEMM was heard in 4 modules: they run in high precision, or in kernels that are not read"
     assert "no FP8 GEMM was heard in it" in run.modules[0]["reason"]
 
 
