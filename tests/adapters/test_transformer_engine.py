@@ -143,7 +143,7 @@ def test_debug_tools_of_the_library_end_its_fusions() -> None:
 
     module: Any = te.LayerNormMLP(64, 160)
     with te.autocast(te.DelayedScaling()):
-        storage = te.cast(batch(0), module.begin()["input"][0])
+        storage = te.cast(batch(0).reshape(-1, 64), module.begin()["input"][0])
     for by in ("norm", "activation", "gradient"):
         assert is_fused(storage, by, module) and not is_fused(DebugQuantizedTensor(storage), by, module)
 
