@@ -11,6 +11,7 @@ import click
 
 from fp8debug.arms import CHANGEABLE, unchangeable
 from fp8debug.errors import UsageError
+from fp8debug.recipes import get_recipe
 from fp8debug.shares import parse_share
 from fp8debug.store.run import Run
 from fp8debug.trials import Script
@@ -75,6 +76,8 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
         raise UsageError(f"nothing is trained: {unchangeable(str(foreign[0]['fqn']), str(foreign[0]['kind']))}")
     if recipe is None and not in_fp8:
         recipe = str(run.manifest.get("plain_recipe") or "blockwise")
+    elif recipe is not None:
+        get_recipe(recipe)
     steps = options["steps"]
     if steps is None:
         first, last = run.steps_range
@@ -86,11 +89,18 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
         args=click.get_current_context().meta["script_args"],
         steps=steps,
         recipe=recipe,
-        launcher=tuple(shlex.split(options["launcher"] or "")),
+        launcher=_words(options["launcher"]),
         seed_arg=options["seed_arg"],
         every=options.get("every"),
         timeout_s=options["timeout"],
     )
+
+
+def _words(launcher: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(launcher or ""))
+    except ValueError as error:
+        raise UsageError(f"--launcher {launcher!r} cannot be split into words: {error}") from None
 
 
 def shares(options: dict[str, Any]) -> dict[str, float]:

@@ -80,7 +80,8 @@ class Arm:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {why}") from None
 
 
 def unchangeable(name: str, kind: str) -> str:

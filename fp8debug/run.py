@@ -203,6 +203,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("every", "steps", "shadow_rows"):
             if (value := getattr(options, name)) is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if (options.resume_from or 0) < 0:
+            raise UsageError(f"--resume-from is the number of the first step, 0 or more, got {options.resume_from}")
         recording = _recording(options)
         arm = Arm.read(options.arm) if options.arm else None
         if options.steps is not None and arm is None:
@@ -295,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed-offset", metavar="K", type=int, default=0, help="with --arm: added to the seeds that the script sets")
     add("--child", action="store_true", help=argparse.SUPPRESS)  # started by verify or bisect: ends when they do
     add("script", type=Path, help="the training script")
-    add("args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    add("args", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     return parser
 
 

@@ -133,6 +133,8 @@ def _check_is_run(path: Path, manifest: dict[str, Any] | None, folders: dict[int
         raise RunError(f"{path} does not exist; give the folder that watch() or `fp8debug run --out` wrote")
     if not path.is_dir():
         raise RunError(f"{path} is a file, not a run's folder")
+    if path.name.startswith("rank=") and (path.parent / "manifest.json").is_file():
+        raise RunError(f"{path} is one rank's part of a run; give {path.parent}")
     if manifest is None and not folders:
         inner = sorted(child.parent for child in path.glob("*/manifest.json"))
         if inner:
@@ -166,8 +168,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
         except FileNotFoundError:
             parts |= {number: part for number, part in stream.parts(folder, table).items() if number not in parts}
         except (OSError, ValueError, pa.ArrowException) as error:
-            if not _is_empty(path):
-                problems.append(f"{path} cannot be read: {_first_line(error)}")
+            problems.append(f"{path} cannot be read: {_first_line(error)}")
         else:
             if lost:
                 problems.append(f"{path} {lost}")
@@ -195,13 +196,6 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             yield Source(
                 path=path, table=table, rank=rank, number=number, schema=schema, rows=None, first_step=first, is_whole=whole
             )
-
-
-def _is_empty(path: Path) -> bool:
-    try:
-        return size_of(path) == 0
-    except (OSError, RefusedError):
-        return False
 
 
 def needed(table: str) -> tuple[str, ...]:

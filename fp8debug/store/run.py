@@ -53,6 +53,10 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path) or "\0" in str(path):
             raise UsageError(f"expected the path of a run's folder, got {path!r}")
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise RunError(f"{str(path)!r} is no path in UTF-8, which the query engine needs; rename it") from None
         self.path = place_of(path)
         self._lock = threading.RLock()
         self._damaged: set[Path] = set()
@@ -139,7 +143,7 @@ class Run:
 
     def _parts_sql(self, parts: Sequence[Source]) -> str:
         """Return the text that stands for the rows of Parquet files."""
-        by_name = len({source.schema for source in parts}) > 1  # which makes DuckDB open every file for each query
+        by_name = any(source.schema != parts[0].schema for source in parts)  # which makes DuckDB open every file for each query
         paths = ", ".join(path_literal(source.path) for source in parts)
         return f"read_parquet([{paths}], union_by_name = {str(by_name).lower()}, hive_partitioning = false)"
 

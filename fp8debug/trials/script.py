@@ -63,6 +63,8 @@ class Script:
             raise UsageError(f"no script {self.path}; expected the path of a Python file")
         if self.steps < 1 or (self.every is not None and self.every < 1):
             raise UsageError(f"steps and every must be at least 1, got steps={self.steps}, every={self.every}")
+        if self.timeout_s is not None and not 0 < self.timeout_s < 1e9:
+            raise UsageError(f"the timeout is a number of seconds above 0, got {self.timeout_s}")
 
     def identity(self) -> dict[str, Any]:
         """Return what two trainings must share to be compared."""

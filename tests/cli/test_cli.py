@@ -108,6 +108,14 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, c
             "triage RUNS/missing",
             "error: RUNS/missing does not exist; give the folder that watch() or `fp8debug run --out` wrote",
         ),
+        ("show RUNS/healthy/rank=00000", "error: RUNS/healthy/rank=00000 is one rank's part of a run; give RUNS/healthy"),
+        ("triage a\udce9", "error: 'a\\udce9' is no path in UTF-8, which the query engine needs; rename it"),
+        ("verify RUNS/sick --recipe row --script setup.py", "error: unknown recipe 'row': did you mean 'rowwise'?"),
+        (
+            "verify RUNS/sick --launcher '\" --script x.py",
+            "error: --launcher '\\'\"' cannot be split into words: No closing quotation",
+        ),
+        ("bisect RUNS/sick --timeout nan --script pyproject.toml", "error: the timeout is a number of seconds above 0, got nan"),
         ("show RUNS/sick --columns sqnr", "error: unknown column 'sqnr': did you mean 'sqnr_db'?"),
         (
             "show RUNS/sick --module blocks.1.mlp.upp",
@@ -282,6 +290,14 @@ def test_a_pipe_that_closes_is_no_error(runs: Path) -> None:
     assert done.stderr == ""
     assert done.stdout.startswith("step")
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("2>&-", 1), (">&- 2>&-", 1), (">/dev/full", 2)])
+def test_a_stream_that_is_closed_or_full(runs: Path, closed: str, code: int) -> None:
+    line = f"{sys.executable} -m fp8debug_cli.main triage {runs}/sick {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == code and "fault" not in done.stderr
+    assert code == 1 or done.stderr.endswith("error: No space left on device\n")
 
 
 def test_no_colour_off_a_terminal(runs: Path) -> None:

@@ -83,6 +83,8 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
         (["--what-if", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8'?"),
         (["--shadow-rows", "0"], "--shadow-rows must be at least 1, got 0"),
         (["--guard", "0"], "a guard needs after >= 1"),
+        (["--resume-from", "-1"], "--resume-from is the number of the first step, 0 or more, got -1"),
+        (["--arm", "nix"], "--arm is one of bf16, fp8, fp8_tensors or a JSON file of an arm, got 'nix': No such file or directory"),
         (["--arm", "fp8", "--dump", "a", "--include", "b"], "--dump, --include and --arm do not go together"),
     ],
 )
