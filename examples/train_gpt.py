@@ -188,7 +188,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     watch = None
     if args.out:
         resume_from = first if args.resume and args.out.exists() else None
-        watch = fp8debug.watch(model, args.out, every=args.every, optimizer=optimizer, resume_from=resume_from)
+        watch = fp8debug.watch(
+            model, args.out, every=args.every, optimizer=optimizer, resume_from=resume_from, total_steps=args.steps
+        )
 
     losses: list[float] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

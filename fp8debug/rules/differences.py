@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8debug.errors import NoMatchError
 from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
-from fp8debug.rules.baseline import compare
+from fp8debug.rules.baseline import MIN_ERRORS, MIN_SHARE, compare
 from fp8debug.store.run import Run, parse_steps
 
 
@@ -59,7 +59,8 @@ class Differences:
         if not loss["steps"]:
             return "no step has a loss in both runs"
         first, last = loss["steps"]
-        since = f"beyond the noise from step {loss['diverges_at']} on" if loss["diverges_at"] is not None else "within the noise"
+        noise = f"the noise ({MIN_ERRORS:g} standard errors, or {MIN_SHARE:.0%} of the loss)"
+        since = f"within {noise}" if loss["diverges_at"] is None else f"beyond {noise} from step {loss['diverges_at']} on"
         return (
             f"median of steps {first} to {last}: {loss['baseline_loss']:.4g} -> {loss['loss']:.4g}, gap {loss['loss_gap']:.2g}"
             f" +- {loss['loss_gap_error']:.1g}: {since}"

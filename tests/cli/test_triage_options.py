@@ -99,7 +99,7 @@ def test_diff_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> None
         "blocks.1.mlp.up.fprop.input: e4m3fn 1x128 current -> e4m3fn 1x128 current then e4m3fn tensorwise delayed(16,max)",
         "",
         "loss:",
-        "median of steps 10 to 29: 4.554 -> 4.554, gap 0 +- 0: within the noise",
+        "median of steps 10 to 29: 4.554 -> 4.554, gap 0 +- 0: within the noise (4 standard errors, or 1% of the loss)",
         "",
         "sites:",
         "none of 18 parts; 18 have the same tensors to the last digits",

@@ -25,7 +25,10 @@ def test_a_run_and_its_twin_do_not_differ(healthy: Run, tmp_path: Path) -> None:
     assert (found.differ, found.first, found.configuration, found.only) == (False, None, {}, ([], []))
     assert len(found.sites) == 9 * len(MODULES)
     assert all(site.differs_at is None and site.num_steps == 10 for site in found.sites)
-    assert found.loss_words == "median of steps 80 to 99: 2.777 -> 2.777, gap 0 +- 0: within the noise"
+    assert (
+        found.loss_words
+        == "median of steps 80 to 99: 2.777 -> 2.777, gap 0 +- 0: within the noise (4 standard errors, or 1% of the loss)"
+    )
     assert found.site_words == "none of 54 parts; 54 have the same tensors to the last digits"
 
 
