@@ -2,8 +2,8 @@
 
     FF FF FF FF | length of the metadata, int32 | metadata, a flatbuffer | body
 
-A writer that was killed leaves half a message at the end, which is no damage. Compressed bodies and dictionaries, which our
-writer does not make, are refused: few bytes of them could claim any amount of memory.
+Half a message at the end is no damage: the writer was killed there, or writes it just now. Compressed bodies and dictionaries,
+which our writer does not make, are refused: few bytes of them could claim any amount of memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def read_batches(path: Path, root: Path) -> tuple[pa.Table, str | None]:
         raise RefusedError(f"is larger than {MAX_STREAM_BYTES >> 20} MB")
     with path.open("rb") as file:
         data: bytes = file.read(size)
-    schema, start = _schema(data)
+    if (header := _schema(data)) is None:
+        return pa.table({}), None
+    schema, start = header
     batches: list[pa.RecordBatch] = []
     largest, num_lost, reason = _SLACK, 0, ""
     while start < len(data):
@@ -65,9 +67,12 @@ def read_batches(path: Path, root: Path) -> tuple[pa.Table, str | None]:
     return pa.Table.from_batches(batches, schema).combine_chunks(), lost
 
 
-def _schema(data: bytes) -> tuple[pa.Schema, int]:
+def _schema(data: bytes) -> tuple[pa.Schema, int] | None:
+    """Return the schema and where it ends; None where no more than its beginning is written yet."""
     try:
         end = _end(data, 0)
+        if end is None and len(data) <= _SLACK and _MARK.startswith(data[:4]):
+            return None
         if end is None or _number(data, _table(data, 8), _HEADER_TYPE, "B") != _SCHEMA_MESSAGE:
             raise RefusedError("is no Arrow stream")
     except (struct.error, IndexError):

@@ -87,6 +87,22 @@ class TestDamage:
         assert "part-00001.parquet cannot be read" in problem
         assert run.ranks == [0, 1]
 
+    def test_a_stream_whose_schema_is_being_written_is_no_damage(self, path: Path, tmp_path: Path) -> None:
+        """A reader comes at any moment, and a process may be killed between two pages of the first message."""
+        opened = RunWriter(tmp_path / "live", manifest={})
+        opened.steps({"step": 0})
+        opened.flush()
+        whole = (tmp_path / "live/rank=00000/steps-00000.arrows").read_bytes()
+        opened.close()
+        place = path / "rank=00001/steps-00002.arrows"
+        for size in (0, 1, 4, 7, 8, 100, 4096):
+            place.write_bytes(whole[:size])
+            assert Run(path).problems == [], size
+        for foreign in (b"PAR1", b"\xff\xffAR", b"x" * 5000):
+            place.write_bytes(foreign)
+            (problem,) = Run(path).problems
+            assert problem.startswith(f"{place} cannot be read: ")
+
     def test_a_column_of_another_kind(self, path: Path) -> None:
         part = path / "rank=00001/stats/part-00000.parquet"
         table = pq.ParquetFile(part).read()
