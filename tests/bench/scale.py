@@ -76,7 +76,7 @@ def ask(path: Path) -> dict[str, Any]:
     run = Run(path)
     module = run.modules[0]["fqn"]
     times = []
-    for _ in range(3):
+    for _ in range(9):
         began = time.monotonic()
         rows = run.sql(QUERY, [module]).num_rows
         times.append(time.monotonic() - began)
@@ -142,16 +142,15 @@ def print_growth(folder: Path, rows: Sequence[float], ranks: Sequence[int], spar
 
 def print_queries(folder: Path) -> None:
     """Print what one query takes as one of ranks, steps and layers doubles and doubles again."""
-    base = Size(steps=40, ranks=2, layers=8)
+    base = vars(Size(steps=80, ranks=4, layers=8))
     print("| ranks | steps | modules | rows | query ms | answer |")
     print("| --- " * 6 + "|")
-    for what in ("ranks", "steps", "layers"):
-        for factor in (1, 2, 4, 8):
-            size = Size(**{**vars(base), what: getattr(base, what) * factor})
-            written(folder, size)
-            found = measured("ask", folder)
-            cells = [size.ranks, size.steps, 7 * size.layers, size.rows, f"{1e3 * found['query_seconds']:.0f}", found["answer"]]
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    larger = ({**base, what: base[what] * factor} for what in ("ranks", "steps", "layers") for factor in (2, 4, 8))
+    for size in (Size(**values) for values in (base, *larger)):
+        written(folder, size)
+        found = measured("ask", folder)
+        cells = [size.ranks, size.steps, 7 * size.layers, size.rows, f"{1e3 * found['query_seconds']:.0f}", found["answer"]]
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def main() -> None:
