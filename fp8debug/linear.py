@@ -28,6 +28,7 @@ from fp8debug.kernels.history import Use
 from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.sharding import Layout, is_sharded, split
+from fp8debug.shielding import unseen
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
@@ -190,7 +191,8 @@ class Fp8Linear(nn.Linear):
         scale_inv = None
         if cast.scaling == "delayed":
             history = self.history(key, cast, x.device)
-            scale_inv = history.next_scale_inv(finite_amax(x), self._use)
+            with unseen():  # other ops when a checkpoint runs it once more
+                scale_inv = history.next_scale_inv(finite_amax(x), self._use)
         q = probe.quantize(key, x, cast, scale_inv) if probe else None
         return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.fqn, *key)), cast
 

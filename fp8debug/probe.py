@@ -35,7 +35,7 @@ from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
 from fp8debug.sharding import Layout
-from fp8debug.shielding import guarded, is_capturing
+from fp8debug.shielding import guarded, is_capturing, is_overheard
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 #: Slots of one tensor by the cast's name.
@@ -144,15 +144,19 @@ class Probe:
         if not self.observer.is_rehearsing and not is_capturing() and torch._C._current_graph_task_id() == -1:
             self.observer.check(self.module, x, weight, output)
 
-    @guarded
     def quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
 
         Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own.
 
         Returns:
-            None where nothing is to be recorded of it, or an error of ours kept it from being quantized here.
+            None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
+            of ours kept it from being quantized here.
         """
+        return None if is_overheard() else self._quantize(key, x, cast, scale_inv)
+
+    @guarded
+    def _quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         which, role = key
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
@@ -33,7 +36,8 @@ class Shielded(Protocol):
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
     """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
 
-    Too little memory for a sample ends the sample alone: the module is watched again from the next step on.
+    Too little memory for a sample ends the sample alone: the module is watched again from the next step on. What it computes
+    is seen by no mode (see :func:`unseen`).
     """
 
     @wraps(method)
@@ -41,7 +45,7 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
         if probe.failed or probe.given_up:
             return None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unseen():
                 return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
             probe.give_up("out of memory in a sample; training goes on")
@@ -53,6 +57,20 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
             return None
 
     return call
+
+
+def is_overheard() -> bool:
+    """Return whether a mode that is not ours hears the ops that run now."""
+    return any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(_len_torch_dispatch_stack()))
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Let no mode hear the ops that follow, where one that is not ours would.
+
+    Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
+    once more: one of ours, which does not run again, would hand the training another tensor.
+    """
+    return _disable_current_modes() if is_overheard() else nullcontext()  # type: ignore[no-untyped-call]  # torch's
 
 
 def is_capturing() -> bool:

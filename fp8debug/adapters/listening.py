@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8debug.formats import TRANSPOSED
 from fp8debug.observer import Observer
+from fp8debug.shielding import unseen
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.
@@ -88,6 +89,8 @@ SCALED: set[Any] = set()
 
 class Listener(TorchDispatchMode):
     """Hears the GEMMs of one watch; see the module."""
+
+    is_ours = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -168,7 +171,7 @@ class Listener(TorchDispatchMode):
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), unseen():
                     heard = DECODERS[packet](_bound(func, args, kwargs), result)
                 if heard is not None:
                     ears[-1].hear(heard)

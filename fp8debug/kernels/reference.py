@@ -164,10 +164,10 @@ def gemm(
         part = a[:, start : start + step].to(accumulate) @ b[:, start : start + step].to(accumulate).t()
         if a_scale is not None:
             column = a_scale[:, start // a_block[1]].to(accumulate)[:, None]
-            part *= spread(column, a_block[0], 1, a.shape[0], 1)
+            part = part * spread(column, a_block[0], 1, a.shape[0], 1)  # a new one: a checkpoint may have kept the product
         if b_scale is not None:
             column = b_scale[:, start // b_block[1]].to(accumulate)[:, None]
-            part *= spread(column, b_block[0], 1, b.shape[0], 1).t()
+            part = part * spread(column, b_block[0], 1, b.shape[0], 1).t()
         total += part
     return total.to(dtype)
 

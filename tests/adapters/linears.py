@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fp8debug
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+_KEPT = {op.default for op in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_mm, torch.ops.aten.amax)}
+_KEPT |= {torch.ops.aten.max.default, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep products and largest values, as torchtitan does, and some more that a cast needs."""
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+#: Arguments of ``checkpoint`` by what it does; the selective kind counts the ops of the forward pass.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "plain": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _policy)},
+}
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:

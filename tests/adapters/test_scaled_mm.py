@@ -19,7 +19,7 @@ from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import measure
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
-from tests.adapters.linears import E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
+from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
 from tests.recording.test_watch import NINE
 
 #: Slots that a weight's rows fill beside those of ``measure``.
@@ -87,19 +87,19 @@ def test_coverage_learns_what_runs_in_fp8(tmp_path: Path) -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, net: nn.Module, reentrant: bool) -> None:
+    def __init__(self, net: nn.Module, kind: str) -> None:
         super().__init__()
-        self.net, self.reentrant = net, reentrant
+        self.net, self.kind = net, kind
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.net, x.requires_grad_(), use_reentrant=self.reentrant)
+        out: Tensor = checkpoint(self.net, x.requires_grad_(), **CHECKPOINTS[self.kind])
         return out
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_gemms_are_not_counted(tmp_path: Path, reentrant: bool) -> None:
-    expected = train(Checkpointed(model(), reentrant))
-    net = Checkpointed(model(), reentrant)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_recomputed_gemms_are_not_counted(tmp_path: Path, kind: str) -> None:
+    expected = train(Checkpointed(model(), kind))
+    net = Checkpointed(model(), kind)
     with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
         assert same(train(net, after=lambda loss: watch.step(loss=loss)), expected)
     run = fp8debug.Run(tmp_path / "run")

@@ -18,7 +18,7 @@ from fp8debug.kernels.dispatch import measure
 from fp8debug.kernels.reference import quantize
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
-from tests.adapters.linears import batch, record, rows, same, sites, train
+from tests.adapters.linears import CHECKPOINTS, batch, record, rows, same, sites, train
 from tests.recording.test_watch import NINE
 
 with warnings.catch_warnings():
@@ -145,14 +145,15 @@ def test_tokens_of_one_row_and_a_module_called_with_three_dimensions(tmp_path: P
     assert sites(fp8debug.Run(tmp_path / "run"), "2") == NINE
 
 
-def test_checkpointed_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "selective"])
+def test_checkpointed_blocks(tmp_path: Path, kind: str) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = model()
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.net, x, use_reentrant=False)
+            out: Tensor = checkpoint(self.net, x, **CHECKPOINTS[kind])
             return out
 
     expected = train(Checkpointed())

@@ -12,35 +12,37 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from fp8debug.errors import AttachError
+from tests.adapters.linears import CHECKPOINTS
 
 
 class Block(nn.Module):
     """A hidden layer that is called as often as it is told, in a checkpoint or not, beside a LoRA of its own."""
 
-    def __init__(self, calls: int = 1, reentrant: bool | None = None, lora: bool = False) -> None:
+    def __init__(self, calls: int = 1, checkpointed: str | None = None, lora: bool = False) -> None:
         super().__init__()
         self.up, self.hidden, self.down = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
         self.a = nn.Linear(32, 4, bias=False) if lora else None
         self.b = nn.Linear(4, 64, bias=False) if lora else None
-        self.calls, self.reentrant = calls, reentrant
+        self.calls, self.checkpointed = calls, checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         if self.a is not None and self.b is not None:
             hidden = hidden + self.b(self.a(x))
         for _ in range(self.calls):
-            if self.reentrant is None:
+            if self.checkpointed is None:
                 hidden = self.hidden(hidden).tanh()
             else:
-                hidden = checkpoint(lambda y: self.hidden(y).tanh(), hidden, use_reentrant=self.reentrant)
+                hidden = checkpoint(lambda y: self.hidden(y).tanh(), hidden, **CHECKPOINTS[self.checkpointed])
         out: Tensor = self.down(hidden)
         return out
 
 
-def model(**options: Any) -> Block:
+def model(recipe: str | None = "blockwise", **options: Any) -> Block:
     torch.manual_seed(0)
     block = Block(**options)
-    fp8debug.convert(block, "blockwise")
+    if recipe:
+        fp8debug.convert(block, recipe)
     return block
 
 
@@ -67,14 +69,15 @@ def train(block: Block, path: Path | None, evaluate: bool = False) -> list[float
 
 def counts(path: Path, module: str) -> dict[str, int]:
     """Return how often each GEMM of a module was observed in step 1."""
-    where = "step = 1 AND module = ? AND actual AND reference = 'shadow'"
+    where = "step = 1 AND module = ? AND reference = 'shadow'"
     query = f"SELECT gemm, max(num_tensors) AS n FROM sites WHERE {where} GROUP BY gemm"
     return {row["gemm"]: row["n"] for row in fp8debug.Run(path).sql(query, [module]).to_pylist()}
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_both_kinds_of_checkpointing_count_once(reentrant: bool, tmp_path: Path) -> None:
-    assert train(model(reentrant=reentrant), tmp_path / "run") == train(model(reentrant=reentrant), None)
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", None])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_all_kinds_of_checkpointing_count_once(kind: str, recipe: str | None, tmp_path: Path) -> None:
+    assert train(model(recipe, checkpointed=kind), tmp_path / "run") == train(model(recipe, checkpointed=kind), None)
     # the reentrant kind runs its first forward without gradients, so that the one that is recorded is the second
     assert counts(tmp_path / "run", "hidden") == {"fprop": 1, "dgrad": 1, "wgrad": 1}
 
