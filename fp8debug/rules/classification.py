@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.changes import Change, changes_of
 from fp8debug.rules.classes import Classification, at_first, begun_by, name_of, near_before, number_of, since
+from fp8debug.rules.evidence import has_fp8
 from fp8debug.rules.losses import divergence, first_nonfinite, read_losses, spikes
 from fp8debug.rules.movements import movements_before
 
@@ -69,7 +70,7 @@ def classify(
         return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.loss:.4g}, {worst.size}", harmful)
     if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
         return _gap(comparison, harmful)
-    return _fine(findings, harmful)
+    return _fine(run, findings, harmful)
 
 
 def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:
@@ -121,14 +122,15 @@ def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classific
     return at_first(Classification(kind="divergence", cause=cause, what=what, step=step), harmful)
 
 
-def _fine(findings: Sequence[Finding], harmful: Sequence[Finding]) -> Classification:
+def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding]) -> Classification:
     mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO]
     if mismatch:
         what = f"the loss is fine, and training and inference differ: {since(mismatch[0])}"
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
     advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
     if not findings:
-        what = "the loss is fine, and no rule found a fault"
+        judged = "and no rule found a fault" if has_fp8(run) else "and no operand ran in FP8, so no cast was judged"
+        what = f"the loss is fine, {judged}"
         return Classification(kind="loss-fine", cause="healthy", what=what, evidence=(advice,))
     what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)

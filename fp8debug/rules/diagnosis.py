@@ -14,7 +14,7 @@ from fp8debug.errors import RunError, UsageError
 from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.baseline import compare
 from fp8debug.rules.classification import classify
-from fp8debug.rules.evidence import RUNNING, sampled_steps
+from fp8debug.rules.evidence import has_fp8, sampled_steps
 from fp8debug.rules.findings import Findings
 from fp8debug.rules.nonfinite import SICK
 from fp8debug.rules.screening import is_kept_whole, screen
@@ -66,8 +66,7 @@ def triage(
     if run.problems and not run.num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
     is_kept_whole(run)
-    has_running = _has_running(run)
-    reasons = {rule.code: _missing(rule, run, has_running) for rule in rules.values()}
+    reasons = {rule.code: _missing(rule, run) for rule in rules.values()}
     screen(run, [SICK, *(look for rule in rules.values() if reasons[rule.code] is None for look in rule.looks())])
     for done, rule in enumerate(rules.values()):
         if progress is not None:
@@ -93,17 +92,10 @@ def triage(
     )
 
 
-def _has_running(run: Run) -> bool:
-    """Tell whether any operand ran in FP8; nearly always one did at the first sampled step."""
-    query = f"SELECT 1 AS one FROM sites WHERE {RUNNING}"
-    first = f"{query} AND step = {min(run.sampled_steps, default=0)} LIMIT 1"
-    return any(run.sql(text).num_rows for text in (first, f"{query} LIMIT 1"))
-
-
-def _missing(rule: Rule, run: Run, has_running: bool) -> str | None:
+def _missing(rule: Rule, run: Run) -> str | None:
     """Return why a rule cannot judge this run; None when it can."""
-    if rule.needs_fp8 and not has_running:
-        return "no operand ran in FP8: the run has what-if rows only"
+    if rule.needs_fp8 and not has_fp8(run):
+        return f"no operand ran in FP8: the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
     columns = [column for column in rule.columns if not run.has(column)]
     return f"not recorded: {', '.join(columns)}" if columns else rule.needs(run)
 

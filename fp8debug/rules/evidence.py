@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
 
+def has_fp8(run: Run) -> bool:
+    """Tell whether any operand ran in FP8; nearly always one did at the first sampled step."""
+    query = f"SELECT 1 AS one FROM sites WHERE {RUNNING}"
+    first = f"{query} AND step = {min(run.sampled_steps, default=0)} LIMIT 1"
+    return run.memo("has fp8", lambda: any(run.sql(text).num_rows for text in (first, f"{query} LIMIT 1")))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """The bad rows of one site under one cast, in step order.

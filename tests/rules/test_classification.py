@@ -40,6 +40,11 @@ def test_a_healthy_run_is_none_of_them(tmp_path: Path) -> None:
     assert "fp8debug diff RUN_FP8 RUN_BF16" in found["evidence"][0]
 
 
+def test_a_run_without_fp8_is_not_called_free_of_faults(tmp_path: Path) -> None:
+    found = classified(tmp_path, recipe="bf16", what_if=["blockwise"])
+    assert found["what"] == "the loss is fine, and no operand ran in FP8, so no cast was judged"
+
+
 def test_a_finding_under_a_fine_loss(tmp_path: Path) -> None:
     found = classified(tmp_path, **FIRES["F101"])
     assert (found["class"], found["cause"], found["module"], found["code"]) == ("loss-fine", "findings", CULPRIT, "F101")
