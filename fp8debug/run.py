@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fp8debug import adapters
 from fp8debug.adapters import attach
 from fp8debug.adapters.environment import rank_and_world
+from fp8debug.adapters.quiet import check_ranks
 from fp8debug.adapters.targets import roots_of
 from fp8debug.arms import REFUSED, Arm, apply_arm, convert_plain, end_with_parent
 from fp8debug.errors import Fp8DebugError, RecordError, UsageError
@@ -35,10 +36,24 @@ from fp8debug.meter import LossMeter
 from fp8debug.recipes import get_recipe
 from fp8debug.selectors import Selector
 from fp8debug.store.places import refuse_to_write
+from fp8debug.store.volume import parse_size
 from fp8debug.trainers import loop_of
 
 #: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
 _NEVER = 2**62
+#: Options that go to :func:`fp8debug.watch` as they are; an arm takes none of them.
+_WATCH_OPTIONS = (
+    "dump",
+    "include",
+    "exclude",
+    "what_if",
+    "plain_recipe",
+    "shadow_rows",
+    "resume_from",
+    "compiled",
+    "budget",
+    "total_steps",
+)
 
 
 class AutoWatch:
@@ -200,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         refuse_to_write(out)
         if not options.script.is_file():
             raise UsageError(f"no script {options.script}; expected the path of a Python file")
-        for name in ("every", "steps", "shadow_rows"):
+        for name in ("every", "steps", "shadow_rows", "total_steps"):
             if (value := getattr(options, name)) is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if (options.resume_from or 0) < 0:
@@ -251,7 +266,7 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
         UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
     """
     found: dict[str, Any] = {}
-    for name in ("dump", "include", "exclude", "what_if", "plain_recipe", "shadow_rows", "resume_from", "compiled"):
+    for name in _WATCH_OPTIONS:
         value = getattr(options, name)
         if value not in (None, []):
             found[name] = tuple(value) if isinstance(value, list) else value
@@ -259,12 +274,21 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
         Selector.parse(text)
     for recipe in [*options.what_if, *([options.plain_recipe] if options.plain_recipe else [])]:
         get_recipe(recipe)
+    if options.budget is not None:
+        parse_size(options.budget)
+    if options.ranks is not None:
+        check_ranks(found.setdefault("ranks", _ranks(options.ranks)))
     if options.guard is not None:
         found["guard"] = Guard(after=options.guard)
     if found and options.arm:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in found)
         raise UsageError(f"{given} and --arm do not go together: an arm records its loss, and statistics only with --every")
     return found
+
+
+def _ranks(text: str) -> list[int] | str:
+    words = text.split(",")
+    return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -291,6 +315,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
     add("--compiled", choices=("eager",), help="run sampled steps without torch.compile, whose code is not recorded")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
+    add("--budget", metavar="SIZE", help="disk space for the statistics of all ranks, e.g. 50GB; --every grows as it takes")
+    add("--total-steps", metavar="N", type=int, help="steps of the whole run, for that plan (default: a million)")
+    add("--ranks", metavar="R,R", help="global ranks that record, or all (default: all of up to 16, else one replica)")
     add("--guard", metavar="M", type=int, help="put a module into BF16 after M sampled steps of hard evidence: changes the run")
     add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")
     add("--steps", metavar="N", type=int, help="with --arm: end the script after N optimizer steps")

@@ -50,9 +50,12 @@ def parsed(name: str | None) -> Cast | None:
 
 
 def changed(cast: Cast, changes: Mapping[str, Any]) -> Cast:
-    """Return the cast with some fields changed."""
+    """Return the cast with some fields changed; what belongs to the scaling that it had goes with that."""
     values = {**cast.to_dict(), **changes}
-    return Cast.from_dict(values if values["scaling"] == "static" else {**values, "scale_inv": None})
+    if values["scaling"] != cast.scaling:
+        defaults = Cast().to_dict()
+        values |= {name: defaults[name] for name in ("history", "algo", "margin", "scale_inv") if name not in changes}
+    return Cast.from_dict(values)
 
 
 def is_same(a: Cast, b: Cast) -> bool:

@@ -63,7 +63,7 @@ class StaleScaleSaturation(Rule):
     columns = ("num_saturated", "headroom")
     cure = "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM"
     follows = True
-    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current", "history": 1024, "algo": "max", "margin": 0}
+    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
     max_rate: float = 0.01
     max_rate_once: float = 0.25

@@ -54,7 +54,7 @@ class StaleHistoryUnderflow(Rule):
     columns = ("num_underflow", "headroom", "sum_err2")
     cure = "scaling='current' for this operand; else a shorter history or algo='most_recent'; else BF16 for this GEMM"
     follows = True
-    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current", "history": 1024, "algo": "max", "margin": 0}
+    changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
 
     max_rate: float = 0.05
     max_rate_once: float = 0.5

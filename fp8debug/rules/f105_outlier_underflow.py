@@ -57,13 +57,7 @@ class OutlierUnderflow(Rule):
     columns = ("num_underflow", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
     follows = True
-    changes: ClassVar[Mapping[str, Any]] = {
-        "granularity": "1x128",
-        "scaling": "current",
-        "history": 1024,
-        "algo": "max",
-        "margin": 0,
-    }
+    changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
 
     max_rate: float = 0.05
     warn_rate: float = 0.01

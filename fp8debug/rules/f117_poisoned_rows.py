@@ -55,13 +55,7 @@ class PoisonedRows(Rule):
     name = "poisoned-rows"
     columns = ("num_bad_rows", "num_underflow")
     cure = "zero or drop the padding rows before the cast; else granularity='1x128'; else BF16 for this module's fprop"
-    changes: ClassVar[Mapping[str, Any]] = {
-        "granularity": "1x128",
-        "scaling": "current",
-        "history": 1024,
-        "algo": "max",
-        "margin": 0,
-    }
+    changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
 
     min_bad_rows: float = 0.1
     min_sqnr_db: float = 20.0

@@ -65,12 +65,19 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
         "rowwise",
         "--shadow-rows",
         "8",
+        "--budget",
+        "1GB",
+        "--total-steps",
+        "4",
+        "--ranks",
+        "0,1",
     ]
     assert main(["--out", out, "--every", "2", *words, str(script)]) == 0
     run = fp8debug.Run(out)
     assert [path.name for path in Path(out).rglob("*.safetensors")] == ["0.fprop.input.safetensors"]
     assert (run.manifest["plain_recipe"], run.manifest["what_if"], run.manifest["exclude"]) == ("rowwise", ["mxfp8"], ["2"])
-    assert run.manifest["shadow_rows"] == 8
+    assert run.manifest["shadow_rows"] == 8 and run.manifest["ranks"] == [0, 1]
+    assert (run.manifest["planned"]["budget"], run.manifest["planned"]["steps"]) == (10**9, 4)
     assert main(["--out", out, "--resume-from", "4", str(script)]) == 0
     run = fp8debug.Run(out)
     assert run.steps_range == (0, 7)
@@ -82,9 +89,16 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
         (["--dump", "a:b"], "unknown gemm of dump 'a:b' 'b'"),
         (["--what-if", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8'?"),
         (["--shadow-rows", "0"], "--shadow-rows must be at least 1, got 0"),
+        (["--budget", "much"], "a size is a number of bytes or a text such as '50GB', got 'much'"),
+        (["--total-steps", "0"], "--total-steps must be at least 1, got 0"),
+        (["--ranks", "some"], "ranks must be 'all' or a list of global ranks, got 'some'"),
+        (["--ranks", "1,2"], "ranks must hold rank 0, which writes the manifest of the run, got [1, 2]"),
         (["--guard", "0"], "a guard needs after >= 1"),
         (["--resume-from", "-1"], "--resume-from is the number of the first step, 0 or more, got -1"),
-        (["--arm", "nix"], "--arm is one of bf16, fp8, fp8_tensors or a JSON file of an arm, got 'nix': No such file or directory"),
+        (
+            ["--arm", "nix"],
+            "--arm is one of bf16, fp8, fp8_tensors or a JSON file of an arm, got 'nix': No such file or directory",
+        ),
         (["--arm", "fp8", "--dump", "a", "--include", "b"], "--dump, --include and --arm do not go together"),
     ],
 )
