@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
-from fp8debug.kernels.results import EXACT_SHARE
+from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, shift_of, size_of_groups, spread_lines
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
 from fp8debug.table import Scalar, Snapshot, Table
@@ -50,7 +50,8 @@ class Settings:
 
     Attributes:
         every: a step is sampled when its number is a multiple.
-        shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs; None is all.
+        shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs, of which a share is
+            compared where the result is wide (see ``kernels/sample.py``); None is all.
         what_if: recipes whose casts are recorded beside the running one.
         plain_recipe: recipe that a plain nn.Linear is tried under.
         check_finite: whether steps that are not sampled are searched for the first NaN or Inf of their forward pass too;
@@ -117,8 +118,8 @@ class Observer:
         self._filled: dict[torch.device, dict[int, RowInfo]] = {}
         self._pending: list[FinishedStep] = []
         self._num_calls = 0
-        self._samples: dict[tuple[int, torch.device], Tensor] = {}
-        self._spread: dict[tuple[int, torch.device], Tensor] = {}  # the sample of a step whose shift is 0
+        self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
+        self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.known: dict[Hashable, Any] = {}
         self._checked: list[tuple[str, Tensor]] = []
 
@@ -132,6 +133,10 @@ class Observer:
         """The modules that have recorded anything in the step under way."""
         return {info.module for rows in self._filled.values() for info in rows.values()}
 
+    def is_filled(self, row: int) -> bool:
+        """Return whether the step under way has recorded anything in a row."""
+        return any(row in filled for filled in self._filled.values())
+
     def next_call_index(self) -> int:
         """Return the position in execution order of a module that is called for the first time in this step."""
         self._num_calls += 1
@@ -139,8 +144,12 @@ class Observer:
 
     def record(self, row: int, info: RowInfo, partials: Mapping[Any, Tensor], device: torch.device) -> None:
         """Merge one observation into a row."""
-        self.table(device).merge(row, partials)
-        self._filled.setdefault(device, {})[row] = info
+        table = self._tables.get(device) or self.table(device)
+        table.merge(row, partials)
+        filled = self._filled.get(device)
+        if filled is None:
+            filled = self._filled[device] = {}
+        filled[row] = info
 
     def table(self, device: torch.device) -> Table:
         """Return the accumulators of a device."""
@@ -148,21 +157,28 @@ class Observer:
             self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)
         return self._tables[device]
 
-    def sample(self, length: int, device: torch.device) -> Tensor | slice:
+    def sample(self, length: int, device: torch.device, *, columns: bool = False) -> Sample:
         """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step.
 
-        Every fourth comes first: the exact GEMM has the first ones alone.
+        Every fourth comes first: the exact GEMM has the first ones alone. Columns lie in groups, which memory gives together.
         """
+        found = self._samples.get((length, device, columns))
+        if found is None:
+            found = self._samples[length, device, columns] = self._sample(length, device, columns)
+        return found
+
+    def _sample(self, length: int, device: torch.device, columns: bool) -> Sample:
         count = self.settings.shadow_rows
-        if count is None or count >= length:
-            return slice(None)
-        if (length, device) not in self._samples:
-            if (length, device) not in self._spread:
-                order = torch.cat([torch.arange(first, count, EXACT_SHARE, device=device) for first in range(EXACT_SHARE)])
-                self._spread[length, device] = order * length // count
-            shift = self.step * 2654435761 % length
-            self._samples[length, device] = (self._spread[length, device] + shift) % length
-        return self._samples[length, device]
+        if count is None:
+            return Sample()
+        share = shift_of(self.step, SHARE_BLOCK // SHARE_GROUP)
+        if count >= length:
+            return Sample(shift=share)
+        size = size_of_groups(count, length) if columns else 1
+        if (length, device, columns) not in self._spread:
+            self._spread[length, device, columns] = spread_lines(count, length, size, device)
+        shift = shift_of(self.step, length // size) * size
+        return Sample((self._spread[length, device, columns] + shift) % length, share, size, shift)
 
     def shared(self, x: Tensor, what: Hashable, make: Callable[[], T]) -> T:
         """Return what is known of a tensor in this step, made once: modules that share an input read the same tensor.

@@ -1,7 +1,8 @@
 """What is recorded at a GEMM: operands beside their FP8 twins, results beside the shadow and the exact GEMM.
 
 An adapter calls a module's Probe with the tensors of each of its GEMMs. The shadow and exact GEMMs run on sampled rows (fprop,
-dgrad) or columns of the input (wgrad), chosen by the step number; their MSE, cosine and SQNR estimate those of the whole.
+dgrad) or columns of the input (wgrad), chosen by the step number, and where the result is wide on a share of its other dimension;
+their MSE, cosine and SQNR estimate those of the whole.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from fp8debug.kernels.dispatch import (
     unfilled,
 )
 from fp8debug.kernels.results import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
+from fp8debug.kernels.sample import Sample
+from fp8debug.lines import Lines
 from fp8debug.metrics import Source
-from fp8debug.observer import Observer, RowInfo, RowKey
+from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
 from fp8debug.sharding import Layout
@@ -44,6 +47,7 @@ Tried = dict[str, Slots]
 Product = tuple[Operand, Operand, "Tensor | None"]
 
 HISTOGRAM = "log2_hist"
+_ORDER = {which: i for i, which in enumerate(Gemm)}
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Kept:
     """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor."""
 
     output: OutputError
-    columns: Tensor | slice
+    columns: Sample
     input_columns: Tensor
     tried: Tried = field(default_factory=dict)  # the what-if casts of the input
 
@@ -74,11 +78,13 @@ class Probe:
         self.num_calls = 0
         #: Which piece of the whole each tensor is, where the module is split over ranks.
         self.layout: Layout | None = None
-        self._first_row = observer.num_modules * observer.settings.rows_per_module
+        self._lines = Lines(observer, module)
+        self._number = observer.num_modules
         observer.num_modules += 1
         observer.on_end_step.append(self._forget)
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
+        self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, RowKey, RowKey]] = {}
         self._forget()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -91,7 +97,6 @@ class Probe:
     def _forget(self) -> None:
         self.call_index = -1
         self.given_up = False  # the sample of this step
-        self._rows: dict[RowKey, int] = {}
         self._weights_seen: set[Gemm] = set()
         self._weights_reread: set[Gemm] = set()
         self._seen_outside_backward = self._recomputed = False
@@ -161,12 +166,13 @@ class Probe:
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)
-        place = self.observer.place_of(x, cast) if scale_inv is None and takes_kernels(x) else None
+        shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
+        place = self.observer.place_of(x, cast) if shared and takes_kernels(x) else None
         found: Slots | None
         if place is not None and place in self.observer.known:
             q, found = quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
         else:
-            q, found = quantize_observed(x, cast, scale_inv, contracts_rows=rows, where=where)
+            q, found = quantize_observed(x, cast, scale_inv, contracts_rows=rows, where=where, later=True)
             if place is not None:
                 self.observer.known[place] = found
         if found is not None:
@@ -191,9 +197,9 @@ class Probe:
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
-        rows, columns = self._sample(x.shape[0], x.device), self._sample(x.shape[1], x.device)
-        error = self._result(Gemm.FPROP, (_rows(x, rows), weight), (a, b), output, rows, keep=True)
+        error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), keep=True)
         self._ridden.clear()
+        columns = self._part(Gemm.WGRAD, x)
         return Kept(error, columns, self._columns(x, columns), tried)
 
     @guarded
@@ -214,18 +220,16 @@ class Probe:
             a, b, result = dgrad
             self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             self._weight(Gemm.DGRAD, weight, b)
-            rows = self._sample(grad_output.shape[0], grad_output.device)
-            self._result(Gemm.DGRAD, (_rows(grad_output, rows), weight), (a, b), result, rows)
+            self._result(Gemm.DGRAD, (grad_output, weight), (a, b), result, self._part(Gemm.DGRAD, grad_output))
         if wgrad is not None:
             a, b, result = wgrad
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
             if kept is not None:
-                picked = None if result is None else _columns(result, kept.columns)
-                summed = self._gradients.add(kept.columns, picked)
-                pair = grad_output, kept.input_columns
-                self._result(Gemm.WGRAD, pair, (a, b), result, kept.columns, more=summed, picked=picked)
+                summed = self._gradients.add(kept.columns, result)
+                self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)
                 if self._recomputed:
-                    self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, values_of(b, 1, kept.columns), b)
+                    read = values_of(b, 1, kept.columns.lines)
+                    self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, read, b)
         if kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
             self._merge(self._output_key, found, grad_output.device)
         self._ridden.clear()
@@ -233,7 +237,7 @@ class Probe:
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
             self._weights_seen.add(which)
-            rows = self._sample(weight.shape[0], weight.device)
+            rows = self.observer.sample(weight.shape[0], weight.device).lines
             sampled = weight_rows(weight, operand, rows) if which is Gemm.FPROP and self.actual else {}
             source = Source(weight)
             source.shared.update(self._weight_shared)
@@ -241,8 +245,8 @@ class Probe:
             self._weight_shared = {k: v for k, v in source.shared.items() if k == HISTOGRAM}
         elif self.actual and which not in self._weights_reread:
             self._weights_reread.add(which)
-            rows = self._sample(weight.shape[0], weight.device)
-            self._reread((which, TensorRole.WEIGHT), weight[rows], values_of(operand, 0, rows), operand)
+            lines = self._sample(weight.shape[0], weight.device)
+            self._reread((which, TensorRole.WEIGHT), weight[lines], values_of(operand, 0, lines), operand)
 
     def _reread(self, site: tuple[Gemm, TensorRole], x: Tensor, read: Tensor, operand: Operand) -> None:
         """Record an operand that is read once more in the step: ``read`` is what the GEMM sees of the sample ``x`` of it."""
@@ -259,9 +263,10 @@ class Probe:
         key, casts = self._casts(which, role, operand[1] if isinstance(operand, tuple) else None)
         new = {name: cast for name, (cast, _) in casts.items() if name not in tried}
         if new:
-            counted = {name: cast for name, cast in new.items() if countable(source.x, [cast])}
+            every = countable(source.x, list(new.values()))
+            counted = new if every else {name: cast for name, cast in new.items() if countable(source.x, [cast])}
             tried.update(self._count(role, source, counted))
-            tried.update(self._observe(role, source, {name: cast for name, cast in new.items() if name not in counted}))
+            tried.update({} if every else self._observe(role, source, {n: c for n, c in new.items() if n not in counted}))
         if isinstance(operand, tuple):
             q, cast = operand
             _, found = self._ridden.get(id(q), (q, None))
@@ -290,7 +295,7 @@ class Probe:
         if not casts:
             return {}
         x, bins = source.x, self.observer.table(source.x.device).bins
-        place = self._first_row, role  # whose amax history it is
+        place = self._number, role  # whose amax history it is
         with on_device(x):
             table = bins.count(x, casts.values(), place)
             source.shared[HISTOGRAM] = bins.histogram(table)
@@ -307,7 +312,7 @@ class Probe:
             source.shared[HISTOGRAM] = counted
         return tried
 
-    def _columns(self, x: Tensor, columns: Tensor | slice) -> Tensor:
+    def _columns(self, x: Tensor, columns: Sample) -> Tensor:
         """Return sampled columns of an input, a copy; modules that share the input share it as long as one of them keeps it."""
         copied: list[Tensor] = []
 
@@ -344,44 +349,46 @@ class Probe:
         high_precision: tuple[Tensor, Tensor],
         operands: tuple[Operand, Operand],
         result: Tensor | None,
-        sample: Tensor | slice,
+        sample: Sample,
         *,
         more: Slots | None = None,
         keep: bool = False,
-        picked: Tensor | None = None,
     ) -> OutputError:
-        found = compare_result(which, high_precision, operands, result, sample, keep=keep, picked=picked)
+        found = compare_result(which, high_precision, operands, result, sample, keep=keep)
         device = high_precision[0].device
-        name = " @ ".join("bf16" if isinstance(operand, Tensor) else str(operand[1]) for operand in operands)
-        key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
+        key, exact_key = self._result_keys(which, *operands)
         if which is Gemm.FPROP:
             self._output_key = key
         self._merge(key, {**found.shadow, **(more or {})}, device)
         if found.exact is not None:
-            self._merge(key._replace(reference=Reference.EXACT), found.exact, device)
+            self._merge(exact_key, found.exact, device)
         return found.error
 
+    def _result_keys(self, which: Gemm, first: Operand, second: Operand) -> tuple[RowKey, RowKey]:
+        """Return the rows of a result against the shadow and against the exact GEMM."""
+        casts = None if isinstance(first, Tensor) else first[1], None if isinstance(second, Tensor) else second[1]
+        known = self._known_results.get(which)
+        if known is None or known[0] is not casts[0] or known[1] is not casts[1]:
+            name = " @ ".join("bf16" if cast is None else str(cast) for cast in casts)
+            key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
+            known = self._known_results[which] = *casts, key, key._replace(reference=Reference.EXACT)
+        return known[2], known[3]
+
     def _merge(self, key: RowKey, partials: Slots, device: torch.device) -> None:
-        row = self._rows.get(key)
-        if row is None:
-            if len(self._rows) == self.observer.settings.rows_per_module:
-                raise RuntimeError("the casts of this module changed too often within one step")
-            row = self._rows[key] = self._first_row + len(self._rows)
-        info = RowInfo(self.module, self.call_index, key, self.layout.get(key.tensor) if self.layout else None)
-        self.observer.record(row, info, partials, device)
+        piece = self.layout.get(key.tensor) if self.layout else None
+        self._lines.record(key, self.call_index, piece, partials, device)
+
+    def _part(self, which: Gemm, x: Tensor) -> Sample:
+        """Return what of a result is compared: rows of x, for wgrad columns of it; no two modules have the same share."""
+        columns = which is Gemm.WGRAD
+        sample = self.observer.sample(x.shape[int(columns)], x.device, columns=columns)
+        if sample.shift is None:
+            return sample
+        return Sample(sample.lines, sample.shift + len(_ORDER) * self._number + _ORDER[which], sample.size, sample.start)
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
-        return self.observer.sample(length, device)
-
-
-def _rows(x: Tensor, rows: Tensor | slice) -> Tensor:
-    """Return sampled rows of a tensor."""
-    return x.detach().index_select(0, rows) if isinstance(rows, Tensor) else x[rows]
-
-
-def _columns(x: Tensor, columns: Tensor | slice) -> Tensor:
-    """Return sampled columns of a tensor; all of them are the tensor itself."""
-    return sampled_columns(x, columns) if isinstance(columns, Tensor) else x.detach()[:, columns]
+        lines = self.observer.sample(length, device).lines
+        return slice(None) if lines is None else lines
 
 
 def _none() -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots
+from fp8debug.kernels.sample import Sample
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.gradient_sum import GradientSum
 from fp8debug.metrics.reread import Reread
@@ -37,12 +38,12 @@ class RunningSum:
         self._sum: Tensor | None = None
         self._num_passes, self._graph_task = 0, -1
 
-    def add(self, columns: Tensor | slice, gradient: Tensor | None) -> Slots:
+    def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
         """Add a gradient and return the slots of ``GradientSum`` for those before it.
 
         Args:
             columns: which columns.
-            gradient: ``[N, columns]``, of these columns alone.
+            gradient: ``[N, K]``.
         """
         if gradient is None or self.weight is None or not self.weight.is_leaf:
             return {}
@@ -52,12 +53,10 @@ class RunningSum:
         if task != self._graph_task:
             self._graph_task = task
             if self._sum is not None and held is not None and self._sum.numel():
-                few = slice(SUMMED_COLUMNS)
-                held = held.index_select(1, columns[few]) if isinstance(columns, Tensor) else held[:, few]
-                held = held.float()
+                held = columns.few(held, SUMMED_COLUMNS).float()
                 kind = "first_sum" if self._num_passes == 1 else "later_sum"
                 found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum), y=held, kind=kind))
             self._num_passes += 1
-        gradient = gradient.detach()[:, :SUMMED_COLUMNS].to(torch.float32, copy=True)
+        gradient = columns.few(gradient.detach(), SUMMED_COLUMNS).to(torch.float32, copy=True)
         self._sum = gradient if self._sum is None else self._sum + gradient
         return found

@@ -45,6 +45,8 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
         if probe.failed or probe.given_up:
             return None
         try:
+            if not torch.is_grad_enabled() and not is_overheard():
+                return method(probe, *args, **kwargs)
             with torch.no_grad(), unseen():
                 return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):

@@ -1,7 +1,7 @@
 """The device side of a recording: one row of slots per (site, cast, reference), merged in place without synchronizing.
 
-int64 counts, float64 sums and float32 extremes live in preallocated tensors, one per (kind, merge rule). A snapshot
-is one asynchronous copy of each into pinned memory; it is read when it has arrived, and nobody waits for it.
+int64 counts, float64 sums and float32 extremes live in one piece of memory, a part for each (kind, merge rule). A snapshot
+is one asynchronous copy of it into pinned memory; it is read when it has arrived, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels
-from fp8debug.kernels.words import HISTOGRAM, Layout
+from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
-#: Rows whose contributions wait at most, and index tensors kept: bounds on memory, reached by no ordinary model's step.
+#: Contributions that wait at most, and index tensors kept: bounds on memory, reached by no ordinary model's step.
 MAX_WAITING, MAX_INDICES = 4096, 256
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 _REDUCTION = {"sum": "sum", "max": "amax", "min": "amin"}
@@ -45,6 +45,13 @@ def layout() -> tuple[dict[str, Place], dict[Group, int]]:
     return places, widths
 
 
+class Buffers(NamedTuple):
+    """A table's state on the host: one piece of memory, and each group's part of it."""
+
+    memory: Tensor
+    parts: dict[Group, np.ndarray[Any, Any]]
+
+
 class Table:
     """Rows of slots on one device.
 
@@ -56,11 +63,16 @@ class Table:
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.device = device
         self.places, widths = layout()
-        self._state = {
-            (kind, merge): torch.full((num_rows, width), _NEUTRAL[merge], device=device).to(getattr(torch, kind))
-            for (kind, merge), width in widths.items()
-        }
-        self._waiting: dict[int, Mapping[Any, Tensor]] = {}
+        self._sizes = {(kind, merge): (getattr(torch, kind), num_rows, width) for (kind, merge), width in widths.items()}
+        self._all = self._new()
+        self._state = self._cut(self._all)
+        for (_, merge), state in self._state.items():
+            state.fill_(_NEUTRAL[merge])
+        self._neutral = self._all.clone()
+        self._waiting: dict[int, Mapping[Any, Any]] = {}
+        self._items: list[int] = []  # for the joiner: address, row, number of a layout
+        self._placed: set[tuple[int, int]] = set()  # row, number of a layout
+        self._held: list[Any] = []  # what lies at the addresses
         self._indices: dict[Any, tuple[Group, tuple[Tensor, Tensor]]] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
         self._bins: Any = None
@@ -74,8 +86,22 @@ class Table:
             self._bins = new_bins(self.device)
         return self._bins
 
-    def _pinned(self) -> dict[Group, Tensor]:
-        return {group: torch.empty_like(s, device="cpu", pin_memory=True) for group, s in self._state.items()}
+    def _new(self, **options: Any) -> Tensor:
+        """Return memory for all groups, which one copy moves."""
+        size = sum(_aligned(dtype, rows, width) for dtype, rows, width in self._sizes.values())
+        return torch.empty(size, dtype=torch.uint8, **(options or {"device": self.device}))
+
+    def _cut(self, memory: Tensor) -> dict[Group, Tensor]:
+        """Return the tensor ``[rows, columns]`` of each group in such memory."""
+        found, start = {}, 0
+        for group, (dtype, rows, width) in self._sizes.items():
+            found[group] = memory[start : start + dtype.itemsize * rows * width].view(dtype).view(rows, width)
+            start += _aligned(dtype, rows, width)
+        return found
+
+    def _pinned(self) -> Buffers:
+        memory = self._new(pin_memory=True)
+        return Buffers(memory, {group: part.numpy() for group, part in self._cut(memory).items()})
 
     def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
         """Join one tensor's contributions to a row, each slot by its own rule.
@@ -87,6 +113,10 @@ class Table:
             partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
                 the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
         """
+        if self._joiner is not None:
+            partials = self._without_rows(row, partials, self._joiner)
+            if not partials:
+                return
         before = self._waiting.get(row)
         if before is not None and before.keys().isdisjoint(partials):
             partials = {**before, **partials}
@@ -94,25 +124,42 @@ class Table:
             self._join()
         self._waiting[row] = partials
 
+    def _without_rows(self, row: int, partials: Mapping[Any, Any], joiner: Any) -> Mapping[Any, Any]:
+        """Put what the joiner takes on its list, and return the rest."""
+        rest: dict[Any, Any] = {}
+        for key, value in partials.items():
+            layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
+            if layout is None or not (isinstance(value, Row) or value.is_contiguous()):
+                rest[key] = value
+                continue
+            place = row, joiner.number(layout)
+            if place in self._placed or len(self._held) == MAX_WAITING:
+                self._join()
+            self._placed.add(place)
+            self._held.append(value)
+            self._items += (value.address if isinstance(value, Row) else value.data_ptr(), *place)
+        return rest
+
     def _join(self) -> None:
         """Join what waits to the state."""
         if self._bins is not None:
             self._bins.flush()
+        if self._joiner is not None:
+            with on_device(next(iter(self._state.values()))):
+                self._joiner.flush()
         found: dict[Any, tuple[list[int], list[Tensor]]] = {}
-        items: list[tuple[int, int, int]] = []
         for row, partials in self._waiting.items():
             for key, value in partials.items():
-                layout = key if isinstance(key, Layout) else HISTOGRAM if key in HISTOGRAM.names else None
-                if layout is not None and self._joiner is not None and value.is_contiguous():
-                    items.append((value.data_ptr(), row, self._joiner.number(layout)))
-                    continue
-                rows, values = found.setdefault(key if isinstance(key, Layout) else (key, value.shape), ([], []))
+                values = value.words if isinstance(value, Row) else value
+                rows, all_values = found.setdefault(key if isinstance(key, Layout) else (key, values.shape), ([], []))
                 rows.append(row)
-                values.append(value)
-        if items:
+                all_values.append(values)
+        if self._items:
             assert self._joiner is not None
             with on_device(next(iter(self._state.values()))):
-                self._joiner(items)
+                self._joiner(self._items)
+            self._items, self._held = [], []
+            self._placed.clear()
         for key, (rows, values) in found.items():
             stacked = torch.stack(values)
             if isinstance(key, Layout):
@@ -157,13 +204,13 @@ class Table:
         self._join()
         if self.device.type == "cuda":
             buffers = self._free.pop() if self._free else self._pinned()
-            for group, state in self._state.items():
-                buffers[group].copy_(state, non_blocking=True)
+            buffers.memory.copy_(self._all, non_blocking=True)
             snapshot = Snapshot(self.places, buffers, _event(self.device), self._free)
         else:
-            snapshot = Snapshot(self.places, {group: state.clone() for group, state in self._state.items()}, None, [])
-        for (_, merge), state in self._state.items():
-            state.fill_(_NEUTRAL[merge])
+            memory = self._all.clone()
+            parts = {group: part.numpy() for group, part in self._cut(memory).items()}
+            snapshot = Snapshot(self.places, Buffers(memory, parts), None, [])
+        self._all.copy_(self._neutral)
         return snapshot
 
 
@@ -173,9 +220,9 @@ class Snapshot:
     def __init__(
         self,
         places: dict[str, Place],
-        buffers: dict[Group, Tensor],
+        buffers: Buffers,
         done: torch.cuda.Event | None,
-        free: list[dict[Group, Tensor]],
+        free: list[Buffers],
     ) -> None:
         self._places = places
         self._buffers = buffers
@@ -190,7 +237,7 @@ class Snapshot:
         """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
         if self._done is not None:
             self._done.synchronize()
-        groups = {group: buffer.numpy()[rows] for group, buffer in self._buffers.items()}
+        groups = {group: part[rows] for group, part in self._buffers.parts.items()}
         self.discard()
         found = {}
         for name, (group, start, stop) in self._places.items():
@@ -233,6 +280,11 @@ class Scalar(Arriving):
     def read(self) -> float:
         """Return the value; waits if it must."""
         return float(self.host())
+
+
+def _aligned(dtype: torch.dtype, rows: int, width: int) -> int:
+    """Return the bytes of a group, up to a multiple of 16."""
+    return -(-dtype.itemsize * rows * width // 16) * 16
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

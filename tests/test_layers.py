@@ -37,6 +37,7 @@ LAYERS = {
     "fp8debug.schedule": 5.5,
     "fp8debug.guard": 5.5,
     "fp8debug.second_look": 5.4,
+    "fp8debug.lines": 5.4,
     "fp8debug.shielding": 5.4,
     "fp8debug.probe": 5.5,
     "fp8debug.rules": 5,

@@ -107,6 +107,11 @@ class QuietWriter(RunWriter):
         elif len(self._events) < KEPT_STEPS:
             self._events.append((step, kind, module, message))
 
+    def breathe(self) -> None:
+        """Let other threads run, as the writer does."""
+        if self._writer is not None:
+            self._writer.breathe()
+
     def update_manifest(self, changes: Mapping[str, Any]) -> None:
         """Do nothing: this is not rank 0."""
 

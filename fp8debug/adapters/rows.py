@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,31 +14,48 @@ from fp8debug.table import Snapshot
 from fp8debug.types import Gemm, Reference, TensorRole
 
 
-def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
+class Described:
+    """The columns that say what rows are; they are the same objects as long as the rows are."""
+
+    def __init__(self) -> None:
+        self._infos: list[RowInfo] = []
+        self._columns: dict[str, Any] = {}
+        self._operand = np.zeros(0, dtype=bool)
+
+    def __call__(self, infos: list[RowInfo]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+        """Return the columns, not to be changed, and which rows are an operand's."""
+        if infos != self._infos:
+            self._columns, self._operand = _described(infos)
+            self._infos = infos
+        return self._columns, self._operand
+
+
+def stats_columns(
+    finished: FinishedStep,
+    snapshot: Snapshot,
+    rows: list[int],
+    infos: list[RowInfo],
+    described: Described | None = None,
+    breathe: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Return equally long columns; a slot without data is masked.
 
     A slot is without data where its metric does not apply to the row, where the metric's count is 0, and where an extreme
     is still at its neutral element.
+
+    Args:
+        finished: the step.
+        snapshot: of a table.
+        rows: of the table.
+        infos: what they are.
+        described: what knows their description from the step before.
+        breathe: called now and then, to let other threads have the interpreter.
     """
     values = snapshot.read(rows)
-    modules, call_indices, keys, places = zip(*infos, strict=True)
-    gemms, tensors, casts, references, actual = zip(*keys, strict=True)
-    operand = np.array([reference is Reference.OPERAND for reference in references])
-    pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(places, tensors, strict=True)]
-    columns: dict[str, Any] = {
-        "step": [finished.step] * len(rows),
-        "module": list(modules),
-        "gemm": [gemm._value_ for gemm in gemms],
-        "tensor": [tensor._value_ for tensor in tensors],
-        "cast_name": list(casts),
-        "reference": [reference._value_ for reference in references],
-        "actual": list(actual),
-        "call_index": list(call_indices),
-        "replicated": [piece.replicated for piece in pieces],
-        "shard": [piece.shard for piece in pieces],
-        "num_tensors": values["num_tensors"],
-    }
+    names, operand = (described or Described())(infos)
+    columns: dict[str, Any] = {"step": np.full(len(rows), finished.step), **names, "num_tensors": values["num_tensors"]}
     for metric in METRICS:
+        breathe()
         absent = (values[metric.present] == 0) & (metric.present != "numel")
         if not metric.of_results:
             absent = absent | ~operand
@@ -50,6 +68,25 @@ def stats_columns(finished: FinishedStep, snapshot: Snapshot, rows: list[int], i
                 mask = absent | (~np.isfinite(found) if slot.kind == "float32" else False)
                 columns[slot.name] = np.ma.masked_array(found, mask)
     return columns
+
+
+def _described(infos: list[RowInfo]) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
+    modules, call_indices, keys, places = zip(*infos, strict=True)
+    gemms, tensors, casts, references, actual = zip(*keys, strict=True)
+    operand = np.array([reference is Reference.OPERAND for reference in references])
+    pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(places, tensors, strict=True)]
+    columns = {
+        "module": list(modules),
+        "gemm": [gemm._value_ for gemm in gemms],
+        "tensor": [tensor._value_ for tensor in tensors],
+        "cast_name": list(casts),
+        "reference": [reference._value_ for reference in references],
+        "actual": list(actual),
+        "call_index": list(call_indices),
+        "replicated": [piece.replicated for piece in pieces],
+        "shard": [piece.shard for piece in pieces],
+    }
+    return columns, operand
 
 
 def first_nonfinite(columns: dict[str, Any], seen: set[tuple[str, str, str]]) -> list[tuple[str, str]]:

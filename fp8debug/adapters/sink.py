@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from fp8debug.adapters.changes import RecipeChanges
-from fp8debug.adapters.rows import by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.adapters.rows import Described, by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
 from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
@@ -39,6 +39,7 @@ class StepSink:
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
+        self._described = Described()
 
     @property
     def decides(self) -> bool:
@@ -56,7 +57,7 @@ class StepSink:
         self._writer.steps(step() if self.decides else step)
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
-        columns = stats_columns(finished, snapshot, rows, infos)
+        columns = stats_columns(finished, snapshot, rows, infos, self._described, self._writer.breathe)
         if first := first_call(min(self.stages, default=0)):
             columns["call_index"] = [first + at for at in columns["call_index"]]
         self._changes.see(finished.step, columns)

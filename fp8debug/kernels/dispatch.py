@@ -92,7 +92,13 @@ def quantize(
 
 
 def quantize_observed(
-    x: Tensor, cast: Cast, scale_inv: Tensor | None = None, *, contracts_rows: bool = False, where: Where = ()
+    x: Tensor,
+    cast: Cast,
+    scale_inv: Tensor | None = None,
+    *,
+    contracts_rows: bool = False,
+    where: Where = (),
+    later: bool = False,
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
 
@@ -102,13 +108,14 @@ def quantize_observed(
         scale_inv: as for :func:`quantize`.
         contracts_rows: as for :func:`quantize`.
         where: as for :func:`quantize`.
+        later: the slots may be filled as late as when they are joined to a table: many at once.
 
     Returns:
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
     if scale_inv is None and x.is_cuda and (plan := _plan(x, cast, contracts_rows, True)) is not None:
         with on_device(x):
-            made, row = plan(x)
+            made, row = plan(x, later)
         return Quantized(*made), {twin("triton_launch").OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):

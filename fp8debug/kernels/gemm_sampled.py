@@ -1,7 +1,7 @@
-"""The exact GEMM of sampled rows or columns on the GPU, straight from FP8 codes; importable only where Triton is.
+"""The shadow and the exact GEMM of a sample on the GPU, the latter straight from FP8 codes; importable only where Triton is.
 
-The twin of ``reference.gemm`` on the dequantized operands, for rows of the first operand (fprop, dgrad) or columns of the second
-(wgrad). No operand is dequantized: the sampled rows' codes are gathered, the other operand is read as it lies.
+The twin of what ``results`` does by torch ops. Nothing is gathered or dequantized before: one launch reads the sample of all four
+operands where it lies, and leaves both products in parts of the contracted dimension, which their reader adds up.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from torch import Tensor
 from fp8debug.formats import TRANSPOSED
 from fp8debug.kernels import triton_sampled as ts
 from fp8debug.kernels.reference import Operand
+from fp8debug.kernels.sample import Sample
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.kernels.triton_launch import is_native
+from fp8debug.kernels.triton_launch import is_native, num_sms
 from fp8debug.kernels.triton_run import Kernel, address, launch
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm
 
-#: (rows of the whole operand, sampled rows, warps, stages) of a program.
-CONFIG = (64, 128, 4, 3)
-#: The same for at most 64 sampled rows, and for so few rows of the whole operand that programs would be short.
-FEW, FEW_OF_FEW = (64, 64, 4, 3), (16, 64, 4, 5)
+#: Tiles: lines of the share, sampled lines of the shadow and of the exact GEMM, and the shadow's step along the contracted
+#: dimension; the exact GEMM's is 128, or 32 where scales want it.
+TILES = (128, 32, 32, 64) if INTERPRETED else (128, 128, 64, 64)
+WARPS, STAGES = 8, 3
+#: Parts of the contracted dimension are multiples of this; how many there are at most, and what they may take in memory.
+CHUNK, MAX_SPLITS, MAX_BYTES = 128, 12, 8 << 20
+#: Programs a multiprocessor that are aimed at, and the shortest part, in chunks.
+PROGRAMS_PER_SM, MIN_CHUNKS = 1, 4
 #: Plans kept; a program that makes more starts over.
 MAX_PLANS = 4096
 _FORMS = {
@@ -95,19 +100,25 @@ def dequantize_lines(data: Tensor, scale_inv: Tensor, block: tuple[int, int], di
     return out
 
 
-def columns_of(x: Tensor, index: Tensor) -> Tensor:
-    """Return sampled columns ``[rows, samples]`` of x in BF16, FP16 or FP32, at less cost to the host than ``index_select``."""
+def columns_of(x: Tensor, index: Tensor, size: int = 1) -> Tensor:
+    """Return sampled columns ``[rows, samples]`` of x in BF16, FP16 or FP32, at less cost to the host than ``index_select``.
+
+    Args:
+        x: ``[rows, columns]``.
+        index: int64, which columns.
+        size: how many of them lie next to each other from a multiple of this on.
+    """
     out = x.new_empty((x.shape[0], index.numel()))
     if not out.numel():
         return out
-    key = "columns", x.shape, x.stride(), x.dtype, index.numel(), x.data_ptr() & 15, index.data_ptr() & 15, x.device
+    key = x.shape, x.stride(), x.dtype, index.numel(), size, x.data_ptr() & 15, index.data_ptr() & 15, x.device
     kernel = _GATHERS.get(key)
     if kernel is None:
         if len(_GATHERS) == MAX_PLANS:
             _GATHERS.clear()
         bits = _BITS[x.element_size()]
         types = bits, torch.int64, bits, None, None, None, None
-        kernel = _GATHERS[key] = Kernel(ts.columns_kernel, x.device.index, types, _COLUMNS_BLOCK, num_warps=4)
+        kernel = _GATHERS[key] = Kernel(ts.columns_kernel, x.device.index, types, (size, *_COLUMNS_BLOCK), num_warps=4)
     down, across = _COLUMNS_BLOCK
     rows, samples = out.shape
     at = (
@@ -123,123 +134,136 @@ def _bits(data: Tensor) -> Tensor:
     return data.view(torch.int16 if data.element_size() == 2 else torch.int8)
 
 
-def exact_gemm(which: Gemm, first: Operand, second: Operand, index: Tensor, num: int | None = None) -> Tensor | None:
-    """One GEMM of sampled rows of the first operand, or for wgrad of sampled columns of the second.
+class Products(NamedTuple):
+    """How a sample is multiplied, and how what comes of it lies: ``[splits, ...]`` of FP32 to be added up.
 
-    Args:
-        which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
-        first: left operand: quantized, or in BF16.
-        second: right operand, likewise.
-        index: int64 ``[samples]``.
-        num: how many of them, the first ones; None is all.
-
-    Returns:
-        FP32 output ``[samples, N]``, grad_input ``[samples, K]`` or grad_weight ``[N, samples]``; None where operands have
-        scales, or a dtype, that no kernel takes.
+    Attributes:
+        shadow: lines of the shadow GEMM.
+        exact: lines of the exact GEMM, which follow in ``few``.
+        far: lines of the other dimension, of which there is a share.
+        shared: lines of that share.
+        size: of what is written.
+        stride_few: elements from one sampled line to the next.
+        stride_shared: elements from one line of the share to the next.
     """
-    data, scale = first[0] if isinstance(first, tuple) else (first, first)
-    other, other_scale = second[0] if isinstance(second, tuple) else (second, second)
-    num = index.numel() if num is None else num
-    key = (
-        which, data.shape, data.stride(), scale.stride(), other.shape, other.stride(), other_scale.stride(), data.dtype,
-        other.dtype, num, data.data_ptr() & 15, other.data_ptr() & 15, scale.data_ptr() & 15,
-        other_scale.data_ptr() & 15, index.data_ptr() & 15, index.device,
-        first[1].granularity if isinstance(first, tuple) else "", second[1].granularity if isinstance(second, tuple) else "",
-    )  # fmt: skip
-    if key in _PLANS:
-        plan = _PLANS[key]
-    else:
-        if len(_PLANS) == MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS[key] = _plan(which, first, second, index.device, num)
-    return None if plan is None else _run(plan, which, (data, scale), (other, other_scale), index)
 
-
-class _Plan(NamedTuple):
-    """How one GEMM of a sample runs: kernels, what they are given beside addresses, and the sizes of what they write."""
-
-    gather: Kernel
-    product: Kernel
-    gather_grid: tuple[int, int, int]
-    product_grid: tuple[int, int, int]
-    gather_numbers: tuple[int, ...]
-    product_numbers: tuple[int, ...]
-    shape: tuple[int, int]
-    rows: tuple[int, int]
-    steps: int
-    dtype: torch.dtype
-    few_is_scaled: bool
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    shadow: int
+    exact: int
+    far: int
+    shared: int
+    size: tuple[int, int]
+    stride_few: int
+    stride_shared: int
     is_empty: bool
 
+    def __call__(
+        self,
+        which: Gemm,
+        high: tuple[Tensor, Tensor],
+        operands: tuple[Operand, Operand],
+        sample: Sample,
+    ) -> Tensor:
+        """Return the parts ``[splits, numbers of one]``."""
+        out = high[0].new_empty(self.size, dtype=torch.float32)
+        if self.is_empty:
+            return out.zero_()
+        (near, far), (few, other) = (high, operands) if which is not Gemm.WGRAD else (high[::-1], operands[::-1])
+        codes, codes_scale = few[0] if isinstance(few, tuple) else (few, few)
+        data, data_scale = other[0] if isinstance(other, tuple) else (other, other)
+        near_at = address(near.detach() if INTERPRETED else near)
+        self.kernel(
+            self.grid, near_at, address(far.detach() if INTERPRETED else far), _at(codes), _at(data),
+            near_at if sample.lines is None else address(sample.lines), address(out), _scale_at(codes_scale),
+            _scale_at(data_scale), sample.shift or 0, *self.numbers,
+        )  # fmt: skip
+        return out
 
-_PLANS: dict[Any, _Plan | None] = {}
+
 _GATHERS: dict[Any, Kernel] = {}
 _BITS = {2: torch.int16, 4: torch.int32}
 #: Rows and samples of a program that gathers columns.
 _COLUMNS_BLOCK = (8, 32) if INTERPRETED else (8, 256)
 
 
-def _plan(which: Gemm, first: Operand, second: Operand, device: torch.device, samples: int) -> _Plan | None:
+def products_of(
+    which: Gemm, high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sample: Sample, num_exact: int
+) -> Products | None:
+    """Return how a sample of a GEMM is multiplied; None where operands have scales, or a dtype, that no kernel takes.
+
+    Args:
+        which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
+        high: operands before the cast; of wgrad's input the sampled columns alone.
+        operands: as the GEMM reads them, whole: quantized, or in BF16.
+        sample: of rows of the first operand, for wgrad columns of the second.
+        num_exact: how many of them the exact GEMM has, the first ones.
+    """
     roles = OPERANDS[which]
-    sides = [_side(o, (which, r) in CONTRACTS_ROWS) for o, r in zip((first, second), roles, strict=True)]
-    few, whole = sides if which is not Gemm.WGRAD else sides[::-1]
-    if few is None or whole is None or (few.block and whole.block and few.block != whole.block):
+    turned = [(which, role) in CONTRACTS_ROWS for role in roles]
+    sides = [_side(o, t) for o, t in zip(operands, turned, strict=True)]
+    highs = [x.detach().t() if t else x.detach() for x, t in zip(high, turned, strict=True)]
+    few, other = sides if which is not Gemm.WGRAD else sides[::-1]
+    near, far = highs if which is not Gemm.WGRAD else highs[::-1]
+    if few is None or other is None or (few.block and other.block and few.block != other.block):
         return None
-    num_whole, length = whole.data.shape
-    step = few.block or whole.block or 128
-    native = is_native(device)
-    half = ts.FORM_BF16.value not in (few.form, whole.form)
-    shape = (samples, num_whole) if which is not Gemm.WGRAD else (num_whole, samples)
-    steps = -(-length // step) if few.block else 1
-    dtype = (torch.float16 if half else torch.bfloat16) if native else torch.float32
-    block = 64 if INTERPRETED else 1024
-    few_type, whole_type = (torch.int16 if side.form == ts.FORM_BF16.value else torch.int8 for side in (few, whole))
-    gather = Kernel(
-        ts.gather_kernel, device.index,
-        (few_type, torch.int64, dtype, few.scale.dtype, torch.float32 if few.scaled else dtype, *[None] * 8),
-        (few.form, few.scaled, half, block, native), num_warps=4,
+    if any(x.dtype not in (torch.bfloat16, torch.float16, torch.float32) for x in highs):
+        return None
+    device, native = near.device, is_native(near.device)
+    step, length, count = few.block or other.block or 128, near.shape[1], far.shape[0]
+    samples = near.shape[0] if sample.lines is None else sample.lines.numel()
+    shared = sample.num_shared(count)
+    half = ts.FORM_BF16.value not in (few.form, other.form)
+    wide, shadow, exact, _ = TILES
+    tiles = -(-shared // wide) * (-(-samples // shadow) + -(-num_exact // exact))
+    lines = samples + num_exact
+    chunks = -(-length // CHUNK)
+    splits = min(MAX_SPLITS, chunks // MIN_CHUNKS, PROGRAMS_PER_SM * num_sms(device) // max(tiles, 1))
+    splits = max(1, min(splits, MAX_BYTES // max(1, 4 * lines * shared)))
+    chunk = -(-chunks // splits) * CHUNK
+    splits = max(1, -(-length // chunk)) if chunk else 1
+    strides = (shared, 1) if which is not Gemm.WGRAD else (1, lines)
+    types = (
+        near.dtype, far.dtype, _code(few), _code(other), near.dtype if sample.lines is None else torch.int64, torch.float32,
+        few.scale.dtype, other.scale.dtype, *[None] * 22,
     )  # fmt: skip
-    wide, narrow, warps, stages = CONFIG if samples > 64 else FEW if num_whole > 8192 else FEW_OF_FEW
-    product = Kernel(
-        ts.product_kernel, device.index,
-        (whole_type, dtype, torch.float32, whole.scale.dtype, torch.float32 if few.scaled else dtype, *[None] * 9),
-        (whole.form, whole.scaled, few.scaled, half, length % step == 0, native, wide, narrow, step),
-        num_warps=warps, num_stages=stages,
+    indexed = sample.lines is not None
+    constants = (
+        indexed and which is not Gemm.WGRAD, indexed, sample.is_share(count), few.form, few.scaled, other.form,
+        other.scaled, half, length % CHUNK == 0, native, *TILES, step,
     )  # fmt: skip
-    strides = (1, num_whole) if which is not Gemm.WGRAD else (samples, 1)
-    blocks = 128 if few.scaled == ts.SCALED_BLOCKS.value else 1
-    return _Plan(
-        gather,
-        product,
-        (samples, -(-length // block), 1),
-        (-(-num_whole // wide) * -(-samples // narrow), 1, 1),
-        (length, steps, samples, *few.data.stride(), few.stride_row, few.stride_k, blocks),
-        (num_whole, samples, length, *whole.data.stride(), whole.stride_row, whole.stride_k, *strides),
-        shape,
-        (samples, length),
-        steps,
-        dtype,
-        bool(few.scaled),
-        not (samples and num_whole and length),
-    )
+    kernel = Kernel(ts.sample_kernel, device.index, types, constants, num_warps=WARPS, num_stages=STAGES)
+    numbers = (
+        length, chunk, samples, num_exact, shared, count, *near.stride(), *far.stride(), *few.data.stride(),
+        *other.data.stride(), few.stride_row, few.stride_k, other.stride_row, other.stride_k, lines * shared, *strides,
+    )  # fmt: skip
+    size, empty = (splits, lines * shared), not (samples and shared and length)
+    grid = tiles, splits, 1
+    return Products(kernel, grid, numbers, samples, num_exact, count, shared, size, *strides, empty)
 
 
-def _run(plan: _Plan, which: Gemm, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], index: Tensor) -> Tensor:
-    out = index.new_empty(plan.shape, dtype=torch.float32)
-    if plan.is_empty:
-        return out.zero_()
-    few, whole = (first, second) if which is not Gemm.WGRAD else (second, first)
-    rows = index.new_empty(plan.rows, dtype=plan.dtype)
-    scales = index.new_empty((plan.steps, plan.rows[0]), dtype=torch.float32) if plan.few_is_scaled else rows
-    near = address(rows), address(scales)
-    plan.gather(plan.gather_grid, _at(few[0]), address(index), near[0], _scale_at(few), near[1], *plan.gather_numbers)
-    plan.product(plan.product_grid, _at(whole[0]), near[0], address(out), _scale_at(whole), near[1], *plan.product_numbers)
-    return out
+def layout_of(high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sample: Sample) -> Any:
+    """Return all that :func:`products_of` looks at but the GEMM and the number of exact lines."""
+    (x, y), (a, b), lines = high, operands, sample.lines
+    (a_data, a_scale), a_name = (a[0], a[1].granularity) if isinstance(a, tuple) else ((a, a), "")
+    (b_data, b_scale), b_name = (b[0], b[1].granularity) if isinstance(b, tuple) else ((b, b), "")
+    pointers = (x, y, a_data, a_scale, b_data, b_scale, *(() if lines is None else (lines,)))
+    return (
+        x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, a_data.shape, a_data.stride(), a_data.dtype,
+        a_scale.stride(), a_name, b_data.shape, b_data.stride(), b_data.dtype, b_scale.stride(), b_name,
+        tuple([tensor.data_ptr() & 15 for tensor in pointers]),
+        None if lines is None else lines.numel(), sample.shift is None, sample.size, x.device,
+    )  # fmt: skip
+
+
+def _code(side: _Side) -> torch.dtype:
+    return torch.int16 if side.form == ts.FORM_BF16.value else torch.int8
 
 
 def _at(data: Tensor) -> Any:
     return _bits(data.detach()) if INTERPRETED else data.data_ptr()
 
 
-def _scale_at(side: tuple[Tensor, Tensor]) -> Any:
-    return side[1].detach() if INTERPRETED else side[1].data_ptr()
+def _scale_at(scale: Tensor) -> Any:
+    return scale.detach() if INTERPRETED else scale.data_ptr()

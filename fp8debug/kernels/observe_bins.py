@@ -17,8 +17,8 @@ from fp8debug.kernels import triton_bins as tb
 from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel
-from fp8debug.kernels.words import WORDS, Layout
+from fp8debug.kernels.triton_run import Kernel, launch
+from fp8debug.kernels.words import WORDS, Layout, Row
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -29,7 +29,7 @@ MAX_HISTORY = 4096
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _BLOCK = 256 if INTERPRETED else 8192
 
-Slots = dict[Layout, Tensor]
+Slots = dict[Layout, Row]
 
 
 def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
@@ -80,9 +80,7 @@ class Bins:
         self._busy: set[int] = set()
         self._seen.clear()
         self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
-        self._rows = self._words.unbind(0)
         self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
-        self._histograms = self._hist.unbind(0)
 
     def count(self, x: Tensor, casts: Collection[Cast], place: object) -> int:
         """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
@@ -147,11 +145,11 @@ class Bins:
         item = len(self._ints)
         self._ints.append([table, self._paddings[table], *ints, scaling, row, cast.history, calls])
         self._reals.append(reals)
-        return {OPERAND: self._rows[item]}
+        return {OPERAND: Row(self._words, item, self._words.data_ptr() + 8 * WORDS * item)}
 
     def histogram(self, table: int) -> Tensor:
         """Return the exponent histogram of a counted tensor, int64 ``[64]``; filled by the next :meth:`flush`."""
-        return self._histograms[table]
+        return self._hist[table]
 
     def _history(self, key: object, length: int) -> _History:
         if key not in self._placed:
@@ -179,10 +177,10 @@ class Bins:
             ints, reals = torch.tensor(self._ints, dtype=torch.int64), torch.tensor(self._reals)
             if self.device.type == "cuda":
                 ints, reals = ints.pin_memory(), reals.pin_memory()
-            tb.finish_kernel[(len(self._ints),)](
-                self._tables, self._histories, ints.to(self.device, non_blocking=True), reals.to(self.device, non_blocking=True),
-                self._words, 1024, max(2, self._histories.shape[1] - 1), num_warps=4 if INTERPRETED else 16,
-                enable_fp_fusion=False,
+            ints, reals = ints.to(self.device, non_blocking=True), reals.to(self.device, non_blocking=True)
+            launch(
+                tb.finish_kernel, (len(self._ints),), (self._tables, self._histories, ints, reals, self._words),
+                (1024, max(2, self._histories.shape[1] - 1)), num_warps=4 if INTERPRETED else 16, enable_fp_fusion=False,
             )  # fmt: skip
-        tb.exponents_kernel[(len(self._paddings),)](self._tables, self._hist, num_warps=4)
+        launch(tb.exponents_kernel, (len(self._paddings),), (self._tables, self._hist), (), num_warps=4)
         self._tables[: len(self._paddings)].zero_()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.observe_pool import flush
 from fp8debug.kernels.triton_join import NUM_LANES, join_kernel
 from fp8debug.kernels.triton_run import Kernel, address
 from fp8debug.kernels.words import Layout
@@ -43,13 +44,17 @@ class Joiner:
             self._map = self._sent(torch.tensor(self._maps, dtype=torch.int32))
         return found
 
-    def __call__(self, items: list[tuple[int, int, int]]) -> None:
+    def __call__(self, items: list[int]) -> None:
         """Join items (address of a row of words, row of the state, number of its layout), of which none meets another."""
         assert self._map is not None
         sent = self._sent(torch.tensor(items))
         state = (address(tensor) for tensor in self._state)
         widths = (tensor.shape[1] for tensor in self._state)
-        self._kernel((len(items), 1, 1), address(sent), address(self._map), *state, *widths)
+        self._kernel((len(items) // 3, 1, 1), address(sent), address(self._map), *state, *widths)
+
+    def flush(self) -> None:
+        """Have the rows filled whose sums wait for their second stage."""
+        flush(self._device)
 
     def _map_of(self, layout: Layout, kind: tuple[str, str]) -> list[int]:
         """Return the state's column for each number of this kind in a row."""

@@ -1,6 +1,7 @@
-"""What is recorded of a GEMM's result on the GPU, in one launch; importable only where Triton is.
+"""What is recorded of a GEMM's result on the GPU, in two launches; importable only where Triton is.
 
-The twin of ``reference.statistics`` for results, for the slots named in ``triton_results``, which lie in a row of ``words``.
+The twin of ``reference.statistics`` for results, for the slots named in ``triton_results``, which lie in a row of ``words``. The
+rows are filled by the next ``observe_pool.flush``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels import triton_results as tr
-from fp8debug.kernels.gemm_sampled import columns_of
+from fp8debug.kernels.gemm_sampled import Products, layout_of, products_of
+from fp8debug.kernels.observe_pool import RESULTS, pool
+from fp8debug.kernels.reference import Operand
+from fp8debug.kernels.sample import Sample, num_exact
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_run import Kernel, address
-from fp8debug.kernels.words import Group, Layout, Pool, pool
+from fp8debug.kernels.words import Group, Layout, Row
+from fp8debug.types import Gemm
 
 #: Slots that :func:`compare` and :func:`damage` fill.
 FILLED = frozenset((*tr.COUNTS, *tr.SUMS, *tr.MAXIMA, *tr.MINIMA, *tr.DAMAGE_COUNTS, *tr.DAMAGE_SUMS))
@@ -33,92 +38,130 @@ WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Plans kept; a program that makes more starts over.
 MAX_PLANS = 4096
-Found = dict[Layout, Tensor]
+Found = dict[Layout, Row]
 
 
 class _Plan(NamedTuple):
-    """A kernel for tensors of one shape, its programs, and the size of their parts."""
+    """A kernel for tensors of one shape, its programs, and the FP64 numbers of their parts."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
-    parts: tuple[int, int]
+    parts: int
+
+
+class _Comparison(NamedTuple):
+    """How a result is compared: its products, then the kernel that reads them; ``numbers`` are its sizes."""
+
+    products: Products
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    error: tuple[tuple[int, int], torch.dtype]
 
 
 _PLANS: dict[Any, _Plan] = {}
+_COMPARISONS: dict[Any, _Comparison | None] = {}
 
 
-def _keep(key: Any, plan: _Plan) -> _Plan:
-    if len(_PLANS) == MAX_PLANS:
-        _PLANS.clear()
-    _PLANS[key] = plan
+def _keep(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    if len(plans) == MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
     return plan
 
 
-def _row(memory: Pool) -> tuple[Tensor, Any]:
-    row, at = memory.take()
-    return row, (row if INTERPRETED else at)
-
-
 def compare(
-    actual: Tensor, shadow: Tensor, exact: Tensor | None, index: Tensor | None = None, *, dim: int = 0, keep: bool = False
-) -> tuple[list[Found], Tensor | None]:
+    which: Gemm,
+    high: tuple[Tensor, Tensor],
+    operands: tuple[Operand, Operand],
+    actual: Tensor | None,
+    sample: Sample,
+    *,
+    keep: bool = False,
+) -> tuple[list[Found], Tensor | None] | None:
     """Describe a result against the shadow and the exact GEMM.
 
     Args:
-        actual: the result, whole.
-        shadow: ``[rows, columns]`` of the sampled part.
-        exact: likewise, or the first of these rows (``dim`` 0) or columns (1); None where it is the actual result.
-        index: int64, which rows (``dim`` 0) or columns (1) of actual are sampled; None is all.
-        dim: see ``index``.
+        which: the GEMM.
+        high: its operands before the cast; of wgrad's input the sampled columns alone.
+        operands: its operands as it read them.
+        actual: the result, whole; None where the exact GEMM stands for it.
+        sample: what of the result is compared.
         keep: return actual minus shadow too, for :func:`damage`.
 
     Returns:
-        slots against the shadow and, where it is given, against exact; and actual minus shadow, of the rows that exact has, 0
-        where a side is not finite, in BF16 if actual is (exact but for results far from their shadow), else in FP32.
+        slots against the shadow and, where there is an actual result, against exact; and actual minus shadow, of the rows that
+        exact has and of the share, 0 where a side is not finite, in BF16 if actual is (exact but for results far from their
+        shadow), else in FP32. None where no kernel takes the operands.
     """
-    if index is not None and dim:  # one scattered read, not one a pair
-        actual, index = columns_of(actual, index), None
-    shadow, exact = shadow.contiguous(), None if exact is None else exact.contiguous()
-    key = (
-        "compare", shadow.shape, actual.stride(), actual.dtype, shadow.dtype, actual.data_ptr() & 15, shadow.data_ptr() & 15,
-        None if exact is None else (exact.shape, exact.dtype, exact.data_ptr() & 15), index is None or index.data_ptr() & 15,
-        keep, actual.device,
-    )  # fmt: skip
-    plan = _PLANS.get(key) or _keep(key, _compare_plan(actual, shadow, exact, index, keep))
-    memory = pool(actual.device)
-    parts = actual.new_empty(plan.parts, dtype=torch.float64)
-    error = None
-    if keep:
-        kept = (shadow if exact is None else exact).shape[0], shadow.shape[1]
-        error = actual.new_empty(kept, dtype=torch.bfloat16 if actual.dtype is torch.bfloat16 else torch.float32)
-    (first, at), second, more = _row(memory), None, None
-    if exact is not None:
-        second, more = _row(memory)
-    near = address(shadow)
+    result = () if actual is None else (actual.stride(), actual.dtype, actual.data_ptr() & 15)
+    key = which, keep, result, layout_of(high, operands, sample)
+    if key in _COMPARISONS:
+        plan = _COMPARISONS[key]
+    else:
+        plan = _keep(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, keep))
+    if plan is None:
+        return None
+    products = plan.products(which, high, operands, sample)
+    memory = pool(products.device)
+    pairs, programs, _ = plan.grid
+    parts, place = memory.space(pairs * programs * tr.NUM_COLUMNS)
+    error = products.new_empty(plan.error[0], dtype=plan.error[1]) if keep else None
+    near = address(products)
     plan.kernel(
-        plan.grid, address(actual), near if index is None else address(index), near, near if exact is None else address(exact),
-        near if error is None else address(error), address(parts), memory.tickets_address, at, at if more is None else more,
-        *shadow.shape, *(shadow if exact is None else exact).shape, *actual.stride(),
+        plan.grid, near if actual is None else address(actual), near if sample.lines is None else address(sample.lines), near,
+        near if error is None else address(error), parts, sample.shift or 0, *plan.numbers,
     )  # fmt: skip
-    return [{RESULT: first}, *([] if second is None else [{RESULT: second}])], error
+    found: list[Found] = []
+    for pair in range(pairs):
+        row = memory.take()
+        memory.later(RESULTS, (place + 8 * pair * programs * tr.NUM_COLUMNS, row.address, programs, tr.WHOLE.value))
+        found.append({RESULT: row})
+    return found, error
 
 
-def _compare_plan(actual: Tensor, shadow: Tensor, exact: Tensor | None, index: Tensor | None, keep: bool) -> _Plan:
-    (rows, columns), pairs = shadow.shape, 1 if exact is None else 2
-    lanes = 64 if INTERPRETED else 1024
+def _comparison(
+    which: Gemm,
+    high: tuple[Tensor, Tensor],
+    operands: tuple[Operand, Operand],
+    actual: Tensor | None,
+    sample: Sample,
+    keep: bool,
+) -> _Comparison | None:
+    turned = which is Gemm.WGRAD
+    samples = high[turned].shape[int(turned)] if sample.lines is None else sample.lines.numel()
+    products = products_of(
+        which, high, operands, sample, samples if actual is None or sample.lines is None else num_exact(samples)
+    )
+    if products is None:
+        return None
+    shadow, exact = (products.shadow, products.shared), (products.exact, products.shared)
+    if turned:
+        shadow, exact = shadow[::-1], exact[::-1]
+    rows, columns = shadow
+    lanes = 256 if INTERPRETED else 1024
     across = max(4, min(lanes, 1 << max(columns - 1, 1).bit_length()))
-    down = max(1, (lanes if across > 256 else 2 * lanes) // across)
+    down = max(1, lanes // across)
     programs = max(1, min(-(-rows // down), 3 if INTERPRETED else MAX_PARTS))
-    kept = torch.bfloat16 if actual.dtype is torch.bfloat16 else torch.float32
+    dtype = torch.float32 if actual is None else actual.dtype
+    kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     types = (
-        actual.dtype, shadow.dtype if index is None else index.dtype, shadow.dtype,
-        shadow.dtype if exact is None else exact.dtype, kept if keep else shadow.dtype, torch.float64, torch.int32, torch.int64,
-        torch.int64, *[None] * 6,
+        dtype, torch.float32 if sample.lines is None else torch.int64, torch.float32, kept if keep else torch.float32,
+        torch.float64, *[None] * 13,
     )  # fmt: skip
-    constants = (tr.LINES_ALL if index is None else tr.LINES_ROWS).value, keep, down, across
+    constants = (
+        actual is not None, sample.lines is not None, sample.is_share(products.far), sample.size, turned, keep, down, across,
+    )  # fmt: skip
     registers = 64 if down == 1 else 128
-    kernel = Kernel(tr.compare_kernel, actual.device.index, types, constants, num_warps=WARPS, maxnreg=registers)
-    return _Plan(kernel, (pairs, programs, 1), (pairs * programs, tr.NUM_COLUMNS))
+    device = high[0].device
+    kernel = Kernel(tr.compare_kernel, device.index, types, constants, num_warps=WARPS, maxnreg=registers)
+    strides = (products.stride_few, products.stride_shared)
+    numbers = (
+        *products.size, *shadow, *exact, products.shadow * products.stride_few, products.far,
+        *(strides[::-1] if turned else strides), *((0, 0) if actual is None else actual.stride()),
+    )  # fmt: skip
+    grid = 1 if actual is None else 2, programs, 1
+    return _Comparison(products, kernel, grid, numbers, (exact, kept))
 
 
 def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int], index: Tensor) -> Found:
@@ -137,44 +180,48 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
     )  # fmt: skip
     plan, samples = _PLANS.get(key), index.numel()
     if plan is None:
-        types = x.dtype, torch.int64, torch.int8, torch.float32, torch.float64, torch.int32, torch.int64, *[None] * 9
+        types = x.dtype, torch.int64, torch.int8, torch.float32, torch.float64, *[None] * 9
         constants = data.dtype is torch.float8_e5m2, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.rows_kernel, x.device.index, types, constants, num_warps=4)
-        plan = _keep(key, _Plan(kernel, (samples, 1, 1), (samples, tr.NUM_COLUMNS)))
+        plan = _keep(_PLANS, key, _Plan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
     memory = pool(x.device)
-    row, at = _row(memory)
-    parts = x.new_empty(plan.parts, dtype=torch.float64)
+    parts, place = memory.space(plan.parts)
+    row = memory.take()
     codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
     plan.kernel(
-        plan.grid, address(x), address(index), codes, address(scale_inv), address(parts), memory.tickets_address, at,
-        x.shape[1], *x.stride(), *data.stride(), *scale_inv.stride(), *block,
+        plan.grid, address(x), address(index), codes, address(scale_inv), parts, x.shape[1], *x.stride(), *data.stride(),
+        *scale_inv.stride(), *block,
     )  # fmt: skip
+    memory.later(RESULTS, (place, row.address, samples, tr.ROWS.value))
     return {LINES: row}
 
 
-def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
+def damage(error: Tensor, grad: Tensor, sample: Sample) -> Found:
     """Return the damage of sampled rows of fprop's output.
 
     Args:
-        error: ``[rows, N]`` from :func:`compare`.
+        error: ``[rows, share]`` from :func:`compare`.
         grad: grad_output ``[M, N]``.
-        index: int64 ``[rows]``, which rows of grad they are; None is all.
+        sample: what of the output it is; ``lines`` may have more rows than error, which are not looked at.
     """
+    index = sample.lines
     key = (
-        "damage", error.shape, grad.stride(), error.dtype, grad.dtype, error.data_ptr() & 15, grad.data_ptr() & 15,
-        index is None or index.data_ptr() & 15, error.device,
+        "damage", error.shape, grad.shape, grad.stride(), error.dtype, grad.dtype, error.data_ptr() & 15, grad.data_ptr() & 15,
+        index is None or index.data_ptr() & 15, sample.shift is None, error.device,
     )  # fmt: skip
     plan, rows = _PLANS.get(key), error.shape[0]
     if plan is None:
-        types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, torch.int32, torch.int64
-        constants = (tr.LINES_ALL if index is None else tr.LINES_ROWS).value, 64 if INTERPRETED else 1024
-        kernel = Kernel(tr.damage_kernel, error.device.index, (*types, None, None, None), constants, num_warps=4)
-        plan = _keep(key, _Plan(kernel, (rows, 1, 1), (rows, tr.NUM_COLUMNS)))
+        types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, *[None] * 6
+        constants = index is not None, sample.is_share(grad.shape[1]), 64 if INTERPRETED else 1024
+        kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
+        plan = _keep(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
     memory = pool(error.device)
-    row, at = _row(memory)
-    parts = error.new_empty(plan.parts, dtype=torch.float64)
+    parts, place = memory.space(plan.parts)
+    row = memory.take()
+    shared, far = error.shape[1], grad.shape[1]
     plan.kernel(
-        plan.grid, address(error), address(grad.detach()), address(error if index is None else index), address(parts),
-        memory.tickets_address, at, error.shape[1], *grad.stride(),
+        plan.grid, address(error), address(grad.detach()), address(error if index is None else index), parts,
+        sample.shift or 0, far / max(shared, 1), shared, far, *grad.stride(),
     )  # fmt: skip
+    memory.later(RESULTS, (place, row.address, rows, tr.SUMMED.value))
     return {DAMAGE: row}

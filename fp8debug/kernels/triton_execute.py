@@ -1,11 +1,12 @@
 """Launches of the tile kernel and of the second stage of its statistics.
 
 What one tensor and cast need but for pointers depends on the tensor's shape and layout alone: it is worked out once and kept,
-so that the next such tensor costs the host a few allocations and two launches.
+so that the next such tensor costs the host a few allocations and two launches, or one where the second stage may wait.
 """
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
 from fp8debug.kernels import triton_tile as tt
+from fp8debug.kernels.observe_pool import OPERANDS, pool
+from fp8debug.kernels.triton_fast_plan import FastPlan, fast_plan
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
 from fp8debug.kernels.triton_launch import (
     ACROSS,
@@ -37,7 +40,7 @@ from fp8debug.kernels.triton_launch import (
     tile_of,
 )
 from fp8debug.kernels.triton_run import Kernel, address, launch
-from fp8debug.kernels.words import pool
+from fp8debug.kernels.words import Row
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -71,7 +74,7 @@ class Plan:
         self._must_copy = x.stride(1) != 1 and x.shape[1] > 1
         self._made = None if made is None else (*_recreated(made[0]), made[0].dtype, *_recreated(made[1]))
         self._grid = grid.programs, 1, 1
-        self._size = grid.programs, MAX_CASTS, 24
+        self._size = grid.programs * MAX_CASTS * 24
         self._numbers = grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns
         self._casts = casts
         self._nothing = x.new_empty(1, dtype=torch.float32)
@@ -83,14 +86,16 @@ class Plan:
         types = x.dtype, *[None] * 5, partials, f32, f32 if made is None else made[0].dtype, *one[1:], *one, *one
         self._tile = Kernel(tt.tile_kernel, device, types, constants, **options)
         self._reduction = reduction
+        self._item: tuple[int, ...] = ()
         if reduction is not None:
+            self._item = _item(*reduction)
             rest = [None] * len(reduction[0]), [f32] * 3, [None] * len(reduction[1])
             types = f64, f32, torch.int64, f64, f32, f32, torch.int64, *(kind for kinds in rest for kind in kinds)
             chunk = 16 if common.INTERPRETED else 256
             self._second = Kernel(ts.reduce_kernel, device, types, (chunk, False), num_warps=8)
 
-    def __call__(self, x: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says."""
+    def __call__(self, x: Tensor, later: bool = False) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
+        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says; ``later``: filled by a flush."""
         if self._must_copy:
             x = x.detach().contiguous()
         nothing = address(self._nothing)
@@ -104,26 +109,49 @@ class Plan:
         if self._reduction is None:
             self._tile(self._grid, at, *self._numbers, nothing, nothing, *to, nothing, *self._casts, *self._absent)
             return made, None
-        partials = x.new_empty(self._size, dtype=torch.float64)
-        parts = address(partials)
+        memory = pool(x.device)
+        parts, start = memory.space(self._size)
         self._tile(self._grid, at, *self._numbers, parts, nothing, *to, nothing, *self._casts, *self._absent)
-        row, place = pool(x.device).take()
-        into = [g.of(row) for g in OPERAND.groups] if common.INTERPRETED else [place + start for start in OPERAND.starts]
+        row = memory.take()
+        if later:
+            memory.later(OPERANDS, (start, row.address, *self._item))
+            return made, row
+        into = (
+            [g.of(row.words) for g in OPERAND.groups] if common.INTERPRETED else [row.address + start for start in OPERAND.starts]
+        )
         inverse, (before, after) = to[1], self._reduction
         self._second((1, 1, 1), parts, nothing, *into, into[0], *before, inverse, inverse, inverse, *after)
         return made, row
 
 
-_PLANS: dict[Any, Plan] = {}
+def _item(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return what the second stages of many casts are told of one, from the arguments of its own."""
+    programs, _, numel, padding = before
+    blocks, grid, eps, top, rounding, margin = after[::MAX_CASTS]
+    bits = (struct.unpack("<i", struct.pack("<f", value))[0] for value in (top, eps, margin))
+    return (programs, numel, padding, blocks, grid, rounding, *bits)
+
+
+_PLANS: dict[Any, Plan | FastPlan] = {}
 #: The same by the identity of the cast, which is kept with its plan, so that no other can have it.
-_BY_IDENTITY: dict[Any, tuple[Cast, Plan]] = {}
+_BY_IDENTITY: dict[Any, tuple[Cast, Plan | FastPlan]] = {}
+
+
+def _fast(key: Any, x: Tensor, job: Job) -> FastPlan | None:
+    """Return the fast kernel's plan for tensors like this one, and keep it; None where it takes none."""
+    plan = fast_plan(x, job)
+    if plan is not None:
+        if len(_PLANS) == MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
+    return plan
 
 
 def _key(x: Tensor, job: Job) -> Any:
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, job.cast, job.out, job.statistics)
 
 
-def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | None:
+def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | FastPlan | None:
     """Return how a tensor is quantized, once :func:`run` has quantized one like it; None before, and where there is no plan."""
     key = id(cast), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, out, statistics
     found = _BY_IDENTITY.get(key)
@@ -152,11 +180,11 @@ def run(
         for _, scale_inv in outputs.values():
             scale_inv.fill_(1.0)
         return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
-    plannable = len(jobs) == 1 and not histogram and into is None and x.dim() > 0
+    plannable = len(jobs) == 1 and jobs[0].scale_inv is None and not histogram and into is None and x.dim() > 0
     key = _key(x, jobs[0]) if plannable else None
-    if plannable and jobs[0].scale_inv is None and (plan := _PLANS.get(key)) is not None:
+    if plannable and (plan := _PLANS.get(key) or _fast(key, x, jobs[0])) is not None:
         made, row = plan(x)
-        return ([made] if made else []), None if row is None else _of_row(row)
+        return ([made] if made else []), None if row is None else _of_row(row.words)
     outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
     transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
     if transposed:
@@ -205,7 +233,7 @@ def run(
     found = reduction = None
     if statistics:
         alone = len(jobs) == 1 and not histogram
-        found = into or (_of_row(pool(device).take()[0]) if alone else _new_statistics(x, len(jobs), histogram))
+        found = into or (_of_row(pool(device).take().words) if alone else _new_statistics(x, len(jobs), histogram))
         reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
         if len(_PLANS) == MAX_PLANS:

@@ -2,8 +2,9 @@
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
 """The statistics of a GEMM's result against the shadow and against the exact GEMM, in FP64 with masks throughout.
 
-A program leaves what its elements add to every slot, and the last one to end joins these parts in their order: the same bits in
-every run. The sampled rows or columns of the actual result are read where they lie.
+A program leaves what its elements add to every slot, and ``finish`` joins these parts later in their order: the same bits in
+every run. The sample of the actual result is read where it lies; what it is compared with comes in parts of the contracted
+dimension, as ``triton_sampled`` leaves it.
 
 Columns of a part, FP64, in which counts below 2^53 are exact; a row of ``words`` has the same order, in the slots' own types:
 
@@ -18,7 +19,8 @@ import triton
 import triton.language as tl
 
 from fp8debug.kernels.triton_cast import is_finite
-from fp8debug.kernels.triton_common import INF, decode, load_one
+from fp8debug.kernels.triton_common import INF, bits_of, decode, float_of, load_one
+from fp8debug.kernels.triton_sampled import shared_line
 from fp8debug.metrics.rows import BAD_NMSE, GOOD_NMSE
 
 #: Slots in the order in which programs store them: counts (int64), sums (FP64), maxima and minima (FP32).
@@ -32,11 +34,7 @@ MINIMA = ("amin",)
 DAMAGE_COUNTS = ("num_damage_rows",)
 DAMAGE_SUMS = ("damage",)
 
-# LINES: which part of the actual result is sampled.
-LINES_ALL = tl.constexpr(0)
-LINES_ROWS = tl.constexpr(1)
-
-# USED: the columns that a kernel's programs leave.
+# Used: the columns that a kernel's programs leave.
 WHOLE = tl.constexpr(0)
 ROWS = tl.constexpr(1)  # those of the rows
 SUMMED = tl.constexpr(2)  # 0, a count, and 10, a sum
@@ -63,13 +61,37 @@ def folded(v, OP: tl.constexpr):
 
 
 @triton.jit
+def summed(at, splits, stride, inside):
+    """Add up FP32 parts in their order, four at a time."""
+    x = load_one(at, inside)
+    for split in range(1, splits, 4):
+        a = load_one(at + split * stride, inside)
+        b = load_one(at + (split + 1) * stride, inside & (split + 1 < splits))
+        c = load_one(at + (split + 2) * stride, inside & (split + 2 < splits))
+        d = load_one(at + (split + 3) * stride, inside & (split + 3 < splits))
+        x += (a + b) + (c + d)
+    return x
+
+
+@triton.jit
+def rounded(x):
+    """Round to BF16, to nearest even; NaN stays NaN."""
+    bits = bits_of(x)
+    return tl.where(x == x, float_of((bits + (((bits >> 16) & 1) + 0x7FFF)) & -65536), x)
+
+
+@triton.jit(do_not_specialize=["shift"])
 def compare_kernel(
-    actual, index, shadow, exact, error, parts, tickets, words, more_words, shadow_rows, shadow_columns, exact_rows,
-    exact_columns, stride_row, stride_column, LINES: tl.constexpr, KEEP: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    actual, index, products, error, parts, shift, splits, split_stride, shadow_rows, shadow_columns, exact_rows, exact_columns,
+    exact_start, num_far, product_stride_row, product_stride_column, stride_row, stride_column, ACTUAL: tl.constexpr,
+    INDEXED: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, KEEP: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Pair 0 is actual against shadow, pair 1 against exact, of its first rows or columns; parts ``[pairs, programs, 24]``.
 
-    ``KEEP``: store actual minus shadow of the rows that exact has, 0 where a side is not finite, into ``error``.
+    ``TURNED``: rows are the share and columns the sampled lines, as of grad_weight. ``ACTUAL``: whether there is an actual
+    result; else the exact GEMM stands for it, and pair 0 is all. ``KEEP``: store actual minus shadow of the rows that exact has,
+    0 where a side is not finite, into ``error``.
     """
     pair = tl.program_id(0)
     rows = tl.where(pair == 0, shadow_rows, exact_rows)
@@ -84,22 +106,33 @@ def compare_kernel(
     seen, bad, good, dirty = lines, lines, lines, lines
     sx2 = tl.zeros([BR, 1], tl.float64)
     se2, worst = sx2, sx2 + float("-inf")
+    first = products + tl.where(pair == 0, 0, exact_start)
     for block in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
-        row = (block * BR + tl.arange(0, BR))[:, None]
+        r = block * BR + tl.arange(0, BR)
+        row = r[:, None]
         signal, noise, strange = zero, zero, count
         for start in range(0, columns, BC):
-            column = (start + tl.arange(0, BC))[None, :]
+            c = start + tl.arange(0, BC)
+            column = c[None, :]
             inside = (row < rows) & (column < columns)
-            at = row.to(tl.int64) * columns + column
-            if pair == 0:
-                x = load_one(shadow + at, inside)
+            place = row.to(tl.int64) * product_stride_row + column.to(tl.int64) * product_stride_column
+            x = summed(first + place, splits, split_stride, inside)
+            x = tl.where(pair == 0, rounded(x), x)
+            if ACTUAL:
+                y_row, y_column = r.to(tl.int64), c.to(tl.int64)
+                if TURNED:
+                    y_row = shared_line(r, num_far, shift, SHARE).to(tl.int64)
+                    if INDEXED:
+                        y_column = tl.load(index + c, c < columns, 0)
+                        if SIZE > 1:
+                            y_column = tl.max_contiguous(tl.multiple_of(y_column, SIZE), SIZE)
+                else:
+                    y_column = shared_line(c, num_far, shift, SHARE).to(tl.int64)
+                    if INDEXED:
+                        y_row = tl.load(index + r, r < rows, 0)
+                y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
             else:
-                x = load_one(exact + at, inside)
-            if LINES == LINES_ROWS:
-                line = tl.load(index + row, row < rows, 0)
-                y = load_one(actual + line * stride_row + column.to(tl.int64) * stride_column, inside)
-            else:
-                y = load_one(actual + row.to(tl.int64) * stride_row + column.to(tl.int64) * stride_column, inside)
+                y = summed(products + exact_start + place, splits, split_stride, inside)
             x_ok, y_ok = is_finite(x), is_finite(y)
             valid = x_ok & y_ok
             magnitude = tl.where(x_ok, tl.abs(x), 0.0)
@@ -122,6 +155,7 @@ def compare_kernel(
             strange += folded((valid == 0).to(tl.int32), 0)
             if KEEP:
                 if pair == 0:
+                    at = row.to(tl.int64) * columns + column
                     tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside & (row < exact_rows))
         row_signal = tl.sum(signal, axis=1, keep_dims=True)
         row_noise = tl.sum(noise, axis=1, keep_dims=True)
@@ -156,11 +190,6 @@ def compare_kernel(
     tl.store(at + 17, tl.max(tl.max(emax, axis=1), axis=0).to(tl.float64))
     tl.store(at + 18, tl.max(tl.max(worst, axis=1), axis=0))
     tl.store(at + 19, -tl.min(tl.min(amin, axis=1), axis=0).to(tl.float64))
-    if is_last(tickets + pair, tl.num_programs(1)):
-        if pair == 0:
-            finish(parts, words, tl.num_programs(1), WHOLE)
-        else:
-            finish(parts + tl.num_programs(1) * COLUMNS, more_words, tl.num_programs(1), WHOLE)
 
 
 @triton.jit
@@ -170,44 +199,31 @@ def total(v):
 
 
 @triton.jit
-def is_last(ticket, num_programs):
-    """Say whether all other programs have left their parts; the counter is 0 again when the kernel ends."""
-    tl.debug_barrier()  # all of this program's stores come before its ticket
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num_programs - 1
-    if last:
-        tl.store(ticket, 0)
-    return last
-
-
-@triton.jit
-def finish(parts, words, num_programs, USED: tl.constexpr):
-    """Join the parts ``[programs, 24]`` of a pair to a row of words; ``USED``: which columns there are, see below."""
+def finish(parts, words, num_programs, used):
+    """Join the parts ``[programs, 24]`` of a pair to a row of words; ``used``: which columns there are, see above."""
     n = tl.arange(0, 16)
     e = tl.arange(0, 8)
     row = tl.arange(0, CHUNK)[:, None]
     sums = tl.zeros([CHUNK, 16], tl.float64)
     most = tl.full([CHUNK, 8], float("-inf"), tl.float64)
-    summed = ((n < 16) & (USED == WHOLE)) | ((n >= 6) & (n < 10) & (USED == ROWS)) | (((n == 0) | (n == 10)) & (USED == SUMMED))
-    extreme = ((e < 4) & (USED == WHOLE)) | ((e == 2) & (USED == ROWS))
+    added = ((n < 16) & (used == WHOLE)) | ((n >= 6) & (n < 10) & (used == ROWS)) | (((n == 0) | (n == 10)) & (used == SUMMED))
+    extreme = ((e < 4) & (used == WHOLE)) | ((e == 2) & (used == ROWS))
     for start in range(0, num_programs, CHUNK):
         inside = start + row < num_programs
         at = parts + (start + row) * COLUMNS
-        sums += tl.load(at + n[None, :], inside & summed[None, :], 0.0, cache_modifier=".cg")
-        if USED != SUMMED:
-            found = tl.load(at + 16 + e[None, :], inside & extreme[None, :], float("-inf"), cache_modifier=".cg")
-            most = tl.maximum(most, found)
+        sums += tl.load(at + n[None, :], inside & added[None, :], 0.0)
+        most = tl.maximum(most, tl.load(at + 16 + e[None, :], inside & extreme[None, :], float("-inf")))
     s = tl.sum(sums, axis=0)
-    tl.store(words + n, s.to(tl.int64), summed & (n < 10))
-    tl.store(words.to(tl.pointer_type(tl.float64)) + n, s, summed & (n >= 10))
-    if USED != SUMMED:
-        m = tl.max(most, axis=0)
-        m = tl.where(e == 3, -m, m).to(tl.float32)
-        tl.store(words.to(tl.pointer_type(tl.float32)) + 32 + e, m, extreme)
+    tl.store(words + n, s.to(tl.int64), added & (n < 10))
+    tl.store(words.to(tl.pointer_type(tl.float64)) + n, s, added & (n >= 10))
+    m = tl.max(most, axis=0)
+    m = tl.where(e == 3, -m, m).to(tl.float32)
+    tl.store(words.to(tl.pointer_type(tl.float32)) + 32 + e, m, extreme)
 
 
 @triton.jit
 def rows_kernel(
-    x, index, codes, scale, parts, tickets, words, columns, stride_row, stride_column, code_stride_row, code_stride_column,
+    x, index, codes, scale, parts, columns, stride_row, stride_column, code_stride_row, code_stride_column,
     scale_stride_row, scale_stride_column, block_rows, block_columns, E5M2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row ``index[i]`` of an operand beside what a GEMM reads of it; program i leaves the slots of ``metrics/rows.py``."""
@@ -240,30 +256,28 @@ def rows_kernel(
     tl.store(at + 8, (judged & (nmse < GOOD)).to(tl.float64))
     tl.store(at + 9, (clean == 0).to(tl.float64))
     tl.store(at + 18, tl.where(judged, nmse, float("-inf")))
-    if is_last(tickets, tl.num_programs(0)):
-        finish(parts, words, tl.num_programs(0), ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def damage_kernel(
-    error, grad, index, parts, tickets, words, columns, stride_row, stride_column, LINES: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Square of the product of a row's error with the gradient of the same row; 0 where that is not finite."""
+    error, grad, index, parts, shift, scale, columns, num_far, stride_row, stride_column, INDEXED: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``scale`` times the square of the product of a row's error with the gradient of the same row; 0 where it is not finite."""
     row = tl.program_id(0)
     line = row.to(tl.int64)
-    if LINES == LINES_ROWS:
+    if INDEXED:
         line = tl.load(index + row)
     product = tl.zeros([BLOCK], tl.float64)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         e = load_one(error + row.to(tl.int64) * columns + column, inside)
-        g = load_one(grad + line * stride_row + column.to(tl.int64) * stride_column, inside)
+        far = shared_line(column, num_far, shift, SHARE).to(tl.int64)
+        g = load_one(grad + line * stride_row + far * stride_column, inside)
         product += e.to(tl.float64) * g.to(tl.float64)
     found = tl.sum(product, axis=0)
     finite = tl.abs(found) < float("inf")
     found = tl.where(finite, found, 0.0)
     tl.store(parts + row * COLUMNS, tl.full([], 1.0, tl.float64))
-    tl.store(parts + row * COLUMNS + 10, found * found)
-    if is_last(tickets, tl.num_programs(0)):
-        finish(parts, words, tl.num_programs(0), SUMMED)
+    tl.store(parts + row * COLUMNS + 10, found * found * scale)

@@ -19,6 +19,8 @@ _COMPILED: dict[Any, Any] = {}
 _INT32_MAX = 2**31 - 1
 #: Releases whose compiled kernels are started as :meth:`Kernel.__call__` does it; others go through Triton's public way.
 _KNOWN = ("3.4", "3.5", "3.6", "3.7")
+#: Of these, those whose launcher in C takes what its wrapper in Python gives it for a kernel without scratch memory.
+_DIRECT = ("3.6",)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> Any:
@@ -37,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
     if INTERPRETED:
         kernel[grid](*arguments, *constants, **options)
         return None
-    key = (kernel, torch.cuda.current_device(), *map(_kind, arguments), constants, *options.values())
+    key = (id(kernel), torch.cuda.current_device(), *map(_kind, arguments), constants, *options.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
         compiled = _COMPILED[key] = kernel[grid](*arguments, *constants, **options)
@@ -81,8 +83,7 @@ class Kernel:
     def __init__(self, kernel: Any, device: Any, types: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> None:
         self._kernel, self._device, self._types, self._constants, self._options = kernel, device, types, constants, options
         self._run: Any = None
-        self._function: Any = None
-        self._packed: Any = None
+        self._head: tuple[Any, ...] = ()
 
     def __call__(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Start it on the current stream; arguments are numbers, and of tensors what :func:`address` returns."""
@@ -90,7 +91,7 @@ class Kernel:
             self._first(grid, arguments)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._run(*grid, stream, self._function, self._packed, None, None, None, *arguments, *self._constants)
+        self._run(*grid, stream, *self._head, *arguments, *self._constants)
 
     def _first(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         if INTERPRETED:
@@ -98,8 +99,13 @@ class Kernel:
             return
         typed = [a if t is None else _Pointer(t, a) for a, t in zip(arguments, self._types, strict=True)]
         compiled = self._kernel[grid](*typed, *self._constants, **self._options)
-        if triton.__version__.rpartition(".")[0] in _KNOWN:
-            self._function, self._packed, self._run = compiled.function, compiled.packed_metadata, compiled.run
+        release, run = triton.__version__.rpartition(".")[0], compiled.run
+        metadata = compiled.packed_metadata, None, None, None
+        if release in _DIRECT and not (run.global_scratch_size or run.profile_scratch_size):
+            self._head = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, *metadata
+            self._run = run.launch
+        elif release in _KNOWN:
+            self._head, self._run = (compiled.function, *metadata), run
 
 
 def address(x: Tensor) -> Any:

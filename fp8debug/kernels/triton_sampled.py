@@ -1,10 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""The exact GEMM of sampled rows: FP8 codes multiplied as 16-bit numbers, which hold them exactly, scales in FP32.
+"""The shadow and the exact GEMM of a sample of a result, in one launch.
 
-E4M3 and E5M2 codes are FP16 numbers. Products of two are exact in FP32, where the tensor core adds them; after every 128 (or
-32) of the contracted dimension both scales are applied and the sum goes to FP32 registers. So what is lost is FP32's rounding
-alone, and the ~14 bits that an FP8 product keeps of a sum (or all of K, without promotion) stay visible against it.
+The shadow multiplies the operands before their cast, in BF16. The exact GEMM multiplies FP8 codes as 16-bit numbers, which hold
+them exactly. E4M3 and E5M2 codes are FP16 numbers. Products of two are exact in FP32, where the tensor core adds them; after
+every 128 (or 32) of the contracted dimension both scales are applied and the sum goes to FP32 registers. So what is lost is
+FP32's rounding alone, and the ~14 bits that an FP8 product keeps of a sum (or all of K, without promotion) stay visible
+against it.
+
+Both are sampled in two ways: lines of one operand, whose numbers are given, and of the other a share: a group of ``GROUP`` in
+every ``BLOCK`` neighbouring lines, another group from block to block and step to step.
 """
 
 from __future__ import annotations
@@ -12,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.triton_common import decode, float_of
+from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP
+from fp8debug.kernels.triton_common import decode, float_of, load_one
 
 # FORM: what an operand's data are.
 FORM_E4M3 = tl.constexpr(0)
@@ -24,6 +30,23 @@ SCALED_NOT = tl.constexpr(0)
 SCALED_ROWS = tl.constexpr(1)  # one per row, over all of K
 SCALED_TILES = tl.constexpr(2)  # one per row and step of K
 SCALED_BLOCKS = tl.constexpr(3)  # one per 128 rows and step of K
+
+
+BLOCK = tl.constexpr(SHARE_BLOCK)
+GROUP = tl.constexpr(SHARE_GROUP)
+
+
+@triton.jit
+def shared_line(position, count, shift, SHARE: tl.constexpr):
+    """Return which of ``count`` lines is the one at a position of the share; all after the last whole block are in it."""
+    if SHARE:
+        blocks = count // BLOCK
+        block = position // GROUP
+        start = block * BLOCK + (block + shift) % (BLOCK // GROUP) * GROUP
+        line = tl.where(block < blocks, start + position % GROUP, position + blocks * (BLOCK - GROUP))
+        return tl.max_contiguous(tl.multiple_of(line, GROUP), GROUP)
+    else:
+        return position
 
 
 @triton.jit
@@ -45,33 +68,18 @@ def values_of(data, FORM: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr
 
 
 @triton.jit
-def gather_kernel(
-    data, index, out, scale, scale_out, length, steps, num_rows, stride_row, stride_k, scale_stride_row, scale_stride_k,
-    block_rows, FORM: tl.constexpr, SCALED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Rows ``index[s]`` of data ``[rows, length]`` to 16 bits, ``out [num_rows, length]``; scales to ``[steps, num_rows]``."""
-    s = tl.program_id(0)
-    row = tl.load(index + s)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < length
-    bits = tl.load(data + row * stride_row + column.to(tl.int64) * stride_k, inside, 0)
-    tl.store(out + s.to(tl.int64) * length + column, values_of(bits, FORM, HALF, NATIVE), inside)
-    if SCALED != SCALED_NOT and tl.program_id(1) == 0:
-        for start in range(0, steps, BLOCK):
-            step = start + tl.arange(0, BLOCK)
-            inverse = tl.load(scale + (row // block_rows) * scale_stride_row + step * scale_stride_k, step < steps, 0.0)
-            tl.store(scale_out + step * num_rows + s, inverse, step < steps)
-
-
-@triton.jit
-def columns_kernel(x, index, out, rows, samples, stride_row, stride_column, BR: tl.constexpr, BC: tl.constexpr):
-    """Columns ``index`` of x ``[rows, columns]``, bits of any 16 or 32, to out ``[rows, samples]``."""
+def columns_kernel(
+    x, index, out, rows, samples, stride_row, stride_column, SIZE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Columns ``index`` of x ``[rows, columns]``, bits of any 16 or 32, to out ``[rows, samples]``; ``SIZE``: see ``Sample``."""
     row = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
-    sample = tl.program_id(1) * BC + tl.arange(0, BC)[None, :]
-    inside = (row < rows) & (sample < samples)
+    sample = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = (row < rows) & (sample < samples)[None, :]
     column = tl.load(index + sample, sample < samples, 0)
-    bits = tl.load(x + row.to(tl.int64) * stride_row + column * stride_column, inside, 0)
-    tl.store(out + row.to(tl.int64) * samples + sample, bits, inside)
+    if SIZE > 1:  # so many lie next to each other from a multiple of it on
+        column = tl.max_contiguous(tl.multiple_of(column, SIZE), SIZE)
+    bits = tl.load(x + row.to(tl.int64) * stride_row + column[None, :] * stride_column, inside, 0)
+    tl.store(out + row.to(tl.int64) * samples + sample[None, :], bits, inside)
 
 
 @triton.jit
@@ -90,50 +98,147 @@ def lines_kernel(
 
 
 @triton.jit
-def product_kernel(
-    whole, few, out, whole_scale, few_scale, num_whole, num_few, length, stride_row, stride_k, scale_stride_row,
-    scale_stride_k, out_stride_whole, out_stride_few, FORM: tl.constexpr, WHOLE: tl.constexpr,
-    FEW: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BW: tl.constexpr, BF: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """out[w, f] = sum over k of whole[w, k] * few[f, k], where ``few [num_few, length]`` was gathered."""
-    tiles = tl.cdiv(num_few, BF)
-    w = (tl.program_id(0) // tiles) * BW + tl.arange(0, BW)
-    f = (tl.program_id(0) % tiles) * BF + tl.arange(0, BF)
-    row = tl.where(w < num_whole, w, 0)  # what lies beyond is worked out and not stored
-    other = tl.where(f < num_few, f, 0)
-    k = tl.arange(0, BK)
-    at_whole = whole + row.to(tl.int64)[:, None] * stride_row + k[None, :] * stride_k
-    at_few = few + other.to(tl.int64)[:, None] * length + k[None, :]
-    total = tl.zeros([BW, BF], tl.float32)
-    for step in range(tl.cdiv(length, BK)):
+def near_bf16(at, inside, EVEN: tl.constexpr, NATIVE: tl.constexpr):
+    """Load numbers and round them to BF16; FP32 that are BF16's numbers in the interpreter."""
+    if NATIVE:
         if EVEN:
-            bits = tl.load(at_whole)
-            right = tl.load(at_few)
+            return tl.load(at).to(tl.bfloat16)
         else:
-            inside = (step * BK + k)[None, :] < length
-            bits = tl.load(at_whole, inside, 0)
-            right = tl.load(at_few, inside, 0.0)
-        left = values_of(bits, FORM, HALF, NATIVE)
+            return tl.load(at, inside, 0.0).to(tl.bfloat16)
+    else:
+        bits = load_one(at, inside).to(tl.int32, bitcast=True)
+        bits += ((bits >> 16) & 1) + 0x7FFF  # to nearest, ties to even
+        return float_of(bits & -65536)
+
+
+@triton.jit
+def shadow_part(
+    near, far, index, out, tile, line, kept, start, end, length, num_shadow, near_stride_row, near_stride_k, far_stride_row,
+    far_stride_k, out_stride_few, INDEXED: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BW: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[w, f] = sum over k from start to end of far[w, k] * near[f, k]."""
+    f = tile * BS + tl.arange(0, BS)
+    few = tl.where(f < num_shadow, f, 0)
+    if INDEXED:
+        few = tl.load(index + few)
+    else:  # wide loads need rows at 16 bytes, of which all or none of a group is beyond the last line
+        few = tl.max_contiguous(tl.multiple_of(few, 8), 8).to(tl.int64)
+    k = tl.arange(0, BK)
+    at_far = far + line[:, None] * far_stride_row + (start + k).to(tl.int64)[None, :] * far_stride_k
+    at_near = near + few[:, None] * near_stride_row + (start + k).to(tl.int64)[None, :] * near_stride_k
+    total = tl.zeros([BW, BS], tl.float32)
+    for step in range(start, end, BK):
+        inside = (step + k)[None, :] < length
+        left = near_bf16(at_far, inside, EVEN, NATIVE)
+        right = near_bf16(at_near, inside, EVEN, NATIVE)
+        if NATIVE:
+            total = tl.dot(left, right.T, total)
+        else:
+            total = tl.dot(left, right.T, total, input_precision="ieee")
+        at_far += BK * far_stride_k
+        at_near += BK * near_stride_k
+    tl.store(out + f[None, :] * out_stride_few, total, kept[:, None] & (f < num_shadow)[None, :])
+
+
+@triton.jit
+def scales_of(at, step, stride_k, SCALED: tl.constexpr):
+    """Load the scales of a step along the contracted dimension; anything where there are none."""
+    if SCALED == SCALED_TILES or SCALED == SCALED_BLOCKS:
+        return tl.load(at + step * stride_k)
+    else:
+        return tl.zeros(at.shape, tl.float32)
+
+
+@triton.jit
+def exact_part(
+    codes, other, index, out, codes_scale, other_scale, tile, line, kept, start, end, length, num_exact, codes_stride_row,
+    codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row,
+    other_scale_stride_k, out_stride_few, INDEXED: tl.constexpr, CODES: tl.constexpr, CODES_SCALED: tl.constexpr,
+    OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+    BW: tl.constexpr, BE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """out[w, f] = sum over k from start to end of other[w, k] * codes[f, k]."""
+    f = tile * BE + tl.arange(0, BE)
+    few = tl.where(f < num_exact, f, 0).to(tl.int64)
+    if INDEXED:
+        few = tl.load(index + few)
+    k = tl.arange(0, STEP)
+    at_other = other + line[:, None] * other_stride_row + (start + k).to(tl.int64)[None, :] * other_stride_k
+    at_codes = codes + few[:, None] * codes_stride_row + (start + k).to(tl.int64)[None, :] * codes_stride_k
+    few_line = few // 128 if CODES_SCALED == SCALED_BLOCKS else few
+    far_line = line // 128 if OTHER_SCALED == SCALED_BLOCKS else line
+    at_codes_scale = codes_scale + few_line * codes_scale_stride_row
+    at_other_scale = other_scale + far_line * other_scale_stride_row
+    factor = scales_of(at_codes_scale, start // STEP, codes_scale_stride_k, CODES_SCALED)
+    far_factor = scales_of(at_other_scale, start // STEP, other_scale_stride_k, OTHER_SCALED)
+    total = tl.zeros([BW, BE], tl.float32)
+    for step in range(start, end, STEP):
+        # the next step's scales are on their way while this one is multiplied
+        after = tl.minimum(step + STEP, end - 1) // STEP
+        next_factor = scales_of(at_codes_scale, after, codes_scale_stride_k, CODES_SCALED)
+        next_far_factor = scales_of(at_other_scale, after, other_scale_stride_k, OTHER_SCALED)
+        if EVEN:
+            left_bits = tl.load(at_other)
+            right_bits = tl.load(at_codes)
+        else:
+            inside = (step + k)[None, :] < length
+            left_bits = tl.load(at_other, inside, 0)
+            right_bits = tl.load(at_codes, inside, 0)
+        left = values_of(left_bits, OTHER, HALF, NATIVE)
+        right = values_of(right_bits, CODES, HALF, NATIVE)
         if NATIVE:
             part = tl.dot(left, right.T)
         else:
             part = tl.dot(left, right.T, input_precision="ieee")
-        at_whole += BK * stride_k
-        at_few += BK
-        if FEW == SCALED_TILES or FEW == SCALED_BLOCKS:
-            factor = tl.load(few_scale + step * num_few + other)
-            if WHOLE == SCALED_BLOCKS and BW <= 128:
-                block = ((tl.program_id(0) // tiles) * BW) // 128
-                factor = factor * tl.load(whole_scale + block * scale_stride_row + step * scale_stride_k)
+        at_other += STEP * other_stride_k
+        at_codes += STEP * codes_stride_k
+        if CODES_SCALED == SCALED_TILES or CODES_SCALED == SCALED_BLOCKS:
             part = part * factor[None, :]
-        if WHOLE == SCALED_TILES or (WHOLE == SCALED_BLOCKS and (FEW == SCALED_NOT or FEW == SCALED_ROWS)):
-            line = row // 128 if WHOLE == SCALED_BLOCKS else row
-            part = part * tl.load(whole_scale + line * scale_stride_row + step * scale_stride_k)[:, None]
+        if OTHER_SCALED == SCALED_TILES or OTHER_SCALED == SCALED_BLOCKS:
+            part = part * far_factor[:, None]
         total += part
-    if FEW == SCALED_ROWS:
-        total = total * tl.load(few_scale + other)[None, :]
-    if WHOLE == SCALED_ROWS:
-        total = total * tl.load(whole_scale + row * scale_stride_row)[:, None]
-    at = out + w.to(tl.int64)[:, None] * out_stride_whole + f.to(tl.int64)[None, :] * out_stride_few
-    tl.store(at, total, (w < num_whole)[:, None] & (f < num_few)[None, :])
+        factor, far_factor = next_factor, next_far_factor
+    if CODES_SCALED == SCALED_ROWS:
+        total = total * tl.load(at_codes_scale)[None, :]
+    if OTHER_SCALED == SCALED_ROWS:
+        total = total * tl.load(at_other_scale)[:, None]
+    tl.store(out + f[None, :] * out_stride_few, total, kept[:, None] & (f < num_exact)[None, :])
+
+
+@triton.jit(do_not_specialize=["shift"])
+def sample_kernel(
+    near, far, codes, other, index, out, codes_scale, other_scale, shift, length, chunk, num_shadow, num_exact, num_shared,
+    num_far, near_stride_row, near_stride_k, far_stride_row, far_stride_k, codes_stride_row, codes_stride_k, other_stride_row,
+    other_stride_k, codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k,
+    out_stride_split, out_stride_few, out_stride_shared, NEAR_INDEXED: tl.constexpr, INDEXED: tl.constexpr,
+    SHARE: tl.constexpr, CODES: tl.constexpr, CODES_SCALED: tl.constexpr, OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr,
+    HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Parts of the sums over k of far[w, k] * near[f, k] and of other[w, k] * codes[f, k], ``out [splits, ...]``.
+
+    w runs over the share of ``num_far`` lines, f over sampled lines: ``num_shadow`` of near, then the first ``num_exact`` of them
+    of codes. A program has ``chunk`` of the contracted dimension.
+    """
+    shadow_tiles = tl.cdiv(num_shadow, BS)
+    tiles = shadow_tiles + tl.cdiv(num_exact, BE)
+    tile = tl.program_id(0) % tiles
+    w = (tl.program_id(0) // tiles) * BW + tl.arange(0, BW)
+    kept = w < num_shared  # what lies beyond is worked out and not stored
+    line = shared_line(tl.where(kept, w, 0), num_far, shift, SHARE).to(tl.int64)
+    start = tl.program_id(1) * chunk
+    end = tl.minimum(start + chunk, length)
+    to = out + tl.program_id(1).to(tl.int64) * out_stride_split + w.to(tl.int64)[:, None] * out_stride_shared
+    if tile < shadow_tiles:
+        shadow_part(
+            near, far, index, to, tile, line, kept, start, end, length, num_shadow, near_stride_row, near_stride_k,
+            far_stride_row, far_stride_k, out_stride_few, NEAR_INDEXED, EVEN, NATIVE, BW, BS, BK,
+        )  # fmt: skip
+    else:
+        exact_part(
+            codes, other, index, to + num_shadow * out_stride_few, codes_scale, other_scale, tile - shadow_tiles, line, kept,
+            start, end, length, num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k,
+            codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED,
+            CODES, CODES_SCALED, OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
+        )  # fmt: skip

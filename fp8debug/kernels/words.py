@@ -1,19 +1,30 @@
-"""Where kernels leave what they found of one tensor: rows of 24 words of device memory, handed out without an allocation each.
+"""Where kernels leave what they found of one tensor: rows of 24 words of device memory.
 
 A :class:`Layout` says how the slots of one kind of observation lie in a row. The rows of a step are joined to the table together.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: 8-byte words of a row, and rows that are allocated together.
-WORDS, ROWS = 24, 256
-#: Counters of programs that are done, one for each kernel that needs some; zero between launches.
-TICKETS = 8
+#: 8-byte words of a row.
+WORDS = 24
+
+
+class Row(NamedTuple):
+    """A row of a block of rows, and its address; the tensor is made when it is asked for, which few rows are."""
+
+    block: Tensor
+    number: int
+    address: int
+
+    @property
+    def words(self) -> Tensor:
+        """The row's tensor, int64 ``[24]``."""
+        return self.block[self.number]
 
 
 class Group(NamedTuple):
@@ -48,48 +59,11 @@ class Layout:
         self.names = frozenset(name for group in groups for name in group.names)
         self.starts = tuple(group.start for group in groups)
 
-    def slots(self, words: Tensor) -> dict[tuple[str, ...], Tensor]:
+    def slots(self, words: Tensor | Row) -> dict[tuple[str, ...], Tensor]:
         """Return a row's numbers by the names of their slots."""
+        words = words.words if isinstance(words, Row) else words
         return {group.names: group.of(words) for group in self.groups}
 
 
 #: A tensor of its own with the exponent histogram.
 HISTOGRAM = Layout(Group(("log2_hist",), torch.int64, 0, size=64))
-
-
-class Pool:
-    """Rows and counters of one stream of a device.
-
-    Args:
-        device: where they lie.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rows: list[Tensor] = []
-        self._address = 0
-        self.tickets = torch.zeros(TICKETS, dtype=torch.int32, device=device)
-        self.tickets_address: Any = self.tickets.data_ptr() if device.type == "cuda" else self.tickets
-
-    def take(self) -> tuple[Tensor, int]:
-        """Return an uninitialized row, int64 ``[24]``, and its address."""
-        if not self._rows:
-            block = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device)
-            self._rows = list(block.unbind(0))
-            self._address = block.data_ptr() + ROWS * WORDS * 8
-        self._address -= WORDS * 8
-        return self._rows.pop(), self._address
-
-
-_POOLS: dict[tuple[torch.device, int], Pool] = {}
-
-
-def pool(device: torch.device) -> Pool:
-    """Return the pool of the device's current stream."""
-    key = device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    found = _POOLS.get(key)
-    if found is None:
-        found = Pool(device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
-            _POOLS[key] = found
-    return found

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+#: Lists that became arrays, by column: the same list, which nobody changes, becomes the same array.
+Known = dict[str, tuple[list[Any], pa.Array]]
+#: Columns that are made before others may run.
+_PIECE = 12
 
-def record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatch:
+
+def record_batch(
+    schema: pa.Schema,
+    columns: Mapping[str, Any],
+    known: Known | None = None,
+    breathe: Callable[[], None] = lambda: None,
+) -> pa.RecordBatch:
     """Return the columns as a batch.
 
     Args:
         schema: schema of the batch; a column that is missing in ``columns`` is null.
         columns: equally long lists or arrays by name, or one value for all rows.
+        known: lists of the batch before, and of this one afterwards.
+        breathe: called now and then, to let other threads have the interpreter.
 
     Raises:
         ValueError: a column that the schema has not, or columns of different lengths.
@@ -30,14 +42,22 @@ def record_batch(schema: pa.Schema, columns: Mapping[str, Any]) -> pa.RecordBatc
     num_rows = next(iter(lengths.values()))
     is_statistic = _table(schema) == "stats"
     arrays = []
-    for field in schema:
+    for i, field in enumerate(schema):
+        if i % _PIECE == _PIECE - 1 and num_rows > _PIECE:
+            breathe()
         values = columns.get(field.name)
+        before = known.get(field.name) if known else None
+        if before is not None and before[0] is values:
+            arrays.append(before[1])
+            continue
         if not _is_column(values):
             array = pa.nulls(num_rows, field.type) if values is None else pa.array([values] * num_rows, field.type)
         elif pa.types.is_list(field.type):
             array = _lists(values, field)
         else:
             array = _array(values, field, is_statistic=is_statistic)
+        if known is not None and isinstance(values, list):
+            known[field.name] = values, array
         arrays.append(array)
     return pa.record_batch(arrays, schema=schema)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 Job = Callable[[], object]
 _LOOK_S = 0.1
+#: How long a job lets other threads run, and how many jobs may wait for that.
+_BREATH_S, _BREATHLESS = 2e-4, 4
 
 
 class Worker:
@@ -41,6 +43,14 @@ class Worker:
     def put(self, job: Job) -> None:
         """Have a job done after those that were put before; returns at once."""
         self._jobs.put(job)
+
+    def breathe(self) -> None:
+        """Let other threads have the interpreter, where the caller is a job and few wait for it; else do nothing.
+
+        A thread that wants the interpreter is given it after 5 ms otherwise, which is long for the step of a training.
+        """
+        if self.is_current and self._jobs.qsize() < _BREATHLESS:
+            time.sleep(_BREATH_S)
 
     def wait(self, patience_s: float) -> bool:
         """Wait for the jobs put so far; return False once no job has ended for ``patience_s``, or the thread is gone."""

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
-from fp8debug.store.batch import record_batch
+from fp8debug.store.batch import Known, record_batch
 from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
 from fp8debug.store.places import refuse_to_write
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
@@ -88,6 +88,7 @@ class RunWriter:
         self._lock: Lock | None = None
         self._streams: dict[str, stream.Stream] = {}
         self._schemas: dict[str, pa.Schema] = {}
+        self._arrays: dict[str, Known] = {}
         self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
         self._counting = threading.Lock()
         self._closed = False
@@ -214,6 +215,10 @@ class RunWriter:
         if changes and self._is_open() and self.stopped is None:
             self._worker.put(job)
 
+    def breathe(self) -> None:
+        """Between two pieces of work in the writer's thread: let others run; elsewhere it does nothing."""
+        self._worker.breathe()
+
     def flush(self) -> None:
         """Wait until all rows so far are with the operating system, as long as its disk gets anything done."""
         if self._is_open() and self.stopped is None:
@@ -276,7 +281,7 @@ class RunWriter:
                 if table not in self._schemas:
                     self._schemas[table] = arrow_schema(table)
                 full = {"rank": self.rank, **(columns() if callable(columns) else columns)}
-                batch = record_batch(self._schemas[table], full)
+                batch = record_batch(self._schemas[table], full, self._arrays.setdefault(table, {}), self.breathe)
                 if table != "events" and batch.num_rows:
                     self._last_step = batch["step"][0].as_py()
                     if self._must_tell_resume:

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.gemm import gemm
-from fp8debug.kernels.gemm_sampled import exact_gemm
+from fp8debug.kernels.gemm_sampled import Products, columns_of, products_of
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_bins import Bins
 from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
-from fp8debug.kernels.results import num_exact
+from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
@@ -159,50 +159,65 @@ def _gemm(which: Gemm, pairs: list[Any], backend: str, i: int) -> torch.Tensor:
 
 def samples() -> None:
     """What a watched step adds at a GEMM of 256 sampled rows or columns, and counting a tensor for casts of one scale."""
-    for tokens, n, k in SHAPES[::2]:
+    for tokens, n, k in SHAPES:
         for which in Gemm:
             shapes = {TensorRole.INPUT: (tokens, k), TensorRole.WEIGHT: (n, k), TensorRole.GRAD_OUTPUT: (tokens, n)}
-            pairs = [tuple(_operand(which, role, shapes[role]) for role in OPERANDS[which]) for _ in range(ROTATE)]
-            index = _sample(k if which is Gemm.WGRAD else tokens)
-            wanted = reference.gemm(which, *(reference.dequantize(*o) for o in pairs[0]), accumulate=torch.float64)
-            wanted = wanted.index_select(int(which is Gemm.WGRAD), index)
-            found = exact_gemm(which, pairs[0][0], pairs[0][1], index)
-            assert found is not None
-            loss = ((found - wanted).square().sum() / wanted.square().sum()).log10().item() * -10
-            del wanted, found
-            time = microseconds(partial(_exact, which, pairs, index), inner=2)
-            report(f"exact {which} {tokens}x{n}x{k}, {loss:.0f} dB", time)
-            few = num_exact(len(index))
-            report(f"the same of {few}", microseconds(partial(_exact, which, pairs, index[:few]), inner=2))
-    for rows, columns, dim in ((8192, 14336, 0), (8192, 4096, 0), (14336, 4096, 1)):
-        actual = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(ROTATE)]
-        index = _sample((rows, columns)[dim])
-        shadow = [a.index_select(dim, index) for a in actual]
-        exact = [s.float() for s in shadow]
-        report(f"a result [{rows}, {columns}] against both", microseconds(partial(_compare, actual, shadow, exact, index, dim)))
+            high = [[torch.randn(shapes[role], device="cuda").bfloat16() for role in OPERANDS[which]] for _ in range(ROTATE)]
+            pairs = [tuple(_operand(which, role, x) for role, x in zip(OPERANDS[which], one, strict=True)) for one in high]
+            columns, length = which is Gemm.WGRAD, k if which is Gemm.WGRAD else tokens
+            size = size_of_groups(256, length) if columns else 1
+            lines = spread_lines(256, length, size, torch.device("cuda"))
+            sample = Sample(lines, 3, size)
+            cut = [(one[0], columns_of(one[1], lines, size) if columns else one[1]) for one in high]
+            results = {Gemm.FPROP: (tokens, n), Gemm.DGRAD: (tokens, k), Gemm.WGRAD: (n, k)}
+            actual = [torch.randn(results[which], device="cuda").bfloat16() for _ in range(ROTATE)]
+            plan = products_of(which, cut[0], pairs[0], sample, num_exact(256))
+            assert plan is not None
+            name = f"{which} {tokens}x{n}x{k}"
+            time = microseconds(partial(_products, plan, which, cut, pairs, sample), inner=2)
+            report(f"shadow and exact of {name}, {plan.size[0]} parts", time)
+            report("the same, and compared", microseconds(partial(_compare, which, cut, pairs, actual, sample), inner=2))
+            if columns:
+                report(f"256 columns of {tokens}x{k}", microseconds(partial(_columns, [one[1] for one in high], lines, size)))
+            _check_exact(which, plan, (cut[0], pairs[0]), sample)
     bins = Bins(torch.device("cuda"))
     for name, scale in (("normal", torch.ones(8192, 1)), ("rows over 9 decades", torch.logspace(-9, 0, 8192)[:, None])):
         words = [(torch.randn(8192, 4096) * scale).bfloat16().cuda().view(-1).view(torch.int32) for _ in range(ROTATE)]
         report(f"count bf16[8192, 4096], {name}", microseconds(partial(_count, bins, words)))
 
 
-def _operand(which: Gemm, role: TensorRole, shape: tuple[int, int]) -> Any:
+def _operand(which: Gemm, role: TensorRole, x: torch.Tensor) -> Any:
     cast = get_recipe("blockwise").casts[which, role]
     assert cast is not None
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     return quantize(x, cast, layout="columns" if (which, role) in CONTRACTS_ROWS else "rows")[0], cast
 
 
-def _sample(length: int) -> torch.Tensor:
-    return (torch.arange(256, device="cuda") * length // 256 + 77) % length
+def _check_exact(which: Gemm, plan: Products, operands: tuple[Any, Any], sample: Sample) -> None:
+    """Say how far the exact GEMM is from FP64."""
+    cut, pair = operands
+    parts = plan(which, cut, pair, sample).sum(0)
+    assert sample.lines is not None
+    few, share = sample.lines[: plan.exact], sample.share(plan.far, sample.lines.device)
+    first, second = (reference.dequantize(*o).double() for o in pair)
+    if which is Gemm.WGRAD:
+        found, wanted = parts.view(plan.shared, -1)[:, plan.shadow :], first[:, share].t() @ second[:, few]
+    else:
+        found = parts.view(-1, plan.shared)[plan.shadow :]
+        wanted = first[few] @ (second[share].t() if which is Gemm.FPROP else second[:, share])
+    loss = ((found - wanted).square().sum() / wanted.square().sum()).log10().item() * -10
+    print(f"    exact GEMM {loss:.0f} dB from FP64", flush=True)
 
 
-def _exact(which: Gemm, pairs: list[Any], index: torch.Tensor, i: int) -> object:
-    return exact_gemm(which, pairs[i][0], pairs[i][1], index)
+def _products(plan: Products, which: Gemm, cut: list[Any], pairs: list[Any], sample: Sample, i: int) -> object:
+    return plan(which, cut[i], pairs[i], sample)
 
 
-def _compare(actual: list[Any], shadow: list[Any], exact: list[Any], index: torch.Tensor, dim: int, i: int) -> object:
-    return compare(actual[i], shadow[i], exact[i], index, dim=dim, keep=dim == 0)
+def _columns(x: list[torch.Tensor], lines: torch.Tensor, size: int, i: int) -> object:
+    return columns_of(x[i], lines, size)
+
+
+def _compare(which: Gemm, cut: list[Any], pairs: list[Any], actual: list[Any], sample: Sample, i: int) -> object:
+    return compare(which, cut[i], pairs[i], actual[i], sample, keep=which is Gemm.FPROP)
 
 
 def _count(bins: Bins, words: list[torch.Tensor], i: int) -> None:

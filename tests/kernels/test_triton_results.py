@@ -16,16 +16,17 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.formats import block_shape
 from fp8debug.kernels import reference, results
 from fp8debug.kernels.accumulator import short_gemm
-from fp8debug.kernels.dispatch import Slots
-from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines, exact_gemm
+from fp8debug.kernels.dispatch import Operand, Slots
+from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines, products_of
 from fp8debug.kernels.observe_join import Joiner
+from fp8debug.kernels.observe_pool import flush
 from fp8debug.kernels.observe_results import DAMAGE, LINES, RESULT, Found, compare, damage, row_slots
+from fp8debug.kernels.sample import MIN_WIDE, SHARE_BLOCK, SHARE_GROUP, Sample, num_exact
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND
-from fp8debug.kernels.words import HISTOGRAM, Layout, pool
+from fp8debug.kernels.words import HISTOGRAM, Layout
 from fp8debug.metrics import METRICS, Pair, Source
 from fp8debug.metrics.base import Slot
-from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.table import Table
@@ -76,39 +77,67 @@ def in_fp64(which: Gemm, pair: Operands) -> torch.Tensor:
     return whole[:, index_of(which)] if which is Gemm.WGRAD else whole[index_of(which)]
 
 
+def sampled_high(which: Gemm, sample: Sample, uniform: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = tensors(which, uniform)
+    return first, second[:, sample.lines] if which is Gemm.WGRAD else second
+
+
+def products(
+    which: Gemm, high: tuple[torch.Tensor, torch.Tensor], pair: tuple[Operand, Operand], sample: Sample
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The shadow and the exact GEMM of a sample, rows by columns as the result has them."""
+    lines = sample.lines
+    assert lines is not None
+    plan = products_of(which, high, pair, sample, lines.numel())
+    if plan is None:
+        return None
+    parts = plan(which, high, pair, sample).sum(0)
+    found = parts.view(plan.shared, -1) if which is Gemm.WGRAD else parts.view(-1, plan.shared)
+    shadow, exact = found.chunk(2, int(which is Gemm.WGRAD))
+    return shadow, exact
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "mxfp8"])
 @pytest.mark.parametrize("which", list(Gemm), ids=str)
-def test_exact_gemm_of_a_sample(which: Gemm, recipe: str) -> None:
-    pair = operands(which, recipe)
-    found = exact_gemm(which, *pair, index_of(which))
-    assert found is not None and found.dtype is torch.float32
-    assert sqnr_db(found, in_fp64(which, pair)) > 130
+def test_products_of_a_sample(which: Gemm, recipe: str) -> None:
+    pair, sample = operands(which, recipe), Sample(index_of(which))
+    found = products(which, sampled_high(which, sample), pair, sample)
+    assert found is not None
+    assert sqnr_db(found[1], in_fp64(which, pair)) > 130
+    assert sqnr_db(found[0], results.shadow_product(which, *cut(which, sample))) > 52  # which is rounded to BF16
 
 
-def test_exact_gemm_of_a_bf16_operand() -> None:
-    first, second = operands(Gemm.FPROP, "blockwise")[0], tensors(Gemm.FPROP)[1]
-    found = exact_gemm(Gemm.FPROP, first, second, index_of(Gemm.FPROP))
-    wanted = reference.dequantize(*first).double()[index_of(Gemm.FPROP)] @ second.double().t()
-    assert found is not None and sqnr_db(found, wanted) > 130
+def cut(which: Gemm, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = sampled_high(which, sample)
+    return (first, second) if which is Gemm.WGRAD else (first[sample.lines], second)
 
 
-def test_exact_gemm_leaves_other_scales_to_torch() -> None:
+def test_products_of_a_bf16_operand_and_of_other_dtypes() -> None:
+    sample = Sample(index_of(Gemm.FPROP))
+    quantized, second = operands(Gemm.FPROP, "blockwise")[0], tensors(Gemm.FPROP)[1]
+    high = tensors(Gemm.FPROP)[0].float() * 1.001, second.half()
+    found = products(Gemm.FPROP, high, (quantized, second), sample)
+    wanted = reference.dequantize(*quantized).double()[index_of(Gemm.FPROP)] @ second.double().t()
+    assert found is not None and sqnr_db(found[1], wanted) > 130
+    assert sqnr_db(found[0], results.shadow_product(Gemm.FPROP, high[0][sample.lines], high[1])) > 52
+
+
+def test_other_scales_are_left_to_torch() -> None:
     (q, _), second = operands(Gemm.FPROP, "blockwise")
     other = Cast(granularity="128x1")
     first = reference.quantize(reference.dequantize(q, Cast(granularity="1x128")), other), other
-    assert exact_gemm(Gemm.FPROP, first, second, index_of(Gemm.FPROP)) is None
-    found = results._in_chunks(Gemm.FPROP, first, second, index_of(Gemm.FPROP))
-    assert sqnr_db(found, in_fp64(Gemm.FPROP, (first, second))) > 130
+    sample = Sample(index_of(Gemm.FPROP))
+    assert products(Gemm.FPROP, sampled_high(Gemm.FPROP, sample), (first, second), sample) is None
 
 
 def test_exact_gemm_shows_what_an_accumulator_loses() -> None:
     """docs/numerics.md, 2: BF16's rounding of a result is 55 dB, ten bits of an accumulator are far less."""
-    pair, index = operands(Gemm.FPROP, "tensorwise_current", uniform=True), index_of(Gemm.FPROP)
-    exact = exact_gemm(Gemm.FPROP, *pair, index)
-    assert exact is not None
+    pair, sample = operands(Gemm.FPROP, "tensorwise_current", uniform=True), Sample(index_of(Gemm.FPROP))
+    found = products(Gemm.FPROP, sampled_high(Gemm.FPROP, sample, uniform=True), pair, sample)
+    assert found is not None
     rounded = in_fp64(Gemm.FPROP, pair).bfloat16()
-    assert 52 < sqnr_db(rounded, exact) < 58
-    assert sqnr_db(short_gemm(Gemm.FPROP, *pair, bits=10)[index], exact) < 45
+    assert 52 < sqnr_db(rounded, found[1]) < 58
+    assert sqnr_db(short_gemm(Gemm.FPROP, *pair, bits=10)[sample.lines], found[1]) < 45
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -130,63 +159,105 @@ def assert_same(found: Found, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def slots_of(found: Found) -> dict[tuple[str, ...], torch.Tensor]:
+    flush(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     (layout,) = found
     return layout.slots(found[layout])
 
 
-def result_with_surprises() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Actual ``[40, 90]``, shadow and exact of its rows 1, 4, 9, 30: with NaN, Inf, a lost row and a zero row."""
+def surprising(which: Gemm, recipe: str = "blockwise") -> tuple[tuple[torch.Tensor, ...], Operands, torch.Tensor]:
+    """Operands before the cast and as read, and a result ``[40, 1100]`` with NaN, Inf, a lost row and a zero row."""
     generator = torch.Generator().manual_seed(0)
-    actual = torch.randn(40, 90, generator=generator)
-    rows = actual[[1, 4, 9, 30]]
-    shadow = (rows * (1 + 0.01 * torch.randn(rows.shape, generator=generator))).bfloat16()
-    exact = rows * (1 + 0.001 * torch.randn(rows.shape, generator=generator))
-    actual[4, 3], actual[9, 1], shadow[0, 0] = float("nan"), float("inf"), float("nan")
-    actual[30] *= 2
-    shadow[1] = 0
-    return actual.bfloat16().to(DEVICE), shadow.to(DEVICE), exact.to(DEVICE)
+    shapes = {Gemm.FPROP: ((40, 70), (1100, 70)), Gemm.DGRAD: ((40, 70), (70, 1100)), Gemm.WGRAD: ((70, 1100), (70, 40))}
+    high = tuple(torch.randn(shape, generator=generator).bfloat16().to(DEVICE) for shape in shapes[which])
+    found = []
+    for role, x in zip(OPERANDS[which], high, strict=True):
+        cast = get_recipe(recipe).casts[which, role]
+        assert cast is not None
+        found.append((reference.quantize(x, cast), cast))
+    pair = found[0], found[1]
+    actual = reference.gemm(which, *pair).bfloat16()
+    rows = actual if which is not Gemm.WGRAD else actual.t()
+    rows[4, :200], rows[9, :200] = float("nan"), float("inf")
+    rows[30] *= 2
+    rows[1] = 0
+    return high, pair, actual
 
 
-def test_compare_equals_the_metrics() -> None:
-    actual, shadow, exact = result_with_surprises()
-    index = torch.tensor([1, 4, 9, 30], device=DEVICE)
-    found, error = compare(actual, shadow, exact, index, keep=True)
-    picked = actual[index].float()
-    for parts, expected in zip(found, (shadow, exact), strict=True):
-        assert_same(parts, reference.statistics(Pair(source=Source(expected), y=picked)))
-    grad = torch.randn(40, 90).bfloat16().to(DEVICE)
-    pair = Pair(source=Source(shadow), y=picked, grad=grad[index].float())
-    assert error is not None
-    slots = slots_of(damage(error, grad, index))
-    whole = {name: value for names, values in slots.items() for name, value in zip(names, values, strict=True)}
-    wanted = Damage().partial(pair)
-    assert int(whole["num_damage_rows"]) == 4
-    assert float(whole["damage"]) == pytest.approx(float(wanted["damage"]), rel=1e-3)  # the error is kept in BF16
+@pytest.mark.parametrize("shift", [None, 5])
+@pytest.mark.parametrize("which", list(Gemm), ids=str)
+def test_compare_equals_the_metrics(which: Gemm, shift: int | None) -> None:
+    """Of all rows, of some, and of a share of the wide dimension: as by torch ops; only the products differ, by rounding."""
+    high, pair, actual = surprising(which)
+    turned = which is Gemm.WGRAD
+    for lines in (torch.tensor([1, 4, 9, 30, 31], device=DEVICE), *([] if shift is None else [None])):
+        sample = Sample(lines, shift)
+        cut = (high[0], high[1][:, lines]) if turned and lines is not None else (high[0], high[1])
+        compared = compare(which, cut, pair, actual, sample, keep=True)
+        assert compared is not None
+        found, error = compared
+        wanted = results._pairs(which, cut, pair, actual, sample)
+        for parts, expected in zip(found, wanted, strict=True):
+            assert expected is not None
+            assert_near(parts, expected)
+        numel = (40 if lines is None else 5) * (1100 if shift is None else 1100 // 128 * 16 + 1100 % 128)
+        assert int(slots_of(found[0])[RESULT.groups[0].names][0]) == numel
+        if which is Gemm.FPROP:
+            grad = torch.randn(40, 1100, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+            assert error is not None
+            slots = slots_of(damage(error, grad, sample))
+            whole = {name: value for names, values in slots.items() for name, value in zip(names, values, strict=True)}
+            by_torch = results.damage_of(results.OutputError(None, wanted[0], sample), grad)
+            assert int(whole["num_damage_rows"]) == int(by_torch["num_damage_rows"]) == len(wanted[0].y)
+            assert float(whole["damage"]) == pytest.approx(float(by_torch["damage"]), rel=2e-2)  # the error is kept in BF16
 
 
-def test_compare_of_columns_and_of_all() -> None:
-    actual, index = tensors(Gemm.FPROP)[0], torch.tensor([0, 7, 130], device=DEVICE)
-    shadow = actual[:, index].float() * 1.01
-    (found,), error = compare(actual, shadow, None, index, dim=1)
-    assert error is None
-    assert_same(found, reference.statistics(Pair(source=Source(shadow), y=actual[:, index].float())))
-    (found,), _ = compare(actual, actual.float() * 0.5, None)
-    assert_same(found, reference.statistics(Pair(source=Source(actual.float() * 0.5), y=actual.float())))
+def assert_near(parts: Found, pair: Pair) -> None:
+    """Counts of the actual result are equal; sums over products that were rounded apart are near."""
+    wanted = reference.statistics(pair)
+    scale = float(wanted["sum_x2"]) ** 0.5
+    for names, values in slots_of(parts).items():
+        for name, value in zip(names, values, strict=True):
+            if values.dtype is torch.int64:
+                assert int(value) == int(wanted[name]), name
+            elif name != "amin":
+                assert float(value) == pytest.approx(float(wanted[name]), rel=2e-3, abs=1e-2 * scale), name
 
 
-def test_more_programs_than_are_joined_at_once() -> None:
-    """150 rows: the last program joins the parts in three rounds, and the counters of programs are 0 again for the next."""
-    actual = torch.randn(150, 20, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
-    shadow = actual.float() * torch.linspace(0.5, 1.5, 150, device=DEVICE)[:, None]
-    for _ in range(2):
-        (found,), error = compare(actual, shadow, None, keep=True)
-        assert_same(found, reference.statistics(Pair(source=Source(shadow), y=actual.float())))
-        assert error is not None
-        grad = torch.ones(150, 20).bfloat16().to(DEVICE)
-        ((count,), (total,)) = slots_of(damage(error, grad)).values()
-        assert int(count) == 150
-        assert float(total) == pytest.approx(float((error.double().sum(1)).square().sum()), rel=1e-12)
-    assert not pool(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")).tickets.any()
+def test_compare_without_an_actual_result() -> None:
+    high, pair, _ = surprising(Gemm.FPROP)
+    sample = Sample(torch.tensor([0, 7, 39], device=DEVICE), 3)
+    compared = compare(Gemm.FPROP, (high[0], high[1]), pair, None, sample)
+    assert compared is not None and compared[1] is None
+    (found,) = compared[0]
+    assert_near(found, results._pairs(Gemm.FPROP, (high[0], high[1]), pair, None, sample)[0])
+
+
+def test_a_share_of_a_wide_dimension() -> None:
+    """Every block of 128 is in the share of every step, the ragged rest wholly, and in eight steps all of it."""
+    cpu, seen = torch.device("cpu"), set()
+    assert Sample(shift=3).share(MIN_WIDE - 1, cpu) == slice(None) == Sample().share(1 << 20, cpu)
+    for shift in range(8):
+        sample = Sample(shift=shift)
+        found = sample.share(1100, cpu)
+        assert isinstance(found, torch.Tensor) and len(found) == len(found.unique()) == sample.num_shared(1100)
+        assert found.max() < 1100 and set(range(1024, 1100)) <= set(found.tolist())
+        blocks = found[found < 1024].view(-1, SHARE_GROUP)
+        assert torch.equal(blocks[:, 0] // SHARE_BLOCK, torch.arange(8)) and (blocks[:, 0] % SHARE_GROUP == 0).all()
+        seen |= set(found.tolist())
+    assert len(seen) == 1100
+
+
+def test_many_second_stages_wait_for_one_launch() -> None:
+    """More space than there is ends the wait of those before; what is joined twice is the same."""
+    high, pair, actual = surprising(Gemm.FPROP)
+    found = [
+        compare(Gemm.FPROP, (high[0], high[1]), pair, actual, Sample(torch.tensor([4], device=DEVICE), 1)) for _ in range(40)
+    ]
+    rows = [list(slots_of(one[0][0]).values()) for one in found if one is not None]
+    assert len(rows) == 15 and num_exact(256) == 64
+    for row in rows[1:]:
+        for value, same in zip(row, rows[0], strict=True):
+            assert torch.equal(value.nan_to_num(), same.nan_to_num())
 
 
 @pytest.mark.parametrize("granularity", ["128x128", "1x128", "tensorwise", "rowwise"])
@@ -219,7 +290,7 @@ def test_rows_of_words_join_the_state_by_their_rules() -> None:
             table.merge(row, {layout: value})
         table._join()
         on_device = [(layout, row, value.to(DEVICE)) for layout, row, value in words]
-        joiner([(value.data_ptr(), row, joiner.number(layout)) for layout, row, value in on_device])
+        joiner([n for layout, row, value in on_device for n in (value.data_ptr(), row, joiner.number(layout))])
     for kind, wanted in table._state.items():
         assert torch.equal(state[kind].cpu(), wanted), kind
 
@@ -229,6 +300,8 @@ def test_columns_of_a_sample() -> None:
     for whole in (x, x.float(), x.t(), x.half()[:, 1:]):
         few = index[: 4 if whole.shape[1] > 132 else 1]
         assert torch.equal(columns_of(whole, few), whole[:, few])
+    groups = torch.tensor([16, 17, 18, 19, 4, 5, 6, 7], device=DEVICE)
+    assert torch.equal(columns_of(x[:, :132].contiguous(), groups, 4), x[:, groups])
 
 
 class Largest:
@@ -258,16 +331,16 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("by_kernels")
 @pytest.mark.parametrize("which", list(Gemm), ids=str)
 def test_a_result_as_a_whole_and_a_metric_of_a_user(which: Gemm) -> None:
-    first, second = tensors(which)
-    pair, index = operands(which, "blockwise"), index_of(which)
+    pair, sample = operands(which, "blockwise"), Sample(index_of(which), 2)
     exact = in_fp64(which, pair)
     actual = reference.gemm(which, *pair).bfloat16()
-    high = (first, second[:, index]) if which is Gemm.WGRAD else (first[index], second)
-    found = results.compare_result(which, high, pair, actual, index, keep=True)
-    picked = (actual[:, index] if which is Gemm.WGRAD else actual[index]).float()
-    shadow = results.shadow_product(which, *high).float()
+    high = sampled_high(which, sample)
+    found = results.compare_result(which, high, pair, actual, sample, keep=True)
+    picked = (actual[:, sample.lines] if which is Gemm.WGRAD else actual[sample.lines]).float()
+    shadow = results.shadow_product(which, *cut(which, sample)).float()
 
     def joined(parts: Slots, name: str) -> float:
+        flush(picked.device)
         if name in parts:
             return float(parts[name])
         (row,) = (key.slots(value) for key, value in parts.items() if isinstance(key, Layout))
@@ -280,5 +353,5 @@ def test_a_result_as_a_whole_and_a_metric_of_a_user(which: Gemm) -> None:
         assert joined(parts, "largest_actual") == float(picked.amax())
         error = float((picked.double() - expected.double()).square().sum())
         assert joined(parts, "sum_err2") == pytest.approx(error, rel=1e-4)
-    tried = results.compare_result(which, high, pair, None, index)
+    tried = results.compare_result(which, high, pair, None, sample)
     assert tried.exact is None and joined(tried.shadow, "numel") == picked.numel()

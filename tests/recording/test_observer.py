@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.kernels.words import Group, Layout, pool
+from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
 from fp8debug.recipes import get_recipe
@@ -38,7 +38,7 @@ def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
 
 def test_a_row_waits_for_more_of_it_and_is_joined_once() -> None:
     layout = Layout(Group(("numel", "num_zero"), torch.int64, 8), Group(("amax",), torch.float32, 0))
-    row, table = pool(CPU).take()[0], Table(2, CPU)
+    row, table = torch.empty(WORDS, dtype=torch.int64), Table(2, CPU)
     layout.groups[0].of(row).copy_(torch.tensor([6, 2]))
     layout.groups[1].of(row).fill_(3.0)
     for _ in range(2):
@@ -70,12 +70,37 @@ def test_a_tensor_is_worked_on_once_as_long_as_it_is_the_same() -> None:
 def test_sampled_rows_are_those_of_the_step() -> None:
     seen = observer()
     first = seen.sample(64, CPU)
-    assert isinstance(first, torch.Tensor) and seen.sample(64, CPU) is first
-    assert seen.sample(8, CPU) == slice(None)
+    assert isinstance(first.lines, torch.Tensor) and seen.sample(64, CPU) is first
+    assert seen.sample(8, CPU).lines is None and seen.sample(8, CPU).shift is not None
     seen.start_step(1)
     second = seen.sample(64, CPU)
-    assert isinstance(second, torch.Tensor) and not torch.equal(first, second)
-    assert torch.equal(second.sort().values.diff(), torch.full((7,), 8))
+    assert isinstance(second.lines, torch.Tensor) and not torch.equal(first.lines, second.lines)
+    assert torch.equal(second.lines.sort().values.diff(), torch.full((7,), 8))
+
+
+def test_sampled_columns_lie_in_groups_and_reach_every_column() -> None:
+    seen, found = Observer(Settings(shadow_rows=256, plain_recipe=get_recipe("blockwise")), _ignore, _ignore), set[int]()
+    for step in range(0, 400, 10):
+        seen.start_step(step)
+        sample = seen.sample(4096, CPU, columns=True)
+        assert isinstance(sample.lines, torch.Tensor) and sample.size == 16 and len(sample.lines.unique()) == 256
+        groups = sample.lines.view(16, 16)
+        assert torch.equal(groups, groups[:, :1] + torch.arange(16)) and (groups[:, 0] % 16 == 0).all()
+        assert torch.equal(groups[:, 0].sort().values.diff(), torch.full((15,), 256)) and groups[0, 0] == sample.start
+        assert torch.equal(groups[:4, 0].sort().values.diff(), torch.full((3,), 1024))  # those of the exact GEMM
+        found |= set(sample.lines.tolist())
+    assert len(found) == 4096
+    assert seen.sample(250, CPU, columns=True).lines is None
+    assert (
+        Observer(Settings(shadow_rows=30, plain_recipe=get_recipe("blockwise")), _ignore, _ignore)
+        .sample(70, CPU, columns=True)
+        .size
+        == 1
+    )
+
+
+def _ignore(*args: object) -> None:
+    pass
 
 
 def test_modules_that_read_one_tensor_share_its_columns_and_keep_them_no_longer(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Memory that kernels leave what they found in, and the second stages of their sums; importable only where Triton is.
+
+A kernel whose programs each leave a part of a sum takes space for the parts and a row of ``words`` for the sum, and says what is
+to be joined. The parts of many kernels are joined in one launch: when the space is used up, or when the rows are wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels import triton_later as tl
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.words import WORDS, Row
+
+#: Rows that are allocated together.
+ROWS = 256
+#: FP64 numbers of the space for parts: 8 MiB.
+SPACE = 1 << 12 if INTERPRETED else 1 << 20
+
+
+class Stage(NamedTuple):
+    """A second stage: its kernel, whose program i takes the i-th of ``size`` integers, and their number."""
+
+    kernel: Any
+    size: int
+    constants: tuple[int, ...]
+    warps: int
+
+
+#: The statistics of a cast, and those of a GEMM's result.
+OPERANDS = Stage(tl.operands_kernel, tl.OPERAND_ITEM.value, (16 if INTERPRETED else 256,), 8)
+RESULTS = Stage(tl.results_kernel, tl.RESULT_ITEM.value, (), 4)
+
+
+class Pool:
+    """Rows and space of one stream of a device.
+
+    Args:
+        device: where they lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, WORDS, dtype=torch.int64, device=device)
+        self._num_taken = self._address = 0
+        self._space: Tensor | None = None
+        self._start = self._used = self._size = 0
+        self._waiting: dict[Stage, list[tuple[int, ...]]] = {OPERANDS: [], RESULTS: []}
+        self._kernels = {stage: self._kernel(stage) for stage in self._waiting}
+
+    def _kernel(self, stage: Stage) -> Kernel:
+        return Kernel(stage.kernel, self._device.index, (torch.int64,), stage.constants, num_warps=stage.warps)
+
+    def take(self) -> Row:
+        """Return an uninitialized row."""
+        number = self._num_taken
+        if number == len(self._block):
+            self._block, number = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device), 0
+            self._address = self._block.data_ptr()
+        self._num_taken = number + 1
+        return Row(self._block, number, self._address + 8 * WORDS * number)
+
+    def space(self, count: int) -> tuple[Any, int]:
+        """Return space for so many FP64 numbers as a kernel takes it, and its address; until the next :meth:`flush`."""
+        if self._used + count > self._size:
+            self.flush()
+            if count > self._size:
+                self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
+                self._start, self._size = self._space.data_ptr(), self._space.numel()
+        first, self._used = self._used, self._used + count
+        at = self._start + 8 * first
+        return (self._space[first : self._used] if INTERPRETED and self._space is not None else at), at
+
+    def later(self, stage: Stage, item: tuple[int, ...]) -> None:
+        """Have parts joined by the next :meth:`flush`."""
+        self._waiting[stage].append(item)
+
+    def flush(self) -> None:
+        """Join what waits, on the current stream; the space is free again for what runs on it afterwards."""
+        self._used = 0
+        for stage, items in self._waiting.items():
+            if items:
+                sent = torch.tensor(items)
+                if self._device.type == "cuda":
+                    sent = sent.pin_memory().to(self._device, non_blocking=True)
+                self._kernels[stage]((len(items), 1, 1), address(sent))
+                items.clear()
+
+
+_POOLS: dict[tuple[torch.device, int], Pool] = {}
+
+
+def pool(device: torch.device) -> Pool:
+    """Return the pool of the device's current stream."""
+    key = device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    found = _POOLS.get(key)
+    if found is None:
+        found = Pool(device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
+            _POOLS[key] = found
+    return found
+
+
+def flush(device: torch.device) -> None:
+    """Join what waits in the pools of a device, which is the current one."""
+    for (where, _), found in _POOLS.items():
+        if where == device:
+            found.flush()
