@@ -143,8 +143,15 @@ class Finding:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the value, or None where JSON has no word for it."""
-    return value if value is not None and math.isfinite(value) else None
+    """Return the value, a float to the digits that hold, or None where JSON has no word for it."""
+    if value is None or not math.isfinite(value):
+        return None
+    return steady(value) if isinstance(value, float) else value
+
+
+def steady(value: float) -> float:
+    """Return a value to 12 digits: in what order sums over ranks are added no engine fixes, and the last bits hang on it."""
+    return float(f"{value:.12g}")
 
 
 @dataclass(frozen=True)

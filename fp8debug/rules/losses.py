@@ -12,6 +12,7 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fp8debug.rules.base import steady
 from fp8debug.spikes import SpikeDetector, noise_of
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ class Divergence:
 
 
 def read_losses(run: Run) -> tuple[list[int], list[float]]:
-    """Return the steps that have a loss, and the losses; a loss may be NaN."""
-    rows = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL ORDER BY step").to_pylist()
-    return [row["step"] for row in rows], [row["loss"] for row in rows]
+    """Return the steps that have a loss, and the losses, means over the ranks; a loss may be NaN."""
+    found = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL ORDER BY step").to_pydict()
+    losses: list[float] = found["loss"]
+    return found["step"], losses if len(run.ranks) == 1 else list(map(steady, losses))
 
 
 def first_nonfinite(losses: Sequence[float]) -> int | None:

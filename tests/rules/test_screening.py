@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.rules import RULES, Rule, triage
 from fp8debug.rules.screening import SMALL
 from fp8debug.store.run import Run
+from fp8debug.store.stream import write_part
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
 from tests.synthetic import MODULES, Override, Plan, Slots, write
 
@@ -141,3 +144,21 @@ def test_rules_without_looks_still_judge(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
     monkeypatch.setattr(type(RULES.get("F113")), "looks", Rule.looks)
     assert triage(tmp_path / "run").to_dict() == whole
+
+
+def test_no_verdict_hangs_on_the_order_in_which_ranks_are_added(tmp_path: Path) -> None:
+    """Sums of floats end in other bits when they are added in another order, and no engine fixes one."""
+    said = []
+    for name, losses in (("a", (0.1, 0.2, 0.3)), ("b", (0.3, 0.2, 0.1))):
+        path = tmp_path / name / "run"
+        write(path, Plan(num_steps=40, world_size=3, steps={30: {"loss": 90.0}}))
+        for part, loss in zip(sorted(path.glob("rank=*/steps/*.parquet")), losses, strict=True):
+            table = pq.ParquetFile(part).read()
+            place = table.schema.get_field_index("loss")
+            write_part(table.set_column(place, "loss", pc.multiply(table["loss"], loss)), part)
+        run = Run(path)
+        said.append((run.sql("SELECT loss FROM steps ORDER BY step").to_pydict()["loss"], triage(run).to_dict()))
+    (losses_a, verdict_a), (losses_b, verdict_b) = said
+    assert losses_a != losses_b
+    assert "F125" in {finding["code"] for finding in verdict_a["findings"]}
+    assert verdict_a == verdict_b
