@@ -187,8 +187,8 @@ class Recipe:
         if not is_known:
             raise UsageError(f"a recipe is a name, casts {{(gemm, tensor): Cast or None}} and a tuple of GEMMs; got {self!r}")
         if odd := set(self.casts) ^ set(OPERAND_SITES):  # a Gemm equals its name, so strings do as keys
-            names = sorted(f"({', '.join(map(str, key))})" if isinstance(key, tuple) else repr(key) for key in odd)
-            raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {', '.join(names)}")
+            keys = sorted(f"({', '.join(map(str, key))})" if isinstance(key, tuple) else repr(key) for key in odd)
+            raise UsageError(f"recipe {self.name!r} needs a cast or None for each of the six operands; check {', '.join(keys)}")
         for (gemm, tensor), cast in self.casts.items():
             if not isinstance(cast, Cast | None):
                 raise UsageError(f"({gemm}, {tensor}) of recipe {self.name!r} needs a Cast or None, got {cast!r}")
