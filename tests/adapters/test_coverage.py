@@ -38,10 +38,11 @@ class Mixed(nn.Module):
         self.up = nn.Linear(64, 32)
         self.moe = Experts()
         self.unused = nn.Linear(32, 32)
+        self.embed, self.norm = nn.Linear(32, 32), nn.Linear(32, 32)
         self.lm_head = nn.Linear(32, 48)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lm_head(self.moe(self.up(x)))
+        out: Tensor = self.lm_head(self.norm(self.embed(self.moe(self.up(x)))))
         return out
 
 
@@ -64,6 +65,8 @@ def test_of_a_mixed_model(tmp_path: Path) -> None:
     rows, table = covered(tmp_path / "run")
     assert rows["lm_head"]["gemms"] == "2.0/2.0/2.0"
     assert rows["lm_head"]["note"] == "an output head in FP8, against common practice"
+    assert rows["embed"]["note"] == "an embedding in FP8, against common practice"
+    assert rows["norm"]["note"] == "a normalisation in FP8, against common practice"
     assert rows["moe.router"]["note"] == "a router in FP8, against common practice"
     assert rows["unused"]["reason"] == "never called in a sampled step, or under torch.compile" and rows["unused"]["fp8"]
     assert (rows["up"]["fp8"], rows["up"]["reason"]) == (False, "left in high precision on request")
