@@ -43,8 +43,9 @@ from torch.overrides import TorchFunctionMode
 import fp8debug
 from tests.adapters.linears import Matmul
 
-STEPS, MICROBATCHES, TOKENS, SEQUENCES, WORDS, HIDDEN = 3, 2, 32, 2, 128, 128
 ON_GPUS = torch.cuda.is_available()
+STEPS, MICROBATCHES, SEQUENCES, WORDS = 3, 2, 2, 128
+TOKENS, HIDDEN = (128, 512) if ON_GPUS else (32, 128)
 DEVICE = torch.device("cuda" if ON_GPUS else "cpu")
 
 
@@ -179,14 +180,12 @@ def training(options: dict[str, Any]) -> Any:
 CONDITIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tensor_parallel": (2, 1, {}),
     "pipeline": (1, 2, {}),
-    "data_parallel": (1, 1, {}),
 }
 if ON_GPUS:
-    CONDITIONS["recomputed"] = (
-        *(2, 1),
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    )
+    everything = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    CONDITIONS["recomputed"] = (2, 1, everything)
     CONDITIONS["sequence_parallel"] = (2, 1, {"sequence_parallel": True})
+    CONDITIONS["data_parallel"] = (1, 1, {})
 
 
 def both(name: str, folder: Path) -> list[Any]:
