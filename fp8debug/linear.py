@@ -219,7 +219,7 @@ class Fp8Linear(nn.Linear):
                 f"expected input[..., {self.in_features}], got {str(input.dtype).removeprefix('torch.')}"
                 f"{list(input.shape)} at {self.extra_repr()}"
             )
-        if self.recipe.is_high_precision and self.distortion is None:
+        if input.is_meta or (self.recipe.is_high_precision and self.distortion is None):
             return super().forward(input)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
@@ -272,8 +272,9 @@ class Fp8Linear(nn.Linear):
             destination[prefix + "_extra_state"] = states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        states = state_dict.pop(prefix + "_extra_state", None) or {}
-        for name, state in states.items():
+        # a mapping is ours; another library's is left to torch, which calls it unexpected
+        ours = isinstance(state_dict.get(prefix + "_extra_state"), Mapping)
+        for name, state in (state_dict.pop(prefix + "_extra_state") if ours else {}).items():
             gemm_name, _, tensor_name = name.partition(".")
             key = (Gemm(gemm_name), TensorRole(tensor_name))
             cast = self.recipe.casts[key]

@@ -8,29 +8,26 @@ import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
-from fp8debug.faults.base import FAULTS, Fault, Target
+from fp8debug.faults.base import FAULTS, Fault, Layer, Target
 from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.types import Gemm
 
 
 def _short_accumulator(where: Target) -> Callable[[], None]:
-    linear, inner = where.linear, where.linear.summation
     bits = int(where.options["bits"])
     if not 2 <= bits <= 24:
         raise UsageError(f"bits of short_accumulator is a whole number from 2 to 24, got {where.options['bits']!r}")
 
-    def shorten(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, ordinary: Callable[[], Tensor]) -> Tensor:
-        if where.active and isinstance(first, tuple) and isinstance(second, tuple):
+    def shorten(
+        layer: Layer, which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, ordinary: Callable[[], Tensor]
+    ) -> Tensor:
+        if layer.is_in_force and where.active and isinstance(first, tuple) and isinstance(second, tuple):
             return short_gemm(which, first, second, dtype=dtype, bits=bits)
-        return inner(which, first, second, dtype, ordinary) if inner else ordinary()
+        found: Tensor = layer.inner(which, first, second, dtype, ordinary) if layer.inner else ordinary()
+        return found
 
-    linear.summation = shorten
-
-    def undo() -> None:
-        linear.summation = inner
-
-    return undo
+    return Layer(where.linear, "summation", shorten).remove
 
 
 FAULTS.add(

@@ -178,30 +178,54 @@ def _check_option(fault: Fault, name: str, value: Any) -> None:
             raise UsageError(f"{name} of {fault.name} is a whole number of at least {least}, such as {default}, got {value!r}")
 
 
+class Layer:
+    """What a fault puts over an Fp8Linear's ``distortion`` or ``summation``; faults may lie over each other, and go in any order.
+
+    Args:
+        linear: the module.
+        place: the attribute.
+        act: what is called there, with the layer before the arguments.
+
+    Attributes:
+        inner: what was there before.
+        is_in_force: until it is removed.
+    """
+
+    def __init__(self, linear: Fp8Linear, place: str, act: Callable[..., Any]) -> None:
+        self.inner: Callable[..., Any] | None = getattr(linear, place)
+        self.is_in_force = True
+        self._linear, self._place, self._act = linear, place, act
+        setattr(linear, place, self)
+
+    def __call__(self, *args: Any) -> Any:
+        """Act in the place of what was there."""
+        return self._act(self, *args)
+
+    def remove(self) -> None:
+        """End it, and take away all that have ended and lie on top."""
+        self.is_in_force = False
+        while isinstance(top := getattr(self._linear, self._place), Layer) and not top.is_in_force:
+            setattr(self._linear, self._place, top.inner)
+
+
 def distort(where: Target, change: Change, *keys: Key, configured: bool = False) -> Callable[[], None]:
     """Replace how some operands of the target are quantized, on top of what is planted there already.
 
     With ``configured`` the fault is one of configuration: it ends for an operand that a fallback gives another cast.
     """
-    linear = where.linear
-    inner = linear.distortion
-    planted = linear.recipe.casts
+    planted = where.linear.recipe.casts
 
-    def distortion(which: Gemm, role: TensorRole, x: Tensor, cast: Cast | None, ordinary: Ordinary) -> Operand:
+    def distortion(layer: Layer, which: Gemm, role: TensorRole, x: Tensor, cast: Cast | None, ordinary: Ordinary) -> Operand:
         def below(x: Tensor, cast: Cast | None) -> Operand:
-            return inner(which, role, x, cast, ordinary) if inner else ordinary(x, cast)
+            found: Operand = layer.inner(which, role, x, cast, ordinary) if layer.inner else ordinary(x, cast)
+            return found
 
         cured = cast is None or (configured and cast is not planted[which, role])
-        if where.active and (which, role) in keys and cast is not None and not cured:
+        if layer.is_in_force and where.active and (which, role) in keys and cast is not None and not cured:
             return change(x, cast, below, where.options)
         return below(x, cast)
 
-    linear.distortion = distortion
-
-    def undo() -> None:
-        linear.distortion = inner
-
-    return undo
+    return Layer(where.linear, "distortion", distortion).remove
 
 
 def undo_all(*steps: Callable[[], object]) -> Callable[[], None]:

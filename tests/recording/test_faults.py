@@ -111,6 +111,21 @@ def test_a_removed_fault_leaves_no_trace() -> None:
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items()), fault.name
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_faults_of_one_module_go_in_any_order(order: tuple[int, ...]) -> None:
+    model = net()
+    x, _ = batch(0)
+    healthy = model(x)
+    names = ("wrong_scale", "short_accumulator", "wrong_format")
+    planted = [fp8debug.inject(model, name, module="blocks.0.up") for name in names]
+    for number in order:
+        assert not torch.equal(model(x), healthy)
+        planted[number].remove()
+    assert torch.equal(model(x), healthy)
+    linear = model.get_submodule("blocks.0.up")
+    assert isinstance(linear, Fp8Linear) and linear.distortion is None and linear.summation is None
+
+
 def test_a_fault_waits_for_its_step() -> None:
     model, twin = net(), net()
     fp8debug.inject(model, "wrong_scale", module="head", step=3, factor=4.0)

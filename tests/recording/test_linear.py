@@ -122,6 +122,17 @@ def test_delayed_scaling_saves_its_history_and_loads_without_one(tmp_path) -> No
     net("blockwise").load_state_dict(state)  # a recipe without history ignores it
 
 
+def test_the_extra_state_of_another_library_is_unexpected_as_with_linear() -> None:
+    state = {**net("tensorwise_delayed").state_dict(), "head._extra_state": torch.zeros(3)}
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "head._extra_state"'):
+        net("tensorwise_delayed").load_state_dict(state)
+    assert net("tensorwise_delayed").load_state_dict(state, strict=False).unexpected_keys == ["head._extra_state"]
+
+
+def test_a_pass_without_values_has_the_shape_of_linear() -> None:
+    assert net("blockwise").to("meta")(torch.empty(3, 5, 64, device="meta")).shape == (3, 5, 16)
+
+
 def test_delayed_scaling_uses_the_past() -> None:
     linear = layer("tensorwise_delayed", bias=False)
     x = torch.randn(64, 200)
