@@ -40,9 +40,9 @@ docs: $(STAMP)
 
 # Known vulnerabilities of the pinned development set, in an environment of its own; needs the network, no part of CI.
 audit:
-	test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
+	@test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
 		build/audit/bin/python -m pip --disable-pip-version-check install --quiet pip-audit==2.10.1; }
-	build/audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off
+	@build/audit/bin/python scripts/audit.py build/audit/bin/pip-audit
 
 # torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
 $(STAMP): pyproject.toml constraints.txt

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from importlib.metadata import entry_points, metadata
 from pathlib import Path
+from typing import Any
 
 import fp8debug
+from scripts.audit import judge
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard": "dashboard"}
@@ -75,3 +77,15 @@ def test_the_development_set_is_pinned() -> None:
     }
     assert wanted - pinned == {"torch", "triton", "fp8debug[dashboard,s3]"}
     assert re.search(r"^TRITON \?= triton==[\d.]+$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_an_audit_that_looked_nothing_up_is_no_clean_one() -> None:
+    clean: dict[str, Any] = {"name": "a", "version": "1", "vulns": []}
+    sick = {"name": "b", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["3"]}]}
+    unseen = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
+    assert judge({"dependencies": [clean, clean]}) == (0, ["none of 2 packages has a known vulnerability"])
+    assert judge({"dependencies": [clean, sick]}) == (1, ["b 2: PYSEC-1, cured in 3"])
+    code, lines = judge({"dependencies": [unseen, unseen]})
+    assert code == 2 and lines[0].startswith("not audited: none of 2 packages could be looked up; ")
+    code, lines = judge({"dependencies": [sick, unseen]})
+    assert code == 2 and len(lines) == 2 and lines[1].startswith("not audited: 1 of 2 packages")
