@@ -9,7 +9,8 @@ Columns of a partial, FP64, in which counts below 2^53 are exact:
     maxima  16 amax  17 abs err  18 amax  19 scaled magnitude  20 block nmse  21 block amax / amin
             22 minus the smallest block amax above 0  23 minus amin
 
-The tiles' padding counts as zeros; the host knows how much there is.
+The tiles' padding counts as zeros; the host knows how much there is. A finished part (of the fast kernel) holds slots instead:
+counts in 0 to 11, sums in 12 to 18, maxima in 20 to 25 (the block range as amax / amin), minima negated in 26 and 27.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fp8debug.kernels.triton_cast import one_of
 from fp8debug.kernels.triton_common import FLOAT32_MAX, bits_of, float_of
 from fp8debug.kernels.triton_histogram import BINS, THREADS
 
+#: Parts are finished: ``grid`` of such a cast.
+FINISHED = tl.constexpr(-2)
 #: Slots of the results, in order: counts (int64), sums (FP64), maxima and minima (FP32).
 COUNTS = (
     *("numel", "num_zero", "num_nan", "num_inf", "num_actual_nonfinite", "num_underflow", "num_subnormal", "num_saturated"),
@@ -46,7 +49,8 @@ def reduce_kernel(
     """Program c writes the slots of cast c; eight more write the histogram, without what is no exponent.
 
     ``rounding``: of the scale, or -1 where a scale_inv is given. ``grid``: blocks counted by the tiles, padding included;
-    0 for one scale of the whole tensor under current scaling, -1 under any other. ``top``: the format's max.
+    0 for one scale of the whole tensor under current scaling, -1 under any other, FINISHED for finished parts. ``top``: the
+    format's max.
     """
     cast = tl.program_id(0)
     if cast < num_casts:
@@ -78,11 +82,52 @@ def scale_inv_of(amax, inv, eps, top, rounding, margin):
 
 
 @triton.jit
+def joined(partials, first, count, CHUNK: tl.constexpr):
+    """Sums and maxima of the finished parts ``first`` to ``first + count - 1``, ``[32]`` each."""
+    n = tl.expand_dims(tl.arange(0, 32), 0)
+    total = tl.zeros([CHUNK, 32], tl.float64)
+    most = tl.full([CHUNK, 32], float("-inf"), tl.float64)
+    for start in range(0, count, CHUNK):
+        part = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
+        values = tl.load(partials + (first + part) * 72 + n, (part < count) & (n < 28), 0.0)
+        total += tl.where(n < 19, values, 0.0)
+        most = tl.maximum(most, tl.where(part < count, values, float("-inf")))
+    return tl.sum(total, axis=0), tl.max(most, axis=0)
+
+
+@triton.jit
+def finish_slots(counts, sums, maxima, minima, total, most):
+    """Write the slots of a cast from what ``joined`` returns for all of its parts."""
+    n = tl.arange(0, 32)
+    tl.store(counts + n, total.to(tl.int64), n < 12)
+    tl.store(sums + n - 12, total, (n > 11) & (n < 19))
+    span = tl.where((n == 25) & (most > 0.0), most, 1.0)
+    widest = tl.where(most > 0.0, tl.math.log2(span), float("-inf"))
+    most = tl.where(n == 25, widest, most)
+    tl.store(maxima + n - 20, most.to(tl.float32), (n > 19) & (n < 26))
+    tl.store(minima + n - 26, -most.to(tl.float32), (n > 25) & (n < 28))
+
+
+@triton.jit
 def reduce_cast(
     partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps, top, rounding,
     margin, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Reduce and finish the slots of one cast."""
+    if grid == FINISHED:
+        total, greatest = joined(partials, 0, num_programs, CHUNK)
+        finish_slots(counts, sums, maxima, minima, total, greatest)
+    else:
+        reduce_parts(partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps,
+                     top, rounding, margin, CHUNK)  # fmt: skip
+
+
+@triton.jit
+def reduce_parts(
+    partials, counts, sums, maxima, minima, num_programs, numel, padding, cast, inv, num_blocks, grid, eps, top, rounding,
+    margin, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Reduce and finish the slots of one cast whose parts hold accumulators."""
     n8 = tl.expand_dims(tl.arange(0, 8), 0)
     counted = tl.zeros([CHUNK, 8], tl.float64)
     summed = tl.zeros([CHUNK, 8], tl.float64)

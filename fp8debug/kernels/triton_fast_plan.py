@@ -1,0 +1,148 @@
+"""Which tensors and casts the fast kernel takes, and its launches; what does not change between two of them is kept in a plan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels import triton_common as common
+from fp8debug.kernels.observe_pool import OPERANDS, pool
+from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW, KIND_TILE
+from fp8debug.kernels.triton_fast_kernel import fast_kernel
+from fp8debug.kernels.triton_launch import ROUNDINGS, Job, is_native, kind_of, new_outputs, num_sms
+from fp8debug.kernels.triton_run import Kernel
+from fp8debug.kernels.triton_statistics import FINISHED
+from fp8debug.kernels.triton_tile import OUT_NONE, OUT_ROWS, OUT_TURNED
+from fp8debug.kernels.words import Row
+
+#: Blocks and layouts; of these, what is worked on as its transpose.
+_TAKEN = (("1x128", "rows"), ("1x128", ""), ("128x1", "columns"), ("128x1", ""), ("128x128", "rows"), ("128x128", ""))
+_TURNED = (("128x1", "columns"), ("128x1", ""), ("128x128", "columns"))
+_MAX_EPS = 1e15
+#: Programs whose parts are joined first, and of a launch at most: as many groups are joined then.
+GROUP = 32
+MAX_PROGRAMS = GROUP * GROUP
+
+
+class Shape(NamedTuple):
+    """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/performance.md.
+
+    Attributes:
+        rows: of a tile; a fourth of the threads of a program.
+        per_sm: programs of a multiprocessor, each of which takes every n-th tile.
+        registers: of a thread.
+        ahead: the words of the next tile are loaded before this one is done.
+    """
+
+    rows: int
+    per_sm: int
+    registers: int
+    ahead: bool = False
+
+
+#: By (block is a whole tile, transposed, statistics).
+SHAPES = {
+    (False, False, False): Shape(32, 8, 64, ahead=True),
+    (False, False, True): Shape(32, 4, 128, ahead=True),
+    (False, True, False): Shape(64, 4, 64, ahead=True),
+    (False, True, True): Shape(64, 2, 128, ahead=True),
+    (True, False, False): Shape(128, 3, 40),
+    (True, False, True): Shape(128, 2, 64),
+    (True, True, False): Shape(128, 3, 40),
+    (True, True, True): Shape(128, 2, 64),
+}
+_TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _tickets(device: torch.device) -> Tensor:
+    """Return the counters of programs that are done, zero between the launches of a stream."""
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _TICKETS.get(key)
+    if found is None:
+        found = torch.zeros(1 + MAX_PROGRAMS // GROUP, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
+            _TICKETS[key] = found
+    return found
+
+
+def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
+    """Return how the fast kernel does a job on tensors like this one; None where it does not."""
+    cast, layout = job.cast, (job.cast.granularity, job.out)
+    plain = (
+        cast.scaling == "current" and job.scale_inv is None and ROUNDINGS[cast.scale_rounding] < 2 and cast.amax_eps <= _MAX_EPS
+    )
+    if not plain or layout not in (*_TAKEN, *_TURNED) or x.dim() != 2 or x.dtype != torch.bfloat16 or not is_native(x.device):
+        return None
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or not 0 < x.numel() < 2**31:
+        return None
+    tile, turned = kind_of(cast) == KIND_TILE.value, layout in _TURNED
+    shape = SHAPES[tile, turned, job.statistics]
+    rows, columns = x.shape[::-1] if turned else x.shape
+    return None if rows % shape.rows or columns % 128 else FastPlan(x, job, shape, tile, turned)
+
+
+class FastPlan:
+    """How 2-D tensors of one shape and layout are quantized or described under one cast.
+
+    Args:
+        x: such a tensor.
+        job: what is done with it.
+        shape: of the launch.
+        tile: whether a block is a whole tile.
+        turned: whether the kernel works on the transpose.
+    """
+
+    def __init__(self, x: Tensor, job: Job, shape: Shape, tile: bool, turned: bool) -> None:
+        cast = job.cast
+        rows, columns = x.shape[::-1] if turned else x.shape
+        tile_columns = columns // 128
+        num_tiles = rows // shape.rows * tile_columns
+        programs = min(num_tiles, num_sms(x.device) * shape.per_sm, MAX_PROGRAMS)
+        data, scale_inv = new_outputs(x, cast, job.out or "rows")
+        self._made = None if not job.out else (_recipe(data), data.dtype, _recipe(scale_inv))
+        self._grid = programs, 1, 1
+        stride = x.stride(0) if turned else x.stride(0) // 4
+        self._numbers = stride, rows, columns, num_tiles, tile_columns
+        self._eps = float(cast.amax_eps)
+        self._statistics = job.statistics
+        self._size = (programs + GROUP) * 72
+        e5m2, rounding = int(cast.format == "e5m2"), ROUNDINGS[cast.scale_rounding]
+        out = OUT_NONE if not job.out else OUT_TURNED if turned else OUT_ROWS
+        kind = KIND_TILE if tile else KIND_ROW
+        spec = kind.value, FROM_TILE.value, e5m2, rounding, out.value, int(job.statistics), 0
+        load = common.LOAD_TRANSPOSED if turned else common.LOAD_BF16
+        f32, f64 = torch.float32, torch.float64
+        types = x.dtype, *[None] * 5, f64, data.dtype, f32, None, torch.int64, torch.int32
+        self._kernel = Kernel(
+            fast_kernel, x.device.index, types, (spec, shape.rows, load.value, shape.ahead), num_warps=shape.rows // 8,
+            enable_fp_fusion=False, maxnreg=shape.registers,
+        )  # fmt: skip
+        self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0
+
+    def __call__(self, x: Tensor, later: bool = False) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
+        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says; ``later``: filled by a flush."""
+        made, to = None, (0, 0)
+        if self._made is not None:
+            (size, turned), dtype, (blocks, blocks_turned) = self._made
+            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
+            to = data.data_ptr(), scale_inv.data_ptr()
+            made = data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv
+        if not self._statistics:
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0)
+            return made, None
+        memory = pool(x.device)
+        parts, start = memory.space(self._size)
+        row = memory.take()
+        words, tickets = (0, 0) if later else (row.address, _tickets(x.device).data_ptr())
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, tickets)
+        if later:
+            memory.later(OPERANDS, (start, row.address, *self._item))
+        return made, row
+
+
+def _recipe(made: Tensor) -> tuple[tuple[int, ...], bool]:
+    """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
+    turned = not made.is_contiguous()
+    return tuple(made.t().shape if turned else made.shape), turned
