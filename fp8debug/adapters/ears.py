@@ -131,7 +131,7 @@ class Ears(Probe):
             return
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
-        call.x = _weakly(x)  # a strong reference could keep what the module itself does not
+        call.x = weakly(x)  # a strong reference could keep what the module itself does not
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
         self._unfinished.append(call)
@@ -245,7 +245,7 @@ def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | N
     return None
 
 
-def _weakly(x: Tensor) -> Callable[[], Tensor | None]:
+def weakly(x: Tensor) -> Callable[[], Tensor | None]:
     """Return what finds a tensor as long as it, or another view of what it views, is kept: FSDP2's modules get a view."""
     own, base = TensorWeakRef(x), None if x._base is None else TensorWeakRef(x._base)
     place = x.shape, x.stride(), x.storage_offset()

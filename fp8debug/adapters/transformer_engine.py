@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.ears import weakly
 from fp8debug.adapters.listening import nodes_between
 from fp8debug.adapters.parts import Ears, Part, heard_recipe
 from fp8debug.adapters.transformer_engine_gemms import GEMMS, HeardGemm, read_gemm
@@ -52,6 +53,7 @@ class Call:
         self.kind = kind_of(module)
         self.lines: dict[int, Line] = {}
         self._x: Tensor | None = x.detach()
+        self._find = weakly(x)
         self._norm: Tensor | None = None
         self._between: Tensor | None = None  # fc1's result until fc2 has run
         self._fc1_out: Callable[[], Tensor | None] = _gone
@@ -140,6 +142,10 @@ class Call:
             return None
         found = activated(self.module, self._between.reshape(-1, self._between.shape[-1]))
         return found if is_fused(storage, "activation", self.module) else found.to(self.module.activation_dtype)
+
+    def find_input(self, number: int) -> Callable[[], Tensor | None]:
+        """Return what finds the input of one of its Linears later: only where that is the module's own."""
+        return self._find if self.kind == "Linear" else _gone
 
     def begin_backward(self, grads: Any) -> None:
         """Before its autograd node runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from fp8debug.adapters.parts import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.metrics import Source as Tensors
 from fp8debug.probe import Kept, Product
 from fp8debug.shielding import guarded
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
@@ -27,7 +29,7 @@ class Line:
 
     weight: Tensor
     kept: Kept | None
-    has_input: bool
+    x: Callable[[], Tensor | None] | None  # finds the input, where wgrad's cast of it comes later
     products: dict[Gemm, Product] = field(default_factory=dict)
     grad_output: Tensor | None = None
 
@@ -39,6 +41,9 @@ class Source(Protocol):
 
     def input_of(self, number: int, storage: Any, place: int, splits: list[int] | None) -> Tensor | None:
         """Return an input."""
+
+    def find_input(self, number: int) -> Callable[[], Tensor | None]:
+        """Return what finds an input later, as long as the module itself keeps it."""
 
     def gradient_of(self, number: int, place: int, splits: list[int] | None) -> Tensor | None:
         """Return a grad_output."""
@@ -73,12 +78,11 @@ class TeProbe(PartProbe):
         later = None
         if self._trains():
             later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, a)
-            if later is None:
-                self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
         operands = self._operands(gemm, place, x, weight)
         if operands is not None:
             kept = self.fprop(x, weight, *operands, later, result)
-            call.lines[self.part.index] = Line(weight, kept, later is not None)
+            find = call.find_input(self.part.index) if later is None and self._trains() else None
+            call.lines[self.part.index] = Line(weight, kept, find)
 
     @guarded
     def take_backward(self, call: Source, gemm: HeardGemm, place: int) -> None:
@@ -100,7 +104,19 @@ class TeProbe(PartProbe):
                 f"not recorded in full: {gemm.which} reads {list(rows.shape)} of a gradient {list(grad.shape)} (gathered?)"
             )
             return
-        line.products[gemm.which] = (*operands, self._given(gemm, place))
+        result = self._given(gemm, place)
+        if result is not None and gemm.which is Gemm.DGRAD and getattr(self.part.owner, "tp_size", 1) > 1:
+            result = result.clone()  # the module sums it over the ranks in place
+        line.products[gemm.which] = (*operands, result)
+        if gemm.which is Gemm.WGRAD and line.x is not None:
+            self._take_input(line, line.x(), operands[1])
+
+    def _take_input(self, line: Line, x: Tensor | None, operand: Operand) -> None:
+        """Record wgrad's cast of the input, which the module made in its backward pass, while the input is still there."""
+        if x is None or line.kept is None:
+            self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
+            return
+        self._operand(Gemm.WGRAD, TensorRole.INPUT, Tensors(x.detach().reshape(-1, x.shape[-1])), operand, line.kept.tried)
 
     @guarded
     def finish(self, line: Line) -> None:

@@ -332,8 +332,8 @@ class Watch:
             return
         silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
         missing = [c.fqn for c in silent if not was_called(c.module)]
-        if silent and not missing and not self._sink.seen_modules:
-            text = f"no FP8 GEMM was heard in {len(silent)} modules: they run in high precision, or in kernels that are not read"
+        if silent and not missing and not self._sink.seen_modules and not any(c.fp8 for c in silent):
+            text = f"no FP8 GEMM was heard in any of {len(silent)}: they run in high precision, or in kernels that are not read"
             say(self._writer, self._observer.step, text)
         for fqn in missing:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")

@@ -139,10 +139,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, module: Any, q: Any) -> tuple[Tensor, None]:
         flat = inp.reshape(-1, inp.shape[-1])
-        x, w = cast(flat, q["input"][0], weight.requires_grad), cast(weight, q["weight"][0])
+        x, w = cast(flat, q["input"][0], weight.requires_grad and not module.keeps_input), cast(weight, q["weight"][0])
         out = SPACES["linear"].general_gemm(w, x, bias=bias, out_dtype=inp.dtype, use_split_accumulator=module.is_split)[0]
-        keep_for_wgrad(x, weight.requires_grad)
-        ctx.kept, ctx.shape, ctx.q, ctx.main_grad = (x, w), inp.shape, q, getattr(weight, "main_grad", None)
+        if not module.keeps_input:
+            keep_for_wgrad(x, weight.requires_grad)
+        kept = (flat, w) if module.keeps_input else (x, w)
+        ctx.kept, ctx.shape, ctx.q, ctx.main_grad = kept, inp.shape, q, getattr(weight, "main_grad", None)
+        ctx.is_summed = module.tp_size > 1
         ctx.wants, ctx.dtype = [(inp.requires_grad, weight.requires_grad)], inp.dtype
         return out.view(*inp.shape[:-1], -1), None
 
@@ -150,12 +153,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, unused: Any) -> tuple[Any, ...]:
         x, w = ctx.kept
         flat = grad.reshape(-1, grad.shape[-1])
+        if isinstance(x, Tensor):
+            x = cast(x, ctx.q["input"][0])
         dgrad, wgrad = three("linear", ctx, 0, w, x, cast(flat, ctx.q["grad_output"][0]), ctx.dtype)
+        if ctx.is_summed and dgrad is not None:
+            dgrad.mul_(2)  # as by an all-reduce of two ranks
         return wgrad, None if dgrad is None else dgrad.view(ctx.shape), flat.sum(0), None, None
 
 
 class Linear(Base):
     is_split = True
+    keeps_input = False  # in high precision, for a cast in the backward pass (Megatron's linear_proj)
+    tp_size = 1
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

@@ -17,7 +17,10 @@ import fp8debug
 from tests.adapters.linears import ScaledLinear, rows, same, sites
 from tests.recording.test_watch import NINE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*torchao.*")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:Synchronization debug mode", "ignore:.*torch.jit.script"),
+]
 #: wgrad's operands have a scale for each row of each expert, which no cast of ours describes.
 SEVEN = NINE - {("wgrad", "grad_output"), ("wgrad", "input")}
 

@@ -195,7 +195,7 @@ def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path, capsys: pyt
     run = fp8debug.Run(tmp_path / "run")
     assert not rows(run) and not any(m["fp8"] for m in run.modules)
     (said,) = complaints(capsys)
-    assert said == "fp8debug: no FP8 GEMM was heard in 4 modules: they run in high precision, or in kernels that are not read"
+    assert said == "fp8debug: no FP8 GEMM was heard in any of 4: they run in high precision, or in kernels that are not read"
     assert "no FP8 GEMM was heard in it" in run.modules[0]["reason"]
 
 
@@ -237,6 +237,25 @@ def test_frozen_weights_and_checkpointing(tmp_path: Path, capsys: pytest.Capture
     assert sites(run, "block.qkv") == NINE
     assert all(r["num_tensors"] == 1 for r in rows(run))
     assert "block.mlp.fc1 is not recorded in full: fc1's result is gone" in capsys.readouterr().err
+
+
+def test_an_input_that_is_cast_later_and_a_gradient_that_is_summed_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made() -> nn.Module:
+        net = model()
+        block: Any = net[0]
+        block.proj.keeps_input, block.proj.tp_size = True, 2
+        return net
+
+    recipe, net = te.Float8BlockScaling(), made()
+    expected = train(made(), recipe)
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full") as watch:
+        assert same(train(net, recipe, watch), expected)
+    run = fp8debug.Run(tmp_path / "run")
+    assert sites(run, "0.proj") == NINE and not complaints(capsys)
+    for row in rows(run, "module = '0.proj' AND reference = 'exact'"):
+        assert row["sqnr_db"] > 45, row
 
 
 def test_errors_of_ours_and_of_theirs(

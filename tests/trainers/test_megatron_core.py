@@ -59,6 +59,8 @@ def test_the_loop_trains_the_same_and_tells_its_steps(trained: Path, name: str) 
     assert head["reason"].startswith("no FP8 GEMM was heard in it")
     counts = run.sql("SELECT module, count(DISTINCT gemm || tensor) AS n FROM sites WHERE actual GROUP BY module").to_pylist()
     assert {row["module"]: row["n"] for row in counts} == dict.fromkeys(listed[:-1], 9)
+    exact = run.sql("SELECT min(sqnr_db) AS db FROM sites WHERE actual AND reference = 'exact'").to_pylist()
+    assert exact[0]["db"] > 40, "a result that was summed over the ranks is not its GEMM's"
     said = [line for line in (trained / "said").read_text().splitlines() if line.startswith("fp8debug:")]
     assert [line for line in said if "will record" not in line] == []
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"
 for name, value in {
@@ -145,6 +146,9 @@ class Listening:
 def trained(folder: Path, make: Callable[[Path], Any], run: Path | None) -> list[Any]:
     torch.manual_seed(0)
     trainer = make(folder).build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo multiplies by nothing
     log = Listening(trainer)
     if run is not None:
         with fp8debug.watch(trainer, run, every=1, shadow_rows=32):
