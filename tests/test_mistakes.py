@@ -152,6 +152,19 @@ def test_what_a_run_is_asked_is_looked_at(tmp_path: Path) -> None:
         assert str(raised.value) == message
 
 
+def test_a_name_that_looks_like_a_glob_stands_for_itself(tmp_path: Path) -> None:
+    model = fp8debug.convert(nn.Sequential(nn.ModuleDict({"w[0]": nn.Linear(16, 16), "w0": nn.Linear(16, 16)})), "blockwise")
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        x = torch.randn(4, 16)
+        for module in model[0].values():  # type: ignore[index]  # a Sequential
+            x = module(x)
+        x.sum().backward()
+        watch.step(loss=1.0)
+    run = fp8debug.Run(tmp_path / "run")
+    for glob, name in (("0.w[0]", "0.w[0]"), ("0.w0", "0.w0"), ("0.w[[]*", "0.w[0]")):
+        assert run.table(["module"], module=glob).column("module").unique().to_pylist() == [name]
+
+
 def test_a_message_is_cut_in_its_middle() -> None:
     with pytest.raises(UsageError) as raised:
         ANY.convert(model(), "blockwise", "x" * 5000 + "\nend")

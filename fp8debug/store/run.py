@@ -318,7 +318,7 @@ class Run:
 
         Args:
             columns: columns to return; all but the histogram by default.
-            module: glob over module names.
+            module: a module's name, or a glob over them.
             gemm: ``fprop``, ``dgrad`` or ``wgrad``.
             tensor: ``input``, ``weight``, ``grad_output``, ``output``, ``grad_input`` or ``grad_weight``.
             steps: ``(a, b)`` or ``"a:b"``: a <= step < b; None or an empty side is open.
@@ -360,7 +360,7 @@ class Run:
         if not isinstance(module, str):
             raise UsageError(f"module is a glob over module names, got {module!r}")
         names = [m["fqn"] for m in self.modules]
-        matching = [name for name in names if fnmatchcase(name, module)]
+        matching = [module] if module in names else [name for name in names if fnmatchcase(name, module)]
         if not matching:
             raise NoMatchError("module", module, names)
         if len(matching) < len(names):
