@@ -11,7 +11,6 @@ from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, e
 from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
 from fp8debug.kernels.dispatch import operand_pair, statistics
 from fp8debug.kernels.results import OutputError, damage_of
-from fp8debug.kernels.sample import Sample
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.probe import HISTOGRAM, Tried
@@ -168,7 +167,7 @@ class GroupProbe(PartProbe):
         self._merge(key, statistics(pair), shadow.device)
         against = statistics(Pair(source=Source(exact), y=found, whole_rows=is_whole))
         self._merge(key._replace(reference=Reference.EXACT), against, shadow.device)
-        return OutputError(None, pair, Sample(sample if isinstance(sample, Tensor) else None))
+        return OutputError(None, pair, sample if isinstance(sample, Tensor) else None)
 
     def _names(self, which: Gemm) -> str:
         casts = CASTS.get(self.part, {})

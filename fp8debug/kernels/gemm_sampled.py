@@ -138,6 +138,7 @@ class Products(NamedTuple):
     """How a sample is multiplied, and how what comes of it lies: ``[splits, ...]`` of FP32 to be added up.
 
     Attributes:
+        wide: where the shadow of the exact lines and the whole other dimension begins; 0 where it is not wanted.
         shadow: lines of the shadow GEMM.
         exact: lines of the exact GEMM, which follow in ``few``.
         far: lines of the other dimension, of which there is a share.
@@ -150,6 +151,7 @@ class Products(NamedTuple):
     kernel: Kernel
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
+    wide: int
     shadow: int
     exact: int
     far: int
@@ -189,7 +191,13 @@ _COLUMNS_BLOCK = (8, 32) if INTERPRETED else (8, 256)
 
 
 def products_of(
-    which: Gemm, high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sample: Sample, num_exact: int
+    which: Gemm,
+    high: tuple[Tensor, Tensor],
+    operands: tuple[Operand, Operand],
+    sample: Sample,
+    num_exact: int,
+    *,
+    wide: bool = False,
 ) -> Products | None:
     """Return how a sample of a GEMM is multiplied; None where operands have scales, or a dtype, that no kernel takes.
 
@@ -199,6 +207,7 @@ def products_of(
         operands: as the GEMM reads them, whole: quantized, or in BF16.
         sample: of rows of the first operand, for wgrad columns of the second.
         num_exact: how many of them the exact GEMM has, the first ones.
+        wide: of these the shadow is wanted for the whole of the other dimension too; not of wgrad.
     """
     roles = OPERANDS[which]
     turned = [(which, role) in CONTRACTS_ROWS for role in roles]
@@ -215,32 +224,36 @@ def products_of(
     samples = near.shape[0] if sample.lines is None else sample.lines.numel()
     shared = sample.num_shared(count)
     half = ts.FORM_BF16.value not in (few.form, other.form)
-    wide, shadow, exact, _ = TILES
-    tiles = -(-shared // wide) * (-(-samples // shadow) + -(-num_exact // exact))
+    across, shadow, exact, _ = TILES
+    tiles = -(-shared // across) * (-(-samples // shadow) + -(-num_exact // exact))
     lines = samples + num_exact
+    elements, num_wide = lines * shared, num_exact if wide else 0
+    if wide:
+        tiles += -(-count // across) * -(-num_wide // exact)
     chunks = -(-length // CHUNK)
     splits = min(MAX_SPLITS, chunks // MIN_CHUNKS, PROGRAMS_PER_SM * num_sms(device) // max(tiles, 1))
-    splits = max(1, min(splits, MAX_BYTES // max(1, 4 * lines * shared)))
+    splits = max(1, min(splits, MAX_BYTES // max(1, 4 * (elements + num_wide * count))))
     chunk = -(-chunks // splits) * CHUNK
     splits = max(1, -(-length // chunk)) if chunk else 1
     strides = (shared, 1) if which is not Gemm.WGRAD else (1, lines)
     types = (
         near.dtype, far.dtype, _code(few), _code(other), near.dtype if sample.lines is None else torch.int64, torch.float32,
-        few.scale.dtype, other.scale.dtype, *[None] * 22,
+        few.scale.dtype, other.scale.dtype, *[None] * 24,
     )  # fmt: skip
     indexed = sample.lines is not None
     constants = (
-        indexed and which is not Gemm.WGRAD, indexed, sample.is_share(count), few.form, few.scaled, other.form,
+        indexed and which is not Gemm.WGRAD, indexed, sample.is_share(count), wide, few.form, few.scaled, other.form,
         other.scaled, half, length % CHUNK == 0, native, *TILES, step,
     )  # fmt: skip
     kernel = Kernel(ts.sample_kernel, device.index, types, constants, num_warps=WARPS, num_stages=STAGES)
     numbers = (
-        length, chunk, samples, num_exact, shared, count, *near.stride(), *far.stride(), *few.data.stride(),
-        *other.data.stride(), few.stride_row, few.stride_k, other.stride_row, other.stride_k, lines * shared, *strides,
+        length, chunk, samples, num_exact, shared, count, num_wide, elements, *near.stride(), *far.stride(), *few.data.stride(),
+        *other.data.stride(), few.stride_row, few.stride_k, other.stride_row, other.stride_k,
+        elements + num_wide * count, *strides,
     )  # fmt: skip
-    size, empty = (splits, lines * shared), not (samples and shared and length)
+    size, empty = (splits, elements + num_wide * count), not (samples and shared and length)
     grid = tiles, splits, 1
-    return Products(kernel, grid, numbers, samples, num_exact, count, shared, size, *strides, empty)
+    return Products(kernel, grid, numbers, elements if wide else 0, samples, num_exact, count, shared, size, *strides, empty)
 
 
 def layout_of(high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sample: Sample) -> Any:

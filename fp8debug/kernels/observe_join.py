@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.observe_pool import flush
+from fp8debug.kernels.observe_pool import flush, to_device
 from fp8debug.kernels.triton_join import NUM_LANES, join_kernel
 from fp8debug.kernels.triton_run import Kernel, address
 from fp8debug.kernels.words import Layout
@@ -41,13 +40,14 @@ class Joiner:
         if found is None:
             found = self._numbers[layout] = len(self._numbers)
             self._maps += [self._map_of(layout, kind) for kind in KINDS]
-            self._map = self._sent(torch.tensor(self._maps, dtype=torch.int32))
+            maps = torch.tensor(self._maps, dtype=torch.int32)
+            self._map = maps.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else maps
         return found
 
     def __call__(self, items: list[int]) -> None:
         """Join items (address of a row of words, row of the state, number of its layout), of which none meets another."""
         assert self._map is not None
-        sent = self._sent(torch.tensor(items))
+        sent = to_device(items, self._device)
         state = (address(tensor) for tensor in self._state)
         widths = (tensor.shape[1] for tensor in self._state)
         self._kernel((len(items) // 3, 1, 1), address(sent), address(self._map), *state, *widths)
@@ -67,7 +67,3 @@ class Joiner:
                         self._columns[name], self._columns[name] + group.size
                     )
         return found
-
-    def _sent(self, values: Tensor) -> Any:
-        """Return a tensor of the host on the device, without waiting."""
-        return values.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else values

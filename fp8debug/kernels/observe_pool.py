@@ -6,6 +6,7 @@ to be joined. The parts of many kernels are joined in one launch: when the space
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,13 @@ from fp8debug.kernels.words import WORDS, Row
 #: Rows that are allocated together.
 ROWS = 256
 #: FP64 numbers of the space for parts: 8 MiB.
-SPACE = 1 << 12 if INTERPRETED else 1 << 20
+SPACE = 1 << 10 if INTERPRETED else 1 << 20
+
+
+def to_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return integers as int64 on a device, without waiting for it."""
+    found = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 class Stage(NamedTuple):
@@ -49,7 +56,7 @@ class Pool:
         self._num_taken = self._address = 0
         self._space: Tensor | None = None
         self._start = self._used = self._size = 0
-        self._waiting: dict[Stage, list[tuple[int, ...]]] = {OPERANDS: [], RESULTS: []}
+        self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: []}
         self._kernels = {stage: self._kernel(stage) for stage in self._waiting}
 
     def _kernel(self, stage: Stage) -> Kernel:
@@ -77,17 +84,15 @@ class Pool:
 
     def later(self, stage: Stage, item: tuple[int, ...]) -> None:
         """Have parts joined by the next :meth:`flush`."""
-        self._waiting[stage].append(item)
+        self._waiting[stage] += item
 
     def flush(self) -> None:
         """Join what waits, on the current stream; the space is free again for what runs on it afterwards."""
         self._used = 0
         for stage, items in self._waiting.items():
             if items:
-                sent = torch.tensor(items)
-                if self._device.type == "cuda":
-                    sent = sent.pin_memory().to(self._device, non_blocking=True)
-                self._kernels[stage]((len(items), 1, 1), address(sent))
+                sent = to_device(items, self._device)
+                self._kernels[stage]((len(items) // stage.size, 1, 1), address(sent))
                 items.clear()
 
 

@@ -87,11 +87,11 @@ def compare(
         operands: its operands as it read them.
         actual: the result, whole; None where the exact GEMM stands for it.
         sample: what of the result is compared.
-        keep: return actual minus shadow too, for :func:`damage`.
+        keep: return actual minus shadow too, for :func:`damage`; of wgrad only for the share.
 
     Returns:
         slots against the shadow and, where there is an actual result, against exact; and actual minus shadow, of the rows that
-        exact has and of the share, 0 where a side is not finite, in BF16 if actual is (exact but for results far from their
+        exact has in their whole width, 0 where a side is not finite, in BF16 if actual is (exact but for results far from their
         shadow), else in FP32. None where no kernel takes the operands.
     """
     result = () if actual is None else (actual.stride(), actual.dtype, actual.data_ptr() & 15)
@@ -104,8 +104,8 @@ def compare(
         return None
     products = plan.products(which, high, operands, sample)
     memory = pool(products.device)
-    pairs, programs, _ = plan.grid
-    parts, place = memory.space(pairs * programs * tr.NUM_COLUMNS)
+    all_pairs, programs, _ = plan.grid
+    parts, place = memory.space(all_pairs * programs * tr.NUM_COLUMNS)
     error = products.new_empty(plan.error[0], dtype=plan.error[1]) if keep else None
     near = address(products)
     plan.kernel(
@@ -113,7 +113,7 @@ def compare(
         near if error is None else address(error), parts, sample.shift or 0, *plan.numbers,
     )  # fmt: skip
     found: list[Found] = []
-    for pair in range(pairs):
+    for pair in range(1 if actual is None else 2):
         row = memory.take()
         memory.later(RESULTS, (place + 8 * pair * programs * tr.NUM_COLUMNS, row.address, programs, tr.WHOLE.value))
         found.append({RESULT: row})
@@ -130,9 +130,11 @@ def _comparison(
 ) -> _Comparison | None:
     turned = which is Gemm.WGRAD
     samples = high[turned].shape[int(turned)] if sample.lines is None else sample.lines.numel()
-    products = products_of(
-        which, high, operands, sample, samples if actual is None or sample.lines is None else num_exact(samples)
-    )
+    few = samples if actual is None or sample.lines is None else num_exact(samples)
+    far = high[1 - int(turned)].shape[int(which is not Gemm.FPROP)]
+    wide = keep and not turned and sample.is_share(far)
+    assert actual is not None or not wide
+    products = products_of(which, high, operands, sample, few, wide=wide)
     if products is None:
         return None
     shadow, exact = (products.shadow, products.shared), (products.exact, products.shared)
@@ -147,21 +149,22 @@ def _comparison(
     kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     types = (
         dtype, torch.float32 if sample.lines is None else torch.int64, torch.float32, kept if keep else torch.float32,
-        torch.float64, *[None] * 13,
+        torch.float64, *[None] * 14,
     )  # fmt: skip
     constants = (
-        actual is not None, sample.lines is not None, sample.is_share(products.far), sample.size, turned, keep, down, across,
+        actual is not None, sample.lines is not None, sample.is_share(products.far), sample.size, turned, keep, wide, down,
+        across,
     )  # fmt: skip
     registers = 64 if down == 1 else 128
     device = high[0].device
     kernel = Kernel(tr.compare_kernel, device.index, types, constants, num_warps=WARPS, maxnreg=registers)
     strides = (products.stride_few, products.stride_shared)
     numbers = (
-        *products.size, *shadow, *exact, products.shadow * products.stride_few, products.far,
+        *products.size, *shadow, *exact, products.shadow * products.stride_few, products.wide, products.far,
         *(strides[::-1] if turned else strides), *((0, 0) if actual is None else actual.stride()),
     )  # fmt: skip
-    grid = 1 if actual is None else 2, programs, 1
-    return _Comparison(products, kernel, grid, numbers, (exact, kept))
+    grid = 1 if actual is None else 3 if wide else 2, programs, 1
+    return _Comparison(products, kernel, grid, numbers, ((products.exact, products.far) if wide else exact, kept))
 
 
 def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int], index: Tensor) -> Found:
@@ -196,32 +199,30 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
     return {LINES: row}
 
 
-def damage(error: Tensor, grad: Tensor, sample: Sample) -> Found:
+def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
     """Return the damage of sampled rows of fprop's output.
 
     Args:
-        error: ``[rows, share]`` from :func:`compare`.
+        error: ``[rows, N]`` from :func:`compare`.
         grad: grad_output ``[M, N]``.
-        sample: what of the output it is; ``lines`` may have more rows than error, which are not looked at.
+        index: int64, which rows of grad they are, and perhaps more that error has not; None is all.
     """
-    index = sample.lines
     key = (
-        "damage", error.shape, grad.shape, grad.stride(), error.dtype, grad.dtype, error.data_ptr() & 15, grad.data_ptr() & 15,
-        index is None or index.data_ptr() & 15, sample.shift is None, error.device,
+        "damage", error.shape, grad.stride(), error.dtype, grad.dtype, error.data_ptr() & 15, grad.data_ptr() & 15,
+        index is None or index.data_ptr() & 15, error.device,
     )  # fmt: skip
     plan, rows = _PLANS.get(key), error.shape[0]
     if plan is None:
-        types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, *[None] * 6
-        constants = index is not None, sample.is_share(grad.shape[1]), 64 if INTERPRETED else 1024
+        types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, None, None, None
+        constants = index is not None, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
         plan = _keep(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
     memory = pool(error.device)
     parts, place = memory.space(plan.parts)
     row = memory.take()
-    shared, far = error.shape[1], grad.shape[1]
     plan.kernel(
-        plan.grid, address(error), address(grad.detach()), address(error if index is None else index), parts,
-        sample.shift or 0, far / max(shared, 1), shared, far, *grad.stride(),
+        plan.grid, address(error), address(grad.detach()), address(error if index is None else index), parts, error.shape[1],
+        *grad.stride(),
     )  # fmt: skip
     memory.later(RESULTS, (place, row.address, rows, tr.SUMMED.value))
     return {DAMAGE: row}

@@ -27,17 +27,17 @@ _DAMAGE, _ROWS = Damage(), Rows()
 
 
 class OutputError(NamedTuple):
-    """What fprop keeps of its sampled output until the gradient is known: of the rows that the exact GEMM has.
+    """What fprop keeps of its output until the gradient is known: of the rows that the exact GEMM has, in their whole width.
 
     Attributes:
         error: actual minus shadow; None where ``pair`` holds both.
         pair: shadow and actual; None on a GPU.
-        sample: what of the output it is; of its rows the first ones.
+        lines: which rows they are, perhaps followed by others; None is all.
     """
 
     error: Tensor | None
     pair: Pair | None
-    sample: Sample
+    lines: Tensor | None
 
 
 class Compared(NamedTuple):
@@ -64,10 +64,13 @@ def compare_result(
         high_precision: its operands before the cast; of wgrad's input the sampled columns alone.
         operands: its operands as it read them, whole.
         result: what it gave, whole; None where FP8 is only tried, and the exact GEMM stands for it.
-        sample: rows of the first operand, for wgrad columns of the second; and a share of the result's other dimension.
+        sample: rows of the first operand, for wgrad columns of the second; and a share of the other dimension of a result
+            that there is.
         keep: what :func:`damage_of` needs is wanted.
     """
     a, b = high_precision
+    if result is None:
+        sample = sample._replace(shift=None)
     if takes_kernels(a) and a.numel() and b.numel() and (result is None or result.dtype in FLOATS):
         actual = None if result is None else result.detach()
         with on_device(a):
@@ -81,11 +84,14 @@ def compare_result(
                 pairs = _pairs(which, high_precision, operands, result, sample)
                 for slots, pair in zip((shadow, *exact), pairs, strict=False):
                     slots.update({} if pair is None else statistics(pair, only=more))
-            return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample))
+            return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample.lines))
     pair, against = _pairs(which, high_precision, operands, result, sample)
     few = len(pair.y) if against is None or which is Gemm.WGRAD else len(against.y)
     kept = Pair(source=Source(pair.source.x[:few]), y=pair.y[:few])
-    return Compared(statistics(pair), None if against is None else statistics(against), OutputError(None, kept, sample))
+    if keep and result is not None and is_wide(which, high_precision, sample):
+        lines = slice(None) if sample.lines is None else sample.lines[:few]
+        kept = Pair(source=Source(shadow_product(which, a.detach()[lines], b).float()), y=result.detach()[lines].float())
+    return Compared(statistics(pair), None if against is None else statistics(against), OutputError(None, kept, sample.lines))
 
 
 def is_wide(which: Gemm, high_precision: tuple[Tensor, Tensor], sample: Sample) -> bool:
@@ -156,20 +162,17 @@ def weight_rows(weight: Tensor, operand: Operand, rows: Tensor | None) -> Slots:
 
 
 def damage_of(kept: OutputError, grad_output: Tensor) -> Slots:
-    """Return the slots of fprop's output that its gradient ``[M, N]`` fills; of a share of the columns, scaled to all of them."""
+    """Return the slots of fprop's output that its gradient ``[M, N]`` fills."""
     if kept.error is not None:
         with on_device(kept.error):
-            slots: Slots = twin("observe_results").damage(kept.error, grad_output, kept.sample)
+            slots: Slots = twin("observe_results").damage(kept.error, grad_output, kept.lines)
             return slots
     pair = kept.pair
     if pair is None or not pair.y.numel():
         return {}
-    grad, (rows, columns) = grad_output.detach(), pair.y.shape
-    scale = grad.shape[1] / columns
-    lines = kept.sample.lines
-    grad = (grad if lines is None else grad[lines[:rows]])[:, kept.sample.share(grad.shape[1], grad.device)].float()
-    found = _DAMAGE.partial(Pair(source=pair.source, y=pair.y, grad=grad))
-    return {**found, "damage": found["damage"] * scale}
+    grad = grad_output.detach()
+    grad = grad if kept.lines is None else grad[kept.lines[: len(pair.y)]]
+    return _DAMAGE.partial(Pair(source=pair.source, y=pair.y, grad=grad.float()))
 
 
 def shadow_product(which: Gemm, first: Tensor, second: Tensor) -> Tensor:

@@ -83,15 +83,15 @@ def rounded(x):
 @triton.jit(do_not_specialize=["shift"])
 def compare_kernel(
     actual, index, products, error, parts, shift, splits, split_stride, shadow_rows, shadow_columns, exact_rows, exact_columns,
-    exact_start, num_far, product_stride_row, product_stride_column, stride_row, stride_column, ACTUAL: tl.constexpr,
+    exact_start, wide_start, num_far, product_stride_row, product_stride_column, stride_row, stride_column, ACTUAL: tl.constexpr,
     INDEXED: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr, KEEP: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+    WIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Pair 0 is actual against shadow, pair 1 against exact, of its first rows or columns; parts ``[pairs, programs, 24]``.
 
     ``TURNED``: rows are the share and columns the sampled lines, as of grad_weight. ``ACTUAL``: whether there is an actual
     result; else the exact GEMM stands for it, and pair 0 is all. ``KEEP``: store actual minus shadow of the rows that exact has,
-    0 where a side is not finite, into ``error``.
+    0 where a side is not finite, into ``error``; ``WIDE``: of these rows in their whole width, which is what pair 2 is for.
     """
     pair = tl.program_id(0)
     rows = tl.where(pair == 0, shadow_rows, exact_rows)
@@ -107,6 +107,12 @@ def compare_kernel(
     sx2 = tl.zeros([BR, 1], tl.float64)
     se2, worst = sx2, sx2 + float("-inf")
     first = products + tl.where(pair == 0, 0, exact_start)
+    stride = product_stride_row
+    if WIDE:
+        if pair == 2:
+            columns = num_far
+            first = products + wide_start
+            stride = num_far
     for block in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
         r = block * BR + tl.arange(0, BR)
         row = r[:, None]
@@ -115,9 +121,9 @@ def compare_kernel(
             c = start + tl.arange(0, BC)
             column = c[None, :]
             inside = (row < rows) & (column < columns)
-            place = row.to(tl.int64) * product_stride_row + column.to(tl.int64) * product_stride_column
+            place = row.to(tl.int64) * stride + column.to(tl.int64) * product_stride_column
             x = summed(first + place, splits, split_stride, inside)
-            x = tl.where(pair == 0, rounded(x), x)
+            x = tl.where(pair == 1, x, rounded(x))
             if ACTUAL:
                 y_row, y_column = r.to(tl.int64), c.to(tl.int64)
                 if TURNED:
@@ -130,7 +136,13 @@ def compare_kernel(
                     y_column = shared_line(c, num_far, shift, SHARE).to(tl.int64)
                     if INDEXED:
                         y_row = tl.load(index + r, r < rows, 0)
-                y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
+                if WIDE:
+                    if pair == 2:
+                        y = load_one(actual + y_row[:, None] * stride_row + column.to(tl.int64) * stride_column, inside)
+                    else:
+                        y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
+                else:
+                    y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
             else:
                 y = summed(products + exact_start + place, splits, split_stride, inside)
             x_ok, y_ok = is_finite(x), is_finite(y)
@@ -154,7 +166,7 @@ def compare_kernel(
             noise += folded(e64 * e64, 0)
             strange += folded((valid == 0).to(tl.int32), 0)
             if KEEP:
-                if pair == 0:
+                if pair == (2 if WIDE else 0):
                     at = row.to(tl.int64) * columns + column
                     tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside & (row < exact_rows))
         row_signal = tl.sum(signal, axis=1, keep_dims=True)
@@ -258,12 +270,9 @@ def rows_kernel(
     tl.store(at + 18, tl.where(judged, nmse, float("-inf")))
 
 
-@triton.jit(do_not_specialize=["shift"])
-def damage_kernel(
-    error, grad, index, parts, shift, scale, columns, num_far, stride_row, stride_column, INDEXED: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``scale`` times the square of the product of a row's error with the gradient of the same row; 0 where it is not finite."""
+@triton.jit
+def damage_kernel(error, grad, index, parts, columns, stride_row, stride_column, INDEXED: tl.constexpr, BLOCK: tl.constexpr):
+    """Square of the product of a row's error with the gradient of the same row; 0 where that is not finite."""
     row = tl.program_id(0)
     line = row.to(tl.int64)
     if INDEXED:
@@ -273,11 +282,10 @@ def damage_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
         e = load_one(error + row.to(tl.int64) * columns + column, inside)
-        far = shared_line(column, num_far, shift, SHARE).to(tl.int64)
-        g = load_one(grad + line * stride_row + far * stride_column, inside)
+        g = load_one(grad + line * stride_row + column.to(tl.int64) * stride_column, inside)
         product += e.to(tl.float64) * g.to(tl.float64)
     found = tl.sum(product, axis=0)
     finite = tl.abs(found) < float("inf")
     found = tl.where(finite, found, 0.0)
     tl.store(parts + row * COLUMNS, tl.full([], 1.0, tl.float64))
-    tl.store(parts + row * COLUMNS + 10, found * found * scale)
+    tl.store(parts + row * COLUMNS + 10, found * found)

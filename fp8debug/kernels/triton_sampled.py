@@ -209,26 +209,42 @@ def exact_part(
 @triton.jit(do_not_specialize=["shift"])
 def sample_kernel(
     near, far, codes, other, index, out, codes_scale, other_scale, shift, length, chunk, num_shadow, num_exact, num_shared,
-    num_far, near_stride_row, near_stride_k, far_stride_row, far_stride_k, codes_stride_row, codes_stride_k, other_stride_row,
-    other_stride_k, codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k,
-    out_stride_split, out_stride_few, out_stride_shared, NEAR_INDEXED: tl.constexpr, INDEXED: tl.constexpr,
-    SHARE: tl.constexpr, CODES: tl.constexpr, CODES_SCALED: tl.constexpr, OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr,
-    HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BW: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
-    BK: tl.constexpr, STEP: tl.constexpr,
+    num_far, num_wide, wide_start, near_stride_row, near_stride_k, far_stride_row, far_stride_k, codes_stride_row,
+    codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row,
+    other_scale_stride_k, out_stride_split, out_stride_few, out_stride_shared, NEAR_INDEXED: tl.constexpr,
+    INDEXED: tl.constexpr, SHARE: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, CODES_SCALED: tl.constexpr,
+    OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
+    BW: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Parts of the sums over k of far[w, k] * near[f, k] and of other[w, k] * codes[f, k], ``out [splits, ...]``.
 
     w runs over the share of ``num_far`` lines, f over sampled lines: ``num_shadow`` of near, then the first ``num_exact`` of them
-    of codes. A program has ``chunk`` of the contracted dimension.
+    of codes. A program has ``chunk`` of the contracted dimension. ``WIDE``: from ``wide_start`` on, the first sum for the first
+    ``num_wide`` lines of near and all of far.
     """
     shadow_tiles = tl.cdiv(num_shadow, BS)
     tiles = shadow_tiles + tl.cdiv(num_exact, BE)
+    start = tl.program_id(1) * chunk
+    end = tl.minimum(start + chunk, length)
+    own = tl.num_programs(0)
+    if WIDE:
+        wide_tiles = tl.cdiv(num_wide, BE)
+        own -= wide_tiles * tl.cdiv(num_far, BW)
+        if tl.program_id(0) >= own:
+            place = tl.program_id(0) - own
+            far_line = (place // wide_tiles) * BW + tl.arange(0, BW)
+            inside = far_line < num_far
+            wide = out + wide_start + tl.program_id(1).to(tl.int64) * out_stride_split + far_line.to(tl.int64)[:, None]
+            shadow_part(
+                near, far, index, wide, place % wide_tiles, tl.where(inside, far_line, 0).to(tl.int64), inside, start, end,
+                length, num_wide, near_stride_row, near_stride_k, far_stride_row, far_stride_k, num_far, NEAR_INDEXED, EVEN,
+                NATIVE, BW, BE, BK,
+            )  # fmt: skip
+            return
     tile = tl.program_id(0) % tiles
     w = (tl.program_id(0) // tiles) * BW + tl.arange(0, BW)
     kept = w < num_shared  # what lies beyond is worked out and not stored
     line = shared_line(tl.where(kept, w, 0), num_far, shift, SHARE).to(tl.int64)
-    start = tl.program_id(1) * chunk
-    end = tl.minimum(start + chunk, length)
     to = out + tl.program_id(1).to(tl.int64) * out_stride_split + w.to(tl.int64)[:, None] * out_stride_shared
     if tile < shadow_tiles:
         shadow_part(

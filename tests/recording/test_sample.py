@@ -1,0 +1,90 @@
+"""Wide results are compared on a share of their width: what is counted then, and what a share cannot hide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug.kernels.sample import Sample
+from fp8debug.linear import Fp8Linear
+from fp8debug.types import Gemm, TensorRole
+
+TOKENS, K, N, ROWS = 48, 64, 1100, 16
+SHARED = 1100 // 128 * 16 + 1100 % 128
+
+
+def record(path: Path, steps: int = 2, shadow: Any = "sample", fault: Any = None) -> fp8debug.Run:
+    torch.manual_seed(0)
+    model = fp8debug.convert(nn.Sequential(nn.Linear(K, N, bias=False)), "blockwise")
+    assert isinstance(model[0], Fp8Linear)
+    model[0].distortion = fault
+    generator = torch.Generator().manual_seed(1)
+    with fp8debug.watch(model, path, every=1, shadow=shadow, shadow_rows=ROWS) as watch:
+        for _ in range(steps):
+            x = torch.randn(TOKENS, K, generator=generator).bfloat16().float().requires_grad_()
+            model(x).square().mean().backward()
+            watch.step()
+    return fp8debug.Run(path)
+
+
+def results(run: fp8debug.Run, columns: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.sql(
+        f"SELECT gemm, reference, {columns} FROM stats WHERE reference <> 'operand' ORDER BY step, gemm, reference"
+    ).to_pylist()
+    return found
+
+
+def test_a_wide_result_is_compared_on_a_share_of_its_width(tmp_path: Path) -> None:
+    found = {(row["gemm"], row["reference"]): row for row in results(record(tmp_path / "run"), "numel, num_rows, sqnr_db")}
+    assert {key: (row["numel"], row["num_rows"]) for key, row in found.items()} == {
+        ("fprop", "shadow"): (ROWS * SHARED, ROWS),
+        ("fprop", "exact"): (ROWS * SHARED, ROWS),
+        ("dgrad", "shadow"): (ROWS * K, ROWS),
+        ("dgrad", "exact"): (ROWS * K, ROWS),
+        ("wgrad", "shadow"): (SHARED * ROWS, SHARED),
+        ("wgrad", "exact"): (SHARED * ROWS, SHARED),
+    }
+    full = {(row["gemm"], row["reference"]): row for row in results(record(tmp_path / "full", shadow="full"), "numel, sqnr_db")}
+    assert full["fprop", "shadow"]["numel"] == TOKENS * N
+    for key in (("fprop", "shadow"), ("dgrad", "shadow"), ("wgrad", "shadow")):
+        assert found[key]["sqnr_db"] == pytest.approx(full[key]["sqnr_db"], abs=0.5)
+
+
+def test_damage_is_that_of_whole_rows(tmp_path: Path) -> None:
+    def damage(shadow: str) -> float:
+        rows = results(record(tmp_path / shadow, 8, shadow), "damage, num_damage_rows")
+        fprop = [row for row in rows if row["damage"] is not None]
+        assert len(fprop) == 8
+        return sum(row["damage"] for row in fprop) / sum(row["num_damage_rows"] for row in fprop)
+
+    assert damage("sample") == pytest.approx(damage("full"), rel=0.5)  # a third of the rows
+
+
+def test_every_block_of_a_weight_is_in_the_share_of_every_step(tmp_path: Path) -> None:
+    """A scale that is wrong for one block of 128 rows of the weight shows in the result of each step, wherever it is."""
+
+    def wrong(block: int) -> Any:
+        def fault(which: Gemm, role: TensorRole, x: Tensor, cast: Any, ordinary: Any) -> Any:
+            operand = ordinary(x, cast)
+            if which is Gemm.FPROP and role is TensorRole.WEIGHT:
+                operand[0].scale_inv[block] *= 2
+            return operand
+
+        return fault
+
+    for block in (0, 5, 8):
+        rows = results(record(tmp_path / str(block), 3, fault=wrong(block)), "sqnr_db, num_bad_rows")
+        found = [row["sqnr_db"] for row in rows if (row["gemm"], row["reference"]) == ("fprop", "shadow")]
+        assert len(found) == 3 and max(found) < 15
+
+
+def test_no_two_modules_or_steps_have_to_share_a_share() -> None:
+    device = torch.device("cpu")
+    shares = [Sample(shift=shift).share(4096, device) for shift in range(8)]
+    assert all(isinstance(share, Tensor) and len(share) == 512 for share in shares)
+    assert len({tuple(share.tolist()) for share in shares if isinstance(share, Tensor)}) == 8
