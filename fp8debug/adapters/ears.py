@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
-from fp8debug.adapters.parts import CALLED
+from fp8debug.adapters.parts import CALLED, is_new
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.metrics import Source
@@ -225,7 +225,7 @@ class Ears(Probe):
         """Report something of this module, the first time in the life of the watch."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, len(self._reported) == 1)
+            self.observer.report(self.module, text, is_new(self.observer, text))
 
     def _end_step(self) -> None:
         for call in self._unfinished:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ class TorchTitan:
     def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
         """Wrap ``train``, ``train_step`` and ``forward_backward_step``; the loss is this rank's, summed over the microbatches.
 
+        Where it is divided by the tokens of all ranks it is multiplied by their number, so that its mean is the whole loss.
+
         Raises:
             AttachError: CUDA graphs are on, inside which nothing of ours would run.
         """
@@ -34,6 +38,8 @@ class TorchTitan:
         module = sys.modules[type(target).__module__]
 
         begun: list[bool] = []
+        is_of_all = "global_valid_tokens" in inspect.signature(target.forward_backward_step).parameters
+        parts = _data_ranks(getattr(target, "parallel_dims", None)) if is_of_all else 1
 
         def train_step(own: Callable[..., Any]) -> Callable[..., Any]:
             def heard(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +55,8 @@ class TorchTitan:
                 finally:  # a loss that is not finite ends the training here
                     if restore is not None:
                         restore()
-                    recorder.note(loss=losses.take())
+                    loss = losses.take()
+                    recorder.note(loss=loss if loss is None else loss * parts)
                 recorder.end_step()
                 return result
 
@@ -63,6 +70,12 @@ class TorchTitan:
         undo = [replace(target, "train", ending(recorder)), replace(target, "train_step", train_step)]
         undo.append(replace(target, "forward_backward_step", telling(add)))
         return undoing(undo)
+
+
+def _data_ranks(dims: Any) -> int:
+    """Return how many ranks have tokens of their own."""
+    sizes = [getattr(dims, name, 1) for name in ("dp_replicate", "dp_shard", "cp")]
+    return prod(size for size in sizes if isinstance(size, int) and size > 0)
 
 
 LOOPS.add(TorchTitan.name, TorchTitan())

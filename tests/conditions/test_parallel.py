@@ -101,6 +101,8 @@ def test_pipeline_stages_are_one_model_in_order(trained: Path) -> None:
     where = run.sql("SELECT module, array_agg(DISTINCT rank ORDER BY rank) AS ranks FROM raw GROUP BY module").to_pylist()
     ranks = {row["module"]: row["ranks"] for row in where}
     assert ranks["blocks.0.up"] == ALL[::2] and ranks["blocks.1.up"] == ranks["head"] == ALL[1::2]
+    stages = [f"blocks.{stage}.{name}" for stage in (0, 1) for name in ("gate", "up", "down")] + ["head"]
+    assert [(m["fqn"], m["fp8"]) for m in run.modules] == [(fqn, True) for fqn in stages]
     (row,) = run.sql(
         "SELECT num_tensors FROM raw WHERE step = 0 AND rank = 1 AND module = 'head' AND gemm = 'wgrad' AND tensor = 'input'"
         " AND actual AND reference = 'operand'"

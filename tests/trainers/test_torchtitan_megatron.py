@@ -32,14 +32,16 @@ def titan(graphs: bool = False) -> Any:
     class Trainer:
         def __init__(self) -> None:
             self.config = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=not graphs))
+            self.parallel_dims = SimpleNamespace(dp_replicate=2, dp_shard=2, cp=1, tp=8)
             self.model_parts = [net()]
             self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), lr=0.5)]
             self.step = 0
             self.losses: list[float] = []
             self.norms: list[float] = []
 
-        def forward_backward_step(self, *, input_dict: Any, labels: Any) -> Any:
-            loss = functional.cross_entropy(self.model_parts[0](input_dict), labels) / 2
+        def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: int = 2 * 96 * 4) -> Any:
+            # by the tokens of two microbatches on four ranks
+            loss = functional.cross_entropy(self.model_parts[0](input_dict), labels, reduction="sum") / global_valid_tokens
             loss.backward()
             return loss
 
@@ -83,7 +85,7 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fp8debug.Run(tmp_path / "run")
     steps = run.sql("SELECT step, loss, grad_norm, lr FROM steps ORDER BY step").to_pylist()
     assert [s["step"] for s in steps][:3] == [0, 1, 2]
-    assert [s["loss"] for s in steps][:3] == pytest.approx(trainer.losses[:3], rel=1e-6)
+    assert [s["loss"] for s in steps][:3] == pytest.approx([4 * loss for loss in trainer.losses[:3]], rel=1e-6)
     assert [s["grad_norm"] for s in steps][:3] == pytest.approx(trainer.norms[:3], rel=1e-6) and steps[0]["lr"] == 0.5
     assert run.sql("SELECT DISTINCT step FROM sites ORDER BY step").column("step").to_pylist() == [0, 2]
     assert "ended by RuntimeError" in str(run.sql("SELECT message FROM events").to_pylist())
