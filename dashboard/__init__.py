@@ -1,6 +1,23 @@
 """The dashboard: ``serve(path)`` shows a run, or a folder of runs, in a browser."""
 
-from .app import make_app
-from .server import serve
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .app import make_app
+    from .server import serve
 
 __all__ = ["make_app", "serve"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "make_app":
+        from .app import make_app
+
+        return make_app
+    if name == "serve":
+        from .server import serve
+
+        return serve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,51 +2,59 @@
 
 The URL is the state. A control writes the URL (in the browser, assets/fp8debug.js); the page's parts are computed from it. So
 every view can be reloaded and sent to a colleague, and no state lives in the server.
+
+Until somebody asks for a page nothing is imported that reads a run: the browser loads its scripts while that comes.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import dash
+import flask
 from dash import ALL, ClientsideFunction, Input, Output, State, dcc, html, no_update
 from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from fp8debug.errors import Fp8DebugError
 
-from . import source as sources
+from .files import callbacks
+from .grid_library import leave_out_grid
 from .mantine import dmc
-from .opened import Opened
-from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
-from .pages.base import Page
+from .pages.contents import CONTENTS, Entry
 from .plot_library import serve_library
-from .plots import Figure
 from .source import Source
-from .urls import View, href, parse
-from .widgets import card, note
+from .urls import parse
 
-PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, ranks, findings, fallback, compare)}
+if TYPE_CHECKING:
+    from .shown import Asked, Here, Screen
+
 #: How often the browser asks whether a run's files have grown.
 REFRESH_MS = 4000
+#: What every page needs from the server; its head asks for it before it has loaded the scripts that will.
+EARLY = """<script>(() => {
+  const ask = window.fetch, asked = {};
+  for (const path of ["/_dash-layout", "/_dash-dependencies"]) asked[path] = ask(path, { credentials: "same-origin" });
+  window.fetch = (path, how) => {
+    const answer = asked[path];
+    delete asked[path];
+    return answer || ask.call(window, path, how);
+  };
+})()</script>"""
 
-#: What the URL asks for: ``pathname``, ``search``, and ``n``, the number of the layout that serves it.
-Asked = dict[str, Any]
-#: What is on screen: the number of its layout, page and run of its head, the state of the files then, and whether it waited.
-Here = dict[str, Any]
 
-
-def make_app(path: str | Path) -> dash.Dash:
+def make_app(path: str | Path | Source) -> dash.Dash:
     """Return the app for a run or a folder of runs.
 
     Raises:
         RunError: the path is neither.
     """
-    source = Source(path)
+    source = path if isinstance(path, Source) else Source(path)
     app = dash.Dash(
         "fp8debug_dashboard",
         assets_folder=str(Path(__file__).with_name("assets")),
@@ -56,25 +64,31 @@ def make_app(path: str | Path) -> dash.Dash:
         title=f"{source.path.resolve().name} · fp8debug",
         update_title="",
     )
-    app.layout = _shell()
+    app.layout = lambda: _layout(source)
+    app.index_string = app.index_string.replace("{%metas%}", EARLY + "{%metas%}")
     serve_library(app)
+    leave_out_grid(app)
     _route(app, source)
     _refresh(app, source)
     _settle(app, source)
     _clicks(app)
-    for page in PAGES.values():
-        _redraw(app, source, page)
-    fallback.callbacks(app, source)
-    findings.callbacks(app, source)
-    if not source.is_folder:
-        threading.Thread(target=_warm, args=(source,), daemon=True).start()
+    for name, entry in CONTENTS.items():
+        _redraw(app, source, name, entry)
+    callbacks(app, source)
+    threading.Thread(target=import_module, args=(f"{__package__}.shown",), daemon=True).start()
     return app
 
 
-def _warm(source: Source) -> None:
-    """Read what the first page shows while the browser loads its scripts."""
-    with suppress(Fp8DebugError):  # the page says what is wrong
-        overview.PAGE.layout(View("overview"), source.open(None))
+def _layout(source: Source) -> Component:
+    """Return the shell; in it, where the request says which page it is for, that page."""
+    if not flask.has_request_context() or flask.request.path != "/_dash-layout" or not flask.request.referrer:
+        return _shell()
+    from . import shown
+
+    address = urlsplit(flask.request.referrer)
+    asked: Asked = {"pathname": address.path, "search": f"?{address.query}" if address.query else "", "n": 1}
+    view = parse(asked["pathname"], asked["search"])
+    return _shell(asked, shown.screen(asked, source), shown.live_text(view, source))
 
 
 def _in_browser(app: dash.Dash, function: str, *dependencies: Any) -> None:
@@ -82,22 +96,24 @@ def _in_browser(app: dash.Dash, function: str, *dependencies: Any) -> None:
     app.clientside_callback(ClientsideFunction("fp8debug", function), *dependencies)  # type: ignore[no-untyped-call]  # untyped in dash
 
 
-def _shell() -> Component:
+def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str = "") -> Component:
+    head, page, here = screen or (None, None, None)
     shell: Component = dmc.MantineProvider(
         [
             dcc.Location(id="url", refresh="callback-nav"),
             dcc.Store(id="stamp"),
             dcc.Store(id="settled"),
             dcc.Store(id="place"),
-            dcc.Store(id="asked"),
-            dcc.Store(id="here"),
+            dcc.Store(id="asked", data=asked),
+            dcc.Store(id="here", data=here),
+            dcc.Store(id="seen"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(
                 [
-                    html.Div(id="nav"),
+                    html.Div(head, id="nav"),
                     html.Div(
                         [
-                            html.Span(id="live", role="status"),
+                            html.Span(live, id="live", role="status"),
                             dmc.Switch(id="follow", label="follow", checked=True, size="xs"),
                             dmc.Button("Refresh", id="refresh", size="compact-xs", variant="default"),
                             dmc.ColorSchemeToggle(
@@ -109,7 +125,7 @@ def _shell() -> Component:
                 ],
                 className="top",
             ),
-            dcc.Loading(html.Main(id="page"), delay_show=400, overlay_style={"visibility": "visible"}, type="dot"),
+            dcc.Loading(html.Main(page, id="page"), delay_show=400, overlay_style={"visibility": "visible"}, type="dot"),
         ],
         defaultColorScheme="auto",
         theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
@@ -131,11 +147,11 @@ def _route(app: dash.Dash, source: Source) -> None:
     def route(place: Asked | None, here: Here | None) -> tuple[Any, Component, Here]:
         if place is None:
             raise PreventUpdate
-        view = parse(place["pathname"], place["search"])
-        now = {"n": place["n"], "head": [view.page, view.run], "stamp": source.stamp(view.run)}
-        now["was_pending"] = is_pending(view, source)  # asked before the page is laid out: what it shows may be older
+        from . import shown
+
+        head, page, now = shown.screen(place, source)
         is_new = here is None or here["head"] != now["head"]
-        return navigation(view, source) if is_new else no_update, page_of(view, source), now
+        return head if is_new else no_update, page, now
 
     _in_browser(
         app,
@@ -145,6 +161,7 @@ def _route(app: dash.Dash, source: Source) -> None:
         Input("url", "pathname"),
         Input("url", "search"),
         State("here", "data"),
+        State("asked", "data"),
         State({"control": ALL, "default": ALL}, "value"),
         State({"control": ALL, "default": ALL}, "id"),
     )
@@ -162,91 +179,9 @@ def is_at(here: Here | None, asked: Asked | None) -> bool:
     return here is not None and asked is not None and here["n"] == asked["n"]
 
 
-def page_of(view: View, source: Source) -> Component:
-    """Return a whole page, or what went wrong and what to do."""
-    try:
-        if is_list(view, source):
-            return runs.layout(source)
-        if view.page not in PAGES:
-            raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
-        opened = source.open(view.run)
-        shown = PAGES[view.page].layout(view, opened)
-        if not opened.run.problems:
-            return shown
-        words = "Not everything could be read, the rest is shown: " + "; ".join(opened.run.problems)
-        return html.Div([html.Div(words, className="problems", role="alert"), shown])
-    except Fp8DebugError as error:
-        back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
-        waiting = "This page looks again by itself while the run is being written."
-        return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), back), className="page")
-
-
-def is_pending(view: View, source: Source) -> bool:
-    """Tell whether parts of a page wait for something that takes long."""
-    try:
-        page = None if is_list(view, source) else PAGES.get(view.page)
-        return page is not None and page.is_pending(view, source.open(view.run))
-    except Fp8DebugError:
-        return False
-
-
-def is_list(view: View, source: Source) -> bool:
-    """Tell whether a view is the list of runs."""
-    return source.is_folder and view.run is None and view.page in ("overview", "runs")
-
-
-def navigation(view: View, source: Source) -> Component:
-    """Return the head of the page: where one is, and the ways from there."""
-    links: list[Component] = [dcc.Link([html.B("fp8"), "debug"], href="/", className="mark")]
-    if is_list(view, source):
-        return html.Div([*links, html.Span(str(source.path), className="dim")], className="nav")
-    names = source.names()
-    if names:
-        choice = dmc.Select(
-            id={"run-of": str(view.run)},
-            value=view.run,
-            data=names[:500],
-            size="xs",
-            w=190,
-            searchable=True,
-            allowDeselect=False,
-            comboboxProps={"keepMounted": False},
-            **{"aria-label": "run"},
-        )
-        links.append(choice)
-    else:
-        links.append(html.Span(source.path.resolve().name, className="run-name"))
-    for page in PAGES.values():
-        current: dict[str, Any] = {"aria-current": "page"} if page.name == view.page else {}
-        classes = "tab tab-current" if current else "tab"
-        links.append(html.Span(dcc.Link(page.title, href=href(page.name, view.run), className=classes), **current))
-    return html.Div([*links, _search(view, source)], className="nav")
-
-
-def _search(view: View, source: Source) -> Component:
-    """Return the search of modules; its data, in execution order, also tell the keys ``[`` and ``]`` which module is next."""
-    try:
-        modules = [str(m["fqn"]) for m in source.open(view.run).run.modules]
-    except Fp8DebugError:
-        modules = []
-    search: Component = dmc.Select(
-        id="module-search",
-        data=list(dict.fromkeys(modules)),
-        placeholder="Find a module  ( / )",
-        searchable=True,
-        limit=60,
-        size="xs",
-        w=270,
-        nothingFoundMessage="no such module",
-        comboboxProps={"keepMounted": False},
-        **{"aria-label": "find a module"},
-    )
-    return search
-
-
-def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
+def _redraw(app: dash.Dash, source: Source, name: str, entry: Entry) -> None:
     @app.callback(
-        *(Output(*output) for output in page.outputs),
+        *(Output(*output) for output in entry.outputs),
         Input("asked", "data"),
         Input("stamp", "data"),
         Input("settled", "data"),
@@ -257,79 +192,51 @@ def _redraw(app: dash.Dash, source: Source, page: Page) -> None:
         if asked is None or not is_at(here, asked):
             raise PreventUpdate  # another page is being laid out
         view = parse(asked["pathname"], asked["search"])
-        if view.page != page.name:
+        if view.page != name:
             raise PreventUpdate
+        from . import shown
+
         try:
-            opened = source.open(view.run)
-            was_pending = page.is_pending(view, opened)
-            found = page.parts(view, opened)
-            if was_pending and not page.is_pending(view, opened):  # it settled meanwhile, and will not say so again
-                found = page.parts(view, opened)
+            return shown.redrawn(shown.PAGES[name], view, source, "asked.data" not in dash.ctx.triggered_prop_ids)
         except Fp8DebugError:
             raise PreventUpdate from None  # the files are changing under us; the next tick looks again
-        is_same_view = "asked.data" not in dash.ctx.triggered_prop_ids
-        return tuple(sent(part, is_same_view) for part in found)
 
-
-def sent(part: Any, is_same_view: bool) -> Any:
-    """Return a part as it goes to the browser.
-
-    A figure of the same view goes as a change of the one on screen, so that zoom, hidden lines and the plot itself stay.
-    """
-    if not isinstance(part, Figure):
-        return part
-    values = part.packed()
-    if not is_same_view:
-        return values
-    patch = dash.Patch()
-    patch["data"] = values["data"]
-    patch["layout"] = values["layout"]  # whole: shapes and notes of the earlier figure must go; uirevision keeps the zoom
-    return patch
-
-
-def settled(page: Page, view: View, opened: Opened, was_pending: bool) -> bool:
-    """Compute what a page waits for; return whether there is anything that it may not show yet.
-
-    Args:
-        page: the page.
-        view: what it shows.
-        opened: the run.
-        was_pending: whether it waited just before it was laid out: what it waited for may have come right after.
-    """
-    if page.is_pending(view, opened):
-        page.settle(view, opened)
-        return True
-    return was_pending
+    _in_browser(app, "answered", Input(*entry.outputs[0]))
 
 
 def _settle(app: dash.Dash, source: Source) -> None:
-    """Say when what takes long is known: the browser waits for it with the page already on screen.
+    """Say when what takes long is known: the browser waits for it once the page has been painted.
 
     The answer is set from within, not as an output: what depends on a callback's output waits while it runs, and a control
     that moves must be answered while the rules are looking.
     """
+    _in_browser(app, "look", Output("seen", "data"), Input("here", "data"))
 
     @app.callback(
-        Input("here", "data"),
+        Input("seen", "data"),
         Input("stamp", "data"),
         Input("asked", "data"),
+        State("here", "data"),
         prevent_initial_call=True,
     )
-    def settle(here: Here | None, stamp: str | None, asked: Asked | None) -> None:
+    def settle(seen: int | None, stamp: str | None, asked: Asked | None, here: Here | None) -> None:
         if asked is None or not is_at(here, asked):
             raise PreventUpdate
+        from . import shown
+        from .pages import runs
+
         view = parse(asked["pathname"], asked["search"])
-        if is_list(view, source):
+        if shown.is_list(view, source):
             if not source.judge_all(runs.WAIT_S):
                 raise PreventUpdate
             dash.set_props("settled", {"data": source.stamp(None)})
             return
-        page = PAGES.get(view.page)
+        page = shown.PAGES.get(view.page)
         try:
             opened = source.open(view.run)
             source.narrow_down(opened)
-            was_pending = here is not None and "here.data" in dash.ctx.triggered_prop_ids and bool(here["was_pending"])
-            if page is None or not settled(page, view, opened, was_pending):
+            was_pending = here is not None and "seen.data" in dash.ctx.triggered_prop_ids and bool(here["was_pending"])
+            if page is None or not shown.settled(page, view, opened, was_pending):
                 raise PreventUpdate
         except Fp8DebugError:
             raise PreventUpdate from None
@@ -349,11 +256,13 @@ def _refresh(app: dash.Dash, source: Source) -> None:
     def refresh(ticks: int | None, clicks: int | None, here: Here | None, asked: Asked | None, known: str | None) -> str:
         if here is None or asked is None:
             raise PreventUpdate
+        from . import shown
+
         view = parse(asked["pathname"], asked["search"])
         stamp = source.stamp(view.run)
         if stamp not in (known, here["stamp"]):
             dash.set_props("stamp", {"data": stamp})
-        return live_text(view, source)
+        return shown.live_text(view, source)
 
     @app.callback(
         Output("runs", "rowData"),
@@ -363,23 +272,14 @@ def _refresh(app: dash.Dash, source: Source) -> None:
         prevent_initial_call=True,
     )
     def relist(stamp: str | None, settled: Any, asked: Asked | None) -> Any:
-        if asked is None or not is_list(parse(asked["pathname"], asked["search"]), source):
+        from . import shown
+        from .pages import runs
+
+        if asked is None or not shown.is_list(parse(asked["pathname"], asked["search"]), source):
             raise PreventUpdate
         return runs.parts(source)
 
     _in_browser(app, "pause", Output("tick", "disabled"), Input("follow", "checked"))
-
-
-def live_text(view: View, source: Source) -> str:
-    """Return ``● writing``, ``ended`` or ``not closed`` for the run in view."""
-    try:
-        if is_list(view, source):
-            return f"{len(source.names())} runs"
-        opened = source.open(view.run)
-        state = sources.state(opened.run.path, opened.run.rank_manifests)
-    except Fp8DebugError:
-        return "waiting"
-    return f"● {state}" if state == "writing" else state
 
 
 def _clicks(app: dash.Dash) -> None:

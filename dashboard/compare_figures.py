@@ -61,4 +61,4 @@ def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step:
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
     figure.axis("y", title=plain(metric), standoff=4)
     figure.axis("x", title="step")
-    return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
+    return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26, "l": 72}, hovermode="x")

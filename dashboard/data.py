@@ -7,7 +7,6 @@ Every query reduces to what a screen can show before it leaves the engine: at mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +21,14 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
 from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
+from .spans import ends, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
 
     from .narrow import Key, Narrow
 
-MAX_CELLS = 400
+MAX_CELLS = 560
 MAX_POINTS = 600
 OPERANDS = ("input", "weight", "grad_output")
 SERIES = ("loss", "grad_norm", "loss_scale", "lr")
@@ -55,32 +55,6 @@ def column(metric: str) -> str:
 def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run.sql(query, list(params)).to_pylist()
     return found
-
-
-def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
-    """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows.
-
-    Sampled steps share a cell by whole intervals of sampling: cells of one width are a picture, others are painted one by one.
-    """
-    if last - first < most:
-        return 1
-    every = 1
-    if view == "raw":
-        steps = [step for step in run.sampled_steps if step is not None and first <= step <= last]
-        num, every = len(steps), min((b - a for a, b in pairwise(steps)), default=1)
-    else:
-        count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
-        num = run.sql(count).column("n")[0].as_py()
-    return 1 if num <= most else every * -(-(last - first + 1) // (most * every))
-
-
-def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
-    """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
-    low, high = run.steps_range
-    if low is None:  # rows without a step, from a writer that is not ours
-        return None  # type: ignore[unreachable]  # the annotation believes the file
-    low, high = max(low, low if first is None else first), min(high, high if last is None else last)
-    return (low, high) if low <= high else None
 
 
 def training(run: Run) -> list[Trace]:
@@ -253,7 +227,7 @@ def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
 
     Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
     """
-    last = run.steps_range[1]
+    last: int | None = ends(run)[1]
     rows = _worst_at(run, "running", last, count)
     if rows:
         return rows

@@ -27,6 +27,8 @@ MAX_LABELS = 48
 NAME_LENGTH = 34
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
 _LETTER = 5.9
+#: What lies on the other side of healthy: no loss of precision, but not what was meant either.
+_BEYOND = {"sqnr_db": "not FP8", "headroom": "range unused", "scale_log2_ratio": "scale too large"}
 
 
 def plain(text: str) -> str:
@@ -198,7 +200,7 @@ def _severity_ticks(heat: Heat) -> Part:
     """Return the colour bar's words, with the thresholds where one envelope serves all cells."""
     kinds = np.unique(heat.kinds[~np.isnan(heat.values)])
     found = envelope(heat.metric, int(kinds[0])) if len(kinds) == 1 else None
-    words = {-2: "beyond", 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
+    words = {-2: _BEYOND.get(heat.metric, "beyond"), 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
     if found is not None and not any(s < 0 for s in found.severities):
         del words[-2]
     labels = []

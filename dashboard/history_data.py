@@ -11,9 +11,9 @@ from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.store.dump_files import Dump, dumps_of
 
-from .data import step_range, width_of
 from .grids import floats, ints
 from .records import BlockMap, History
+from .spans import step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run

@@ -75,8 +75,9 @@ def error_split(traces: Sequence[Trace], step: int | None = None) -> Figure:
     if not own:
         return empty("The error of this GEMM's result was not recorded: it needs shadow_rows above 0", 110)
     figure = Figure()
+    colors = {"shadow": LINES[1], "exact": LINES[2]}  # those of both in the nine sites
     for i, trace in enumerate(sorted(own, key=lambda t: t.reference, reverse=True)):
-        color = LINES[i % len(LINES)]
+        color = colors[trace.reference]
         line(figure, trace, color, legend=words[trace.reference], in_legend=True, rank=i)
         found = envelope("sqnr_db", kind_of(trace.gemm, trace.tensor, trace.cast_name, trace.reference))
         for value in found.at(1) if found is not None else ():
@@ -108,6 +109,6 @@ def blocks(found: BlockMap | None) -> Figure:
         }
     )
     rows, columns = (f"{n} x " if n > 1 else "" for n in found.stride)
-    figure.axis("x", title=plain(f"{columns}{found.tile[1]} columns"), showgrid=False)
-    figure.axis("y", title=plain(f"{rows}{found.tile[0]} rows"), standoff=4, showgrid=False, autorange="reversed")
+    figure.axis("x", title=plain(f"tile of {columns}{found.tile[1]} columns"), showgrid=False)
+    figure.axis("y", title=plain(f"tile of {rows}{found.tile[0]} rows"), standoff=4, showgrid=False, autorange="reversed")
     return figure.set(320)

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ def triage_apart(path: Path) -> Findings:
     Raises:
         RunError: the run cannot be read, or the process ended without findings.
     """
-    done = subprocess.run([sys.executable, "-m", __spec__.name, str(path)], capture_output=True, check=False)
+    watched, held = os.pipe()  # it ends with us, however we end: nobody else holds this end of it
+    try:
+        command = [sys.executable, "-m", __spec__.name, str(path)]
+        done = subprocess.run(command, stdin=watched, capture_output=True, check=False)
+    finally:
+        os.close(watched)
+        os.close(held)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise RunError(said[-1] if said else f"triage ended with code {done.returncode}")
@@ -54,12 +61,19 @@ def _finding(values: dict[str, Any]) -> Finding:
     return Finding(**{**values, **lists, "severity": Severity(values["severity"]), "parts": parts})
 
 
+def _end_with_the_server() -> None:
+    """End when the server has ended: it holds the other end of stdin, and writes nothing."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 def main(path: str) -> int:
     """Write the findings of a run to stdout; return the exit code."""
     from fp8debug import triage
 
     if hasattr(os, "nice"):
         os.nice(10)  # the pages, and the browser that paints them, come first
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # DuckDB draws a progress bar on stdout when a query takes long
     try:

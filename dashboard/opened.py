@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from fp8debug import Fallback, Run
     from fp8debug.rules.differences import Differences
 
+    from .records import Trace
+
 #: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
 SMALL_BYTES = 8 << 20
+#: From this size on, some 30 million rows, the table in memory does not wait for the verdict: pages need it more.
+HUGE_BYTES = 2 << 30
 #: The longest that a layout waits for the verdict of a small run.
 WAIT_S = 1.5
-#: Answers that are kept for a run, the oldest goes first: a heatmap takes 2 MB at most.
+#: Answers that are kept for a run, the oldest goes first: a heatmap takes 3 MB at most.
 MAX_KEPT = 96
 RECORDED = "recorded"
 _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
@@ -86,6 +90,7 @@ class Opened:
     _solving: threading.Lock = field(default_factory=threading.Lock)
     _judgement: Judgement | None = None
     _solve: Callable[..., list[Fallback]] | None = None
+    _lists: dict[tuple[float, bool], list[Fallback]] = field(default_factory=dict)
     _differences: dict[str, Differences] = field(default_factory=dict)
     _kept: dict[Any, Any] = field(default_factory=dict)
     _locks: dict[Any, threading.Lock] = field(default_factory=dict)
@@ -109,8 +114,15 @@ class Opened:
             self._narrowing = threading.Thread(target=self._narrow, daemon=True)
             self._narrowing.start()
 
+    @property
+    def is_narrowing(self) -> bool:
+        """True while the table in memory is being read."""
+        thread = self._narrowing
+        return thread is not None and thread.is_alive()
+
     def _narrow(self) -> None:
-        self.judge()  # one after the other, so that the first page has a core to be painted with
+        if self.size < HUGE_BYTES:
+            self.judge()  # one after the other, so that pages have a core; of more rows pages from the files take too long
         with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
             found = build(self.run.path)
             if self._narrowing is threading.current_thread():
@@ -180,11 +192,13 @@ class Opened:
                 from fp8debug.fallback.policy import solver
 
                 self._solve = solver(self.aside(), self.latest().findings)
-            key = ("fallbacks", budget, fill)
-            if key not in self._kept:
-                self._kept[key] = self._solve(budget, fill=fill)
-            found: list[Fallback] = self._kept[key]
-            return found
+            if (budget, fill) not in self._lists:
+                self._lists[budget, fill] = self._solve(budget, fill=fill)
+            return self._lists[budget, fill]
+
+    def has_list(self, budget: float, *, fill: bool = False) -> bool:
+        """Tell whether the candidates within a budget are known."""
+        return (budget, fill) in self._lists
 
     def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return what was computed under a key, or compute it now; who asks for the same meanwhile waits for it."""
@@ -201,6 +215,22 @@ class Opened:
     def recorded(self) -> list[str]:
         """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""
         found: list[str] = self.kept(RECORDED) or self.keep("recorded lately", lambda: data.recorded_lately(self.run))
+        return found
+
+    def training(self) -> tuple[list[Trace], int | None]:
+        """Return loss and what else was recorded of the training, and the first step whose loss is no number."""
+        found: tuple[list[Trace], int | None]
+        found = self.keep("training", lambda: (data.training(self.run), data.loss_lost_at(self.run)))
+        return found
+
+    def last_loss(self) -> float | None:
+        """Return the loss of the last step that has one."""
+        found: float | None = self.keep("last loss", lambda: data.last_loss(self.run))
+        return found
+
+    def worst(self) -> list[dict[str, Any]]:
+        """Return the modules with the noisiest operand."""
+        found: list[dict[str, Any]] = self.keep("worst", lambda: data.worst_operands(self.run))
         return found
 
     def is_kept(self, key: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .data import MAX_CELLS, MAX_POINTS, column, metrics, step_range, width_of
+from .data import MAX_CELLS, MAX_POINTS, column, metrics
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
 from .records import Heat, Trace
+from .spans import step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run

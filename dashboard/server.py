@@ -7,14 +7,17 @@ import ipaddress
 import secrets
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
-import dash
 import flask
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from .app import make_app
+from .source import Source
 from .urls import parse, query
+
+if TYPE_CHECKING:
+    import dash
 
 #: What a page may load and where it may send: this server alone.
 POLICY = (
@@ -47,7 +50,11 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
     Raises:
         RunError: the path is neither a run nor a folder of runs.
     """
-    app = make_app(path)
+    source = Source(path)
+    source.open_ahead()
+    from .app import make_app
+
+    app = make_app(source)
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     guard(app, token)
@@ -100,7 +107,7 @@ def guard(app: dash.Dash, token: str | None) -> None:
     def headers(response: flask.Response) -> flask.Response:
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers["Referrer-Policy"] = "no-referrer"
+        response.headers["Referrer-Policy"] = "same-origin"  # the layout is that of the page that asks for it
         return response
 
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
 from fp8debug.store.places import forget, place_of
 
-from . import data
-from .opened import Opened
-from .records import Mark, Summary
 from .theme import level
 
 if TYPE_CHECKING:
     from fp8debug import Finding
+
+    from .opened import Opened
+    from .records import Mark, Summary
 
 #: A run whose files have not grown for this long and that was not closed is taken for killed.
 QUIET_S = 120.0
@@ -81,6 +81,8 @@ class Source:
             if found is None or found.stamp != stamp:
                 from fp8debug import Run
 
+                from .opened import Opened
+
                 size = int(stamp.split(".")[1], 16)
                 run = Run(folder)
                 opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
@@ -89,6 +91,17 @@ class Source:
                     opened.earlier, found.is_superseded = found.latest(), True
                 found = self._opened[folder.name] = opened
             return found
+
+    def open_ahead(self) -> None:
+        """Begin to read what the first page of a run shows: importing Dash, and the browser, take as long."""
+        if not self.is_folder:
+            threading.Thread(target=self._open_ahead, daemon=True).start()
+
+    def _open_ahead(self) -> None:
+        with suppress(Fp8DebugError):  # the page says what is wrong
+            opened = self.open(None)
+            for read in (opened.worst, opened.training, opened.last_loss):
+                read()
 
     def narrow_down(self, opened: Opened) -> None:
         """Have a large run's table read into memory, unless it is being written; that of any other run is given back."""
@@ -140,6 +153,9 @@ class Source:
 
     def summary(self, name: str | None) -> Summary:
         """Return one line about a run, also about one that cannot be opened."""
+        from . import data
+        from .records import Summary
+
         folder = self.folder(name)
         try:
             opened = self.open(name)
@@ -198,6 +214,8 @@ def state(folder: Path, rank_manifests: Mapping[int, Mapping[str, Any]]) -> str:
 
 def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, ...]:
     """Return where findings begin, those of one step (and module) together, most severe first in each."""
+    from .records import Mark
+
     grouped: dict[tuple[int, str | None], list[Finding]] = {}
     for finding in findings:
         for module in dict.fromkeys((finding.module, *finding.also)) if by_module else (None,):

@@ -1,13 +1,21 @@
 // What runs in the browser: controls write the URL, "/" finds a module, and cells of grids show text, never HTML.
 (function () {
+  // Appends the script that the page's head names.
+  const load = (name) => new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = document.querySelector(`meta[name=${name}]`).content;
+    script.onload = resolve;
+    script.onerror = () => reject(new Error(`${script.src} did not load`));
+    document.head.appendChild(script);
+  });
+
   // Nearly every page has a plot: their library comes while the first page is asked for, not before, as a browser has one thread
   // to compile scripts. dcc.Graph waits for what stands here; the library then puts itself in its place.
   window.Plotly = new Promise((resolve, reject) => {
-    const script = document.createElement("script");
-    script.src = document.querySelector("meta[name=plot-library]").content;
-    script.onload = () => { drawSeenFirst(window.Plotly); resolve(); };
-    script.onerror = () => reject(new Error("the plot library did not load"));
-    document.addEventListener("DOMContentLoaded", () => document.head.appendChild(script));
+    document.addEventListener("DOMContentLoaded", () => {
+      load("graph-library");
+      load("plot-library").then(() => { drawSeenFirst(window.Plotly); resolve(); }, reject);
+    });
   });
 
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
@@ -31,10 +39,40 @@
     };
   };
 
+  // Resolves when the plots that are seen have been painted, at the latest after two seconds.
+  const painted = async () => {
+    await Promise.resolve(window.Plotly).catch(() => null);
+    const isWaiting = (plot) => !plot.querySelector(".main-svg") && plot.getBoundingClientRect().top < window.innerHeight;
+    const until = performance.now() + 2000;
+    do await new Promise((told) => requestIdleCallback(told, { timeout: 200 }));
+    while (performance.now() < until && Array.from(document.querySelectorAll(".plot")).some(isWaiting));
+    await new Promise((told) => { requestAnimationFrame(() => setTimeout(told, 20)); setTimeout(told, 200); });  // a hidden page has no frames
+  };
+
+  // Tables stand below the plots: what draws them comes with the first, after the plots.
+  let table = null, tableLibrary = null;
+  const loadTables = async () => {
+    if (document.querySelector(".plot")) await painted();
+    await load("grid-library");
+    table = window.dash_ag_grid.AgGrid;
+    window.dash_ag_grid = { ...window.dash_ag_grid, AgGrid };
+  };
+  function AgGrid(props) {
+    const [drawn, draw] = window.React.useState(() => table);
+    window.React.useEffect(() => {
+      tableLibrary = tableLibrary || loadTables();
+      let isHere = true;
+      tableLibrary.then(() => isHere && draw(() => table));
+      return () => { isHere = false; };
+    }, []);
+    return drawn ? window.React.createElement(drawn, props) : window.React.createElement("div", { className: "grid-to-come" });
+  }
+  window.dash_ag_grid = { AgGrid, getApi: () => null };
+
   // The address bar is the state: read and written here at once, never through a callback that may lag behind it.
-  const go = (pathname, search) => {
+  const go = (pathname, search, isSameEntry) => {
     if (pathname + search === window.location.pathname + window.location.search) return;
-    window.history.pushState({}, "", pathname + search);
+    window.history[isSameEntry ? "replaceState" : "pushState"]({}, "", pathname + search);
     window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));  // dcc.Location listens to it, as for dcc.Link
   };
 
@@ -65,28 +103,57 @@
     const params = new URLSearchParams(search || "");
     return ids.every((id, i) => word(params.get(id.control) ?? id.default) === word(values[i]));
   };
+
+  // A slider passes through many values: the last is always asked for, those between as fast as they are answered, and all of
+  // one move are one entry of the history. By the time that an address is seen here the slider is elsewhere.
+  const MOVE_MS = 1000, UNANSWERED_MS = 600, BETWEEN_MS = 50;
+  let written = { address: null, keys: null, at: -Infinity, isAnswered: true }, waiting = null, timer;
+  window.addEventListener("popstate", () => { written.address = null; });
+  const sync = (values, ids, here) => {
+    clearTimeout(timer);
+    waiting = null;
+    const { pathname, search } = window.location;
+    if (!ids.length || !isOnScreen(here) || placeOf(pathname, search) !== layout.place) return;
+    const wanted = {};
+    ids.forEach((id, i) => { wanted[id.control] = word(values[i]) === word(id.default) ? null : values[i]; });
+    const known = new URLSearchParams(search), next = new URLSearchParams(changed(search, wanted));
+    if (next.toString() === known.toString()) return;
+    const keys = Object.keys(wanted).filter((key) => known.get(key) !== next.get(key)).join(" ");
+    const since = performance.now() - written.at, isSameMove = keys === written.keys && since < MOVE_MS;
+    const wait = isSameMove ? (written.isAnswered ? BETWEEN_MS : UNANSWERED_MS) - since : 0;
+    if (wait > 0) {
+      waiting = [values, ids, here];
+      timer = setTimeout(sync, wait, ...waiting);
+      return;
+    }
+    written = { address: pathname + changed(search, wanted), keys, at: performance.now(), isAnswered: false };
+    go(pathname, changed(search, wanted), isSameMove);
+  };
   const plainText = (label) => label.replace(/%&#123;/g, "%{").replace(/&lt;/g, "<").replace(/&amp;/g, "&");
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     fp8debug: {
       // A control that moved leaves the layout: [none, asked]. Another place, or "back" to other settings: [place, asked].
-      arrive(pathname, search, here, values, ids) {
+      arrive(pathname, search, here, known, values, ids) {
         const none = window.dash_clientside.no_update;
         if (pathname === undefined || pathname === null) return [none, none];
+        const isFirst = !layout.n && here && known;  // the page came with the shell
+        if (isFirst) layout = { n: here.n, place: placeOf(known.pathname, known.search) };
         const place = placeOf(pathname, search);
-        const stays = place === layout.place && isOnScreen(here) && agrees(search, values, ids);
+        const isOurs = pathname + (search || "") === written.address || agrees(search, values, ids);
+        const stays = place === layout.place && isOnScreen(here) && isOurs;
+        if (isFirst && stays && known.search === (search || "")) return [none, none];
         if (!stays) layout = { n: layout.n + 1, place };
         const asked = { pathname, search: search || "", n: layout.n };
         return [stays ? none : asked, asked];
       },
-      sync(values, ids, here) {
-        const { pathname, search } = window.location;
-        if (!ids.length || !isOnScreen(here) || placeOf(pathname, search) !== layout.place) return;
-        const wanted = {};
-        ids.forEach((id, i) => { wanted[id.control] = word(values[i]) === word(id.default) ? null : values[i]; });
-        const known = new URLSearchParams(search).toString();
-        if (new URLSearchParams(changed(search, wanted)).toString() !== known) set(wanted);
+      sync,
+      answered() {
+        written.isAnswered = true;
+        if (waiting) sync(...waiting);
       },
+      // What takes long is asked for when the page has been painted, and the browser has a moment.
+      look: (here) => painted().then(() => here && here.n),
       pause(follow) { return !follow; },
       search_runs(text) {
         const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
@@ -195,7 +262,7 @@
     const { png, csv, csvGrid } = button.dataset;
     if (png) savePng(png);
     else if (csv) save(tableCsv(button.parentElement.querySelector("table")), csv);
-    else if (csvGrid) window.dash_ag_grid.getApi(csvGrid).exportDataAsCsv({
+    else if (csvGrid) window.dash_ag_grid.getApi(csvGrid)?.exportDataAsCsv({
       fileName: csvGrid + ".csv", processCellCallback: (one) => String(one.value ?? "").replace(/^(?=[=+@\t\r]|-\D)/, "'") });
   });
 })();

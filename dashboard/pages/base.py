@@ -10,6 +10,7 @@ from dash.development.base_component import Component
 
 from ..opened import Opened
 from ..urls import View
+from .contents import CONTENTS
 
 
 def _is_judging(view: View, opened: Opened) -> bool:
@@ -25,19 +26,20 @@ class Page:
     """One page of a run.
 
     Attributes:
-        name: path of its URL.
-        title: what the navigation says.
+        name: path of its URL; ``contents`` has its title and what of it changes.
         layout: the whole page for a view.
-        outputs: (component id, property) of what changes.
         parts: new values of ``outputs`` for a view, in their order.
         is_pending: tells whether parts of the page wait for something that takes long.
         settle: computes that; the page is redrawn after it.
     """
 
     name: str
-    title: str
     layout: Callable[[View, Opened], Component]
-    outputs: tuple[tuple[str, str], ...]
     parts: Callable[[View, Opened], tuple[Any, ...]]
     is_pending: Callable[[View, Opened], bool] = _is_judging
     settle: Callable[[View, Opened], object] = _judge
+
+    @property
+    def outputs(self) -> tuple[tuple[str, str], ...]:
+        """(component id, property) of what changes."""
+        return CONTENTS[self.name].outputs

@@ -194,18 +194,4 @@ def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference])
     return site_in_both(lines, metric, step)
 
 
-PAGE = Page(
-    name="compare",
-    title="Compare",
-    layout=layout,
-    parts=parts,
-    is_pending=is_pending,
-    settle=settle,
-    outputs=(
-        ("compare-about", "children"),
-        ("compare-loss", "figure"),
-        ("compare-settings", "children"),
-        ("compare-sites", "rowData"),
-        ("compare-site", "figure"),
-    ),
-)
+PAGE = Page(name="compare", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -6,10 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import dash
-from dash import Input, Output, State, dcc, html
+from dash import dcc, html
 from dash.development.base_component import Component
-from dash.exceptions import PreventUpdate
 
 from fp8debug.errors import Fp8DebugError
 from fp8debug.exporters import EXPORTERS
@@ -18,10 +16,9 @@ from fp8debug.store.speed_file import cost_basis
 from ..fallback_figures import Choice, pareto, trials
 from ..figures import empty
 from ..opened import SMALL_BYTES, Opened
-from ..source import Source
 from ..theme import NO_DATA
 from ..trial_files import read_trial
-from ..urls import View, href, parse
+from ..urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
 from .base import Page
 
@@ -47,8 +44,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     },
     {
         "field": "cost",
-        "headerName": "Speed-up given back",
-        "width": 120,
+        "headerName": "Given back",
+        "width": 100,
         "type": "rightAligned",
         "headerTooltip": "share of what FP8 saves over BF16 in all Linears together",
     },
@@ -97,7 +94,7 @@ def damage(fallbacks: list[Fallback]) -> float:
 
 def is_pending(view: View, opened: Opened) -> bool:
     """Tell whether triage or the curve is still to be computed."""
-    return not opened.is_triaged or not opened.is_kept(("fallbacks", CURVE[-1] / 100, True))
+    return not opened.is_triaged or not opened.has_list(CURVE[-1] / 100, fill=True)
 
 
 def settle(view: View, opened: Opened) -> object:
@@ -247,38 +244,10 @@ def _band(value: Any) -> str:
     return f"{number(value.get('value'), 3)} [{number(value.get('low'), 3)}, {number(value.get('high'), 3)}]"
 
 
-def callbacks(app: dash.Dash, source: Source) -> None:
-    """Register the download of the file on view."""
-
-    @app.callback(
-        Output("fallback-file", "data"),
-        Input("fallback-save", "n_clicks"),
-        State("url", "pathname"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
-    def save(clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:
-        if not clicks:
-            raise PreventUpdate
-        view = parse(pathname, search)
-        opened = source.open(view.run)
-        text = _text(view, opened, opened.fallbacks(budget_of(view) / 100, fill=view.get("fill") == "yes"))
-        return {"content": text, "filename": f"fallback{EXPORTERS.get(_format(view)).suffix}", "type": "text/plain"}
+def exported(view: View, opened: Opened) -> dict[str, Any]:
+    """Return the file on view, as the browser saves it."""
+    text = _text(view, opened, opened.fallbacks(budget_of(view) / 100, fill=view.get("fill") == "yes"))
+    return {"content": text, "filename": f"fallback{EXPORTERS.get(_format(view)).suffix}", "type": "text/plain"}
 
 
-PAGE = Page(
-    name="fallback",
-    title="Fallback",
-    layout=layout,
-    parts=parts,
-    is_pending=is_pending,
-    settle=settle,
-    outputs=(
-        ("candidates", "rowData"),
-        ("exported", "children"),
-        ("fallback-about", "children"),
-        ("fallback-notes", "children"),
-        ("pareto", "figure"),
-        ("fallback-proof", "children"),
-    ),
-)
+PAGE = Page(name="fallback", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import dash
-from dash import Input, Output, State, dcc, html
+from dash import dcc, html
 from dash.development.base_component import Component
-from dash.exceptions import PreventUpdate
 
 from fp8debug.errors import Fp8DebugError
 from fp8debug.reports.evidence import charts_of, loss_chart
@@ -17,9 +15,8 @@ from fp8debug.rules import RULES
 from ..evidence_figures import evidence
 from ..figures import empty
 from ..opened import Judgement, Opened
-from ..source import Source
 from ..theme import NO_DATA, level
-from ..urls import View, href, parse
+from ..urls import View, href
 from ..widgets import badge, card, code, graph, grid, note, number, poster, segments
 from . import overview
 from .base import Page
@@ -168,8 +165,27 @@ def _manual(finding: Finding) -> list[Component]:
     if finding.code not in RULES:
         return [note(f"No rule {finding.code} is installed here.")]
     rule = RULES.get(finding.code)
-    pages = [part for heading, text in rule.manual().items() for part in (html.H3(heading), html.Pre(text))]
+    pages = [part for heading, text in rule.manual().items() for part in (html.H3(heading), *reflowed(text))]
     return [html.P([html.B(f"{rule.code} {rule.name}. "), rule.summary]), *pages]
+
+
+def reflowed(text: str) -> list[Component]:
+    """Return text of short lines as paragraphs and lists that are as wide as their place."""
+    shown: list[Component] = []
+    for line in text.splitlines():
+        bare, last = line.strip(), shown[-1] if shown else None
+        is_item = line.startswith("- ")
+        if is_item and not isinstance(last, html.Ul):
+            shown.append(html.Ul([html.Li(bare[2:])]))
+        elif is_item and isinstance(last, html.Ul):
+            last.children.append(html.Li(bare[2:]))
+        elif isinstance(last, html.Ul) and line.startswith(" "):
+            last.children[-1].children += f" {bare}"
+        elif isinstance(last, html.P) and bare:
+            last.children += f" {bare}"
+        else:
+            shown.append(html.P(bare))
+    return [part for part in shown if part.children]
 
 
 def _silent(judged: Judgement) -> list[Component]:
@@ -177,39 +193,4 @@ def _silent(judged: Judgement) -> list[Component]:
     return [html.P("Rules that could not look:"), html.Ul(lines)] if lines else [note("Choose a finding.")]
 
 
-def callbacks(app: dash.Dash, source: Source) -> None:
-    """Register the two exports: the documents that the command line writes."""
-
-    @app.callback(
-        Output("findings-file", "data"),
-        Input("findings-json", "n_clicks"),
-        Input("findings-csv", "n_clicks"),
-        State("url", "pathname"),
-        State("url", "search"),
-        prevent_initial_call=True,
-    )
-    def export(json_clicks: int | None, csv_clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:
-        if not (json_clicks or csv_clicks):
-            raise PreventUpdate
-        found = source.open(parse(pathname, search).run).judge().findings
-        is_json = dash.ctx.triggered_id == "findings-json"
-        return {
-            "content": found.to_json() if is_json else found.to_csv(),
-            "filename": f"findings.{'json' if is_json else 'csv'}",
-            "type": "application/json" if is_json else "text/csv",
-        }
-
-
-PAGE = Page(
-    name="findings",
-    title="Findings",
-    layout=layout,
-    parts=parts,
-    outputs=(
-        ("findings-about", "children"),
-        ("all-findings", "rowData"),
-        ("finding-head", "children"),
-        ("evidence", "figure"),
-        ("finding-manual", "children"),
-    ),
-)
+PAGE = Page(name="findings", layout=layout, parts=parts)

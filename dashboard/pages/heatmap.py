@@ -20,6 +20,8 @@ from ..widgets import card, control, graph, note
 from .base import Page
 
 METRIC, SITE = "sqnr_db", "operands"
+#: Of a large run, for its first half minute.
+READING = " The main metrics are being read into memory; until they are, another view takes seconds."
 
 
 def site_options() -> list[dict[str, Any]]:
@@ -94,7 +96,8 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     if view.get("from") or view.get("to"):
         kept = {key: value for key, value in view.params.items() if key not in ("from", "to")}
         whole = dcc.Link("show all steps", href=href("heatmap", view.run, **kept))
-    about = note(_about(heat, len(opened.run.modules)), " ", whole) if whole else note(_about(heat, len(opened.run.modules)))
+    words = _about(heat, len(opened.run.modules)) + (READING if opened.is_narrowing else "")
+    about = note(words, " ", whole) if whole else note(words)
     return about, figures.heatmap(heat, f"{view.get('from')}:{view.get('to')}")
 
 
@@ -111,4 +114,4 @@ def _about(heat: Heat, num_modules: int) -> str:
     return " ".join([*words, "Click a cell for the module at that step; draw a box to see its steps one by one."])
 
 
-PAGE = Page(name="heatmap", title="Heatmap", layout=layout, parts=parts, outputs=(("heat-about", "children"), ("heat", "figure")))
+PAGE = Page(name="heatmap", layout=layout, parts=parts)

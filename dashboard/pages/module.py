@@ -95,6 +95,9 @@ def layout(view: View, opened: Opened) -> Component:
             card(
                 "Nine sites over steps",
                 html.Div(about, id="module-about"),
+                note(
+                    "Dashed across: limits of the running cast, orange to warn, red to act. Dashed upright: the step shown below."
+                ),
                 graph("nine", nine),
                 note=html.Div(
                     [control("metric", METRIC, view.get("metric", METRIC), metrics, "metric", 240)], className="controls"
@@ -114,9 +117,14 @@ def layout(view: View, opened: Opened) -> Component:
                 html.Div(
                     [
                         html.Div(
-                            [html.H3("exponents over steps, and the ends of the cast's range"), graph("history", over_time)]
+                            [
+                                html.H3("exponents over steps (colour: share of nonzeros), and the ends of the cast's range"),
+                                graph("history", over_time),
+                            ]
                         ),
-                        html.Div([html.H3("error of this GEMM's result, split"), graph("split", split)]),
+                        html.Div(
+                            [html.H3("error of this GEMM's result, split; dashed: its limit to warn"), graph("split", split)]
+                        ),
                     ],
                     className="columns",
                 ),
@@ -343,22 +351,4 @@ def _head_of(name: str) -> str:
     return name.removesuffix("_rate") if name.endswith("_rate") else name
 
 
-PAGE = Page(
-    name="module",
-    title="Module",
-    layout=layout,
-    parts=parts,
-    is_pending=is_pending,
-    settle=settle,
-    outputs=(
-        ("module-head", "children"),
-        ("module-about", "children"),
-        ("nine", "figure"),
-        ("casts", "children"),
-        ("scales", "figure"),
-        ("hist", "figure"),
-        ("history", "figure"),
-        ("split", "figure"),
-        ("dumped", "children"),
-    ),
-)
+PAGE = Page(name="module", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -12,9 +12,10 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import data, figures, source
+from .. import figures, source
 from ..coverage import coverage
 from ..opened import SMALL_BYTES, Judgement, Opened
+from ..spans import step_range
 from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level
 from ..urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, poster, table
@@ -90,8 +91,8 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
     judged = opened.judged()
     findings = judged.findings
-    curves = opened.keep("training", lambda: (data.training(opened.run), data.loss_lost_at(opened.run)))
-    figure = figures.training(curves[0], source.marks(findings), curves[1])
+    curves, lost_at = opened.training()
+    figure = figures.training(curves, source.marks(findings), lost_at)
     return (
         _verdict(opened, judged),
         _classification(view, judged),
@@ -143,22 +144,17 @@ def module_href(finding: Finding, run: str | None) -> str:
 
 def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
     run, verdict = opened.run, judged.verdict
-    steps = data.step_range(run) or (0, 0)
+    steps = step_range(run) or (0, 0)
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
         ("steps", f"{steps[0]:,} to {steps[1]:,}"),
         ("every", number(run.manifest.get("every"))),
         ("ranks", number(len(run.ranks))),
-        ("last loss", number(_last_loss(opened))),
+        ("last loss", number(opened.last_loss())),
         ("state", source.state(run.path, run.rank_manifests)),
     ]
     word = "Looking" if judged.is_pending and verdict == "unknown" else ""
     return [html.Div([badge(verdict, word), html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
-
-
-def _last_loss(opened: Opened) -> float | None:
-    found: float | None = opened.keep("last loss", lambda: data.last_loss(opened.run))
-    return found
 
 
 def sentence(judged: Judgement) -> str:
@@ -202,7 +198,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         ]
     )
     hints: list[Component | None] = [silent if skipped else None]
-    if _last_loss(opened) is None:
+    if opened.last_loss() is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
         if judged.is_pending:
@@ -226,7 +222,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
 
 
 def _worst(view: View, opened: Opened) -> list[Component | None]:
-    rows = opened.keep("worst", lambda: data.worst_operands(opened.run))
+    rows = opened.worst()
     if not rows:
         return [note("No operand's error was recorded.")]
     body: list[list[Any]] = []
@@ -267,19 +263,4 @@ def _coverage(view: View, opened: Opened) -> list[Component | None]:
     ]
 
 
-PAGE = Page(
-    name="overview",
-    title="Overview",
-    layout=layout,
-    parts=parts,
-    settle=settle,
-    outputs=(
-        ("verdict", "children"),
-        ("classification", "children"),
-        ("todo", "children"),
-        ("worst", "children"),
-        ("loss", "figure"),
-        ("findings", "rowData"),
-        ("coverage", "children"),
-    ),
-)
+PAGE = Page(name="overview", layout=layout, parts=parts, settle=settle)

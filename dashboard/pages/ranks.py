@@ -151,18 +151,4 @@ def _ranks(opened: Opened) -> list[Component]:
     return [*missing, table(["Rank", "Last step", "Rows", "Device", "State"], body, numeric=(0, 1, 2), name="ranks")]
 
 
-PAGE = Page(
-    name="ranks",
-    title="Ranks",
-    layout=layout,
-    parts=parts,
-    is_pending=is_pending,
-    settle=settle,
-    outputs=(
-        ("rank-list", "children"),
-        ("ranks-about", "children"),
-        ("rank-sites", "rowData"),
-        ("rank-heat", "figure"),
-        ("rank-lines", "figure"),
-    ),
-)
+PAGE = Page(name="ranks", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

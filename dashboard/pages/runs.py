@@ -24,7 +24,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 200, "tooltipField": "name"},
     {"field": "severity", "headerName": "Verdict", "cellRenderer": "Severity", "width": 110},
     {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
-    {"field": "recipe", "headerName": "Recipe", "width": 150},
+    {"field": "recipe", "headerName": "Recipe", "width": 150, "tooltipField": "recipe"},
     {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
     {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 90},
     {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 76},
@@ -36,8 +36,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "valueFormatter": GRID_NUMBER,
     },
     {"field": "state", "headerName": "State", "width": 96},
-    {"field": "written", "headerName": "Last write", "width": 130},
-    {"field": "problems", "headerName": "Not readable", "width": 160, "tooltipField": "problems"},
+    {"field": "written", "headerName": "Last write", "width": 134, "minWidth": 134, "headerTooltip": "local time of the server"},
+    {"field": "problems", "headerName": "Not readable", "width": 120, "tooltipField": "problems"},
 )
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: the other tests are a package
 
 from fp8debug_dashboard import narrow
-from fp8debug_dashboard.app import PAGES
 from fp8debug_dashboard.narrow import METRICS
 from fp8debug_dashboard.opened import Opened
+from fp8debug_dashboard.shown import PAGES
 from fp8debug_dashboard.source import Source
 from fp8debug_dashboard.urls import View
 from tests.bench.dashboard import make_log

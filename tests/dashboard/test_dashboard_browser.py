@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 pytestmark = pytest.mark.browser
+
+
+#: Run in the page: the plot of the losses, the steps it shows, and its last step.
+PLOT = "document.querySelector('#loss .js-plotly-plot')"
+RANGE = f"Array.from({PLOT}._fullLayout.xaxis.range)"
+LAST_STEP = f"Math.max(...{PLOT}._fullData.flatMap(trace => Array.from(trace.x)))"
 
 
 def go(page: Page, address: str) -> None:
@@ -43,6 +50,7 @@ def test_the_overview_says_what_is_ill_since_when_and_what_to_do(clean_page: Pag
     expect(clean_page.locator("#verdict .badge").first).to_have_text("✖Error")
     expect(clean_page.locator("#verdict")).to_contain_text(f"{samples.SICK} is the first culprit")
     expect(clean_page.locator("#todo")).to_contain_text("fp8debug explain F101")
+    expect(clean_page.locator("#worst tbody tr")).to_have_count(10)
     expect(clean_page.locator("#coverage")).to_contain_text("30 of 31")
     expect(clean_page.locator("#coverage")).to_contain_text("an override left it in BF16")
     expect(clean_page.locator("#loss .scatterlayer .trace").first).to_be_attached()
@@ -67,6 +75,7 @@ def test_the_heatmap_answers_its_controls_keeps_them_in_the_url_and_leads_to_the
     row = [name for name, _, _ in samples.gpt_modules()].index(samples.SICK)
     clean_page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] * (row + 0.5) / 30)
     expect(clean_page.locator("#heat .hoverlayer")).to_contain_text(samples.SICK)
+    expect(clean_page.locator("#heat .hoverlayer")).to_contain_text(re.compile(r"step 3\d0.*overflow_rate 0\.0\d+"))
     clean_page.mouse.down()
     clean_page.mouse.up()
     expect(clean_page.locator("h1")).to_have_text(samples.SICK)
@@ -144,6 +153,30 @@ def test_slash_finds_a_module(clean_page: Page, site: str) -> None:
     expect(clean_page.locator("h1")).to_have_text("blocks.5.mlp.down")
 
 
+def test_the_head_of_a_page_is_reached_by_the_tab_key_in_reading_order(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/module?run=sick&module={samples.SICK}")
+    reached = []
+    for _ in range(13):
+        clean_page.keyboard.press("Tab")
+        reached.append(
+            clean_page.evaluate("(at => at.getAttribute('aria-label') || at.innerText || at.id)(document.activeElement)")
+        )
+    pages = ["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare"]
+    assert reached == ["fp8debug", "run", *pages, "find a module", "follow", "Refresh", "dark or light"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/", "/ranks?run=ranks", "/compare?run=sick&with=healthy"]
+    + [f"/{page}?run=sick" for page in ("overview", "heatmap", "module", "findings", "fallback")],
+)
+def test_every_table_is_saved_as_csv_and_every_plot_as_png_and_they_are_few(clean_page: Page, site: str, address: str) -> None:
+    go(clean_page, site + address)
+    count = {name: clean_page.locator(f".page {name}").count() for name in (".plot", "[data-png]", "table", "[data-csv]")}
+    assert count[".plot"] == count["[data-png]"] <= 7 and count["table"] == count["[data-csv]"]
+    expect(clean_page.locator(".ag-root-wrapper")).to_have_count(clean_page.locator("[data-csv-grid], #findings-csv").count())
+
+
 def test_dark_and_light_are_one_click_apart(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/?run=sick")
     html = clean_page.locator("html")
@@ -180,9 +213,22 @@ def test_a_run_that_is_being_written_grows_on_the_page(clean_page: Page, tmp_pat
         go(clean_page, address)
         expect(clean_page.locator("#live")).to_have_text("● writing")
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 10")
+        expect(clean_page.locator("#loss .main-svg").first).to_be_attached()
+        clean_page.evaluate(f"() => {{ {PLOT}.mark = 'the same'; }}")
+        before, box = clean_page.evaluate(RANGE), clean_page.locator("#loss .nsewdrag").first.bounding_box()
+        assert box is not None
+        clean_page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.5 * box["height"])
+        clean_page.mouse.down()
+        clean_page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.5 * box["height"], steps=4)
+        clean_page.mouse.up()
+        clean_page.wait_for_function(f"start => {RANGE}[0] > start", arg=before[0])
+        zoomed = clean_page.evaluate(RANGE)
         write(11, 31)
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 30", timeout=15_000)
+        clean_page.wait_for_function(f"() => {LAST_STEP} === 30")
+        assert clean_page.evaluate(f"[{PLOT}.mark, {RANGE}]") == ["the same", zoomed], "drawn anew, or the zoom is lost"
         clean_page.get_by_role("switch", name="follow").click(force=True)
+        clean_page.wait_for_function("() => window.dash_component_api.getLayout('tick').props.disabled === true")
         write(31, 40)
         clean_page.get_by_role("button", name="Refresh").click()
         expect(clean_page.locator("#verdict")).to_contain_text("0 to 39", timeout=15_000)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +13,8 @@ from fp8debug.recipes import get_recipe
 from fp8debug_dashboard import data, history_data, rank_data, urls
 from fp8debug_dashboard.coverage import coverage, in_words
 from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRAD_OUTPUT, envelope, kind_of, severities
-from fp8debug_dashboard.judge import triage_apart
 from fp8debug_dashboard.opened import Opened
 from fp8debug_dashboard.pages import fallback
-from fp8debug_dashboard.source import Source, file_stamp, is_run, marks, state
 from fp8debug_dashboard.trial_files import read_trial
 from tests.dashboard import samples
 from tests.synthetic import Override, build
@@ -238,86 +234,6 @@ def test_urls_round_trip_any_name(name: str) -> None:
 def test_urls_leave_out_what_is_default() -> None:
     assert urls.href("overview") == "/" and urls.parse("/", "") == urls.View("overview")
     assert urls.parse(None, None).page == "overview" and urls.parse("/heatmap/", "?step=x").get_int("step") is None
-
-
-def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
-    source = Source(folder)
-    assert source.is_folder and set(source.names()) == {"sick", "healthy", "ranks", "no-loss", "empty", "<b>hostile<b>"}
-    for name in ("../runs/sick", "sick/", "/etc", "notes", None, ""):
-        with pytest.raises(UnknownNameError):
-            source.folder(name)
-    assert source.summary("empty").error and source.summary("sick").recipe == "tensorwise_delayed"
-
-
-def test_a_source_that_is_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="neither a run nor a folder of runs"):
-        Source(tmp_path)
-    with pytest.raises(RunError, match="no such folder"):
-        Source(tmp_path / "x")
-
-
-def test_a_run_is_opened_again_when_it_has_grown(folder: Path, tmp_path: Path) -> None:
-    samples.write_healthy(tmp_path / "a", num_steps=20)
-    source = Source(tmp_path / "a")
-    first = source.open(None)
-    assert not source.is_folder and source.open(None) is first and is_run(tmp_path / "a")
-    (tmp_path / "a" / "rank=00000" / "more").write_text("x")
-    assert source.open(None) is not first
-
-
-def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "healthy"
-    assert state(path, {0: {"ended": "2026-01-01"}}) == "ended"
-    assert state(path, {0: {"ended": None}}) == "writing"
-    monkeypatch.setattr("time.time", lambda: 4e9)
-    assert state(path, {}) == "not closed" and file_stamp(path) == file_stamp(path)
-
-
-def test_verdict_and_marks_come_from_triage(folder: Path, run: Run) -> None:
-    opened = Opened(run, "")
-    judged = opened.judge()
-    assert judged.verdict == "error" and judged.findings[0].module == samples.SICK
-    (mark,) = marks(judged.findings)
-    assert mark.severity == "error" and mark.codes[0] == "F101" and samples.SICK in mark.lines[0]
-    assert Opened(Run(folder / "healthy"), "").judge().verdict == "ok"
-
-
-def test_modules_with_the_same_cause_are_marked_too(run: Run) -> None:
-    finding = replace(Opened(run, "").judge().findings[0], also=("blocks.3.mlp.up",))
-    assert [mark.module for mark in marks([finding], by_module=True)] == [samples.SICK, "blocks.3.mlp.up"]
-
-
-def test_a_large_run_is_shown_before_it_is_judged(run: Run) -> None:
-    opened = Opened(run, "", size=1 << 40)
-    assert opened.judged().is_pending and opened.judged().verdict == "unknown" and not opened.is_triaged
-    opened.judge()
-    assert opened.judged().verdict == "error" and not opened.judged().is_pending
-
-
-def test_a_large_run_is_judged_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
-    assert triage_apart(folder / "sick")[0].module == samples.SICK
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(RunError, match="holds no recorded step"):
-        triage_apart(tmp_path)
-
-
-def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
-    first = Opened(run, "")
-    first.judge()
-    again = Opened(run, "", size=1 << 40, earlier=first.latest())
-    assert again.judged().is_pending and again.judged().verdict == "error"
-    overtaken = Opened(run, "", earlier=first.latest(), is_superseded=True)
-    assert overtaken.judge() is first.latest() and not overtaken.is_triaged
-
-
-def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(run: Any) -> Any:
-        raise RunError("damaged")
-
-    monkeypatch.setattr("fp8debug.triage", fail)
-    opened = Opened(run, "")
-    judged = opened.judge()
-    assert (judged.verdict, judged.failure, opened.fallbacks()) == ("unknown", "damaged", [])
 
 
 def test_a_loss_that_became_nan_is_told(tmp_path: Path) -> None:

@@ -25,7 +25,13 @@ from fp8debug_dashboard import (
 from fp8debug_dashboard.envelopes import SHADOW
 from fp8debug_dashboard.rank_data import Spread
 from fp8debug_dashboard.records import BlockMap, CastRange, Heat, Histogram, History, Mark, Trace
-from fp8debug_dashboard.theme import SEVERITY_RANGE
+from fp8debug_dashboard.theme import LINES, SEVERITY_RANGE
+
+#: What people without L or without M cones see of linear RGB (Machado, Oliveira and Fernandes 2009, severity 1); linear RGB as
+#: XYZ under D65, each row over its sum.
+PROTAN = np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]])
+DEUTAN = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]])
+XYZ = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1094, 0.8728]])
 
 
 def trace(name: str = "loss", values: tuple[float, ...] = (3.0, 2.0, 1.0), **site: Any) -> Trace:
@@ -65,6 +71,17 @@ def test_training_draws_what_was_recorded_and_marks_findings_on_a_rail() -> None
     assert [shape["x0"] for shape in figure.layout["shapes"]] == [10]
 
 
+@pytest.mark.parametrize("blindness", [PROTAN, DEUTAN], ids=["protan", "deutan"])
+def test_lines_of_one_plot_differ_for_the_colour_blind(blindness: np.ndarray[Any, Any]) -> None:
+    colors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in LINES]) / 255
+    linear = np.where(colors <= 0.04045, colors / 12.92, ((colors + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(linear @ blindness.T, 0, 1) @ XYZ.T
+    f = np.where(seen > 0.008856, np.cbrt(seen), 7.787 * seen + 16 / 116)
+    lab = np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], axis=1)
+    apart = np.linalg.norm(lab[:, None] - lab[None], axis=2) + 1e3 * np.eye(len(lab))
+    assert apart.min() > 12, "two colours look alike"
+
+
 def test_training_without_anything_says_what_to_call() -> None:
     assert "watch.step(loss=loss" in texts(figures.training([], []))
 
@@ -81,7 +98,7 @@ def test_heatmap_colours_by_severity_and_keeps_exact_values_for_the_hover() -> N
     assert cells["z"][0, :5].tolist() == [0, 0, 1, 2, 3] and np.isnan(cells["z"][0, 5])
     assert cells["customdata"][0, :5].tolist() == [32, 31, 30, 25, 3]
     assert (cells["zmin"], cells["zmax"]) == SEVERITY_RANGE
-    assert cells["colorbar"]["ticktext"] == ["beyond", "healthy", "warn 30", "act 25", "lost"]
+    assert cells["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 25", "lost"]
 
 
 def test_heatmap_of_a_result_uses_the_limits_of_results() -> None:

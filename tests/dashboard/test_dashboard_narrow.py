@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8debug import Run
-from fp8debug_dashboard import data, narrow
+from fp8debug_dashboard import data, narrow, spans
 from fp8debug_dashboard.narrow import Narrow
 from fp8debug_dashboard.records import Trace
 from tests.dashboard import samples
@@ -98,4 +98,4 @@ def test_cells_of_many_steps_have_one_width(tmp_path: Path, monkeypatch: pytest.
     run = Run(tmp_path / "run")
     heat = data.heat(run, "sqnr_db")
     assert heat.steps_per_cell == 12 and set(np.diff(heat.steps).tolist()) == {12}
-    assert data.width_of(run, "raw_steps", 0, 119, 50) == 3
+    assert spans.width_of(run, "raw_steps", 0, 119, 50) == 3

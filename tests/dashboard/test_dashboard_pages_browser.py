@@ -87,12 +87,36 @@ def test_the_budget_is_solved_again_and_the_file_is_that_of_the_stack(clean_page
     expect(clean_page.locator("#fallback-proof")).to_contain_text("fp8debug bisect")
 
 
+def test_the_budget_is_solved_while_the_slider_moves_and_its_last_value_counts(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/fallback?run=sick&fill=yes")
+    about, curve = clean_page.locator("#fallback-about"), clean_page.locator("#pareto .scatterlayer .trace").nth(1)
+    expect(curve).to_be_attached()
+    thumb, track = clean_page.get_by_role("slider"), clean_page.locator(".mantine-Slider-track").bounding_box()
+    assert track is not None
+    before, middle = about.text_content() or "", track["y"] + track["height"] / 2
+    entries = clean_page.evaluate("history.length")
+    thumb.hover()
+    clean_page.mouse.down()
+    clean_page.mouse.move(track["x"] + 0.5 * track["width"], middle, steps=10)
+    expect(about).not_to_have_text(before)  # the button is still down
+    clean_page.mouse.move(track["x"] + 0.95 * track["width"], middle, steps=30)
+    clean_page.mouse.move(track["x"] + 0.7 * track["width"], middle, steps=30)
+    last = thumb.get_attribute("aria-valuenow")
+    expect(clean_page).to_have_url(f"{site}/fallback?run=sick&fill=yes&budget={last}")
+    clean_page.mouse.up()
+    expect(clean_page.locator("#fallback-notes")).to_contain_text(f"--budget {last}%")
+    assert thumb.get_attribute("aria-valuenow") == last and clean_page.evaluate("history.length") < entries + 20
+    solved = about.text_content() or ""
+    clean_page.reload()
+    expect(about).to_have_text(solved)
+
+
 def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/")
-    for name in ("sick", "healthy"):
+    for name in ("sick", "healthy", "ranks"):
         clean_page.locator(f"#runs .ag-row[row-id='{name}'] .ag-checkbox-input").check()
     clean_page.locator("#compare-chosen a").click()
-    expect(clean_page.locator("#compare-loss .scatterlayer .trace")).to_have_count(3)
+    expect(clean_page.locator("#compare-loss .scatterlayer .trace")).to_have_count(5)  # three losses, two gaps
     expect(clean_page.locator("#compare-about")).to_contain_text("sites")
     expect(clean_page.locator("#compare-settings")).to_contain_text("recipe")
     expect(clean_page.locator("#compare-sites .ag-row").first).to_be_attached()

@@ -21,9 +21,10 @@ from werkzeug.serving import make_server
 from fp8debug.errors import RunError, UsageError
 from fp8debug_cli.dashboard import command
 from fp8debug_dashboard import make_app, plot_library, serve, server
-from fp8debug_dashboard.app import PAGES, is_pending, settled
+from fp8debug_dashboard.app import EARLY
 from fp8debug_dashboard.mantine import dmc
 from fp8debug_dashboard.pages import runs
+from fp8debug_dashboard.shown import PAGES, is_pending, settled
 from fp8debug_dashboard.source import Source
 from fp8debug_dashboard.theme import NO_DATA
 from fp8debug_dashboard.urls import View
@@ -241,6 +242,27 @@ def test_the_components_of_mantine_come_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="NoSuchThing"):
         dmc.NoSuchThing  # noqa: B018  # asking is the test
+
+
+def test_the_first_page_comes_with_the_layout_and_names_its_address(folder: Path) -> None:
+    browser = client(folder, None)
+    index = browser.get("/module?run=sick")
+    assert EARLY.encode() in index.data and index.headers["Referrer-Policy"] == "same-origin"
+    assert b"module-head" not in browser.get("/_dash-layout").data
+    address = f"http://localhost/module?run=sick&module={samples.SICK}&step=300"
+    told = browser.get("/_dash-layout", headers={"Referer": address})
+    assert told.data.count(b'"module-head"') == 1 and samples.SICK.encode() in told.data
+    parts = [part["props"] for part in json.loads(told.data)["props"]["children"]]
+    stores = {part["id"]: part.get("data") for part in parts if "id" in part}
+    assert stores["asked"] == {"pathname": "/module", "search": f"?run=sick&module={samples.SICK}&step=300", "n": 1}
+    assert stores["here"]["n"] == 1 and stores["here"]["head"] == ["module", "sick"]
+    nothing = browser.get("/_dash-layout", headers={"Referer": "http://localhost/module?run=nope"})
+    assert nothing.status_code == 200 and b"Cannot show this" in nothing.data
+
+
+def test_the_app_starts_without_what_reads_a_run() -> None:
+    code = "import sys, fp8debug_dashboard; assert not {'numpy', 'pyarrow', 'duckdb', 'pandas'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:

@@ -19,6 +19,7 @@ from fp8debug.errors import RecordError, RunError, UsageError
 from fp8debug.store import places
 from fp8debug.store.dump_files import dumps_at, dumps_of, file_name, rank_folder
 from fp8debug.store.joined import open_runs
+from fp8debug.store.speed_file import write_speed
 from fp8debug.store.writer import RunWriter
 from fp8debug_cli.main import status
 from tests.store.recording import record
@@ -34,6 +35,7 @@ COMMANDS = (
     ("triage", "--select", "F113", "--format", "html"),
     ("fallback", "--to", "json"),
     ("calibrate",),
+    ("measure",),
 )
 
 
@@ -105,15 +107,33 @@ def test_a_run_in_a_bucket_equals_the_run_on_disk(tmp_path: Path, plan: Plan) ->
 
 def test_every_reading_command_prints_the_same(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "exp", plan)
+    dump = rank_folder(tmp_path / "exp", 2, 0) / file_name("m", "fprop", "input")
+    dump.parent.mkdir(parents=True)
+    written(dump)
     upload(tmp_path / "exp", "s3://bucket/runs/commands/exp")
     for command, *options in COMMANDS:
         printed = []
         for path in (str(tmp_path / "exp"), "s3://bucket/runs/commands/exp"):
-            assert status([command, path, *options]) == 0, capsys.readouterr().err
+            place = f"{path}/dumps" if command == "measure" else path
+            assert status([command, place, *options]) == 0, capsys.readouterr().err
             out, err = capsys.readouterr()
             printed.append((out.replace("s3://bucket/runs/commands", str(tmp_path)), err))
         assert printed[0] == printed[1], command
     assert status(["diff", "s3://bucket/runs/commands/exp", str(tmp_path / "exp")]) == 0
+
+
+def test_files_that_a_user_names_are_read_there_too(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up/limits.toml").write_text("select = ['F113']\nmany = 1\n")
+    (tmp_path / "up/shapes.json").write_text("[]")
+    upload(tmp_path / "up", "s3://bucket/up")
+    for words, wanted in (
+        (["triage", "run", "--config", "s3://bucket/up/limits.toml"], "s3://bucket/up/limits.toml: unknown key 'many'"),
+        (["triage", "run", "--config", "s3://bucket/none.toml"], "cannot read s3://bucket/none.toml: No such file or directory"),
+        (["speed", "--shapes", "s3://bucket/up/shapes.json"], "s3://bucket/up/shapes.json holds no list of shapes"),
+    ):
+        assert status(words) == 2
+        assert capsys.readouterr().err.startswith(f"error: {wanted}")
 
 
 def test_streams_and_resumed_parts(tmp_path: Path) -> None:
@@ -149,8 +169,8 @@ def test_a_run_that_grows_is_seen_by_refresh(tmp_path: Path, plan: Plan) -> None
 
 def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path, plan: Plan) -> None:
     pytest.importorskip("dash")
-    from fp8debug_dashboard.app import PAGES
     from fp8debug_dashboard.pages import runs
+    from fp8debug_dashboard.shown import PAGES
     from fp8debug_dashboard.source import Source
     from fp8debug_dashboard.urls import View
 
@@ -259,5 +279,30 @@ class TestMistakes:
         write(tmp_path / "run", plan)
         upload(tmp_path / "run", "s3://bucket/verify")
         said = self.line("verify", "s3://bucket/verify", "--arms", "bf16", "--script", __file__, capsys=capsys, code=2)
-        assert said == "object storage is only read; give a local folder with --out: s3://bucket/verify/verify"
-        assert not (tmp_path / "s3:").exists()
+        assert said == "object storage is only read; name a local place (--out, -o): s3://bucket/verify/verify"
+        said = self.line("bisect", "s3://bucket/verify", "--yes", "--script", __file__, capsys=capsys, code=2)
+        assert said == "object storage is only read; name a local place (--out, -o): s3://bucket/verify/bisect"
+        said = self.line("compact", "s3://bucket/verify", capsys=capsys, code=2)
+        only = "s3://bucket/verify is in object storage, which is only read"
+        assert said == f"{only}; thin a local copy, and copy that there"
+        said = self.line("fallback", "s3://bucket/verify", "--to", "json", "-o", "s3://bucket/x.json", capsys=capsys, code=2)
+        assert said == "cannot write s3://bucket/x.json: object storage is only read; name a local place (--out, -o)"
+        with pytest.raises(OSError, match="object storage is only read"):  # `speed` says that it was not saved
+            write_speed(places.place_of("s3://bucket/verify"), {})
+        assert not list(tmp_path.glob("s3:*"))
+
+    def test_nothing_is_recorded_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        pytest.importorskip("torch")
+        from fp8debug import run, startup
+
+        monkeypatch.chdir(tmp_path)
+        assert run.main(["--out", "s3://bucket/new", __file__]) == 2  # before the script begins
+        wanted = "s3://bucket/new is in object storage, where no step can be appended; record to a local folder, copy it there"
+        assert capsys.readouterr().err == f"error: {wanted}\n"
+        monkeypatch.setenv(startup.VARIABLE, "s3://bucket/new,every=3")
+        startup.start()
+        wanted = "object storage is only read; record to a local folder, copy it there"
+        assert capsys.readouterr().err == f"fp8debug: not recorded: FP8DEBUG=s3://bucket/new,every=3: {wanted}\n"
+        assert not list(tmp_path.iterdir())

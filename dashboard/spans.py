@@ -1,0 +1,40 @@
+"""The steps of a run: the first and the last, a part of them, and how many share a cell or a point."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8debug import Run
+
+
+def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
+    """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows.
+
+    Sampled steps share a cell by whole intervals of sampling: cells of one width are a picture, others are painted one by one.
+    """
+    if last - first < most:
+        return 1
+    every = 1
+    if view == "raw":
+        steps = [step for step in run.sampled_steps if step is not None and first <= step <= last]
+        num, every = len(steps), min((b - a for a, b in pairwise(steps)), default=1)
+    else:
+        count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
+        num = run.sql(count).column("n")[0].as_py()
+    return 1 if num <= most else every * -(-(last - first + 1) // (most * every))
+
+
+def ends(run: Run) -> tuple[int, int]:
+    """Return the first and the last step that was recorded, as ``Run.steps_range`` does, without a list of all of them."""
+    query = "SELECT min(step) AS first, max(step) AS last FROM (SELECT step FROM raw_steps UNION ALL SELECT step FROM raw) AS a"
+    row = run.memo("ends", lambda: run.sql(query).to_pylist()[0])
+    return (0, 0) if row["first"] is None else (row["first"], row["last"])
+
+
+def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
+    """Return the steps of a run, inclusive, cut to what is asked for; None for a run without data."""
+    low, high = ends(run)
+    low, high = max(low, low if first is None else first), min(high, high if last is None else last)
+    return (low, high) if low <= high else None
