@@ -23,20 +23,18 @@ from fp8debug.recipes import Cast
 def _observe_now(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
     names = casts.split("; ")
     jobs = [Job(parse(name), "", True, scale) for name, scale in zip(names, scale_invs, strict=True)]
+    groups = _groups(jobs)
+    if len(groups) == 1 and x.numel() and (not histogram or tile_of(jobs).warps == HISTOGRAM_WARPS):
+        return list(run(x, jobs, histogram)[1] or ())
     merged = empty_statistics(x, len(jobs), histogram)
     if not x.numel():
         return list(merged)
-    groups = _groups(jobs)
     counted = not histogram
-    if len(groups) == 1 and counted:
-        return list(run(x, jobs)[1] or ())
     for group in groups:
         members = [jobs[i] for i in group]
         count = not counted and tile_of(members).warps == HISTOGRAM_WARPS
         found = run(x, members, count)[1]
         assert found is not None
-        if len(groups) == 1 and count:
-            return list(found)
         for into, values in zip(merged[:4], found[:4], strict=True):
             into[group] = values
         if count:

@@ -46,12 +46,12 @@ def _quantize_now(
     if len(jobs) == 1 or not separate(jobs):
         outputs, found = run(x, jobs, histogram)
         return [tensor for pair in outputs for tensor in pair] + list(found or ())
-    both = empty_statistics(x, 2, histogram) if statistics else None
-    outputs = []
-    for i, job in enumerate(jobs):
-        part = both._replace(**{f: getattr(both, f)[i : i + 1] for f in Statistics._fields[:4]}) if both else None
-        outputs += run(x, [job], histogram and i == 0, part)[0]
-    return [tensor for pair in outputs for tensor in pair] + list(both or ())
+    parts = [run(x, [job], histogram and i == 0) for i, job in enumerate(jobs)]
+    outputs = [tensor for made, _ in parts for pair in made for tensor in pair]
+    if not statistics:
+        return outputs
+    first, second = (found or empty_statistics(x, 1, False) for _, found in parts)
+    return [*outputs, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
 
 
 _quantize = torch.library.custom_op("fp8debug::quantize", _quantize_now, mutates_args=())

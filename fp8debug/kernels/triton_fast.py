@@ -155,15 +155,15 @@ def turned(w, put, take, R: tl.constexpr):
     return tl.inline_asm_elementwise(
         TURN[R], IN_TURN,
         [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15], put, take],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-               tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+               tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
 def fast_tiles(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC: tl.constexpr, R: tl.constexpr,
-    LOAD: tl.constexpr, AHEAD: tl.constexpr,
+    LOAD: tl.constexpr,
 ):  # fmt: skip
     """Do every tile of this program; return counts, sums and maxima as ``triton_cast.summary`` does."""
     kind: tl.constexpr = SPEC[0]
@@ -173,30 +173,30 @@ def fast_tiles(
     least_normal: tl.constexpr = 6.103515625e-05 if e5m2 else 0.015625
     f64: tl.constexpr = tl.float64
     r = tl.arange(0, R)[:, None] + tl.zeros([R, 4], tl.int32)
-    l = tl.arange(0, 4)[None, :] + tl.zeros([R, 4], tl.int32)
+    lane = tl.arange(0, 4)[None, :] + tl.zeros([R, 4], tl.int32)
     none = tl.zeros([R, 4], tl.int32)
     real = none.to(tl.float32)
     wide = none.to(f64)
     if LOAD == LOAD_TRANSPOSED:
         tl.inline_asm_elementwise(START[R], "=r,r", [none], dtype=tl.int32, is_pure=False, pack=1)
         # Thread t loads rows 4 g .. 4 g + 3 of columns 8 c .. 8 c + 7, of R / 8 groups of columns.
-        t = r * 4 + l
+        t = r * 4 + lane
         c = t % (R // 8)
         g = t // (R // 8)
         first = x_ptr.to(tl.int64) + g.to(tl.int64) * 4 * stride * 2 + c * 16
         shift: tl.constexpr = 1 if R == 32 else 0  # chunks of 16 bytes are permuted by the column: no access meets in a bank
         put = c * 2048 + (((g * 2) ^ ((c & (7 >> shift)) << (2 + shift))) << 2)
-        take = r * 256 + ((l ^ (((r >> 3) & (7 >> shift)) << shift) ^ ((r & 1) << 2)) << 4)
+        take = r * 256 + ((lane ^ (((r >> 3) & (7 >> shift)) << shift) ^ ((r & 1) << 2)) << 4)
         pitch = none.to(tl.int64) + stride * 2
         across = stride.to(tl.int64) * 256  # bytes from a tile to the one beside it in turned order
         down = tl.full([], R * 2, tl.int64)
         buffer = 0
     else:
-        first = x_ptr.to(tl.int64) + r.to(tl.int64) * stride * 8 + l * 16
+        first = x_ptr.to(tl.int64) + r.to(tl.int64) * stride * 8 + lane * 16
         pitch = none.to(tl.int64)
         across = tl.full([], 256, tl.int64)
         down = stride.to(tl.int64) * (R * 8)
-    to = data.to(tl.int64) + r.to(tl.int64) * columns + l * 8
+    to = data.to(tl.int64) + r.to(tl.int64) * columns + lane * 8
     sx, sx2, sy2, se, se2 = wide, wide, wide, wide, wide
     seen = none  # largest magnitude, and 0x7FFF minus the smallest
     emax, head, log2m, nmse, span = real, real, real, real - INF, real
@@ -207,11 +207,8 @@ def fast_tiles(
     step_column = step % tile_columns
     tile_row = tl.program_id(0) // tile_columns
     tile_column = tl.program_id(0) % tile_columns
-    if AHEAD:
-        w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
+    w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
     for tile in range(tl.program_id(0), num_tiles, step):
-        if not AHEAD:
-            w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
         if LOAD == LOAD_TRANSPOSED:
             v = turned(w, put + buffer, take + buffer, R)
             if R < 128:
@@ -225,9 +222,8 @@ def fast_tiles(
         if tile_column >= tile_columns:
             tile_column -= tile_columns
             tile_row += 1
-        if AHEAD:
-            if tile + step < num_tiles:
-                w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
+        if tile + step < num_tiles:  # ahead of what is done with this tile
+            w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
         found = tl.inline_asm_elementwise(
             EXTREMES, IN_EXTREMES,
             [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15]],
@@ -249,7 +245,8 @@ def fast_tiles(
                 row = here_row * R + r
                 lines = inv_out.to(tl.int64) + (here_column.to(tl.int64) * rows + row) * 4
                 tl.inline_asm_elementwise(
-                    "{ .reg .pred p; setp.eq.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f,r", [lines, inv, l],
+                    "{ .reg .pred p; setp.eq.s32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,f,r",
+                    [lines, inv, lane],
                     dtype=tl.int32, is_pure=False, pack=1,
                 )  # fmt: skip
             elif LOAD == LOAD_TRANSPOSED:
@@ -328,5 +325,5 @@ def fast_tiles(
         most, headroom, worst, widest, least = 0.0, 0.0, 0.0, 0.0, 0.0
         smallest, greatest = tl.reduce((small + real, seen + none), None, both_ends)
     top_seen = tl.where(greatest >= 0x7F80, INF, float_of(greatest << 16))
-    return (num_done, x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
-            smallest, top_seen)  # fmt: skip
+    return (num_done, x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest,
+            least, smallest, top_seen)  # fmt: skip

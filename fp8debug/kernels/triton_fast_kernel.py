@@ -40,10 +40,10 @@ def safe_part(c, s, m, elements, num_blocks, first, eps, SPEC: tl.constexpr):
     p = tl.where(n == 15, one_of(s, 4), tl.where(n == 16, one_of(s, 5), tl.where(n == 17, one_of(s, 6), p)))
     p = tl.where(n == 18, one_of(s, 7), p)
     none = smallest == INF
-    inf = amax * 0.0 + INF
+    inf = tl.full([], INF, tl.float32)
     inv_max = tl.where(none, -inf, scale_inv_for(tl.where(none, 1.0, amax), eps, SPEC))
     inv_min = tl.where(none, inf, scale_inv_for(tl.where(none, 1.0, smallest), eps, SPEC))
-    head = tl.minimum(tl.div_rn(one_of(m, 3).to(tl.float32), inf * 0.0 + top), FLOAT32_MAX)
+    head = tl.minimum(tl.div_rn(one_of(m, 3).to(tl.float32), tl.full([], top, tl.float32)), FLOAT32_MAX)
     p = tl.where(n == 20, amax.to(f64), tl.where(n == 21, one_of(m, 1), tl.where(n == 22, inv_max.to(f64), p)))
     p = tl.where(n == 23, tl.where(none, -inf, head).to(f64), tl.where(n == 24, tl.where(none, -inf.to(f64), one_of(m, 4)), p))
     return tl.where(n == 25, one_of(m, 5), tl.where(n == 26, one_of(m, 7), tl.where(n == 27, -inv_min.to(f64), p)))
@@ -73,7 +73,7 @@ def join_parts(partials, words, tickets):
 @triton.jit
 def fast_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, words, tickets, SPEC: tl.constexpr,
-    R: tl.constexpr, LOAD: tl.constexpr, AHEAD: tl.constexpr,
+    R: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
     """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics partials ``[programs, 3 casts, 24]``.
 
@@ -86,7 +86,7 @@ def fast_kernel(
     top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
     (num_done, x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
      smallest, amax) = fast_tiles(
-        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC, R, LOAD, AHEAD
+        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC, R, LOAD
     )  # fmt: skip
     if statistics:
         bad = (amax < SAFE_ABOVE) == 0
@@ -115,12 +115,13 @@ def fast_kernel(
         p = tl.where(n == 9, no_amax.to(f64) * share, tl.where(n == 10, lifted.to(f64) * share, p))
         p = tl.where(n == 12, x1, tl.where(n == 13, x2, tl.where(n == 14, y2, p)))
         p = tl.where(n == 15, (x2 + y2 - e2) * 0.5, tl.where(n == 16, e1, tl.where(n == 17, e2, tl.where(n == 18, logs, p))))
-        inf = amax * 0.0 + INF
-        inv_max, inv_min = tl.where(smallest == INF, -inf, scale_inv_for(amax, eps, SPEC)), scale_inv_for(smallest, eps, SPEC)
+        inf = tl.full([], INF, tl.float32)
+        none = smallest == INF
+        inv_max, inv_min = tl.where(none, -inf, scale_inv_for(amax, eps, SPEC)), scale_inv_for(smallest, eps, SPEC)
         extreme = tl.where(n == 20, amax, tl.where(n == 21, most, tl.where(n == 22, inv_max, -inf)))
-        extreme = tl.where(n == 23, tl.where(smallest == INF, -inf, tl.div_rn(headroom, inf * 0.0 + top)), extreme)
-        extreme = tl.where(n == 24, tl.where(smallest == INF, -inf, worst), tl.where(n == 25, widest, extreme))
-        extreme = tl.where(n == 26, -least, tl.where(n == 27, tl.where(smallest == INF, -inf, -inv_min), extreme))
+        extreme = tl.where(n == 23, tl.where(none, -inf, tl.div_rn(headroom, tl.full([], top, tl.float32))), extreme)
+        extreme = tl.where(n == 24, tl.where(none, -inf, worst), tl.where(n == 25, widest, extreme))
+        extreme = tl.where(n == 26, -least, tl.where(n == 27, tl.where(none, -inf, -inv_min), extreme))
         p = tl.where(n < 20, p, extreme.to(f64))
         if bad:
             tl.debug_barrier()

@@ -33,25 +33,23 @@ class Shape(NamedTuple):
         rows: of a tile; a fourth of the threads of a program.
         per_sm: programs of a multiprocessor, each of which takes every n-th tile.
         registers: of a thread.
-        ahead: the words of the next tile are loaded before this one is done.
     """
 
     rows: int
     per_sm: int
     registers: int
-    ahead: bool = False
 
 
 #: By (block is a whole tile, transposed, statistics).
 SHAPES = {
-    (False, False, False): Shape(32, 8, 64, ahead=True),
-    (False, False, True): Shape(32, 4, 128, ahead=True),
-    (False, True, False): Shape(64, 4, 64, ahead=True),
-    (False, True, True): Shape(64, 2, 128, ahead=True),
-    (True, False, False): Shape(128, 3, 40),
-    (True, False, True): Shape(128, 2, 64),
-    (True, True, False): Shape(128, 3, 40),
-    (True, True, True): Shape(128, 2, 64),
+    (False, False, False): Shape(32, 8, 64),
+    (False, False, True): Shape(32, 4, 128),
+    (False, True, False): Shape(64, 4, 64),
+    (False, True, True): Shape(32, 4, 128),
+    (True, False, False): Shape(128, 2, 64),
+    (True, False, True): Shape(128, 1, 128),
+    (True, True, False): Shape(128, 2, 64),
+    (True, True, True): Shape(128, 1, 128),
 }
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -116,7 +114,7 @@ class FastPlan:
         f32, f64 = torch.float32, torch.float64
         types = x.dtype, *[None] * 5, f64, data.dtype, f32, None, torch.int64, torch.int32
         self._kernel = Kernel(
-            fast_kernel, x.device.index, types, (spec, shape.rows, load.value, shape.ahead), num_warps=shape.rows // 8,
+            fast_kernel, x.device.index, types, (spec, shape.rows, load.value), num_warps=shape.rows // 8,
             enable_fp_fusion=False, maxnreg=shape.registers,
         )  # fmt: skip
         self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0

@@ -38,7 +38,8 @@ def start_turning(columns: int) -> str:
 def turn(alone: bool) -> str:
     """$16..31 from ``load_columns``, $32 where to write, $33 where to read, in bytes -> words of two rows of one column.
 
-    ``alone``: the only buffer, which others may still read. A column's words lie in 256 bytes, whose chunks of 16 are permuted so that no access meets in a bank.
+    ``alone``: the only buffer, which others may still read. A column's words lie in 256 bytes, whose chunks of 16 are permuted so
+    that no access meets in a bank.
     """
     text = ["{ bar.sync 0;" if alone else "{"]
     text.append(" .reg .b32 a, b, c, d, s; mov.u32 s, fp8debug_turned; add.u32 a, s, $32; xor.b32 b, $32, 64; add.u32 b, s, b;")
@@ -131,9 +132,8 @@ def element_pass(e5m2: bool, store: bool, statistics: bool) -> str:
             text.append(f" fma.rn.f32 s, x{c}, x{c}, s; abs.f32 z{c}, z{c}; max.f32 m, m, z{c};")
         if i % 2:
             a = ", ".join(w[2 * i - 2 : 2 * i + 2])
-            text.append(
-                f" mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{f0, f1, f2, f3}}, {{{a}}}, {{ones, ones}}, {{f0, f1, f2, f3}};"
-            )
+            total = "{f0, f1, f2, f3}"
+            text.append(f" mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {total}, {{{a}}}, {{ones, ones}}, {total};")
     if not statistics:
         return "".join(text) + " mov.b32 $0, 0; }"
     text.append(" .reg .b32 a, v, z, o, u, r, one, less; .reg .pred p0; mov.b32 v, 0; mov.b32 r, 0; mov.b32 o, 0;")

@@ -1,25 +1,32 @@
-"""The fast kernel, which runs on a GPU alone: equal to the reference, and to the kernel that the interpreter runs too."""
+"""The fast kernel, which runs on a GPU alone: equal to the reference, as is the kernel that takes its place elsewhere."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels import triton_execute, triton_fast_plan
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_pool import pool
 from fp8debug.kernels.quantize import quantize
+from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, Job
+from fp8debug.kernels.triton_statistics import FINISHED, reduce_kernel
 from fp8debug.recipes import Cast
-from tests.kernels.test_triton_quantize import KINDS, assert_same_codes, assert_same_slots, check, quantized, sample
+from tests.kernels.test_triton_quantize import DEVICE, KINDS, assert_same_codes, assert_same_slots, check, quantized, sample
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PTX runs on a GPU alone")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="PTX runs on a GPU alone")
 LAYOUTS = [("1x128", "rows"), ("128x1", "columns"), ("128x128", "rows"), ("128x128", "columns")]
 SHAPE = (256, 384)
 
 
+@on_gpu
 @pytest.mark.parametrize("kind", [*KINDS, "sparse", "equal"])
 @pytest.mark.parametrize(("granularity", "layout"), LAYOUTS)
 def test_equals_the_reference_and_the_general_kernel(
@@ -39,17 +46,20 @@ def test_equals_the_reference_and_the_general_kernel(
     check(x, cast, layout=layout)
 
 
+@on_gpu
 @pytest.mark.parametrize("cast", ["e5m2 1x128 current", "e4m3fn 1x128 current pow2_ceil", "e4m3fn 1x128 current eps=0.01"])
 def test_formats_roundings_and_eps(cast: str) -> None:
     check(sample("outliers", SHAPE), Cast.parse(cast))
 
 
+@on_gpu
 def test_every_amax_of_the_fast_range() -> None:
     patterns = torch.arange(0x2500, 0x5D00, dtype=torch.int32).short().view(torch.bfloat16)
     x = torch.cat([patterns[:, None].expand(-1, 128), patterns[:, None].expand(-1, 128) * 0.75], 1).contiguous().cuda()
     check(x, Cast(granularity="1x128"))
 
 
+@on_gpu
 @pytest.mark.parametrize(("granularity", "layout"), LAYOUTS)
 def test_statistics_that_wait(granularity: str, layout: str) -> None:
     cast, plans = Cast(granularity=granularity), []
@@ -66,6 +76,7 @@ def test_statistics_that_wait(granularity: str, layout: str) -> None:
         assert_same_slots(slots, x, cast, quantized(x, cast))
 
 
+@on_gpu
 def test_many_programs_and_the_same_bits_in_every_run() -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     cast = Cast(granularity="1x128")
@@ -74,3 +85,18 @@ def test_many_programs_and_the_same_bits_in_every_run() -> None:
     for other in runs[1:]:
         assert other is not None and all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
     assert_same_slots(runs[0].slots(), x, cast, quantized(x, cast))
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile")
+def test_finished_parts_are_summed_and_compared() -> None:
+    parts = torch.randint(1, 100, (21, 3, 24), device=DEVICE).double()
+    parts[:, 1, 1], parts[3, 1, 1] = 4.0, 8.0  # column 25 of a part of 28: amax / amin
+    slots = parts.reshape(21, 72)[:, :28]
+    row, nothing = torch.zeros(24, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
+    into = [group.of(row) for group in OPERAND.groups]
+    numbers = [1, 1, 1, FINISHED.value, 1, 1, 0.0, 0.0, 0.0, 448.0, 448.0, 448.0, 0, 0, 0, 1.0, 1.0, 1.0]
+    reduce_kernel[(1,)](parts, nothing, *into, into[0], 21, 1, 99, 0, nothing, nothing, nothing, *numbers, 16, False, num_warps=8)
+    counts, sums, maxima, minima = (group.of(row).double() for group in OPERAND.groups)
+    assert torch.equal(counts, slots[:, :12].sum(0)) and torch.equal(sums, slots[:, 12:19].sum(0))
+    assert torch.equal(maxima[:5], slots[:, 20:25].amax(0)) and maxima[5] == 3
+    assert torch.equal(minima, -slots[:, 26:].amax(0))
