@@ -1,0 +1,53 @@
+"""DeepSpeed's own engine trains the same under a watch, under three kinds of ZeRO.
+
+It is not in the dev extra: it is compiled when it is installed, and again when it first runs. ``pip install deepspeed`` beside
+torch runs this test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import fp8debug
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train under all kinds in one job."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command = [sys.executable, *words, str(ROOT / "tests/trainers/deepspeed_job.py"), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_its_engine_trains_the_same_and_tells_its_steps(trained: Path, stage: str) -> None:
+    ranks = [json.loads((trained / f"{rank}.json").read_text())[stage] for rank in (0, 1)]
+    assert all(isinstance(rank, list) for rank in ranks), ranks
+    assert [watched for _, watched in ranks] == [alone for alone, _ in ranks]
+    run = fp8debug.Run(trained / stage)
+    assert run.ranks == [0, 1] and run.problems == []
+    steps = run.sql("SELECT loss, lr, grad_norm FROM steps ORDER BY step").to_pylist()
+    losses = [[sum(alone[0][2 * step : 2 * step + 2]) / 2 for alone, _ in ranks] for step in range(3)]
+    assert [s["loss"] for s in steps] == pytest.approx([sum(both) / 2 for both in losses])
+    assert {s["lr"] for s in steps} == {0.5} and steps[-1]["grad_norm"] == pytest.approx(ranks[0][0][1], rel=1e-5)
+    (weight,) = run.sql(
+        "SELECT max(numel) AS n FROM sites WHERE step = 0 AND module = 'blocks.1.down' AND gemm = 'fprop' AND tensor = 'weight'"
+    ).to_pylist()
+    assert weight["n"] == 64 * 192
+    counts = run.sql("SELECT module, count(DISTINCT gemm || tensor) AS n FROM sites WHERE actual GROUP BY module").to_pylist()
+    first = ("blocks.0.gate", "blocks.0.up")  # data want no gradient
+    assert {row["module"]: row["n"] for row in counts} == {m["fqn"]: 6 if m["fqn"] in first else 9 for m in run.modules}
