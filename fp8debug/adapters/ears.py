@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
-from fp8debug.adapters.parts import CALLED, is_new
+from fp8debug.adapters.parts import CALLED, Hooks, is_new
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.metrics import Source
@@ -43,7 +43,7 @@ class Call:
         self.nodes_left = 0
 
 
-class Ears(Probe):
+class Ears(Hooks, Probe):
     """A probe that is fed by hooks and by the listener.
 
     Args:
@@ -73,6 +73,7 @@ class Ears(Probe):
         if module in _HEARD:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         _HEARD.add(module)
+        self._own = module
         self.layout = layout_by_marks(module, module.weight)
         handles = [
             module.register_forward_pre_hook(self._before),
@@ -87,7 +88,7 @@ class Ears(Probe):
         return undo
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if module is not self._own or torch.compiler.is_compiling():
             return
         call = Call() if self.begin() else None
         if call is not None:
@@ -95,7 +96,7 @@ class Ears(Probe):
         self._listener.begin(self, call, None if call is None else call.heard.append, self._fail)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if module is not self._own or torch.compiler.is_compiling():
             return
         ear = self._listener.end(self)
         if ear is not None and isinstance(ear.call, Call):

@@ -20,7 +20,7 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.grouped_gemms import HeardGroup
 from fp8debug.adapters.grouped_probe import GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
-from fp8debug.adapters.parts import Ears, Part, heard_recipe
+from fp8debug.adapters.parts import Hooks, Part, heard_recipe
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
@@ -41,7 +41,7 @@ class GroupCall:
             self.heard.append(heard)
 
 
-class GroupEars(Ears):
+class GroupEars(Hooks):
     """The hooks on one module, for all its 3-D weights that a watch observes."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:

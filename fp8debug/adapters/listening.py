@@ -24,7 +24,9 @@ from torch._C import (
     _push_on_torch_dispatch_stack,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
+from fp8debug.adapters.parts import Hooks
 from fp8debug.formats import TRANSPOSED
 from fp8debug.observer import Observer
 from fp8debug.shielding import unseen
@@ -210,52 +212,61 @@ def listener_of(observer: Observer) -> Listener:
     return _LISTENERS[observer]
 
 
-def listen_at_roots(roots: Iterable[nn.Module], observer: Observer) -> Callable[[], None]:
-    """Count the FP8 GEMMs of sampled forward passes that belong to no watched module, and return what ends it.
+class RootHooks(Hooks):
+    """Hooks on the roots of a watch: they count the FP8 GEMMs of sampled forward passes that belong to no watched module.
 
     They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes.
+
+    Args:
+        roots: the modules.
+        observer: of the watch.
     """
-    listener = listener_of(observer)
-    told = False
 
-    def before(root: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def __init__(self, roots: Iterable[nn.Module], observer: Observer) -> None:
+        self._roots = list(roots)
+        self._observer, self._listener = observer, listener_of(observer)
+        self._entered: list[nn.Module] = []
+        self._told = False
+        self._handles: list[RemovableHandle] = []
+        for root in self._roots:
+            self._handles += [
+                root.register_forward_pre_hook(self._before),
+                root.register_forward_hook(self._after, always_call=True),
+            ]
+        observer.on_end_step.append(self._report)
+
+    def _before(self, root: nn.Module, args: Any) -> None:
+        is_ours = any(root is own for own in self._roots)  # and not a copy
+        if not is_ours or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        observer.before_forward()
-        if observer.sampling and hasattr(TorchDispatchMode, "ignore_compile_internals") and listener.enter():
-            entered.append(root)
+        self._observer.before_forward()
+        if self._observer.sampling and hasattr(TorchDispatchMode, "ignore_compile_internals") and self._listener.enter():
+            self._entered.append(root)
 
-    def after(root: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and entered and entered[-1] is root:
-            entered.pop()
-            listener.leave()
+    def _after(self, root: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._entered and self._entered[-1] is root:
+            self._entered.pop()
+            self._listener.leave()
 
-    def report() -> None:
-        nonlocal told
-        entered.clear()
-        if listener.strays:
-            counts = ", ".join(f"{n} {name}" for name, n in sorted(listener.strays.items()))
+    def _report(self) -> None:
+        self._entered.clear()
+        strays = self._listener.strays
+        if strays:
+            counts = ", ".join(f"{n} {name}" for name, n in sorted(strays.items()))
             text = (
                 f"not seen in full: {counts} in one forward pass belong to no watched module (code under torch.compile, a"
                 " function, or a module that no adapter takes); run sampled steps without torch.compile to record them"
             )
-            listener.strays.clear()
-            observer.report("the model", text, not told)
-            told = True
+            strays.clear()
+            self._observer.report("the model", text, not self._told)
+            self._told = True
 
-    entered: list[nn.Module] = []
-    handles = []
-    for root in roots:
-        handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after, always_call=True)]
-    observer.on_end_step.append(report)
-
-    def undo() -> None:
-        for handle in handles:
+    def remove(self) -> None:
+        """Take them off again."""
+        for handle in self._handles:
             handle.remove()
-        report()
-        listener.forget()
-
-    return undo
+        self._report()
+        self._listener.forget()
 
 
 def nodes_between(output: Tensor, *inputs: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
-from fp8debug.adapters.plain import Trial, try_under_plain_recipe
+from fp8debug.adapters.plain import Trial
 from fp8debug.errors import AttachError
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import Observer
@@ -18,11 +18,11 @@ from fp8debug.recipes import Recipe
 class TrialInBf16(Trial):
     """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
 
-    def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """Leave it to the module's own probe from the moment it runs in FP8."""
         assert isinstance(module, Fp8Linear)
         if module.recipe.is_high_precision:
-            super().after_forward(module, args, output)
+            super()._after(module, args, output)
 
 
 class Native:
@@ -51,7 +51,7 @@ class Native:
         module.probe = Probe(observer, name)
         stop_trying = None
         if self.recipe(module) is None:
-            stop_trying = try_under_plain_recipe(TrialInBf16(observer, name, actual=False), module)
+            stop_trying = TrialInBf16(observer, name, actual=False).follow(module)
 
         def detach() -> None:
             module.probe = None

@@ -116,10 +116,10 @@ class Deaf:
     _after = _before
 
 
-class Ears:
+class Hooks:
     """Hooks on a module as bound methods ``_before`` and ``_after``; a copy and a pickle of the module are not watched."""
 
-    def __deepcopy__(self, memo: object) -> Ears:
+    def __deepcopy__(self, memo: object) -> Hooks:
         return self  # its hooks ignore every other module
 
     def __reduce__(self) -> tuple[type[Deaf], tuple[()]]:

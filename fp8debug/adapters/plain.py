@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of
+from fp8debug.adapters.parts import Hooks
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
@@ -23,12 +24,19 @@ from fp8debug.shielding import guarded
 from fp8debug.types import Gemm, TensorRole
 
 
-class Trial(Probe):
+class Trial(Hooks, Probe):
     """A probe that also does the quantizing, under the recipe of the observer's settings."""
 
-    def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def follow(self, module: nn.Linear) -> Callable[[], None]:
+        """Hook a module; return what undoes it."""
+        self._own = module
+        self.layout = layout_by_marks(module, module.weight)
+        # first of the hooks: FSDP2 takes the weight away in a later one
+        return module.register_forward_hook(self._after, prepend=True).remove
+
+    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """Record fprop and wait for the gradient; the output itself is left alone."""
-        if args and not torch.compiler.is_compiling() and self.begin():
+        if module is self._own and args and not torch.compiler.is_compiling() and self.begin():
             self._try_fprop(module, args[0], output)
 
     @guarded
@@ -83,13 +91,6 @@ class Trial(Probe):
         return quantize(x, cast, self.scale_inv(role, cast, Source(x))), cast
 
 
-def try_under_plain_recipe(trial: Trial, module: nn.Linear) -> Callable[[], None]:
-    """Let a trial follow a module; return what ends it."""
-    trial.layout = layout_by_marks(module, module.weight)
-    # first of the hooks: FSDP2 takes the weight away in a later one
-    return module.register_forward_hook(trial.after_forward, prepend=True).remove
-
-
 class Plain:
     """nn.Linear modules that do not run in FP8; not subclasses, whose forward may be another."""
 
@@ -109,7 +110,7 @@ class Plain:
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Hook the module."""
         assert isinstance(module, nn.Linear)
-        return try_under_plain_recipe(Trial(observer, name, actual=False), module)
+        return Trial(observer, name, actual=False).follow(module)
 
 
 ADAPTERS.add(Plain.name, Plain())

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.ears import weakly
 from fp8debug.adapters.listening import nodes_between
-from fp8debug.adapters.parts import Ears, Part, heard_recipe
+from fp8debug.adapters.parts import Hooks, Part, heard_recipe
 from fp8debug.adapters.transformer_engine_gemms import GEMMS, HeardGemm, read_gemm
 from fp8debug.adapters.transformer_engine_modules import (
     activated,
@@ -174,7 +174,7 @@ class Call:
         return grad if splits is None else rows_of(grad, splits, place)
 
 
-class ModuleEars(Ears):
+class ModuleEars(Hooks):
     """The hooks on one module of the library, for all its Linears that a watch observes."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:

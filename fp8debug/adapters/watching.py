@@ -21,7 +21,7 @@ from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.inference import compare_paths
-from fp8debug.adapters.listening import listen_at_roots, listener_of
+from fp8debug.adapters.listening import RootHooks, listener_of
 from fp8debug.adapters.parts import TOKENS, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
@@ -95,7 +95,7 @@ class Watch:
             for c in candidates:
                 self._attach(c)
             if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
-                self._undo.append(listen_at_roots(roots, self._observer))
+                self._undo.append(RootHooks(roots, self._observer).remove)
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._sink.stages.add))
             if eager_samples:
@@ -211,6 +211,7 @@ class Watch:
         if self._dumper is not None:
             self._dumper.close()
         self._writer.close()
+        TOKENS.pop(self._observer, None)  # which would keep the model alive
 
     def _leave(self) -> None:
         """Let go of the model in a forked child, and write nothing."""
