@@ -27,7 +27,7 @@ def scaled_mm() -> Made:
     return linears.model(), linears.batch
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Made]] = {
     "fp8": partial(ours, "blockwise"),
     "all in bf16": partial(ours, "bf16"),
     "plain": partial(ours, None),
