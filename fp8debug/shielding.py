@@ -72,7 +72,7 @@ def unseen() -> AbstractContextManager[Any]:
     Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
     once more: one of ours, which does not run again, would hand the training another tensor.
     """
-    return _disable_current_modes() if is_overheard() else nullcontext()  # type: ignore[no-untyped-call]  # torch's
+    return _disable_current_modes() if is_overheard() else nullcontext()
 
 
 def is_capturing() -> bool:

@@ -119,12 +119,12 @@ def test_modules_that_read_one_tensor_share_its_columns_and_keep_them_no_longer(
 
 
 def test_a_closed_watch_lets_go_of_its_model(tmp_path: Path) -> None:
-    model = fp8debug.convert(nn.Sequential(nn.Linear(64, 32)), "blockwise")
+    layer = nn.Linear(64, 32)
+    model, held = fp8debug.convert(nn.Sequential(layer), "blockwise"), weakref.ref(layer.weight)
     with fp8debug.watch(model, tmp_path / "run", every=1, shadow_rows=8) as watch:
         model(torch.randn(16, 64)).sum().backward()
         watch.step()
-    held = weakref.ref(model[0].weight)
-    del model, watch
+    del layer, model, watch
     gc.collect()
     assert held() is None
 

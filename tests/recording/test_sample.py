@@ -20,9 +20,10 @@ SHARED = 1100 // 128 * 16 + 1100 % 128
 
 def record(path: Path, steps: int = 2, shadow: Any = "sample", fault: Any = None) -> fp8debug.Run:
     torch.manual_seed(0)
-    model = fp8debug.convert(nn.Sequential(nn.Linear(K, N, bias=False)), "blockwise")
-    assert isinstance(model[0], Fp8Linear)
-    model[0].distortion = fault
+    layer = nn.Linear(K, N, bias=False)
+    model = fp8debug.convert(nn.Sequential(layer), "blockwise")
+    assert isinstance(layer, Fp8Linear)
+    layer.distortion = fault
     generator = torch.Generator().manual_seed(1)
     with fp8debug.watch(model, path, every=1, shadow=shadow, shadow_rows=ROWS) as watch:
         for _ in range(steps):
@@ -60,7 +61,7 @@ def test_damage_is_that_of_whole_rows(tmp_path: Path) -> None:
         rows = results(record(tmp_path / shadow, 8, shadow), "damage, num_damage_rows")
         fprop = [row for row in rows if row["damage"] is not None]
         assert len(fprop) == 8
-        return sum(row["damage"] for row in fprop) / sum(row["num_damage_rows"] for row in fprop)
+        return float(sum(row["damage"] for row in fprop) / sum(row["num_damage_rows"] for row in fprop))
 
     assert damage("sample") == pytest.approx(damage("full"), rel=0.5)  # a third of the rows
 

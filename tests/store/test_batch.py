@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
+import pytest
 
-from fp8debug.store import worker
 from fp8debug.store.batch import Known, record_batch
 from fp8debug.store.schema import arrow_schema
 from fp8debug.store.worker import Worker
@@ -29,15 +30,21 @@ def test_the_same_list_is_the_same_array() -> None:
     assert again["step"].to_pylist() == [2] * 20 and len(pauses) > 3
 
 
-def test_a_job_breathes_while_few_wait(monkeypatch: Any) -> None:
+def test_a_job_breathes_while_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     go, started = threading.Event(), threading.Event()
     jobs = Worker("test", lambda error: None, lambda: None, 60.0)
     jobs.breathe()  # not a job
     jobs.put(jobs.breathe)
     assert jobs.wait(10) and len(slept) == 1
-    jobs.put(lambda: (started.set(), go.wait(10), jobs.breathe()))
+
+    def late() -> None:
+        started.set()
+        go.wait(10)
+        jobs.breathe()
+
+    jobs.put(late)
     assert started.wait(10)
     for _ in range(10):
         jobs.put(lambda: None)
