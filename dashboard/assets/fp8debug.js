@@ -20,7 +20,32 @@
 
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
   const drawSeenFirst = (library) => {
-    const draw = library.react, waiting = new Map();
+    // dcc.Graph writes a zoom into its figure, where it counts as asked for by the server: plotly would take it back with the next
+    // figure of a live run, which has none. What the reader zoomed to stays as long as the plot shows the same.
+    const revision = (layout, axis) => (layout[axis] && layout[axis].uirevision) || layout.uirevision;
+    const remember = (plot) => (change) => {
+      for (const [key, value] of Object.entries(change)) {
+        const [, axis, what] = /^([xy]axis\d*)\.(range|autorange)/.exec(key) || [];
+        if (what === "autorange") delete plot.zooms[axis];
+        else if (axis) plot.zooms[axis] = { range: [...plot.layout[axis].range], of: revision(plot.layout, axis) };
+      }
+    };
+    const zoomed = (plot, layout) => {
+      const kept = structuredClone(layout);
+      for (const [axis, { range, of }] of Object.entries(plot.zooms || {})) {
+        if (of !== revision(kept, axis)) delete plot.zooms[axis];
+        else kept[axis] = { ...kept[axis], range: [...range], autorange: false };
+      }
+      return kept;
+    };
+    const react = library.react, waiting = new Map();
+    const draw = (plot, figure) => react(plot, { ...figure, layout: zoomed(plot, figure.layout) }).then((drawn) => {
+      if (!plot.zooms) {
+        plot.zooms = {};
+        plot.on("plotly_relayout", remember(plot));
+      }
+      return drawn;
+    });
     const next = () => {
       const [plot, { figure, done }] = waiting.entries().next().value;
       waiting.delete(plot);
