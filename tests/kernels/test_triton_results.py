@@ -190,10 +190,10 @@ def test_compare_equals_the_metrics(which: Gemm, shift: int | None) -> None:
     """Of all rows, of some, and of a share of the wide dimension: as by torch ops; only the products differ, by rounding."""
     high, pair, actual = surprising(which)
     turned = which is Gemm.WGRAD
-    for lines in (torch.tensor([1, 4, 9, 30, 31], device=DEVICE), *([] if shift is None else [None])):
+    for lines in (torch.tensor([1, 4, 9, 30, 31], device=DEVICE), *([None] if turned and shift else [])):
         sample = Sample(lines, shift)
         cut = (high[0], high[1][:, lines]) if turned and lines is not None else (high[0], high[1])
-        compared = compare(which, cut, pair, actual, sample, keep=True)
+        compared = compare(which, cut, pair, actual, sample, keep=which is Gemm.FPROP)
         assert compared is not None
         found, error = compared
         wanted = results._pairs(which, cut, pair, actual, sample)
@@ -254,11 +254,9 @@ def test_a_share_of_a_wide_dimension() -> None:
 def test_many_second_stages_wait_for_one_launch() -> None:
     """More space than there is ends the wait of those before; what is joined twice is the same."""
     high, pair, actual = surprising(Gemm.FPROP)
-    found = [
-        compare(Gemm.FPROP, (high[0], high[1]), pair, actual, Sample(torch.tensor([4], device=DEVICE), 1)) for _ in range(15)
-    ]
+    found = [compare(Gemm.FPROP, (high[0], high[1]), pair, actual, Sample(torch.tensor([4], device=DEVICE), 1)) for _ in range(9)]
     rows = [list(slots_of(one[0][0]).values()) for one in found if one is not None]
-    assert len(rows) == 15 and num_exact(256) == 64
+    assert len(rows) == 9 and num_exact(256) == 64
     for row in rows[1:]:
         for value, same in zip(row, rows[0], strict=True):
             assert torch.equal(value.nan_to_num(), same.nan_to_num())
