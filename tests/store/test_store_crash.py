@@ -86,6 +86,24 @@ class TestCrashes:
 
 
 class TestFailingDisk:
+    def test_half_a_message_is_cut_off_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        batch = pa.record_batch({"step": pa.array([1, 2, 3])})
+        written = stream.Stream(tmp_path / "steps-00000.arrows", batch.schema)
+        written.append(batch)
+        size, real = written.path.stat().st_size, os.write
+
+        def full(descriptor: int, data: Any) -> int:
+            if len(data) <= len(batch.serialize()) // 2:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(descriptor, bytes(data)[: len(data) // 2])
+
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(os, "write", full)
+            written.append(batch)
+        assert written.path.stat().st_size == size
+        written.close()
+        assert stream.read_stream(written.path).num_rows == 3
+
     def test_a_full_disk_stops_the_recording_with_one_line(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
