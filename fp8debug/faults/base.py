@@ -169,6 +169,8 @@ def _check_option(fault: Fault, name: str, value: Any) -> None:
             raise UnknownNameError(f"{name} of {fault.name}", str(value), OPERAND_NAMES)
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and "log2" in name and value > 127:
+        raise UsageError(f"{name} of {fault.name} is a power of two that FP32 holds, at most 127, got {value!r}")
     if isinstance(default, float):
         if not is_number or not 0 < value < math.inf:
             raise UsageError(f"{name} of {fault.name} is a positive number such as {default:g}, got {value!r}")
