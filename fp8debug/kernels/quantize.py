@@ -47,11 +47,11 @@ def _quantize_now(
         outputs, found = run(x, jobs, histogram)
         return [tensor for pair in outputs for tensor in pair] + list(found or ())
     parts = [run(x, [job], histogram and i == 0) for i, job in enumerate(jobs)]
-    outputs = [tensor for made, _ in parts for pair in made for tensor in pair]
+    tensors = [tensor for made, _ in parts for pair in made for tensor in pair]
     if not statistics:
-        return outputs
+        return tensors
     first, second = (found or empty_statistics(x, 1, False) for _, found in parts)
-    return [*outputs, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
+    return [*tensors, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
 
 
 _quantize = torch.library.custom_op("fp8debug::quantize", _quantize_now, mutates_args=())
