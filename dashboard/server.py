@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from urllib.parse import urlencode
 
 import flask
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+from fp8debug.errors import UsageError
 
 from .source import Source
 from .urls import parse, query
@@ -49,8 +52,10 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
 
     Raises:
         RunError: the path is neither a run nor a folder of runs.
+        UsageError: nobody can listen at that address.
     """
     source = Source(path)
+    check_address(host, port)
     source.open_ahead()
     from .app import make_app
 
@@ -68,6 +73,20 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
         pass
     finally:
         server.server_close()
+
+
+def check_address(host: str, port: int) -> None:
+    """Look whether a server may listen there: werkzeug ends the process where it may not.
+
+    Raises:
+        UsageError: no such host, not one of this machine, or the port is taken.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot listen on {host}, port {port}: {why}; choose another --host or --port") from None
 
 
 def is_loopback(host: str) -> bool:

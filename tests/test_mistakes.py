@@ -111,6 +111,10 @@ def model() -> nn.Module:
         ),
         (lambda: ANY.inject(model(), "zero_tile", "0", rows=0.5), "rows of zero_tile is a whole number of at least 1, such as 1"),
         (
+            lambda: ANY.inject(model(), "padding_rows", "0", log2_factor=1e9),
+            "log2_factor of padding_rows is a power of two that FP32 holds, at most 127, got 1000000000.0",
+        ),
+        (
             lambda: ANY.inject(model(), "rank_scale", "0", rank=-1),
             "rank of rank_scale is a whole number of at least 0, such as 1",
         ),

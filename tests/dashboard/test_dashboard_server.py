@@ -6,6 +6,7 @@ import hashlib
 import json
 import queue
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -112,6 +113,7 @@ def test_any_other_address_gets_a_token(
             pass
 
     monkeypatch.setattr(server, "make_server", lambda *args, **options: Stopped())
+    monkeypatch.setattr(server, "check_address", lambda host, port: None)
     serve(folder, host)
     said = capsys.readouterr().err
     assert (seen[0] is not None) == is_open == ("?token=" in said)
@@ -142,6 +144,17 @@ def test_serve_answers_and_names_its_address(
     thread.join(30)
     assert not thread.is_alive()
     assert f"{address}?token={TOKEN}" in capsys.readouterr().err
+
+
+def test_an_address_where_nobody_can_listen_is_one_line(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=rf"^cannot listen on 127.0.0.1, port {port}: Address already in use; choose another"
+        ):
+            serve(folder, port=port)
+    with pytest.raises(UsageError, match=r"^cannot listen on 999.1.1.1, port 0: "):
+        serve(folder, "999.1.1.1", 0)
 
 
 def test_a_path_that_is_no_run_fails_before_anything_is_bound(tmp_path: Path) -> None:
