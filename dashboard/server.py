@@ -85,7 +85,7 @@ def check_address(host: str, port: int) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]  # the address again
         raise UsageError(f"cannot listen on {host}, port {port}: {why}; choose another --host or --port") from None
 
 
