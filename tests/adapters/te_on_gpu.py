@@ -339,9 +339,9 @@ def beside(name: str) -> list[str]:
             if mine is None:
                 continue
             compared += 1
-            allowed, error = 0.0, 2**-9 * row["sum_x2"] ** 0.5 / row["numel"]
+            allowed, one = 0.0, 2**-9 * row["sum_x2"] ** 0.5 / row["numel"]
             if stat == "mean" and (module, role) in WORKED_OUT:
-                allowed, worst = MEAN * error, max(worst, (abs(value - mine) - 0.01 * abs(mine)) / (error or 1))
+                allowed, worst = MEAN * one, max(worst, (abs(value - mine) - 0.01 * abs(mine)) / (one or 1))
             far = not abs(value - mine) <= 0.01 * max(abs(value), abs(mine)) + allowed
             label = f"{step} {module} {gemm}.{role} {stat}"
             if far:

@@ -205,7 +205,7 @@ def main(folder: Path) -> None:
     if ON_GPUS:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        torch.cuda.current_device, torch.cuda.synchronize = lambda: DEVICE, lambda: None
+        vars(torch.cuda).update(current_device=lambda: DEVICE, synchronize=lambda: None)
         tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *args: nullcontext()
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
     found: dict[str, Any] = {}

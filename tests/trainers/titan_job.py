@@ -55,11 +55,11 @@ import fp8debug
 STEPS, SEQUENCES, TOKENS, WORDS, ACCUMULATED = 3, 2, 64, 2048, 2
 
 
-class Letters(BaseTokenizer):
+class Letters(BaseTokenizer):  # type: ignore[misc]  # a class without types
     """Is not asked anything."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
+    class Config(BaseTokenizer.Config):  # type: ignore[misc]  # a class without types
         """Nothing to set."""
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
@@ -75,11 +75,11 @@ class Letters(BaseTokenizer):
         return WORDS
 
 
-class Numbers(BaseDataLoader):
+class Numbers(BaseDataLoader):  # type: ignore[misc]  # a class without types
     """The same sequences every time, others on each rank."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(BaseDataLoader.Config):  # type: ignore[misc]  # a class without types
         """Nothing to set."""
 
     def __init__(self, config: Any, *, dp_rank: int = 0, **kwargs: Any) -> None:
