@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8debug
 from fp8debug.adapters.scaled_mm import ScaledMm
 from fp8debug_cli.coverage import command
+from tests.adapters.linears import Matmul, ScaledLinear, batch, rows
 from tests.adapters.linears import model as scaled
 
 
@@ -139,3 +143,31 @@ def test_a_module_that_an_adapter_fails_at_leaves_the_others(
     assert rows["0"]["reason"] == reasons[method] and rows["2"]["gemms"] == "1.0/1.0/1.0"
     recorded = fp8debug.Run(tmp_path / "run").sql("SELECT DISTINCT module FROM sites ORDER BY module")["module"].to_pylist()
     assert recorded == (["0", "2"] if method == "recipe" else ["2"])
+
+
+class OfRank(ScaledLinear):
+    """Holds its weight as a DTensor, and multiplies by the rank's part of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        out: Tensor = Matmul.apply(x.reshape(-1, x.shape[-1]), weight.to_local(), self)
+        return out
+
+
+def test_a_weight_that_is_split_over_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store: Any = vars(dist)["HashStore"]
+    dist.init_process_group("gloo", store=store(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        linear = OfRank(64, 96, bias=False).bfloat16()
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
+        net = nn.Sequential(linear)
+        with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
+            net(batch(0)).sum().backward()
+            watch.step()
+    finally:
+        dist.destroy_process_group()
+    why = "its weight is a DTensor, and plain tensors in high precision alone are recorded"
+    assert f"0 is not recorded in full at step 0: {why}" in capsys.readouterr().err
+    assert not rows(fp8debug.Run(tmp_path / "run"))

@@ -7,11 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +19,7 @@ from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import measure
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
-from tests.adapters.linears import CHECKPOINTS, E4M3, Matmul, ScaledLinear, batch, model, record, rows, same, sites, train
+from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
 from tests.recording.test_watch import NINE
 
 #: Slots that a weight's rows fill beside those of ``measure``.
@@ -113,34 +110,6 @@ def test_recomputed_gemms_are_not_counted(tmp_path: Path, kind: str) -> None:
         ("dgrad", "grad_input"),
         ("wgrad", "grad_weight"),
     }
-
-
-class OfRank(ScaledLinear):
-    """Holds its weight as a DTensor, and multiplies by the rank's part of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        out: Tensor = Matmul.apply(x.reshape(-1, x.shape[-1]), weight.to_local(), self)
-        return out
-
-
-def test_a_weight_that_is_split_over_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store: Any = vars(dist)["HashStore"]
-    dist.init_process_group("gloo", store=store(), rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        linear = OfRank(64, 96, bias=False).bfloat16()
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
-        net = nn.Sequential(linear)
-        with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
-            net(batch(0)).sum().backward()
-            watch.step()
-    finally:
-        dist.destroy_process_group()
-    why = "its weight is a DTensor, and plain tensors in high precision alone are recorded"
-    assert f"0 is not recorded in full at step 0: {why}" in capsys.readouterr().err
-    assert not rows(fp8debug.Run(tmp_path / "run"))
 
 
 def test_microbatches_a_module_called_twice_and_evaluation(tmp_path: Path) -> None:
