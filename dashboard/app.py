@@ -205,21 +205,21 @@ def _redraw(app: dash.Dash, source: Source, name: str, entry: Entry) -> None:
 
 
 def _settle(app: dash.Dash, source: Source) -> None:
-    """Say when what takes long is known: the browser waits for it once the page has been painted.
+    """Say when what takes long is known: the browser asks once the page has been painted, and its control answered.
 
     The answer is set from within, not as an output: what depends on a callback's output waits while it runs, and a control
     that moves must be answered while the rules are looking.
     """
-    _in_browser(app, "look", Output("seen", "data"), Input("here", "data"))
+    _in_browser(app, "look", Output("seen", "data"), Input("here", "data"), Input("asked", "data"))
 
     @app.callback(
         Input("seen", "data"),
         Input("stamp", "data"),
-        Input("asked", "data"),
+        State("asked", "data"),
         State("here", "data"),
         prevent_initial_call=True,
     )
-    def settle(seen: int | None, stamp: str | None, asked: Asked | None, here: Here | None) -> None:
+    def settle(seen: dict[str, Any] | None, stamp: str | None, asked: Asked | None, here: Here | None) -> None:
         if asked is None or not is_at(here, asked):
             raise PreventUpdate
         from . import shown
@@ -235,7 +235,8 @@ def _settle(app: dash.Dash, source: Source) -> None:
         try:
             opened = source.open(view.run)
             source.narrow_down(opened)
-            was_pending = here is not None and "seen.data" in dash.ctx.triggered_prop_ids and bool(here["was_pending"])
+            is_first = "seen.data" in dash.ctx.triggered_prop_ids and seen is not None and seen["isFirst"]
+            was_pending = here is not None and is_first and bool(here["was_pending"])
             if page is None or not shown.settled(page, view, opened, was_pending):
                 raise PreventUpdate
         except Fp8DebugError:

@@ -23,6 +23,7 @@ def leave_out_grid(app: dash.Dash) -> None:
         if script["relative_package_path"] == _SCRIPT:
             script["async"] = "lazy"
     changed = int((Path(str(package.__file__)).parent / _SCRIPT).stat().st_mtime)
-    address = f"/_dash-component-suites/{_PACKAGE}/{build_fingerprint(_SCRIPT, package.__version__, changed)}"
+    name = build_fingerprint(_SCRIPT, package.__version__, changed)  # type: ignore[no-untyped-call]  # untyped in dash
+    address = f"/_dash-component-suites/{_PACKAGE}/{name}"
     told = f'<meta name="grid-library" content="{address}"><meta name="graph-library" content="{_GRAPH}">'
     app.index_string = app.index_string.replace("{%metas%}", told + "{%metas%}")

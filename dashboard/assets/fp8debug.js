@@ -132,6 +132,7 @@
   // A slider passes through many values: the last is always asked for, those between as fast as they are answered, and all of
   // one move are one entry of the history. By the time that an address is seen here the slider is elsewhere.
   const MOVE_MS = 1000, UNANSWERED_MS = 600, BETWEEN_MS = 50;
+  let looked = { n: 0, times: 0 };
   let written = { address: null, keys: null, at: -Infinity, isAnswered: true }, waiting = null, timer;
   window.addEventListener("popstate", () => { written.address = null; });
   const sync = (values, ids, here) => {
@@ -178,7 +179,16 @@
         if (waiting) sync(...waiting);
       },
       // What takes long is asked for when the page has been painted, and the browser has a moment.
-      look: (here) => painted().then(() => here && here.n),
+      async look(here, asked) {
+        if (!here || !asked || here.n !== asked.n) return window.dash_clientside.no_update;
+        await painted();
+        for (const until = performance.now() + UNANSWERED_MS; !written.isAnswered && performance.now() < until;) {
+          await new Promise((told) => setTimeout(told, 20));
+        }
+        const isFirst = looked.n !== here.n;
+        looked = { n: here.n, times: looked.times + 1 };
+        return { ...looked, isFirst };
+      },
       pause(follow) { return !follow; },
       search_runs(text) {
         const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
