@@ -8,6 +8,7 @@ Until somebody asks for a page nothing is imported that reads a run: the browser
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from importlib import import_module
@@ -23,7 +24,7 @@ from dash.exceptions import PreventUpdate
 
 from fp8debug.errors import Fp8DebugError
 
-from .files import callbacks
+from .files import hand_out_files
 from .grid_library import leave_out_grid
 from .mantine import dmc
 from .pages.contents import CONTENTS, Entry
@@ -74,7 +75,7 @@ def make_app(path: str | Path | Source) -> dash.Dash:
     _clicks(app)
     for name, entry in CONTENTS.items():
         _redraw(app, source, name, entry)
-    callbacks(app, source)
+    hand_out_files(app, source)
     threading.Thread(target=import_module, args=(f"{__package__}.shown",), daemon=True).start()
     return app
 
@@ -83,12 +84,16 @@ def _layout(source: Source) -> Component:
     """Return the shell; in it, where the request says which page it is for, that page."""
     if not flask.has_request_context() or flask.request.path != "/_dash-layout" or not flask.request.referrer:
         return _shell()
-    from . import shown
+    try:
+        from . import shown
 
-    address = urlsplit(flask.request.referrer)
-    asked: Asked = {"pathname": address.path, "search": f"?{address.query}" if address.query else "", "n": 1}
-    view = parse(asked["pathname"], asked["search"])
-    return _shell(asked, shown.screen(asked, source), shown.live_text(view, source))
+        address = urlsplit(flask.request.referrer)
+        asked: Asked = {"pathname": address.path, "search": f"?{address.query}" if address.query else "", "n": 1}
+        view = parse(asked["pathname"], asked["search"])
+        return _shell(asked, shown.screen(asked, source), shown.live_text(view, source))
+    except Exception as error:  # without a layout the browser shows nothing at all; with the shell it asks for the page again
+        print(f"fp8debug: the page did not come with the layout: {type(error).__name__}: {error}", file=sys.stderr)
+        return _shell()
 
 
 def _in_browser(app: dash.Dash, function: str, *dependencies: Any) -> None:
@@ -147,9 +152,13 @@ def _route(app: dash.Dash, source: Source) -> None:
     def route(place: Asked | None, here: Here | None) -> tuple[Any, Component, Here]:
         if place is None:
             raise PreventUpdate
-        from . import shown
+        try:
+            from . import shown
 
-        head, page, now = shown.screen(place, source)
+            head, page, now = shown.screen(place, source)
+        except Exception as error:
+            app.logger.exception("cannot show %s%s", place["pathname"], place["search"])
+            return no_update, _failure(error), {"n": place["n"], "head": None, "stamp": "", "was_pending": False}
         is_new = here is None or here["head"] != now["head"]
         return head if is_new else no_update, page, now
 
@@ -172,6 +181,13 @@ def _route(app: dash.Dash, source: Source) -> None:
         State({"control": ALL, "default": ALL}, "id"),
         State("here", "data"),
     )
+
+
+def _failure(error: Exception) -> Component:
+    """Return the page in place of one that an error of ours, which the server's log has in full, kept from being laid out."""
+    words = f"Cannot show this page: {type(error).__name__}: {error}. The terminal of fp8debug dashboard says where it happened."
+    failure: Component = html.Div(html.Div(words, className="problems", role="alert"), className="page")
+    return failure
 
 
 def is_at(here: Here | None, asked: Asked | None) -> bool:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _ADDRESS = (State("url", "pathname"), State("url", "search"))
 
 
-def callbacks(app: dash.Dash, source: Source) -> None:
-    """Register what the buttons of both pages ask for."""
+def hand_out_files(app: dash.Dash, source: Source) -> None:
+    """Register the callbacks that answer the buttons of both pages with a file."""
 
     @app.callback(Output("fallback-file", "data"), Input("fallback-save", "n_clicks"), *_ADDRESS, prevent_initial_call=True)
     def save(clicks: int | None, pathname: str | None, search: str | None) -> dict[str, Any]:

@@ -79,8 +79,10 @@ def check_address(host: str, port: int) -> None:
     """Look whether a server may listen there: werkzeug ends the process where it may not.
 
     Raises:
-        UsageError: no such host, not one of this machine, or the port is taken.
+        UsageError: no such host, not one of this machine, no such port, or it is taken.
     """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"cannot listen on {host}, port {port}: ports are 0 to 65535; choose another --port")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()
@@ -127,6 +129,9 @@ def guard(app: dash.Dash, token: str | None) -> None:
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "same-origin"  # the layout is that of the page that asks for it
+        if flask.request.path == "/_dash-layout":
+            response.headers["Cache-Control"] = "no-store"
+            response.vary.add("Referer")
         return response
 
 

@@ -1,5 +1,7 @@
 // What runs in the browser: controls write the URL, "/" finds a module, and cells of grids show text, never HTML.
 (function () {
+  const idle = window.requestIdleCallback || ((told) => setTimeout(told, 1));  // Safari has none
+
   // Appends the script that the page's head names.
   const load = (name) => new Promise((resolve, reject) => {
     const script = document.createElement("script");
@@ -13,7 +15,7 @@
   // to compile scripts. dcc.Graph waits for what stands here; the library then puts itself in its place.
   window.Plotly = new Promise((resolve, reject) => {
     document.addEventListener("DOMContentLoaded", () => {
-      load("graph-library");
+      load("graph-library").catch(() => null);  // dcc.Graph asks for it again itself
       load("plot-library").then(() => { drawSeenFirst(window.Plotly); resolve(); }, reject);
     });
   });
@@ -53,7 +55,7 @@
       done.forEach((told) => told(drawn));
       if (waiting.size) soon();
     };
-    const soon = () => requestIdleCallback(next, { timeout: 300 });
+    const soon = () => idle(next, { timeout: 300 });
     library.react = (plot, figure) => {
       if (plot._fullLayout || plot.getBoundingClientRect().top < window.innerHeight) return draw(plot, figure);
       return new Promise((told) => {
@@ -69,7 +71,7 @@
     await Promise.resolve(window.Plotly).catch(() => null);
     const isWaiting = (plot) => !plot.querySelector(".main-svg") && plot.getBoundingClientRect().top < window.innerHeight;
     const until = performance.now() + 2000;
-    do await new Promise((told) => requestIdleCallback(told, { timeout: 200 }));
+    do await new Promise((told) => idle(told, { timeout: 200 }));
     while (performance.now() < until && Array.from(document.querySelectorAll(".plot")).some(isWaiting));
     await new Promise((told) => { requestAnimationFrame(() => setTimeout(told, 20)); setTimeout(told, 200); });  // a hidden page has no frames
   };
@@ -83,14 +85,16 @@
     window.dash_ag_grid = { ...window.dash_ag_grid, AgGrid };
   };
   function AgGrid(props) {
-    const [drawn, draw] = window.React.useState(() => table);
+    const [drawn, draw] = window.React.useState(() => table), [isMissing, miss] = window.React.useState(false);
     window.React.useEffect(() => {
-      tableLibrary = tableLibrary || loadTables();
+      tableLibrary = tableLibrary || loadTables().catch((error) => { tableLibrary = null; throw error; });  // the next page tries again
       let isHere = true;
-      tableLibrary.then(() => isHere && draw(() => table));
+      tableLibrary.then(() => isHere && draw(() => table), () => isHere && miss(true));
       return () => { isHere = false; };
     }, []);
-    return drawn ? window.React.createElement(drawn, props) : window.React.createElement("div", { className: "grid-to-come" });
+    if (drawn) return window.React.createElement(drawn, props);
+    if (!isMissing) return window.React.createElement("div", { className: "grid-to-come" });
+    return window.React.createElement("div", { className: "problems", role: "alert" }, "The tables did not load: reload the page.");
   }
   window.dash_ag_grid = { AgGrid, getApi: () => null };
 
@@ -130,10 +134,14 @@
   };
 
   // A slider passes through many values: the last is always asked for, those between as fast as they are answered, and all of
-  // one move are one entry of the history. By the time that an address is seen here the slider is elsewhere.
+  // one move are one entry of the history: what happens while a button is held, and what follows a value within a second.
+  // By the time that an address is seen here the slider is elsewhere.
   const MOVE_MS = 1000, UNANSWERED_MS = 600, BETWEEN_MS = 50;
   let looked = { n: 0, times: 0 };
-  let written = { address: null, keys: null, at: -Infinity, isAnswered: true }, waiting = null, timer;
+  let written = { address: null, keys: null, at: -Infinity, isAnswered: true, grip: 0 }, waiting = null, timer;
+  let grip = 0, isHeld = false;
+  window.addEventListener("pointerdown", () => { grip += 1; isHeld = true; }, true);
+  for (const end of ["pointerup", "pointercancel"]) window.addEventListener(end, () => { isHeld = false; }, true);
   window.addEventListener("popstate", () => { written.address = null; });
   const sync = (values, ids, here) => {
     clearTimeout(timer);
@@ -145,14 +153,15 @@
     const known = new URLSearchParams(search), next = new URLSearchParams(changed(search, wanted));
     if (next.toString() === known.toString()) return;
     const keys = Object.keys(wanted).filter((key) => known.get(key) !== next.get(key)).join(" ");
-    const since = performance.now() - written.at, isSameMove = keys === written.keys && since < MOVE_MS;
+    const since = performance.now() - written.at, isSameGrip = isHeld && grip === written.grip;
+    const isSameMove = keys === written.keys && (since < MOVE_MS || isSameGrip);
     const wait = isSameMove ? (written.isAnswered ? BETWEEN_MS : UNANSWERED_MS) - since : 0;
     if (wait > 0) {
       waiting = [values, ids, here];
       timer = setTimeout(sync, wait, ...waiting);
       return;
     }
-    written = { address: pathname + changed(search, wanted), keys, at: performance.now(), isAnswered: false };
+    written = { address: pathname + changed(search, wanted), keys, at: performance.now(), isAnswered: false, grip };
     go(pathname, changed(search, wanted), isSameMove);
   };
   const plainText = (label) => label.replace(/%&#123;/g, "%{").replace(/&lt;/g, "<").replace(/&amp;/g, "&");

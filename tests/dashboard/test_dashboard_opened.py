@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -92,10 +93,30 @@ def test_a_manual_page_is_as_wide_as_its_place() -> None:
     assert findings.reflowed("") == []
 
 
-def test_the_process_that_judges_ends_with_the_server(folder: Path) -> None:
-    command = [sys.executable, "-m", "fp8debug_dashboard.judge", str(folder / "sick")]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # as when the pipe breaks
-    assert done.returncode == 1 and done.stdout == b""
+#: A judge whose rules say that they look, and never end.
+ENDLESS = """
+import os, sys, threading, fp8debug
+from fp8debug_dashboard import judge
+
+def look(path):
+    os.write(int(sys.argv[1]), b"looking")
+    threading.Event().wait()
+
+fp8debug.triage = look
+sys.exit(judge.main("run"))
+"""
+
+
+def test_the_process_that_judges_ends_with_the_server() -> None:
+    (watched, held), (told, telling) = os.pipe(), os.pipe()
+    command = [sys.executable, "-c", ENDLESS, str(telling)]
+    with subprocess.Popen(command, stdin=watched, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(telling,)) as judge:
+        os.close(watched)
+        os.close(telling)
+        with os.fdopen(told, "rb", buffering=0) as said:
+            assert said.read(7) == b"looking" and judge.poll() is None
+            os.close(held)  # as when the server ends
+            assert judge.communicate(timeout=60) == (b"", b"") and judge.returncode == 1
 
 
 def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:

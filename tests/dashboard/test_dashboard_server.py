@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug_cli.dashboard import command
-from fp8debug_dashboard import make_app, plot_library, serve, server
+from fp8debug_dashboard import make_app, plot_library, serve, server, shown
 from fp8debug_dashboard.app import EARLY
 from fp8debug_dashboard.mantine import dmc
 from fp8debug_dashboard.pages import runs
@@ -155,6 +155,9 @@ def test_an_address_where_nobody_can_listen_is_one_line(folder: Path) -> None:
             serve(folder, port=port)
     with pytest.raises(UsageError, match=r"^cannot listen on 999.1.1.1, port 0: "):
         serve(folder, "999.1.1.1", 0)
+    for port in (70000, -1):
+        with pytest.raises(UsageError, match=rf"^cannot listen on 127.0.0.1, port {port}: ports are 0 to 65535; choose another"):
+            serve(folder, port=port)
 
 
 def test_a_path_that_is_no_run_fails_before_anything_is_bound(tmp_path: Path) -> None:
@@ -271,6 +274,35 @@ def test_the_first_page_comes_with_the_layout_and_names_its_address(folder: Path
     assert stores["here"]["n"] == 1 and stores["here"]["head"] == ["module", "sick"]
     nothing = browser.get("/_dash-layout", headers={"Referer": "http://localhost/module?run=nope"})
     assert nothing.status_code == 200 and b"Cannot show this" in nothing.data
+    for reply in (told, nothing):  # one address, another answer for each page
+        assert reply.headers["Cache-Control"] == "no-store" and "Referer" in reply.headers["Vary"]
+
+
+def test_a_page_that_fails_leaves_the_shell_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(asked: Any, source: Any) -> Any:
+        raise ZeroDivisionError("of a page")
+
+    monkeypatch.setattr(shown, "screen", fail)
+    browser = client(folder, None)
+    shell = browser.get("/_dash-layout").json
+    told = browser.get("/_dash-layout", headers={"Referer": "http://localhost/module?run=sick"})
+    assert told.status_code == 200 and told.json == shell, "not the shell, which asks for the page"
+    assert capsys.readouterr().err.count("ZeroDivisionError: of a page") == 1
+    outputs = [{"id": name, "property": prop} for name, prop in (("nav", "children"), ("page", "children"), ("here", "data"))]
+    place = {"pathname": "/module", "search": "?run=sick", "n": 1}
+    question = {
+        "output": "..nav.children...page.children...here.data..",
+        "outputs": outputs,
+        "inputs": [{"id": "place", "property": "data", "value": place}],
+        "changedPropIds": ["place.data"],
+        "state": [{"id": "here", "property": "data", "value": None}],
+    }
+    answer = browser.post("/_dash-update-component", json=question)
+    assert answer.status_code == 200 and b"Cannot show this page: ZeroDivisionError: of a page" in answer.data
+    assert answer.json is not None and answer.json["response"]["here"]["data"]["n"] == 1 and "nav" not in answer.json["response"]
+    assert caplog.text.count("Traceback") == 1 and "/module?run=sick" in caplog.text
 
 
 def test_the_app_starts_without_what_reads_a_run() -> None:
