@@ -18,6 +18,8 @@ from fp8debug.store.checked import MAX_STREAM_BYTES, MAX_TEXT, RefusedError, siz
 _MARK = b"\xff\xff\xff\xff"
 #: What may be missing at the end without being called damage: a message this much larger than the largest before it.
 _TORN, _SLACK = 4, 1 << 20
+#: No first message of ours is longer; that of the statistics takes 14 kB.
+_LONGEST_SCHEMA = 1 << 16
 #: Fields of the flatbuffer tables Message and RecordBatch.
 _HEADER_TYPE, _HEADER, _BODY_LENGTH, _COMPRESSION = 1, 2, 3, 3
 _SCHEMA_MESSAGE, _BATCH_MESSAGE = 1, 3
@@ -71,13 +73,19 @@ def _schema(data: bytes) -> tuple[pa.Schema, int] | None:
     """Return the schema and where it ends; None where no more than its beginning is written yet."""
     try:
         end = _end(data, 0)
-        if end is None and len(data) <= _SLACK and _MARK.startswith(data[:4]):
+        if end is None and len(data) <= _LONGEST_SCHEMA and _MARK.startswith(data[:4]) and _is_begun(data):
             return None
         if end is None or _number(data, _table(data, 8), _HEADER_TYPE, "B") != _SCHEMA_MESSAGE:
             raise RefusedError("is no Arrow stream")
     except (struct.error, IndexError):
         raise RefusedError("is no Arrow stream") from None
     return pa.ipc.read_schema(pa.py_buffer(data[:end])), end
+
+
+def _is_begun(data: bytes) -> bool:
+    """Return whether this may be the beginning of a schema: none is longer than ours, and no message follows in it."""
+    claimed = int.from_bytes(data[4:8], "little") if len(data) >= 8 else 0
+    return claimed <= _LONGEST_SCHEMA and _MARK not in data[4:]
 
 
 def _end(data: bytes, start: int) -> int | None:

@@ -7,12 +7,8 @@ Four ranks and gloo on a CPU; over NCCL where each rank has a GPU of its own, an
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,6 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8debug
+from tests import ranks
 from tests.adapters.linears import ScaledLinear
 from tests.recording import models
 from tests.recording.models import Gated, Net
@@ -267,24 +264,12 @@ def main(folder: Path) -> None:
     if ON_GPUS:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
-    found: dict[str, Any] = {}
     wanted = sys.argv[2:] or list(CONDITIONS)
-    for name in wanted:
-        train = CONDITIONS[name]
-        start = time.perf_counter()
-        try:
-            found[name] = [train(None), train(folder / name)]
-        except Exception as error:  # the other ranks may be gone too; the test shows it
-            traceback.print_exc()
-            found[name] = f"{type(error).__name__}: {error}"
-        print(f"rank {dist.get_rank()}: {name} after {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    found = ranks.try_all(folder, wanted, lambda name: [CONDITIONS[name](None), CONDITIONS[name](folder / name)])
     if len(wanted) == len(CONDITIONS):
         found["right"] = tensor_parallel_is_right(folder)
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.write(folder, found)
+    ranks.end()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ Four ranks of a CPU, or one for each of several GPUs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ import pytest
 
 import fp8debug
 from tests.conditions import job
+from tests.ranks import launch
 
-ROOT = Path(__file__).parents[2]
 STEPS, ROWS, WORLD = job.STEPS, 96, job.WORLD
 ALL = list(range(WORLD))
 DATA_PARALLEL = [name for name in job.CONDITIONS if name.startswith(("ddp", "fsdp2"))]
@@ -26,14 +23,7 @@ DATA_PARALLEL = [name for name in job.CONDITIONS if name.startswith(("ddp", "fsd
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all conditions in one job."""
-    folder = tmp_path_factory.mktemp("job")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", str(WORLD), "--master_port", "0", "--rdzv_backend", "c10d"]
-    command = [sys.executable, *words, "--rdzv_endpoint", "localhost:0", str(ROOT / "tests/conditions/job.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "said").write_text(done.stderr)
-    return folder
+    return launch("tests/conditions/job.py", tmp_path_factory.mktemp("job"), WORLD, on_gpus=True)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

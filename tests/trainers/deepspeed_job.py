@@ -7,11 +7,8 @@ Two ranks and gloo on a CPU, two microbatches a step, under three kinds of ZeRO:
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import fp8debug
+from tests import ranks
 from tests.recording.models import batch, net
 
 STEPS = 3
@@ -54,17 +52,8 @@ def trained(stage: int, path: Path | None) -> list[Any]:
 
 def main(folder: Path) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
-    found: dict[str, Any] = {}
-    for stage in (1, 2, 3):
-        try:
-            found[str(stage)] = [trained(stage, None), trained(stage, folder / str(stage))]
-        except Exception as error:  # the other rank may be gone too; the test shows it
-            traceback.print_exc()
-            found[str(stage)] = f"{type(error).__name__}: {error}"
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.try_all(folder, ("1", "2", "3"), lambda stage: [trained(int(stage), to) for to in (None, folder / stage)])
+    ranks.end()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ of Transformer Engine's. megatron-core is the package: models, tensor parallelis
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -41,6 +38,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import fp8debug
+from tests import ranks
 from tests.adapters.linears import Matmul
 
 ON_GPUS = torch.cuda.is_available()
@@ -208,18 +206,9 @@ def main(folder: Path) -> None:
         vars(torch.cuda).update(current_device=lambda: DEVICE, synchronize=lambda: None)
         tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *args: nullcontext()
     dist.init_process_group("nccl" if ON_GPUS else "gloo")
-    found: dict[str, Any] = {}
-    for name in sys.argv[2:] or list(CONDITIONS):
-        try:
-            with nullcontext() if ON_GPUS else OnCpu():
-                found[name] = both(name, folder)
-        except Exception as error:  # the other rank may be gone too; the test shows it
-            traceback.print_exc()
-            found[name] = f"{type(error).__name__}: {error}"
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
-    dist.barrier()
-    dist.destroy_process_group()
+    with nullcontext() if ON_GPUS else OnCpu():
+        ranks.try_all(folder, sys.argv[2:] or list(CONDITIONS), lambda name: both(name, folder))
+    ranks.end()
 
 
 if __name__ == "__main__":

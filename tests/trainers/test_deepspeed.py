@@ -6,37 +6,26 @@ torch runs this test.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import fp8debug
+from tests.ranks import found_by, launch
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all kinds in one job."""
-    folder = tmp_path_factory.mktemp("deepspeed")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command = [sys.executable, *words, str(ROOT / "tests/trainers/deepspeed_job.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    return launch("tests/trainers/deepspeed_job.py", tmp_path_factory.mktemp("deepspeed"))
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_its_engine_trains_the_same_and_tells_its_steps(trained: Path, stage: str) -> None:
-    ranks = [json.loads((trained / f"{rank}.json").read_text())[stage] for rank in (0, 1)]
-    assert all(isinstance(rank, list) for rank in ranks), ranks
+    ranks = found_by(trained, stage)
     assert [watched for _, watched in ranks] == [alone for alone, _ in ranks]
     run = fp8debug.Run(trained / stage)
     assert run.ranks == [0, 1] and run.problems == []

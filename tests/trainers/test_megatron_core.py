@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fp8debug
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
+from tests.ranks import found_by, launch
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-ROOT = Path(__file__).parents[2]
 LINEARS = ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
 HIDDEN, TOKENS = 128, 2 * 32 * 2  # of the job: microbatches, sequences of 32, two of them
 
@@ -25,26 +20,12 @@ HIDDEN, TOKENS = 128, 2 * 32 * 2  # of the job: microbatches, sequences of 32, t
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all conditions in one job."""
-    folder = tmp_path_factory.mktemp("megatron")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command = [sys.executable, *words, str(ROOT / "tests/trainers/megatron_job.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "said").write_text(done.stderr)
-    return folder
-
-
-def results(folder: Path, name: str) -> list[Any]:
-    """Return what each rank found alone and watched."""
-    found = [json.loads((folder / f"{rank}.json").read_text())[name] for rank in (0, 1)]
-    assert all(isinstance(one, list) for one in found), found
-    return found
+    return launch("tests/trainers/megatron_job.py", tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])
 def test_the_loop_trains_the_same_and_tells_its_steps(trained: Path, name: str) -> None:
-    ranks = results(trained, name)
+    ranks = found_by(trained, name)
     for alone, watched in ranks:
         assert watched == alone
     run = fp8debug.Run(trained / name)

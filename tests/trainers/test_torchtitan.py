@@ -6,41 +6,27 @@ own beside torch and torchao runs this test.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fp8debug
+from tests.ranks import found_by, launch
 
 pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all conditions in one job."""
-    folder = tmp_path_factory.mktemp("titan")
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command = [sys.executable, *words, str(ROOT / "tests/trainers/titan_job.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "said").write_text(done.stderr)
-    return folder
+    return launch("tests/trainers/titan_job.py", tmp_path_factory.mktemp("titan"))
 
 
 @pytest.mark.parametrize("name", ["selective", "full"])
 def test_its_trainer_trains_the_same_and_tells_its_steps(trained: Path, name: str) -> None:
-    ranks: list[Any] = [json.loads((trained / f"{rank}.json").read_text())[name] for rank in (0, 1)]
-    for rank in ranks:
-        assert isinstance(rank, list), rank
-        alone, watched = rank
+    ranks = found_by(trained, name)
+    for alone, watched in ranks:
         assert watched == alone
     run = fp8debug.Run(trained / name)
     assert run.ranks == [0, 1] and run.problems == []

@@ -10,10 +10,7 @@ by its Float8LinearConverter, emulated. Nothing of its training is replaced but 
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +48,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import fp8debug
+from tests import ranks
 
 STEPS, SEQUENCES, TOKENS, WORDS, ACCUMULATED = 3, 2, 64, 2048, 2
 
@@ -171,18 +169,9 @@ CONDITIONS: dict[str, Callable[[Path], Any]] = {
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     dist_utils.set_pg_timeouts = lambda **kwargs: None  # of a device, and of a newer torch
-    found: dict[str, Any] = {}
-    for name in sys.argv[2:] or list(CONDITIONS):
-        try:
-            alone = trained(folder / "logs", CONDITIONS[name], None)
-            found[name] = [alone, trained(folder / "logs", CONDITIONS[name], folder / name)]
-        except Exception as error:  # the other rank may be gone too; the test shows it
-            traceback.print_exc()
-            found[name] = f"{type(error).__name__}: {error}"
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-    gc.collect()  # what still holds the group when it is destroyed leaves gloo threads that may abort the exit, pytorch#190489
-    dist.barrier()
-    dist.destroy_process_group()
+    names = sys.argv[2:] or list(CONDITIONS)
+    ranks.try_all(folder, names, lambda name: [trained(folder / "logs", CONDITIONS[name], to) for to in (None, folder / name)])
+    ranks.end()
 
 
 if __name__ == "__main__":
