@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 #: A longer message, somebody's tensor or file in it, is cut in its middle: what is wrong comes first, the way out last.
 MAX_MESSAGE = 800
+_BREAKS = re.compile(r"\s*[\r\n\v\f\t\x1c-\x1e\x85\u2028\u2029]\s*")
 
 
 class Fp8DebugError(Exception):
@@ -16,7 +18,7 @@ class Fp8DebugError(Exception):
 
     def __str__(self) -> str:
         """Return the message on one line, whatever was quoted in it."""
-        text = " ".join(super().__str__().split())
+        text = _BREAKS.sub(" ", super().__str__().strip())
         return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
 
 

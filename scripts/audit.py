@@ -25,10 +25,12 @@ def judge(document: Mapping[str, Any]) -> tuple[int, list[str]]:
         for package in packages
         for found in package.get("vulns", ())
     ]
+    if not packages:
+        return 2, ["not audited: pip-audit's report names no package"]
     if unseen:
         number = "none" if len(unseen) == len(packages) else f"{len(packages) - len(unseen)}"
         first = unseen[0].get("skip_reason", unseen[0]["name"])
-        where = "; the index that pip asks here may serve no vulnerability data"
+        where = "; the index that pip asks may serve no vulnerability data"
         lines.append(f"not audited: {number} of {len(packages)} packages could be looked up{where} ({first})")
         return 2, lines
     return (1 if lines else 0), lines or [f"none of {len(packages)} packages has a known vulnerability"]

@@ -85,6 +85,7 @@ def test_an_audit_that_looked_nothing_up_is_no_clean_one() -> None:
     unseen = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
     assert judge({"dependencies": [clean, clean]}) == (0, ["none of 2 packages has a known vulnerability"])
     assert judge({"dependencies": [clean, sick]}) == (1, ["b 2: PYSEC-1, cured in 3"])
+    assert judge({"dependencies": []})[0] == 2
     code, lines = judge({"dependencies": [unseen, unseen]})
     assert code == 2 and lines[0].startswith("not audited: none of 2 packages could be looked up; ")
     code, lines = judge({"dependencies": [sick, unseen]})

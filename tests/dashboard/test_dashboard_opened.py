@@ -16,7 +16,7 @@ from fp8debug.errors import RunError, UnknownNameError
 from fp8debug_dashboard.judge import triage_apart
 from fp8debug_dashboard.opened import Opened
 from fp8debug_dashboard.pages import findings
-from fp8debug_dashboard.source import Source, file_stamp, is_run, marks, state
+from fp8debug_dashboard.source import QUIET_S, Source, file_stamp, is_run, last_write, marks, state
 from tests.dashboard import samples
 
 
@@ -53,8 +53,9 @@ def test_a_run_is_opened_again_when_it_has_grown(folder: Path, tmp_path: Path) -
 def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder / "healthy"
     assert state(path, {0: {"ended": "2026-01-01"}}) == "ended"
+    monkeypatch.setattr("time.time", lambda: last_write(path) + QUIET_S - 1)
     assert state(path, {0: {"ended": None}}) == "writing"
-    monkeypatch.setattr("time.time", lambda: 4e9)
+    monkeypatch.setattr("time.time", lambda: last_write(path) + QUIET_S)
     assert state(path, {}) == "not closed" and file_stamp(path) == file_stamp(path)
 
 
