@@ -10,13 +10,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from glob import escape
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.types import OPERAND_SITES, Gemm
 
 ON_FINDING = "on-finding"
+
+
+def matching(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names that a pattern stands for: one that is a name, brackets and all, for this alone; else a glob's."""
+    names = list(names)
+    return [name for name in names if name == pattern] or [name for name in names if fnmatchcase(name, pattern)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +119,9 @@ def parse_selectors(texts: Iterable[str], modules: Sequence[str], every: int) ->
         NoMatchError: a selector's module matches none that is watched.
         UsageError: a string is no selector or selects no sampled step.
     """
-    selectors = [Selector.parse(text) for text in texts]
-    for selector in selectors:
-        if not any(fnmatchcase(name, selector.module) for name in modules):
+    parsed = [Selector.parse(text) for text in texts]
+    for selector in parsed:
+        if not matching(modules, selector.module):
             raise NoMatchError("dump", selector.module, modules)
         first = selector.first or 0
         below = first // every * every
@@ -126,4 +133,4 @@ def parse_selectors(texts: Iterable[str], modules: Sequence[str], every: int) ->
                 f"dump {selector.text!r} selects no sampled step with every={every};"
                 f" sampled are {below}, {below + every}, ... or watch with another every="
             )
-    return selectors
+    return [replace(s, module=escape(s.module)) if s.module in modules else s for s in parsed]

@@ -24,8 +24,9 @@ from tests.synthetic import MODULES, build
 
 KEEP = Keep(every=4, around=2)
 FIRES: dict[str, dict[str, Any]] = {**sick_runs.FIRES, **sick_sites.FIRES, **sick_wholeruns.FIRES}
-#: One of each kind, in longer runs: a site that turns sick, a NaN, the loss alone, single ranks, nothing.
-SICK: dict[str, dict[str, Any]] = {**{code: FIRES[code] for code in ("F101", "F103", "F114", "F125")}, "healthy": {}}
+#: One of each kind, in longer runs: a site that turns sick, a NaN, a fault from the first step on, the loss alone, single ranks,
+#: nothing.
+SICK: dict[str, dict[str, Any]] = {**{code: FIRES[code] for code in ("F101", "F103", "F112", "F114", "F125")}, "healthy": {}}
 
 
 @pytest.mark.parametrize("code", SICK)

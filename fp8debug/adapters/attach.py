@@ -20,7 +20,7 @@ from fp8debug.adapters.following import TrainerWatch
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
 from fp8debug.adapters.quiet import QuietWriter, check_ranks, num_recording, ranks_entry, records
-from fp8debug.adapters.stages import rank_entry, stage_of
+from fp8debug.adapters.stages import is_stage, rank_entry, stage_of
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
@@ -164,8 +164,8 @@ def watch(
     }
     device = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
     rank_manifest = {"device": str(device), "versions": {"torch": torch.__version__, "fp8debug": __version__}, "mesh": mesh}
-    if rank:
-        rank_manifest |= rank_entry(roots, mesh, manifest["modules"])
+    if rank and is_stage(mesh):
+        rank_manifest |= rank_entry(roots, manifest["modules"])
     make = partial(
         RunWriter,
         path,

@@ -73,6 +73,7 @@ class Ears(Hooks, Probe):
         if module in _HEARD:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         _HEARD.add(module)
+        CALLED.discard(module)  # by an earlier watch
         self._own = module
         self.layout = layout_by_marks(module, module.weight)
         handles = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8debug.adapters.watching import Watch
+from fp8debug.adapters.watching import Watch, say
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.trainers import Loop
 
@@ -78,6 +78,11 @@ class TrainerWatch(Watch):
         """Give numbers of the step under way that the trainer does not give; None is not known."""
         if self.inner is not None:
             self.inner.note(**{name: value for name, value in values.items() if value is not None})
+
+    def tell(self, text: str) -> None:
+        """Say something of the steps' numbers; called by the trainer's loop."""
+        if self.inner is not None:
+            say(self.inner._writer, self.inner.current_step, text, kind="note")
 
     def end_step(self) -> None:
         """End the step; called by the trainer's loop."""

@@ -19,7 +19,7 @@ from fp8debug.recipes import Cast, Recipe
 from fp8debug.shielding import guarded
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
-#: Modules that a sampled step ran, in whatever precision, and of which nothing but FP8 is recorded.
+#: Modules that a sampled step of their last watch ran, in whatever precision, and of which nothing but FP8 is recorded.
 CALLED: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8

@@ -77,6 +77,7 @@ class QuietWriter(RunWriter):
         self._writer: RunWriter | None = None
         self._kept: deque[Mapping[str, Any]] = deque(maxlen=KEPT_STEPS)
         self._events: list[tuple[Any, ...]] = []
+        self._added: dict[str, Any] = {}
 
     @property
     def stopped(self) -> str | None:  # type: ignore[override]  # of the writer, once there is one
@@ -112,8 +113,12 @@ class QuietWriter(RunWriter):
         if self._writer is not None:
             self._writer.breathe()
 
-    def update_manifest(self, changes: Mapping[str, Any]) -> None:
-        """Do nothing: this is not rank 0."""
+    def update_manifest(self, changes: Mapping[str, Any], *, add: bool = False) -> None:
+        """Keep what is to be in the rank's manifest, or write it."""
+        if self._writer is not None:
+            self._writer.update_manifest(changes, add=add)
+        elif add:
+            self._added.update(changes)
 
     def flush(self) -> None:
         """Wait for the disk, once awake."""
@@ -127,6 +132,7 @@ class QuietWriter(RunWriter):
 
     def _wake(self, step: int, message: str) -> None:
         self._writer = self._make()
+        self._writer.update_manifest(self._added, add=True)
         for event in self._events:
             self._writer.event(*event)
         for row in self._kept:

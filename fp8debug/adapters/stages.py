@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-#: Modules that a process has loaded when it runs a stage.
-_PIPELINING = "torch.distributed.pipelining.stage"
 #: More calls than a stage has: the modules of a stage come after those of all stages before it.
 CALLS_OF_STAGE = 1 << 20
 
@@ -30,13 +28,13 @@ def stage_of(mesh: Mapping[str, Any]) -> int:
 
 
 def is_stage(mesh: Mapping[str, Any]) -> bool:
-    """Return whether this rank may run one stage of several: then it says in its own manifest which modules it has.
+    """Return whether this rank is one stage of several on the mesh; one of torch's that is not on it is seen when it runs.
 
     Args:
         mesh: what ``describe_mesh`` returned.
     """
     sizes = dict(zip(mesh.get("dims", ()), mesh.get("shape", ()), strict=True))
-    return _PIPELINING in sys.modules or sizes.get("pp", 1) > 1
+    return bool(sizes.get("pp", 1) > 1)
 
 
 def layers_before(root: nn.Module) -> dict[str, int]:
@@ -68,15 +66,12 @@ def name_in_model(name: str, before: Mapping[str, int]) -> str:
     return name
 
 
-def rank_entry(roots: Sequence[nn.Module], mesh: Mapping[str, Any], modules: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a rank's manifest says of its stage; nothing where there is no pipeline.
+def rank_entry(roots: Sequence[nn.Module], modules: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a rank's manifest says of its stage: rank 0 cannot know which modules it has.
 
     Args:
         roots: what is watched.
-        mesh: of ``describe_mesh``.
         modules: the entries of this rank's modules.
     """
-    if not is_stage(mesh):
-        return {}
     before = {name: count for root in roots for name, count in layers_before(root).items()}
     return {"modules": modules, **({"layers_before": before} if before and len(roots) == 1 else {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from fp8debug.adapters.parts import Part, kind_of_part, parts_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.errors import AttachError
 from fp8debug.recipes import Recipe
+from fp8debug.selectors import matching
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.
@@ -161,15 +161,17 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
         AttachError: nothing is left.
     """
     filters = []
+    chosen: dict[str, set[str]] = {"include": set(), "exclude": set()}
     for kind, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
-            matched = sum(fnmatch.fnmatchcase(c.fqn, pattern) for c in candidates)
-            filters.append({"kind": kind, "pattern": pattern, "matched": matched})
+            matched = matching((c.fqn for c in candidates), pattern)
+            chosen[kind].update(matched)
+            filters.append({"kind": kind, "pattern": pattern, "matched": len(matched)})
     any_fp8 = any(c.fp8 for c in candidates)
     for c in candidates:
-        if not any(fnmatch.fnmatchcase(c.fqn, p) for p in include):
+        if c.fqn not in chosen["include"]:
             c.reason = c.reason or "not in include"
-        elif any(fnmatch.fnmatchcase(c.fqn, p) for p in exclude):
+        elif c.fqn in chosen["exclude"]:
             c.reason = c.reason or "excluded"
         elif any_fp8 and not c.fp8 and not c.is_heard:
             c.reason = c.reason or c._why_not()

@@ -26,6 +26,7 @@ from fp8debug.adapters.parts import TOKENS, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
+from fp8debug.adapters.stages import rank_entry
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
@@ -97,7 +98,7 @@ class Watch:
             if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
                 self._undo.append(RootHooks(roots, self._observer).remove)
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
-            self._undo.append(ignore_rehearsals(self._observer, self._sink.stages.add))
+            self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
             if eager_samples:
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)
@@ -308,6 +309,17 @@ class Watch:
             say(self._writer, self._observer.step, text, module)
         else:
             self._writer.event(self._observer.step, "skipped", module, text)
+
+    def _see_stage(self, number: int) -> None:
+        """Note that a pipeline stage runs here; a rank other than 0 then says which modules it has."""
+        if number in self._sink.stages:
+            return
+        self._sink.stages.add(number)
+        try:
+            if self._writer.rank:
+                self._writer.update_manifest(rank_entry(self._roots, self.coverage()), add=True)
+        except Exception as error:  # whatever it is, the user's step goes on
+            self._give_up(error)
 
     def _say_unread(self) -> None:
         """Say once of each module that its recipe cannot be read; aloud of the first."""

@@ -25,7 +25,13 @@ class Rows:
     of_operands = False
     present = "num_rows"
     slots = (
-        Slot(name="num_rows", merge="sum", kind="int64", unit="1", doc="rows that were judged one by one"),
+        Slot(
+            name="num_rows",
+            merge="sum",
+            kind="int64",
+            unit="1",
+            doc="rows that were judged one by one, of wide results by a share of each row",
+        ),
         Slot(name="num_bad_rows", merge="sum", kind="int64", unit="1", doc="of these, with an SQNR of their own below 10 dB"),
         Slot(name="num_good_rows", merge="sum", kind="int64", unit="1", doc="of these, with an SQNR of their own above 24 dB"),
         Slot(name="num_nonfinite_rows", merge="sum", kind="int64", unit="1", doc="of these, with a NaN or Inf on either side"),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from fp8debug.errors import NoMatchError
 from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
 from fp8debug.rules.baseline import MIN_ERRORS, MIN_SHARE, compare
+from fp8debug.selectors import matching
 from fp8debug.store.run import Run, parse_steps
 
 
@@ -110,12 +110,12 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
     loss = compare(second, first)
     configuration = loss.pop("configuration")
     names = [{unwrapped(m["fqn"]): None for m in run.modules} for run in (first, second)]
-    matching = [[name for name in own if fnmatchcase(name, module)] for own in names]
-    if not any(matching):
+    chosen = dict.fromkeys(matching({**names[0], **names[1]}, module))
+    if not chosen:
         raise NoMatchError("module", module, [*names[0], *names[1]])
     series = [series_of(run, parse_steps(steps)) for run in (first, second)]
     sites, rows = [], []
-    for site in [site for site in series[0] if site in series[1] and fnmatchcase(site[0], module)]:
+    for site in [site for site in series[0] if site in series[1] and site[0] in chosen]:
         ours, theirs = series[0][site], series[1][site]
         common = sorted(ours.keys() & theirs.keys())
         if common:
@@ -127,7 +127,7 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
         names=(first.name, second.name),
         loss={key: loss[key] for key in ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "diverges_at")},
         configuration=configuration,
-        only=([n for n in matching[0] if n not in names[1]], [n for n in matching[1] if n not in names[0]]),
+        only=([n for n in chosen if n not in names[1]], [n for n in chosen if n not in names[0]]),
         sites=sites,
         rows=rows,
     )

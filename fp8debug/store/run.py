@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -12,6 +11,7 @@ import duckdb
 import pyarrow as pa
 
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
+from fp8debug.selectors import matching
 from fp8debug.store.engine import connect, path_literal, unreadable
 from fp8debug.store.files import RunFiles, Source, scan
 from fp8debug.store.modules import modules_table
@@ -360,12 +360,12 @@ class Run:
         if not isinstance(module, str):
             raise UsageError(f"module is a glob over module names, got {module!r}")
         names = [m["fqn"] for m in self.modules]
-        matching = [module] if module in names else [name for name in names if fnmatchcase(name, module)]
-        if not matching:
+        found = matching(names, module)
+        if not found:
             raise NoMatchError("module", module, names)
-        if len(matching) < len(names):
-            conditions.append(f"module IN ({', '.join('?' * len(matching))})")
-            params.extend(matching)
+        if len(found) < len(names):
+            conditions.append(f"module IN ({', '.join('?' * len(found))})")
+            params.extend(found)
         where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
         gemm_order = "CASE gemm WHEN 'fprop' THEN 0 WHEN 'dgrad' THEN 1 ELSE 2 END"
         order = f"step, call_index, module, {gemm_order}, tensor, reference, actual DESC, cast_name"

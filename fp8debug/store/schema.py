@@ -87,7 +87,14 @@ _SITE = (
         " same operands) or exact (the FP32 GEMM of the dequantized operands).",
     ),
     Column("actual", "bool", "", "key", "True for the cast that ran, false for a what-if."),
-    Column("call_index", "int32", "1", "min", "Place of the module's first call in the step's forward: execution order."),
+    Column(
+        "call_index",
+        "int32",
+        "1",
+        "min",
+        "Execution order: place of the module's first call in the step's forward, plus 2^20 times the number of the rank's first"
+        " pipeline stage.",
+    ),
     Column(
         "replicated",
         "bool",

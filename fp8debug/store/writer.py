@@ -203,10 +203,10 @@ class RunWriter:
         else:
             self._append("events", _event(step, kind, module, message))
 
-    def update_manifest(self, changes: Mapping[str, Any]) -> None:
-        """Change top-level keys of ``manifest.json``, which rank 0 writes; on another rank those that its own manifest has."""
+    def update_manifest(self, changes: Mapping[str, Any], *, add: bool = False) -> None:
+        """Change top-level keys of ``manifest.json``, which rank 0 writes; elsewhere the own manifest's, new ones by ``add``."""
         manifest, folder = (self._manifest, self._root) if self.rank == 0 else (self._rank_manifest, self._folder)
-        changes = {name: value for name, value in changes.items() if self.rank == 0 or name in manifest}
+        changes = {name: value for name, value in changes.items() if add or self.rank == 0 or name in manifest}
 
         def job() -> None:
             manifest.update(changes)

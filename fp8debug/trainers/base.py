@@ -25,6 +25,10 @@ class Recorder(Protocol):
         """Give numbers of the step under way: loss, grad_norm, lr, loss_scale, tokens; None is not known."""
         ...
 
+    def tell(self, text: str) -> None:
+        """Say something of the steps' numbers, on stderr and as an event, once training has begun."""
+        ...
+
     def end_step(self) -> None:
         """End the step; one call per optimizer step, after it."""
         ...

@@ -26,7 +26,8 @@ class TorchTitan:
     def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
         """Wrap ``train``, ``train_step`` and ``forward_backward_step``; the loss is this rank's, summed over the microbatches.
 
-        Where it is divided by the tokens of all ranks it is multiplied by their number, so that its mean is the whole loss.
+        Where it is divided by the tokens of all ranks it is multiplied by their number, so that its mean is the whole loss; a
+        number that is not known is said.
 
         Raises:
             AttachError: CUDA graphs are on, inside which nothing of ours would run.
@@ -39,13 +40,18 @@ class TorchTitan:
 
         begun: list[bool] = []
         is_of_all = "global_valid_tokens" in inspect.signature(target.forward_backward_step).parameters
-        parts = _data_ranks(getattr(target, "parallel_dims", None)) if is_of_all else 1
+        parts, unknown = _data_ranks(getattr(target, "parallel_dims", None)) if is_of_all else (1, None)
 
         def train_step(own: Callable[..., Any]) -> Callable[..., Any]:
             def heard(*args: Any, **kwargs: Any) -> Any:
                 if not begun:  # a checkpoint has been loaded by now; its steps count from 1
                     begun.append(True)
                     recorder.begin(list(target.model_parts), target.step - 1)
+                    if unknown is not None:
+                        recorder.tell(
+                            f"the losses recorded are this rank's parts: torchtitan divides them by the tokens of all ranks, and"
+                            f" how many these are is not known ({unknown})"
+                        )
                 groups = [g for o in getattr(target, "optimizers", ()) for g in o.param_groups]
                 recorder.note(lr=groups[0].get("lr") if groups else None)
                 utils = getattr(module, "dist_utils", None)
@@ -72,10 +78,13 @@ class TorchTitan:
         return undoing(undo)
 
 
-def _data_ranks(dims: Any) -> int:
-    """Return how many ranks have tokens of their own."""
-    sizes = [getattr(dims, name, 1) for name in ("dp_replicate", "dp_shard", "cp")]
-    return prod(size for size in sizes if isinstance(size, int) and size > 0)
+def _data_ranks(dims: Any) -> tuple[int, str | None]:
+    """Return how many ranks have tokens of their own, and what it is not known from; 1 then."""
+    sizes = {name: getattr(dims, name, None) for name in ("dp_replicate", "dp_shard", "cp")}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            return 1, f"parallel_dims.{name} is {size!r}"
+    return prod(sizes.values()), None
 
 
 LOOPS.add(TorchTitan.name, TorchTitan())

@@ -119,6 +119,27 @@ def test_a_model_whose_forward_nobody_sees_is_said(tmp_path: Path, capsys: pytes
     assert "never called in a sampled step, no statistics: 0, 2" in capsys.readouterr().err
 
 
+def test_a_second_watch_says_what_was_not_called_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = scaled()
+    for number, called in enumerate((net, net[0])):
+        with fp8debug.watch(net, tmp_path / str(number), every=1) as watch:
+            called(torch.randn(8, 64).bfloat16()).sum().backward()
+            watch.step(loss=1.0)
+        said = "never called in a sampled step, no statistics: 2" in capsys.readouterr().err
+        assert said == (number == 1)
+
+
+def test_a_filter_that_is_a_name_is_of_that_module_alone(tmp_path: Path) -> None:
+    def watched(**options: Any) -> set[str]:
+        net = nn.ModuleDict({"w[0]": nn.Linear(16, 16), "w0": nn.Linear(16, 16), "w1": nn.Linear(16, 16)})
+        with fp8debug.watch(net, tmp_path / str(options), **options) as watch:
+            return {m["fqn"] for m in watch.coverage() if m["reason"] != "excluded" and m["reason"] != "not in include"}
+
+    assert watched(include=["w[0]"]) == {"w[0]"}
+    assert watched(exclude=["w[0]"]) == {"w0", "w1"}
+    assert watched(include=["w[01]"]) == {"w0", "w1"}
+
+
 @pytest.mark.parametrize("method", ["recipe", "attach"])
 def test_a_module_that_an_adapter_fails_at_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str

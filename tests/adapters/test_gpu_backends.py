@@ -19,7 +19,13 @@ from tests.recording.test_watch import NINE
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:Synchronization debug mode", "ignore:.*torch.jit.script"),
+    pytest.mark.filterwarnings(
+        "ignore:.*torchao.*",
+        # torch.cuda.set_sync_debug_mode, by which train() forbids waits, at its first call
+        "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+        # torch's own modules when they are first imported: torch.distributed.optim and decompositions script their functions
+        "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
+    ),
 ]
 #: wgrad's operands have a scale for each row of each expert, which no cast of ours describes.
 SEVEN = NINE - {("wgrad", "grad_output"), ("wgrad", "input")}

@@ -85,6 +85,12 @@ def test_no_common_step_and_a_choice_of_steps_and_modules(healthy: Run, tmp_path
         diff_runs(healthy, healthy, module="blocks.2.*")
 
 
+def test_a_name_with_brackets_is_that_module_alone(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", modules=[("w[0]", 16, 16), ("w0", 16, 16)])
+    for module in ("w[0]", "w0"):
+        assert {site.module for site in diff_runs(run, run, module=module).sites} == {module}
+
+
 def test_the_document(healthy: Run) -> None:
     document = diff_runs(healthy, healthy).to_dict()
     assert list(document) == ["schema", "runs", "configuration", "loss", "modules", "first_divergence", "sites"]

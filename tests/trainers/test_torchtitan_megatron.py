@@ -22,8 +22,13 @@ from tests.recording.models import batch, net
 STEPS = 4
 
 
-def titan(graphs: bool = False) -> Any:
-    """Return a torchtitan Trainer: ``train`` counts from 1, ``train_step`` takes two microbatches and clips."""
+def titan(graphs: bool = False, older: bool = False) -> Any:
+    """Return a torchtitan Trainer: ``train`` counts from 1, ``train_step`` takes two microbatches and clips.
+
+    Args:
+        graphs: it replays CUDA graphs.
+        older: it divides the loss by the tokens of its own rank.
+    """
     module = ModuleType("torchtitan.trainer")
     utils = SimpleNamespace(clip_grad_norm_=lambda parameters, norm: torch.nn.utils.clip_grad_norm_(parameters, norm))
     module.dist_utils = utils  # type: ignore[attr-defined]
@@ -64,8 +69,15 @@ def titan(graphs: bool = False) -> Any:
                 self.step += 1
                 self.train_step(data)
 
-    Trainer.__module__ = "torchtitan.trainer"
-    return Trainer()
+    class Older(Trainer):
+        def forward_backward_step(self, input_dict: Any, labels: Any) -> Any:  # type: ignore[override]  # its interface was another
+            loss = functional.cross_entropy(self.model_parts[0](input_dict), labels) / 2
+            loss.backward()
+            return loss
+
+    Older.__name__ = "Trainer"
+    Trainer.__module__ = Older.__module__ = "torchtitan.trainer"
+    return Older() if older else Trainer()
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +86,9 @@ def clean() -> Iterator[None]:
     sys.modules.pop("torchtitan.trainer", None)
 
 
-def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, trainer = titan(), titan()
+@pytest.mark.parametrize(("older", "factor"), [(False, 4), (True, 1)])
+def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool, factor: int) -> None:
+    alone, trainer = titan(older=older), titan(older=older)
     with pytest.raises(RuntimeError):
         alone.train()
     watch = fp8debug.watch(trainer, tmp_path / "run", every=2)
@@ -85,7 +98,7 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = fp8debug.Run(tmp_path / "run")
     steps = run.sql("SELECT step, loss, grad_norm, lr FROM steps ORDER BY step").to_pylist()
     assert [s["step"] for s in steps][:3] == [0, 1, 2]
-    assert [s["loss"] for s in steps][:3] == pytest.approx([4 * loss for loss in trainer.losses[:3]], rel=1e-6)
+    assert [s["loss"] for s in steps][:3] == pytest.approx([factor * loss for loss in trainer.losses[:3]], rel=1e-6)
     assert [s["grad_norm"] for s in steps][:3] == pytest.approx(trainer.norms[:3], rel=1e-6) and steps[0]["lr"] == 0.5
     assert run.sql("SELECT DISTINCT step FROM sites ORDER BY step").column("step").to_pylist() == [0, 2]
     assert "ended by RuntimeError" in str(run.sql("SELECT message FROM events").to_pylist())
@@ -94,6 +107,28 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(AttachError, match=r"set training\.disable_cuda_graphs"):
         fp8debug.watch(titan(graphs=True), tmp_path / "graphs")
+
+
+@pytest.mark.parametrize(
+    ("dims", "what"),
+    [
+        (None, "parallel_dims.dp_replicate is None"),
+        (SimpleNamespace(dp_replicate=2, dp_shard=-1, cp=1), "parallel_dims.dp_shard is -1"),
+        (SimpleNamespace(dp_replicate=2, dp_shard=2), "parallel_dims.cp is None"),
+    ],
+)
+def test_a_number_of_ranks_that_torchtitan_does_not_tell_is_said_once(
+    tmp_path: Path, dims: Any, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = titan()
+    trainer.parallel_dims = dims
+    with fp8debug.watch(trainer, tmp_path / "run", every=2), pytest.raises(RuntimeError, match="not finite"):
+        trainer.train()
+    text = f"all ranks, and how many these are is not known ({what})"
+    run = fp8debug.Run(tmp_path / "run")
+    assert capsys.readouterr().err.count(text) == 1 == str(run.sql("SELECT message FROM events").to_pylist()).count(text)
+    losses = run.sql("SELECT loss FROM steps ORDER BY step").column("loss").to_pylist()
+    assert losses[:3] == pytest.approx(trainer.losses[:3], rel=1e-6)
 
 
 def megatron(**arguments: Any) -> tuple[Any, Callable[[], list[float]]]:
