@@ -138,7 +138,7 @@ def shadow_part(
             total = tl.dot(left, right.T, total, input_precision="ieee")
         at_far += BK * far_stride_k
         at_near += BK * near_stride_k
-    tl.store(out + f[None, :] * out_stride_few, total, kept[:, None] & (f < num_shadow)[None, :])
+    tl.store(out + f.to(tl.int64)[None, :] * out_stride_few, total, kept[:, None] & (f < num_shadow)[None, :])
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def exact_part(
         total = total * tl.load(at_codes_scale)[None, :]
     if OTHER_SCALED == SCALED_ROWS:
         total = total * tl.load(at_other_scale)[:, None]
-    tl.store(out + f[None, :] * out_stride_few, total, kept[:, None] & (f < num_exact)[None, :])
+    tl.store(out + f.to(tl.int64)[None, :] * out_stride_few, total, kept[:, None] & (f < num_exact)[None, :])
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -252,9 +252,10 @@ def sample_kernel(
             far_stride_row, far_stride_k, out_stride_few, NEAR_INDEXED, EVEN, NATIVE, BW, BS, BK,
         )  # fmt: skip
     else:
+        exact_start = tl.full([], num_shadow, tl.int64) * out_stride_few
         exact_part(
-            codes, other, index, to + num_shadow * out_stride_few, codes_scale, other_scale, tile - shadow_tiles, line, kept,
-            start, end, length, num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k,
-            codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED,
-            CODES, CODES_SCALED, OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
+            codes, other, index, to + exact_start, codes_scale, other_scale, tile - shadow_tiles, line, kept, start, end, length,
+            num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row,
+            codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED, CODES, CODES_SCALED,
+            OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
         )  # fmt: skip
