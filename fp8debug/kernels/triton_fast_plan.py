@@ -24,6 +24,8 @@ _MAX_EPS = 1e15
 #: Programs whose parts are joined first, and of a launch at most: as many groups are joined then.
 GROUP = 32
 MAX_PROGRAMS = GROUP * GROUP
+#: Tiles of a program with statistics: a thread counts the zeros among 32 elements of each in 15 bits.
+MAX_TILES = 0x7FFF // 32
 
 
 class Shape(NamedTuple):
@@ -78,7 +80,13 @@ def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
     tile, turned = kind_of(cast) == KIND_TILE.value, layout in _TURNED
     shape = SHAPES[tile, turned, job.statistics]
     rows, columns = x.shape[::-1] if turned else x.shape
-    return None if rows % shape.rows or columns % 128 else FastPlan(x, job, shape, tile, turned)
+    if rows % shape.rows or columns % 128:
+        return None
+    num_tiles = rows // shape.rows * (columns // 128)
+    programs = min(num_tiles, num_sms(x.device) * shape.per_sm, MAX_PROGRAMS)
+    if job.statistics and -(-num_tiles // programs) > MAX_TILES:
+        return None
+    return FastPlan(x, job, shape, tile, turned, programs)
 
 
 class FastPlan:
@@ -90,14 +98,14 @@ class FastPlan:
         shape: of the launch.
         tile: whether a block is a whole tile.
         turned: whether the kernel works on the transpose.
+        programs: of the launch.
     """
 
-    def __init__(self, x: Tensor, job: Job, shape: Shape, tile: bool, turned: bool) -> None:
+    def __init__(self, x: Tensor, job: Job, shape: Shape, tile: bool, turned: bool, programs: int) -> None:
         cast = job.cast
         rows, columns = x.shape[::-1] if turned else x.shape
         tile_columns = columns // 128
         num_tiles = rows // shape.rows * tile_columns
-        programs = min(num_tiles, num_sms(x.device) * shape.per_sm, MAX_PROGRAMS)
         data, scale_inv = new_outputs(x, cast, job.out or "rows")
         self._made = None if not job.out else (_recipe(data), data.dtype, _recipe(scale_inv))
         self._grid = programs, 1, 1

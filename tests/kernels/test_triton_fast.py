@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,11 @@ from fp8debug.kernels.triton_statistics import FINISHED, reduce_kernel
 from fp8debug.recipes import Cast
 from tests.kernels.test_triton_quantize import DEVICE, KINDS, assert_same_codes, assert_same_slots, check, quantized, sample
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="PTX runs on a GPU alone")
 LAYOUTS = [("1x128", "rows"), ("128x1", "columns"), ("128x128", "rows"), ("128x128", "columns")]
 SHAPE = (256, 384)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, "sparse", "equal"])
 @pytest.mark.parametrize(("granularity", "layout"), LAYOUTS)
 def test_equals_the_reference_and_the_general_kernel(
@@ -46,20 +46,20 @@ def test_equals_the_reference_and_the_general_kernel(
     check(x, cast, layout=layout)
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("cast", ["e5m2 1x128 current", "e4m3fn 1x128 current pow2_ceil", "e4m3fn 1x128 current eps=0.01"])
 def test_formats_roundings_and_eps(cast: str) -> None:
     check(sample("outliers", SHAPE), Cast.parse(cast))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_every_amax_of_the_fast_range() -> None:
     patterns = torch.arange(0x2500, 0x5D00, dtype=torch.int32).short().view(torch.bfloat16)
     x = torch.cat([patterns[:, None].expand(-1, 128), patterns[:, None].expand(-1, 128) * 0.75], 1).contiguous().cuda()
     check(x, Cast(granularity="1x128"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("granularity", "layout"), LAYOUTS)
 def test_statistics_that_wait(granularity: str, layout: str) -> None:
     cast, plans = Cast(granularity=granularity), []
@@ -76,7 +76,7 @@ def test_statistics_that_wait(granularity: str, layout: str) -> None:
         assert_same_slots(slots, x, cast, quantized(x, cast))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_many_programs_and_the_same_bits_in_every_run() -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     cast = Cast(granularity="1x128")
@@ -85,6 +85,24 @@ def test_many_programs_and_the_same_bits_in_every_run() -> None:
     for other in runs[1:]:
         assert other is not None and all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
     assert_same_slots(runs[0].slots(), x, cast, quantized(x, cast))
+
+
+@pytest.mark.parametrize(("granularity", "layout"), LAYOUTS)
+def test_no_more_tiles_a_program_than_its_counters_hold(granularity: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor that is taken gives each program of 132 multiprocessors 993 tiles; 32 zeros of each are counted."""
+    programs: list[Any] = []
+    monkeypatch.setattr(triton_fast_plan, "is_native", lambda device: True)
+    monkeypatch.setattr(triton_fast_plan, "FastPlan", lambda *arguments: programs.append(arguments[-1]))
+    x = torch.empty(1 << 15, (1 << 16) - 128, dtype=torch.bfloat16, device="meta")
+    for sms, statistics, taken in ((132, True, True), (114, True, False), (114, False, True)):
+        monkeypatch.setattr(triton_fast_plan, "num_sms", lambda device, sms=sms: sms)
+        job = Job(Cast(granularity=granularity), layout, statistics)
+        programs.clear()
+        triton_fast_plan.fast_plan(x, job)
+        assert len(programs) == taken
+        if statistics and taken:
+            tiles = x.numel() // (128 * (128 if granularity == "128x128" else 32))
+            assert 32 * -(-tiles // programs[-1]) <= 0x7FFF
 
 
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile")
