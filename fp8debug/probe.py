@@ -379,7 +379,7 @@ class Probe:
         self._lines.record(key, self.call_index, piece, partials, device)
 
     def _part(self, which: Gemm, x: Tensor) -> Sample:
-        """Return what of a result is compared: rows of x, for wgrad columns of it; no two modules have the same share."""
+        """Return what of a result is compared: rows of x, for wgrad columns of it; neighbouring modules and GEMMs differ."""
         columns = which is Gemm.WGRAD
         sample = self.observer.sample(x.shape[int(columns)], x.device, columns=columns)
         if sample.shift is None:

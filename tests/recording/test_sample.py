@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.kernels.sample import Sample
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer import Observer, Settings
+from fp8debug.probe import Probe
+from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, TensorRole
 
 TOKENS, K, N, ROWS = 48, 64, 1100, 16
@@ -84,8 +86,22 @@ def test_every_block_of_a_weight_is_in_the_share_of_every_step(tmp_path: Path) -
         assert len(found) == 3 and max(found) < 15
 
 
-def test_no_two_modules_or_steps_have_to_share_a_share() -> None:
-    device = torch.device("cpu")
-    shares = [Sample(shift=shift).share(4096, device) for shift in range(8)]
-    assert all(isinstance(share, Tensor) and len(share) == 512 for share in shares)
-    assert len({tuple(share.tolist()) for share in shares if isinstance(share, Tensor)}) == 8
+def test_neighbouring_modules_gemms_and_steps_have_different_shares() -> None:
+    """And in eight steps, not all next to each other, a module has compared the whole width."""
+    settings = Settings(shadow_rows=ROWS, plain_recipe=get_recipe("blockwise"))
+    observer = Observer(settings, lambda finished: None, lambda module, text, aloud: None)
+    probes, x = [Probe(observer, name) for name in ("first", "second")], torch.zeros(TOKENS, 4096)
+    seen: dict[tuple[str, Gemm], list[Any]] = {}
+    for step in range(64):
+        observer.step = step
+        observer._samples.clear()
+        shares = {}
+        for probe in probes:
+            for which in Gemm:
+                share = probe._part(which, x).share(4096, x.device)
+                assert isinstance(share, Tensor) and len(share) == 512
+                shares[probe.module, which] = tuple(share.tolist())
+                seen.setdefault((probe.module, which), []).append(shares[probe.module, which])
+        assert len(set(shares.values())) == 6
+    for one in seen.values():
+        assert one[0] != one[1] and len(set(one)) == 8
