@@ -165,9 +165,7 @@ def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | FastPla
     return found[1]
 
 
-def run(
-    x: Tensor, jobs: list[Job], histogram: bool = False, into: Statistics | None = None
-) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
+def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
     """Quantize or describe a tensor under up to three casts in one read (two for casts that need an amax first).
 
     Returns:
@@ -180,7 +178,7 @@ def run(
         for _, scale_inv in outputs.values():
             scale_inv.fill_(1.0)
         return list(outputs.values()), empty_statistics(x, len(jobs), histogram) if statistics else None
-    plannable = len(jobs) == 1 and jobs[0].scale_inv is None and not histogram and into is None and x.dim() > 0
+    plannable = len(jobs) == 1 and jobs[0].scale_inv is None and not histogram and x.dim() > 0
     key = _key(x, jobs[0]) if plannable else None
     if plannable and (plan := _PLANS.get(key) or _fast(key, x, jobs[0])) is not None:
         made, row = plan(x)
@@ -233,7 +231,7 @@ def run(
     found = reduction = None
     if statistics:
         alone = len(jobs) == 1 and not histogram
-        found = into or (_of_row(pool(device).take().words) if alone else _new_statistics(x, len(jobs), histogram))
+        found = _of_row(pool(device).take().words) if alone else _new_statistics(x, len(jobs), histogram)
         reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
         if len(_PLANS) == MAX_PLANS:

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 
 #: Lists that became arrays, by column: the same list, which nobody changes, becomes the same array.
 Known = dict[str, tuple[list[Any], pa.Array]]
-#: Columns that are made before others may run.
+#: Columns that are made before others may run, of a batch of more rows than ``_FEW_ROWS``.
 _PIECE = 12
+_FEW_ROWS = 12
 
 
 def record_batch(
@@ -43,7 +44,7 @@ def record_batch(
     is_statistic = _table(schema) == "stats"
     arrays = []
     for i, field in enumerate(schema):
-        if i % _PIECE == _PIECE - 1 and num_rows > _PIECE:
+        if i % _PIECE == _PIECE - 1 and num_rows > _FEW_ROWS:
             breathe()
         values = columns.get(field.name)
         before = known.get(field.name) if known else None
