@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -80,11 +79,13 @@ class TorchTitan:
 
 def _data_ranks(dims: Any) -> tuple[int, str | None]:
     """Return how many ranks have tokens of their own, and what it is not known from; 1 then."""
-    sizes = {name: getattr(dims, name, None) for name in ("dp_replicate", "dp_shard", "cp")}
-    for name, size in sizes.items():
+    num = 1
+    for name in ("dp_replicate", "dp_shard", "cp"):
+        size = getattr(dims, name, None)
         if type(size) is not int or size < 1:
             return 1, f"parallel_dims.{name} is {size!r}"
-    return prod(sizes.values()), None
+        num *= size
+    return num, None
 
 
 LOOPS.add(TorchTitan.name, TorchTitan())
