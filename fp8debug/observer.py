@@ -227,7 +227,7 @@ class Observer:
             try:
                 finished.tables.append((self._tables[device].snapshot(), rows, [filled[row] for row in rows]))
             except (torch.OutOfMemoryError, MemoryError):
-                del self._tables[device]  # half joined; the next sampled step makes a new one
+                self._tables.pop(device).discard()  # half joined; the next sampled step makes a new one
                 for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
                     self.report(module, f"not recorded at step {self.step}: out of memory; training goes on", number == 0)
         self._filled = {}
@@ -249,6 +249,13 @@ class Observer:
         """Observe nothing more: nobody can take it."""
         self.is_off, self.sampling = True, False
         self._filled, self._checked = {}, []
+        self._drop_tables()
+
+    def _drop_tables(self) -> None:
+        """Let go of the accumulators and of the memory that kernels left something for them in."""
+        for table in self._tables.values():
+            table.discard()
+        self._tables = {}
 
     def hand_over(self, *, wait: bool = False) -> None:
         """Give the sink every step that has arrived; with ``wait``, when training is over, every step."""
@@ -256,6 +263,8 @@ class Observer:
             first = self._pending.pop(0)
             first.scalars = {k: v.read() if isinstance(v, Scalar) else v for k, v in first.scalars.items()}
             self._sink(first)
+        if wait:
+            self._drop_tables()
 
 
 def place_of_first(found: list[Tensor]) -> Tensor:

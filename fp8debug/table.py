@@ -213,6 +213,12 @@ class Table:
         self._all.copy_(self._neutral)
         return snapshot
 
+    def discard(self) -> None:
+        """Forget what waits, here and in the kernels' memory; the table is not used any more."""
+        self._waiting, self._items, self._held = {}, [], []
+        if self._joiner is not None:
+            self._joiner.discard()
+
 
 class Snapshot:
     """A table's rows on their way to the host; reading it gives its pinned buffers back."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.observe_pool import flush, to_device
+from fp8debug.kernels.observe_pool import discard, flush, num_losses, to_device
 from fp8debug.kernels.triton_join import NUM_LANES, join_kernel
 from fp8debug.kernels.triton_run import Kernel, address
 from fp8debug.kernels.words import Layout
@@ -31,6 +31,8 @@ class Joiner:
         self._numbers: dict[Layout, int] = {}
         self._maps: list[list[int]] = []
         self._map: Tensor | None = None
+        self._num_losses = num_losses(self._device)
+        self._others: list[torch.cuda.Stream] = []
         types = torch.int64, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32, None, None, None, None
         self._kernel = Kernel(join_kernel, self._device.index, types, (), num_warps=2)
 
@@ -51,10 +53,23 @@ class Joiner:
         state = (address(tensor) for tensor in self._state)
         widths = (tensor.shape[1] for tensor in self._state)
         self._kernel((len(items) // 3, 1, 1), address(sent), address(self._map), *state, *widths)
+        for stream in self._others:  # whose memory the rows are
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._others = []
 
     def flush(self) -> None:
-        """Have the rows filled whose sums wait for their second stage."""
-        flush(self._device)
+        """Have the rows filled whose sums wait for their second stage.
+
+        Raises:
+            MemoryError: rows taken since this joiner was made were left unfilled; it has to be replaced.
+        """
+        self._others = flush(self._device)
+        if num_losses(self._device) != self._num_losses:
+            raise MemoryError("statistics that waited for their second stage were lost")
+
+    def discard(self) -> None:
+        """Forget the rows that are not filled yet, and give the memory of the device's pools back."""
+        discard(self._device)
 
     def _map_of(self, layout: Layout, kind: tuple[str, str]) -> list[int]:
         """Return the state's column for each number of this kind in a row."""

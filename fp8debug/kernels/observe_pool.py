@@ -48,11 +48,15 @@ class Pool:
 
     Args:
         device: where they lie.
+        stream: the stream; None on the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self.is_touched = False  # a row was taken since the pools of the device were flushed
         self._device = device
         self._block = torch.empty(0, WORDS, dtype=torch.int64, device=device)
+        self._held: list[Tensor] = []  # full blocks that waiting items write to, whoever else lets go of them
         self._num_taken = self._address = 0
         self._space: Tensor | None = None
         self._start = self._used = self._size = 0
@@ -66,9 +70,12 @@ class Pool:
         """Return an uninitialized row."""
         number = self._num_taken
         if number == len(self._block):
-            self._block, number = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device), 0
-            self._address = self._block.data_ptr()
+            block, number = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device), 0
+            if any(self._waiting.values()):
+                self._held.append(self._block)
+            self._block, self._address = block, block.data_ptr()
         self._num_taken = number + 1
+        self.is_touched = True
         return Row(self._block, number, self._address + 8 * WORDS * number)
 
     def space(self, count: int) -> tuple[Any, int]:
@@ -76,6 +83,7 @@ class Pool:
         if self._used + count > self._size:
             self.flush()
             if count > self._size:
+                self._space, self._size = None, 0
                 self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
                 self._start, self._size = self._space.data_ptr(), self._space.numel()
         first, self._used = self._used, self._used + count
@@ -83,35 +91,86 @@ class Pool:
         return (self._space[first : self._used] if INTERPRETED and self._space is not None else at), at
 
     def later(self, stage: Stage, item: tuple[int, ...]) -> None:
-        """Have parts joined by the next :meth:`flush`."""
+        """Have parts joined by the next :meth:`flush` to the row that was taken last."""
         self._waiting[stage] += item
 
     def flush(self) -> None:
-        """Join what waits, on the current stream; the space is free again for what runs on it afterwards."""
+        """Join what waits, on the current stream; the space is free again for what runs on it afterwards.
+
+        Where that fails, all that waits is lost, as :func:`num_losses` tells.
+        """
+        try:
+            for stage, items in self._waiting.items():
+                if items:
+                    sent = to_device(items, self._device)
+                    self._kernels[stage]((len(items) // stage.size, 1, 1), address(sent))
+        except BaseException:
+            _LOSSES[self._device] = num_losses(self._device) + 1
+            raise
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        for items in self._waiting.values():
+            items.clear()
+        self._held.clear()
         self._used = 0
-        for stage, items in self._waiting.items():
-            if items:
-                sent = to_device(items, self._device)
-                self._kernels[stage]((len(items) // stage.size, 1, 1), address(sent))
-                items.clear()
+        if self._size > SPACE:  # made for one large tensor
+            self._space, self._size = None, 0
 
 
 _POOLS: dict[tuple[torch.device, int], Pool] = {}
+_LOSSES: dict[torch.device, int] = {}
+
+
+def _raw_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def pool(device: torch.device) -> Pool:
     """Return the pool of the device's current stream."""
-    key = device, torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    key = device, _raw_stream(device)
     found = _POOLS.get(key)
     if found is None:
-        found = Pool(device)
+        found = Pool(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
             _POOLS[key] = found
     return found
 
 
-def flush(device: torch.device) -> None:
-    """Join what waits in the pools of a device, which is the current one."""
-    for (where, _), found in _POOLS.items():
-        if where == device:
+def flush(device: torch.device) -> list[torch.cuda.Stream]:
+    """Join what waits in the pools of a device, which is the current one, on its current stream.
+
+    Returns:
+        the other streams that took rows; they are to wait for what reads these rows on the current one.
+    """
+    here, others = _raw_stream(device), []
+    for (where, raw), found in list(_POOLS.items()):
+        if where != device:
+            continue
+        if raw == here or found.stream is None:
             found.flush()
+        elif found.is_touched:
+            current = torch.cuda.current_stream(device)
+            current.wait_stream(found.stream)
+            try:
+                found.flush()
+            finally:
+                found.stream.wait_stream(current)
+            others.append(found.stream)
+        found.is_touched = False
+    return others
+
+
+def num_losses(device: torch.device) -> int:
+    """Return how often rows of a device were left unfilled; who holds one that was taken before must not read it."""
+    return _LOSSES.get(device, 0)
+
+
+def discard(device: torch.device) -> None:
+    """Forget what waits in the pools of a device, and the pools; rows that were taken stay, unfilled."""
+    for key, found in list(_POOLS.items()):
+        if key[0] == device:
+            del _POOLS[key]
+            if found.is_touched:
+                _LOSSES[device] = num_losses(device) + 1

@@ -1,0 +1,172 @@
+"""Second stages that wait: whose memory they write to, what a failure leaves, which streams they meet."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fp8debug import table as tables
+from fp8debug.kernels import observe_pool
+from fp8debug.kernels.observe_pool import RESULTS, Pool, discard, flush, num_losses, pool
+from fp8debug.kernels.observe_results import DAMAGE
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_results import NUM_COLUMNS, SUMMED
+from fp8debug.kernels.words import Row
+from fp8debug.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
+from fp8debug.recipes import get_recipe
+from fp8debug.types import Gemm, Reference, TensorRole
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="shown by the interpreter")
+CPU = torch.device("cpu")
+INFO = RowInfo("layer", 0, RowKey(Gemm.FPROP, TensorRole.OUTPUT, "", Reference.SHADOW, True))
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    discard(CPU)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table on the CPU takes rows as one on a GPU does."""
+    monkeypatch.setattr(tables, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(tables, "on_device", lambda x: nullcontext())
+
+
+def one_sum(value: float, memory: Pool) -> Row:
+    """A row whose sum of one part waits."""
+    parts, start = memory.space(NUM_COLUMNS)
+    parts.fill_(value)
+    row = memory.take()
+    memory.later(RESULTS, (start, row.address, 1, SUMMED.value))
+    return row
+
+
+def damage_in(row: Row) -> float:
+    return float(DAMAGE.slots(row)[DAMAGE.groups[1].names][0])
+
+
+def out_of_memory(*_: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_memory_that_waiting_sums_are_written_to_is_kept() -> None:
+    memory = pool(CPU)
+    row = one_sum(3.0, memory)
+    block = weakref.ref(row.block)
+    for _ in range(observe_pool.ROWS):
+        memory.take()
+    del row  # as by a table that is dropped
+    gc.collect()
+    held = block()
+    assert held is not None and held is not memory._block
+    flush(CPU)
+    assert float(DAMAGE.groups[1].of(held[0])[0]) == 3.0
+    del held
+    assert block() is None
+
+
+def test_rows_that_wait_for_nothing_are_not_kept() -> None:
+    memory = pool(CPU)
+    block = weakref.ref(memory.take().block)
+    for _ in range(observe_pool.ROWS):
+        memory.take()
+    assert block() is None
+
+
+def test_a_flush_that_fails_loses_what_waits_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, before = pool(CPU), num_losses(CPU)
+    one_sum(3.0, memory)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(observe_pool, "to_device", out_of_memory)
+        flush(CPU)
+    assert num_losses(CPU) == before + 1 and not any(memory._waiting.values())
+    row = one_sum(4.0, memory)
+    flush(CPU)
+    assert damage_in(row) == 4.0 and num_losses(CPU) == before + 1
+
+
+def test_space_for_one_large_tensor_is_given_back() -> None:
+    memory = pool(CPU)
+    memory.space(2 * observe_pool.SPACE)
+    flush(CPU)
+    assert memory._space is None
+    memory.space(1)
+    assert memory._size == observe_pool.SPACE
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("when", ["in the step", "at its end"])
+def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[FinishedStep] = []
+    said: list[str] = []
+    settings = Settings(every=1, shadow_rows=8, plain_recipe=get_recipe("blockwise"))
+    seen = Observer(settings, steps.append, lambda module, text, aloud: said.append(text))
+    seen.num_modules = 1
+    for step in range(3):
+        seen.record(0, INFO, {DAMAGE: one_sum(5.0 + step, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+        with monkeypatch.context() as patch:
+            if step == 1:
+                patch.setattr(observe_pool, "to_device", out_of_memory)
+            if step == 1 and when == "in the step":  # as at the next tensor that finds no space
+                with pytest.raises(torch.OutOfMemoryError):
+                    pool(CPU).flush()
+            else:
+                seen.end_step({})
+        if seen.step == step:
+            seen.end_step({})
+    assert said == ["not recorded at step 1: out of memory; training goes on"]
+    found = [[snapshot.read(rows)["damage"].tolist() for snapshot, rows, _ in step.tables] for step in steps]
+    assert found == [[[5.0]], [], [[7.0]]]
+    assert observe_pool._POOLS
+    seen.hand_over(wait=True)
+    assert not observe_pool._POOLS and not seen._tables
+
+
+@pytest.mark.usefixtures("joined")
+def test_an_observer_that_is_turned_off_leaves_nothing_that_waits() -> None:
+    seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
+    seen.num_modules = 1
+    seen.record(0, INFO, {DAMAGE: one_sum(5.0, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+    seen.turn_off()
+    assert not observe_pool._POOLS and not seen._tables and not seen.has_rows
+
+
+class Stream:
+    """Notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sums_of_another_stream_are_ordered_with_it(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    current, other, send = Stream("current", log), Stream("other", log), observe_pool.to_device
+
+    def sent(numbers: list[int], device: torch.device) -> torch.Tensor:
+        log.append("launch")
+        return out_of_memory() if fails else send(numbers, device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(observe_pool, "to_device", sent)
+    memory = observe_pool._POOLS[CPU, 7] = Pool(CPU, other)  # type: ignore[arg-type]  # stands for a stream
+    row = one_sum(3.0, memory)
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError):
+            flush(CPU)
+    else:
+        assert flush(CPU) == [other] and flush(CPU) == [] and damage_in(row) == 3.0
+    assert log == ["current waits for other", "launch", "other waits for current"]
