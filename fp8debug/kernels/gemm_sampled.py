@@ -183,6 +183,19 @@ class Products(NamedTuple):
         )  # fmt: skip
         return out
 
+    def joined(self, parts: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
+        """Return the shadow, rounded to BF16, and the exact GEMM out of what a call gave, in FP32.
+
+        Args:
+            parts: what a call gave.
+            turned: whether the sampled lines are columns of the result, as of grad_weight.
+        """
+        lines = self.shadow + self.exact
+        sums = parts[:, : lines * self.shared].sum(0)
+        whole = sums.view(self.shared, lines) if turned else sums.view(lines, self.shared)
+        shadow, exact = torch.split(whole, [self.shadow, self.exact], int(turned))
+        return shadow.bfloat16().float(), exact
+
 
 _GATHERS: dict[Any, Kernel] = {}
 _BITS = {2: torch.int16, 4: torch.int32}

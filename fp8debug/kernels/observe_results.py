@@ -78,7 +78,8 @@ def compare(
     sample: Sample,
     *,
     keep: bool = False,
-) -> tuple[list[Found], Tensor | None] | None:
+    tell: bool = False,
+) -> tuple[list[Found], Tensor | None, tuple[Tensor, Tensor] | None] | None:
     """Describe a result against the shadow and the exact GEMM.
 
     Args:
@@ -88,11 +89,13 @@ def compare(
         actual: the result, whole; None where the exact GEMM stands for it.
         sample: what of the result is compared.
         keep: return actual minus shadow too, for :func:`damage`; of wgrad only for the share.
+        tell: return the products too, for metrics that no kernel knows.
 
     Returns:
         slots against the shadow and, where there is an actual result, against exact; and actual minus shadow, of the rows that
         exact has in their whole width, 0 where a side is not finite, in BF16 if actual is (exact but for results far from their
-        shadow), else in FP32. None where no kernel takes the operands.
+        shadow), else in FP32; and the shadow, rounded to BF16, and the exact GEMM of the sample, in FP32 and laid out as the
+        result. None where no kernel takes the operands.
     """
     result = () if actual is None else (actual.stride(), actual.dtype, actual.data_ptr() & 15)
     key = which, keep, result, layout_of(high, operands, sample)
@@ -117,7 +120,7 @@ def compare(
         row = memory.take()
         memory.later(RESULTS, (place + 8 * pair * programs * tr.NUM_COLUMNS, row.address, programs, tr.WHOLE.value))
         found.append({RESULT: row})
-    return found, error
+    return found, error, plan.products.joined(products, turned=which is Gemm.WGRAD) if tell else None
 
 
 def _comparison(

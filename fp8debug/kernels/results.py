@@ -6,6 +6,7 @@ plain torch ops do the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from fp8debug.types import Gemm
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: Lines of an operand that are dequantized at once where no kernel multiplies it.
+CHUNK = 1024
 _DAMAGE, _ROWS = Damage(), Rows()
 
 
@@ -73,15 +76,15 @@ def compare_result(
         sample = sample._replace(shift=None)
     if takes_kernels(a) and a.numel() and b.numel() and (result is None or result.dtype in FLOATS):
         actual = None if result is None else result.detach()
+        whole = not is_wide(which, high_precision, sample)
+        width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
+        more = uncovered(twin("observe_results").FILLED, width, operand=False, whole_rows=whole)
         with on_device(a):
-            found = twin("observe_results").compare(which, high_precision, operands, actual, sample, keep=keep)
+            found = twin("observe_results").compare(which, high_precision, operands, actual, sample, keep=keep, tell=bool(more))
         if found is not None:
-            (shadow, *exact), error = found
-            wide = is_wide(which, high_precision, sample)
-            width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
-            more = uncovered(twin("observe_results").FILLED, width, operand=False, whole_rows=not wide)
-            if more:
-                pairs = _pairs(which, high_precision, operands, result, sample)
+            (shadow, *exact), error, products = found
+            if products is not None:
+                pairs = _paired(which, products, result, sample, whole=whole)
                 for slots, pair in zip((shadow, *exact), pairs, strict=False):
                     slots.update({} if pair is None else statistics(pair, only=more))
             return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample.lines))
@@ -111,25 +114,32 @@ def _pairs(
     (a, b), (first, second) = high_precision, operands
     whole = not is_wide(which, high_precision, sample)
     lines: Tensor | slice = slice(None) if sample.lines is None else sample.lines
-    count = None if sample.lines is None or result is None else num_exact(sample.lines.numel())
-    few = lines if count is None or isinstance(lines, slice) else lines[:count]
+    few = lines if result is None or isinstance(lines, slice) else lines[: num_exact(lines.numel())]
     a, b, device = a.detach(), b.detach(), a.device
     rows: Tensor | slice
     if which is Gemm.WGRAD:
         rows = sample.share(a.shape[1], device)
         shadow = shadow_product(which, a[:, rows], b)
-        exact = _exact(which, values_of(first, 1, rows), values_of(second, 1, few))
-        actual = None if result is None else result.detach()[rows][:, lines]
+        exact = _exact(which, values_of(second, 1, few), first, rows)
     else:
         dim = int(which is Gemm.DGRAD)
         share = sample.share(b.shape[dim], device)
         shadow = shadow_product(which, a[lines], b[:, share] if dim else b[share])
-        exact = _exact(which, values_of(first, 0, few), values_of(second, dim, share))
-        actual = None if result is None else result.detach()[lines][:, share]
-    shadow = shadow.float()
-    if actual is None:
+        exact = _exact(which, values_of(first, 0, few), second, share)
+    return _paired(which, (shadow.float(), exact), result, sample, whole=whole)
+
+
+def _paired(
+    which: Gemm, products: tuple[Tensor, Tensor], result: Tensor | None, sample: Sample, *, whole: bool
+) -> tuple[Pair, Pair | None]:
+    """Return the shadow and the exact GEMM of a sample, in FP32, each beside what of the result it stands for."""
+    shadow, exact = products
+    if result is None:
         return Pair(source=Source(shadow), y=exact, whole_rows=whole), None
-    actual = actual.float()
+    lines: Tensor | slice = slice(None) if sample.lines is None else sample.lines
+    share = sample.share(result.shape[int(which is not Gemm.WGRAD)], result.device)
+    rows, columns = (share, lines) if which is Gemm.WGRAD else (lines, share)
+    actual = result.detach()[rows][:, columns].float()
     part = actual[:, : exact.shape[1]] if which is Gemm.WGRAD else actual[: exact.shape[0]]
     return Pair(source=Source(shadow), y=actual, whole_rows=whole), Pair(source=Source(exact), y=part, whole_rows=whole)
 
@@ -186,9 +196,28 @@ def shadow_product(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
     return gemm(which, a.float(), b.float(), dtype=torch.bfloat16, accumulate=torch.float32).float()
 
 
-def _exact(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
-    """Return the GEMM of what the operands stand for, FP32 from products in more where that costs little."""
-    return gemm(which, first, second, accumulate=torch.float64 if first.is_cuda else torch.float32)
+def _exact(which: Gemm, few: Tensor, other: Operand, index: Tensor | slice) -> Tensor:
+    """Return the GEMM of what the operands stand for, FP32 from products in more where that costs little.
+
+    Args:
+        which: the GEMM.
+        few: what is sampled, dequantized: rows of the first operand, of wgrad columns of the second.
+        other: the other operand, which is dequantized ``CHUNK`` rows (fprop) or columns at a time.
+        index: which of these; a slice is all.
+    """
+    dim, accumulate = int(which is not Gemm.FPROP), torch.float64 if few.is_cuda else torch.float32
+    length = (other if isinstance(other, Tensor) else other[0].data).shape[dim]
+    chunks: Iterable[Tensor | slice] = (index,)
+    if isinstance(index, Tensor):
+        chunks = torch.split(index, CHUNK)
+    elif length > CHUNK:
+        chunks = torch.split(torch.arange(length, device=few.device), CHUNK)
+    parts = []
+    for chunk in chunks:
+        values = values_of(other, dim, chunk)
+        pair = (values, few) if which is Gemm.WGRAD else (few, values)
+        parts.append(gemm(which, *pair, accumulate=accumulate))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, int(which is not Gemm.WGRAD))
 
 
 def values_of(operand: Operand, dim: int = 0, index: Tensor | slice | None = None) -> Tensor:
