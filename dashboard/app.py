@@ -286,15 +286,19 @@ def _refresh(app: dash.Dash, source: Source) -> None:
         Input("stamp", "data"),
         Input("settled", "data"),
         State("asked", "data"),
+        State("runs", "rowData"),
         prevent_initial_call=True,
     )
-    def relist(stamp: str | None, settled: Any, asked: Asked | None) -> Any:
+    def relist(stamp: str | None, settled: Any, asked: Asked | None, shows: Any) -> Any:
         from . import shown
         from .pages import runs
 
         if asked is None or not shown.is_list(parse(asked["pathname"], asked["search"]), source):
             raise PreventUpdate
-        return runs.parts(source)
+        rows = runs.parts(source)
+        if rows == shows:  # rows that are set again may lose a tick that is being made
+            raise PreventUpdate
+        return rows
 
     _in_browser(app, "pause", Output("tick", "disabled"), Input("follow", "checked"))
 

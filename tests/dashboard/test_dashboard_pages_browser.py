@@ -113,6 +113,8 @@ def test_the_budget_is_solved_while_the_slider_moves_and_its_last_value_counts(c
 
 def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/")
+    expect(clean_page.locator("#runs .ag-row").first).to_be_attached()
+    expect(clean_page.locator("#runs")).not_to_contain_text("the rules are looking")
     for name in ("sick", "healthy", "ranks"):
         clean_page.locator(f"#runs .ag-row[row-id='{name}'] .ag-checkbox-input").check()
     clean_page.locator("#compare-chosen a").click()
