@@ -11,9 +11,7 @@ the forward pass, so that only FP8 data wait for the backward. The bias is added
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
-from glob import escape
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, l
 from fp8debug.kernels.history import Use
 from fp8debug.probe import Kept, Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.selectors import matching
 from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.shielding import unseen
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
@@ -305,7 +304,7 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
         raise UsageError(f"overrides is a dictionary from FQN globs to recipes, got {overrides!r}")
     base: str | Recipe | None = recipe
     if isinstance(recipe, str) and recipe.endswith(".json"):
-        base, scales = None, {escape(name): own for name, own in load_recipes(recipe).items()}
+        base, scales = None, dict(load_recipes(recipe))
         overrides = {**scales, **(overrides or {})}
     wanted: dict[str, Recipe | None] = {}
     for pattern, value in {"*": base, **(overrides or {})}.items():
@@ -313,14 +312,15 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     filters = getattr(model, "fp8debug_filters", [])
     for pattern in overrides or {}:
-        matched = sum(fnmatch.fnmatchcase(name, pattern) for name in linears)
+        matched = matching(linears, pattern)
         if not matched:
             raise NoMatchError("override", pattern, linears)
-        filters = [*filters, {"kind": "override", "pattern": pattern, "matched": matched}]
+        filters = [*filters, {"kind": "override", "pattern": pattern, "matched": len(matched)}]
     if not linears:
         raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
+    recipes = {name: value for pattern, value in wanted.items() for name in matching(linears, pattern)}  # the last one counts
     for name, module in linears.items():
-        chosen = [r for pattern, r in wanted.items() if fnmatch.fnmatchcase(name, pattern)][-1]
+        chosen = recipes[name]
         request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
         module.fp8debug_request = request  # type: ignore[assignment]  # nn.Module takes any attribute
         if type(module) is nn.Linear and chosen is not None:

@@ -97,56 +97,16 @@ def load_words(at, pitch, LOAD: tl.constexpr):
     """16 words of a thread: of its row, or of four rows that are still to be turned."""
     if LOAD == LOAD_TRANSPOSED:
         return tl.inline_asm_elementwise(
-            LOAD_COLUMNS_OF,
-            IN_COLUMNS,
-            [at, pitch],
-            dtype=(
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-            ),
-            is_pure=False,
-            pack=1,
-        )
+            LOAD_COLUMNS_OF, IN_COLUMNS, [at, pitch],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+                   tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            LOAD_ROWS_OF,
-            IN_ROWS,
-            [at],
-            dtype=(
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-                tl.int32,
-            ),
-            is_pure=False,
-            pack=1,
-        )
+            LOAD_ROWS_OF, IN_ROWS, [at],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+                   tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -163,6 +163,12 @@ def test_convert_keeps_objects_parameters_and_hooks() -> None:
     assert seen == [1]
 
 
+def test_an_override_that_is_a_name_stands_for_it_alone() -> None:
+    model = nn.ModuleDict({"w[0]": nn.Linear(16, 16), "w0": nn.Linear(16, 16)})
+    fp8debug.convert(model, "blockwise", overrides={"w[0]": None})
+    assert type(model["w[0]"]) is nn.Linear and isinstance(model["w0"], fp8debug.Fp8Linear)
+
+
 def test_overrides_the_last_one_wins() -> None:
     model = net("blockwise", {"blocks.0.*": "tensorwise_current", "blocks.0.down": None, "head": get_recipe("rowwise")})
     names = {name: m.recipe.name for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
