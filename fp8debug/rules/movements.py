@@ -123,10 +123,11 @@ def _movement(
         now = _scaled(column, row[column])
         if len(known) < MIN_PAST or now is None:
             continue
+        if max(min(known) - now, now - max(known)) <= FLOORS[column]:
+            continue
         usual = median(known)
         noise = 1.4826 * median(abs(value - usual) for value in known)
-        outside = max(min(known) - now, now - max(known))
-        if outside > FLOORS[column] and abs(now - usual) > MIN_NOISE * noise:
+        if abs(now - usual) > MIN_NOISE * noise:
             module, gemm, tensor = site
             before, value = (2.0**usual, 2.0**now) if column == "amax" else (usual, now)
             return Movement(module=module, gemm=gemm, tensor=tensor, column=column, step=row["step"], before=before, now=value)

@@ -12,9 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
+from fp8debug.store.numbers import numbers_of
 
-#: Histograms that are looked at together: they stay in the cache.
-_CHUNK = 2048
+#: Histograms that are looked at together: they stay in the cache, and what is made of them in memory that is taken once.
+_CHUNK = 1024
 
 
 def spread_log2(row: dict[str, Any]) -> float | None:
@@ -38,10 +39,12 @@ def bound_log2(table: pa.Table) -> tuple[float, Counter[str]]:
         table: rows of ranks with ``step``, ``module``, ``amax`` and ``log2_hist``.
     """
     medians = _medians_log2(table)
-    amaxes = np.nan_to_num(table["amax"].to_numpy().astype(np.float64), nan=0.0, posinf=math.inf)
+    is_there = numbers_of(table["amax"].is_valid().cast(pa.uint8()), np.uint8) > 0
+    amaxes = np.where(is_there, np.nan_to_num(numbers_of(table["amax"].cast(pa.float64()), np.float64), posinf=math.inf), 0.0)
     modules = table["module"].combine_chunks().dictionary_encode()
     names = modules.dictionary.to_pylist()
-    keys, places = np.unique(table["step"].to_numpy() * len(names) + modules.indices.to_numpy(), return_inverse=True)
+    steps = numbers_of(table["step"].cast(pa.int64()), np.int64)
+    keys, places = np.unique(steps * len(names) + numbers_of(modules.indices, np.int32), return_inverse=True)
     least, highest = np.full(len(keys), math.inf), np.zeros(len(keys))
     is_known = ~np.isnan(medians) & (amaxes > 0)
     np.minimum.at(least, places[is_known], medians[is_known])
@@ -53,17 +56,22 @@ def bound_log2(table: pa.Table) -> tuple[float, Counter[str]]:
 
 def _medians_log2(table: pa.Table) -> npt.NDArray[np.float64]:
     """Return log2 of the median magnitude of each row; NaN where no element was counted."""
-    lists = table["log2_hist"].combine_chunks()
+    return np.concatenate([np.empty(0), *map(_medians_of, table["log2_hist"].chunks)])
+
+
+def _medians_of(lists: pa.ListArray) -> npt.NDArray[np.float64]:
     bins = lists.flatten()
     if bins.null_count or len(bins) != NUM_BINS * len(lists) or set(lists.value_lengths().unique().to_pylist()) - {NUM_BINS}:
         known = [_median_log2(histogram or ()) for histogram in lists.to_pylist()]
         return np.array([math.nan if median is None else median for median in known], dtype=np.float64)
-    counts, medians = bins.to_numpy().reshape(-1, NUM_BINS), np.empty(len(lists))
+    counts, medians = numbers_of(bins.cast(pa.int64()), np.int64).reshape(-1, NUM_BINS), np.empty(len(lists))
+    below, is_half = np.empty((_CHUNK, NUM_BINS), dtype=np.int64), np.empty((_CHUNK, NUM_BINS), dtype=np.bool_)
     for start in range(0, len(lists), _CHUNK):
-        below = counts[start : start + _CHUNK].cumsum(1)
-        totals = below[:, -1:]
-        places = (below >= totals - totals // 2).argmax(1)
-        medians[start : start + _CHUNK] = np.where(totals[:, 0] > 0, FIRST_LOG2 + 0.5 + places, math.nan)
+        num = min(_CHUNK, len(lists) - start)
+        np.cumsum(counts[start : start + num], axis=1, out=below[:num])
+        totals = below[:num, -1:]
+        places = np.greater_equal(below[:num], totals - totals // 2, out=is_half[:num]).argmax(1)
+        medians[start : start + num] = np.where(totals[:, 0] > 0, FIRST_LOG2 + 0.5 + places, math.nan)
     return medians
 
 
