@@ -3,6 +3,9 @@
 The library is one file of 5 MB; setting up maps, 3-D and the rest takes the browser as long as everything else before the first
 paint (0.27 of 0.52 s). The list of what is set up is cut short, in the text that goes to the browser; where a version of the
 library has no such list it goes as it is.
+
+The whole library is one function, an arrow that V8 compiles when it is called: 0.25 s in which the page stands still. A function
+expression in parentheses is compiled while the text arrives, beside the page (v8.dev/blog/preparser, "PIFEs").
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ PATH = f"/plotly-{plotly.__version__}.js"
 #: The list, in the minified text: the name of the library, and calls that each set up a kind.
 _LIST = re.compile(rb"([\w$]+)\.register\(\[((?:[\w$]+\(\),){20,}[\w$]+\(\))\]\)")
 _NAME_LENGTH = 8
+#: The function that is the library, with what it calls at once: how both begin, and how the outer one ends.
+_ARROWS, _ARROWS_END = b'() => {\n"use strict";var Plotly=(()=>{', b"return Plotly;\n}));"
+_FUNCTIONS, _FUNCTIONS_END = b'(function() {\n"use strict";var Plotly=(function(){', b"return Plotly;\n})));"
 
 
 def shortened(text: bytes) -> bytes:
@@ -40,9 +46,17 @@ def shortened(text: bytes) -> bytes:
     return text
 
 
+def compiled_early(text: bytes) -> bytes:
+    """Return plotly.js as a function that the browser compiles before it is called."""
+    end = text.rfind(_ARROWS_END)
+    if _ARROWS not in text[:2000] or end < 0:
+        return text
+    return text[:end].replace(_ARROWS, _FUNCTIONS, 1) + _FUNCTIONS_END + text[end + len(_ARROWS_END) :]
+
+
 @cache
 def _script() -> bytes:
-    return shortened(files("plotly").joinpath("package_data/plotly.min.js").read_bytes())
+    return compiled_early(shortened(files("plotly").joinpath("package_data/plotly.min.js").read_bytes()))
 
 
 def serve_library(app: dash.Dash) -> None:

@@ -241,10 +241,14 @@ def test_the_plot_library_sets_up_the_kinds_that_are_drawn_only(folder: Path) ->
     assert short != text, "plotly.js writes its list of traces in another way: the browser sets up all of them"
     assert b'new Set(["bar","heatmap"])' in short and abs(len(short) - len(text)) < 2000
     assert plot_library.shortened(b"a.register([b(),c()]);") == b"a.register([b(),c()]);"
+    early = plot_library.compiled_early(short)
+    assert early != short, "plotly.js begins or ends in another way: the browser compiles it late"
+    assert all(early.count(bracket) == short.count(bracket) + 1 for bracket in (b"(", b")")) and b"(function() {" in early[:2000]
+    assert plot_library.compiled_early(b"var Plotly;") == b"var Plotly;"
     browser = client(folder, None)
     assert plot_library.PATH.encode() in browser.get("/").data
     reply = browser.get(plot_library.PATH)
-    assert reply.data == short and "immutable" in reply.headers["Cache-Control"]
+    assert reply.data == early and "immutable" in reply.headers["Cache-Control"]
     assert client(folder, TOKEN).get(plot_library.PATH).status_code == 403
 
 
