@@ -7,6 +7,7 @@ Every query reduces to what a screen can show before it leaves the engine: at mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
 from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
-from .spans import ends, step_range, width_of
+from .spans import ends, step_condition, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -177,6 +178,7 @@ def heat(
     cast: str = "running",
     steps: tuple[int | None, int | None] = (None, None),
     narrow: Narrow | None = None,
+    is_thin: bool = False,
 ) -> Heat:
     """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
 
@@ -187,6 +189,7 @@ def heat(
         cast: see ``where``.
         steps: first and last step to show; the cells get finer as the range gets shorter.
         narrow: the run's table in memory, which answers if it has the metric.
+        is_thin: else read some of many steps, see ``spans.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.
@@ -205,15 +208,16 @@ def heat(
     if narrow is not None and name in narrow.metrics:
         names, cells, grid, kinds = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
         return Heat(metric=metric, unit=unit, modules=tuple(names), steps=cells, values=grid, kinds=kinds, steps_per_cell=width)
+    within, apart = step_condition(run, first, last, is_thin)
     table = run.sql(
         f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
-        f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND step BETWEEN {first} AND {last})"
+        f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND {within})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
         " max_by(v, (badness, kind)) AS v, max_by(kind, (badness, kind)) AS kind"
         " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
         values,
     )
-    return grid_of(table, metric, unit, modules, width)
+    return replace(grid_of(table, metric, unit, modules, width), steps_apart=apart)
 
 
 def default_cast(run: Run) -> str:
@@ -265,7 +269,9 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
     return [t for t in several_traces(run, module, [metric])[metric] if site is None or (t.gemm, t.tensor) == site]
 
 
-def several_traces(run: Run, module: str, names: Sequence[str], narrow: Narrow | None = None) -> dict[str, list[Trace]]:
+def several_traces(
+    run: Run, module: str, names: Sequence[str], narrow: Narrow | None = None, is_thin: bool = False
+) -> dict[str, list[Trace]]:
     """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
 
     Args:
@@ -273,6 +279,7 @@ def several_traces(run: Run, module: str, names: Sequence[str], narrow: Narrow |
         module: FQN.
         names: columns of ``sites``.
         narrow: the run's table in memory, which answers if it has all of them.
+        is_thin: else read some of many steps, see ``spans.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.
@@ -284,8 +291,10 @@ def several_traces(run: Run, module: str, names: Sequence[str], narrow: Narrow |
     if narrow is not None and narrow.metrics.issuperset(wanted):
         return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
     values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
+    within, apart = step_condition(run, *shown, is_thin)
+    width = width if apart == 1 else 1  # each step is a point of its own
     table = run.sql(
-        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ?"
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ? AND {within}"
         " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
         " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
         [module],
@@ -329,10 +338,12 @@ def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, ban
     )
 
 
-def sampled_steps(run: Run, module: str, narrow: Narrow | None = None) -> list[int]:
-    """Return the steps at which the module has statistics."""
+def sampled_steps(run: Run, module: str, narrow: Narrow | None = None, is_thin: bool = False) -> list[int]:
+    """Return the steps at which the module has statistics; those of the whole run where that would take too long to find."""
     if narrow is not None:
         return narrow.steps(module)
+    if is_thin:
+        return [step for step in run.sampled_steps if step is not None]
     found = _rows(run, "SELECT DISTINCT step FROM raw WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
     return [int(row["step"]) for row in found]
 

@@ -13,7 +13,7 @@ from fp8debug.store.dump_files import Dump, dumps_of
 
 from .grids import floats, ints
 from .records import BlockMap, History
-from .spans import step_range, width_of
+from .spans import step_condition, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_COLUMNS, MAX_TILES = 240, 192
 
 
-def history(run: Run, module: str, site: tuple[str, str], cast: str | None = None) -> History | None:
+def history(run: Run, module: str, site: tuple[str, str], cast: str | None = None, is_thin: bool = False) -> History | None:
     """Return the exponents of a site over steps, several steps added up where there are many; None without any.
 
     Args:
@@ -30,12 +30,14 @@ def history(run: Run, module: str, site: tuple[str, str], cast: str | None = Non
         module: FQN.
         site: (gemm, tensor).
         cast: name of the cast whose range is drawn in; the running one by default.
+        is_thin: read some of many steps, see ``spans.step_condition``.
     """
     first, last = step_range(run) or (0, 0)
     width = width_of(run, "raw", first, last, MAX_COLUMNS)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     bins = ", ".join(f"sum(log2_hist[{i + 1}]) AS b{i}" for i in range(NUM_BINS))
-    of_site = "module = ? AND gemm = ? AND tensor = ? AND reference = 'operand'"
+    within, _ = step_condition(run, first, last, is_thin)
+    of_site = f"module = ? AND gemm = ? AND tensor = ? AND reference = 'operand' AND {within}"
     counted = run.sql(
         f"SELECT min(step) AS step, {cell} AS cell, {bins} FROM sites WHERE {of_site} AND log2_hist IS NOT NULL"
         f" GROUP BY {cell} ORDER BY 2",

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 #: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
 SMALL_BYTES = 8 << 20
-#: From this size on, some 30 million rows, the table in memory does not wait for the verdict: pages need it more.
+#: From this size on, some 30 million rows, the table in memory does not wait for the verdict: pages need it more, and until it
+#: is there, and for what it has not, they read some of the steps.
 HUGE_BYTES = 2 << 30
 #: The longest that a layout waits for the verdict of a small run.
 WAIT_S = 1.5
@@ -105,6 +106,10 @@ class Opened:
             if self._aside is None:
                 self._aside = Run(self.run.path)
             return self._aside
+
+    def is_thin(self, *metrics: str) -> bool:
+        """Tell whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
+        return self.size >= HUGE_BYTES and (self.narrow is None or not self.narrow.metrics.issuperset(metrics))
 
     def narrow_down(self) -> None:
         """Begin to read the table in memory, once: of a large run that nobody is writing."""

@@ -63,6 +63,7 @@ class Heat:
         values: float32 ``[modules, columns]``, NaN where nothing was recorded.
         kinds: bits of ``envelopes``, int32 ``[modules, columns]``.
         steps_per_cell: how many steps one cell spans; above 1 it shows the worst of them.
+        steps_apart: above 1 each so many-th sampled step was read.
         marks: findings that name a module.
     """
 
@@ -73,6 +74,7 @@ class Heat:
     values: Floats
     kinds: Ints
     steps_per_cell: int = 1
+    steps_apart: int = 1
     marks: tuple[Mark, ...] = ()
 
 

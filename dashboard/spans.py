@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp8debug import Run
 
+#: Sampled steps that are read of a huge run while a reader waits: a second, if row groups hold few steps each.
+MOST_READ = 256
+
 
 def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
     """Return how many steps share a cell or point: one, as long as no more than ``most`` of them have rows.
@@ -24,6 +27,22 @@ def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
         count = f"SELECT count(DISTINCT step) AS n FROM {view} WHERE step BETWEEN {first} AND {last}"
         num = run.sql(count).column("n")[0].as_py()
     return 1 if num <= most else every * -(-(last - first + 1) // (most * every))
+
+
+def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tuple[str, int]:
+    """Return the SQL condition on the steps from one to another, and how many sampled steps it takes each one of.
+
+    Args:
+        run: the run.
+        first: first step.
+        last: last step.
+        is_thin: take no more than ``MOST_READ`` sampled steps, as far apart as one another, the last among them.
+    """
+    sampled = [step for step in run.sampled_steps if step is not None and first <= step <= last] if is_thin else []
+    apart = -(-len(sampled) // MOST_READ)
+    if apart <= 1:
+        return f"step BETWEEN {first} AND {last}", 1
+    return f"step IN ({', '.join(map(str, sampled[(len(sampled) - 1) % apart :: apart]))})", apart
 
 
 def ends(run: Run) -> tuple[int, int]:

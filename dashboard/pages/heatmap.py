@@ -20,6 +20,8 @@ from ..widgets import card, control, graph, note
 from .base import Page
 
 METRIC, SITE = "sqnr_db", "operands"
+#: Units of the schema that a reader of the page does not know.
+UNITS = {"x": "units of the tensor", "x^2": "squared units of the tensor", "log2": "powers of two"}
 #: Of a large run, for its first half minute.
 READING = " The main metrics are being read into memory; until they are, another view takes seconds."
 
@@ -73,7 +75,7 @@ def layout(view: View, opened: Opened) -> Component:
         className="controls",
     )
     return html.Div(
-        [card("Layers by steps", controls, html.Div(about, id="heat-about"), graph("heat", figure))], className="page"
+        [card("Modules by steps", controls, html.Div(about, id="heat-about"), graph("heat", figure))], className="page"
     )
 
 
@@ -86,8 +88,10 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
         steps = (view.get_int("from"), view.get_int("to"))
+        is_thin = opened.is_thin(metric)
         heat = opened.keep(
-            ("heat", metric, site, cast, steps), lambda: data.heat(opened.run, metric, site, cast, steps, opened.narrow)
+            ("heat", metric, site, cast, steps, is_thin),
+            lambda: data.heat(opened.run, metric, site, cast, steps, opened.narrow, is_thin),
         )
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
@@ -103,8 +107,10 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
 
 def _about(heat: Heat, num_modules: int) -> str:
     unit, doc = data.metrics()[heat.metric]
-    words = [doc[:1].upper() + doc[1:] + ("." if unit == "1" else f", in {unit}.")]
-    if heat.steps_per_cell > 1:
+    words = [doc[:1].upper() + doc[1:] + (f", in {UNITS.get(unit, unit)}." if unit != "1" else ".")]
+    if heat.steps_apart > 1:
+        words.append(f"So large a run is read at one of {heat.steps_apart} sampled steps.")
+    elif heat.steps_per_cell > 1:
         words.append(f"A cell is the worst of {heat.steps_per_cell} steps.")
     if envelope(heat.metric) is None:
         words.append("No healthy range is known for it: colours run from the 2nd to the 98th percentile.")

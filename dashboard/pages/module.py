@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from fp8debug.errors import Fp8DebugError
+from fp8debug.errors import Fp8DebugError, suggest
 from fp8debug.types import RESULTS, Gemm
 
 from .. import data, history_data, history_figures, module_figures
 from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
-from ..opened import SMALL_BYTES, Opened
+from ..opened import HUGE_BYTES, SMALL_BYTES, Opened
 from ..records import History, Trace
 from ..theme import NO_DATA, level
 from ..urls import View, href
@@ -24,6 +25,8 @@ from .heatmap import metric_options
 from .overview import module_href
 
 METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
+#: Steps in a list to choose from, spread over the run; those near the chosen one are there as well.
+MAX_CHOICES = 1000
 NAMES = tuple(f"{gemm}.{tensor}" for line in SITES for gemm, tensor in line)
 #: What the table of casts shows; rates are printed in percent.
 COLUMNS = (
@@ -79,7 +82,9 @@ def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     module = chosen_module(view, opened)
     if module is None:
-        return html.Div(note(f"No module {view.get('module')!r} in this run; search one above.", kind="error"), className="page")
+        why = suggest(view.get("module"), [str(m["fqn"]) for m in opened.run.modules])
+        words = note(f"No module {view.get('module')!r} in this run: {why}", kind="error")
+        return html.Div(card("Cannot show this", words, note("Press / to search all modules.")), className="page")
     head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, opened)
     steps = _sampled(opened, module)
     step = chosen_step(view, opened, module, steps)
@@ -109,7 +114,7 @@ def layout(view: View, opened: Opened) -> Component:
                 html.Div(table_of_casts, id="casts"),
                 html.Div(
                     [
-                        html.Div([html.H3("scale_inv and headroom of each cast"), graph("scales", scale)]),
+                        html.Div([html.H3("scale_inv of each cast, and its headroom: above 1 it clips"), graph("scales", scale)]),
                         html.Div([html.H3("exponents and what the cast can represent"), graph("hist", hist)]),
                     ],
                     className="columns",
@@ -132,7 +137,12 @@ def layout(view: View, opened: Opened) -> Component:
                 note=html.Div(
                     [
                         control(
-                            "step", "", "" if view.get_int("step") is None else str(step), _steps(steps, default), "step", 140
+                            "step",
+                            "",
+                            "" if view.get_int("step") is None else str(step),
+                            _steps(steps, default, step),
+                            "step",
+                            140,
                         ),
                         control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 340),
                     ],
@@ -144,10 +154,14 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def _steps(steps: list[int], default: int | None) -> list[dict[str, str]]:
-    """Return the choices of step; the default comes first and follows a run that is being written."""
+def _steps(steps: list[int], default: int | None, chosen: int | None) -> list[dict[str, str]]:
+    """Return the choices of step: the default, which follows a run that is being written, then all, or some of very many."""
     first = {"value": "", "label": "none" if default is None else f"{default} (auto)"}
-    return [first, *({"value": str(step), "label": str(step)} for step in steps)]
+    apart = -(-len(steps) // MAX_CHOICES)
+    at = bisect_left(steps, steps[-1] if chosen is None else chosen) if steps else 0
+    near = steps[max(0, at - MAX_CHOICES // 20) : at + MAX_CHOICES // 20]
+    listed = sorted({*steps[::apart], *near, *steps[-1:]}) if apart > 1 else steps
+    return [first, *({"value": str(step), "label": str(step)} for step in listed)]
 
 
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
@@ -217,14 +231,20 @@ def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step
 
 
 def _sampled(opened: Opened, module: str) -> list[int]:
-    found: list[int] = opened.keep(("sampled", module), lambda: data.sampled_steps(opened.run, module, opened.narrow))
+    is_thin = opened.is_thin()
+    found: list[int] = opened.keep(
+        ("sampled", module, is_thin), lambda: data.sampled_steps(opened.run, module, opened.narrow, is_thin)
+    )
     return found
 
 
 def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
     names = (metric, "sqnr_db", "scale_inv_mean_log2", "headroom")
-    key = ("lines", module, metric)
-    found: dict[str, list[Trace]] = opened.keep(key, lambda: data.several_traces(opened.run, module, names, opened.narrow))
+    is_thin = opened.is_thin(*names)
+    key = ("lines", module, metric, is_thin)
+    found: dict[str, list[Trace]] = opened.keep(
+        key, lambda: data.several_traces(opened.run, module, names, opened.narrow, is_thin)
+    )
     return found
 
 
@@ -235,7 +255,8 @@ def _key(view: View, module: str) -> tuple[Any, ...]:
 def _read_history(view: View, opened: Opened, module: str) -> History | None:
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
     found: History | None = opened.keep(
-        _key(view, module), lambda: history_data.history(opened.aside(), module, chosen_site(view), cast)
+        _key(view, module),
+        lambda: history_data.history(opened.aside(), module, chosen_site(view), cast, opened.size >= HUGE_BYTES),
     )
     return found
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from fp8debug import Run
-from fp8debug_dashboard import data, narrow, spans
+from fp8debug_dashboard import data, history_data, narrow, opened, spans
 from fp8debug_dashboard.narrow import Narrow
+from fp8debug_dashboard.pages import heatmap, module
 from fp8debug_dashboard.records import Trace
+from fp8debug_dashboard.source import Source
+from fp8debug_dashboard.urls import View
 from tests.dashboard import samples
 
 CHOICES = [
@@ -99,3 +102,52 @@ def test_cells_of_many_steps_have_one_width(tmp_path: Path, monkeypatch: pytest.
     heat = data.heat(run, "sqnr_db")
     assert heat.steps_per_cell == 12 and set(np.diff(heat.steps).tolist()) == {12}
     assert spans.width_of(run, "raw_steps", 0, 119, 50) == 3
+
+
+def test_of_a_huge_run_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_sick(tmp_path / "run", num_steps=120, every=5)
+    monkeypatch.setattr(spans, "MOST_READ", 7)
+    run = Run(tmp_path / "run")
+    whole, some = data.heat(run, "sqnr_db"), data.heat(run, "sqnr_db", is_thin=True)
+    assert (whole.steps_apart, some.steps_apart) == (1, 4)
+    assert some.steps.tolist() == run.sampled_steps[3::4] and some.steps[-1] == run.sampled_steps[-1]
+    assert some.modules == whole.modules
+    np.testing.assert_array_equal(some.values, whole.values[:, np.isin(whole.steps, some.steps)])
+    near = data.heat(run, "sqnr_db", steps=(20, 45), is_thin=True)  # of a part there are few enough to read them all
+    assert near.steps_apart == 1 and near.steps.tolist() == [20, 25, 30, 35, 40, 45]
+    name = str(run.modules[3]["fqn"])
+    lines, points = (data.several_traces(run, name, ["gain"], is_thin=thin)["gain"] for thin in (False, True))
+    assert [_label(line) for line in lines] == [_label(line) for line in points]
+    for line, point in zip(lines, points, strict=True):
+        chosen = np.isin(line.steps, some.steps)
+        np.testing.assert_array_equal(point.steps, line.steps[chosen])
+        np.testing.assert_array_equal(point.values, line.values[chosen])
+    exponents = history_data.history(run, name, ("fprop", "input"), is_thin=True)
+    assert exponents is not None and exponents.steps.tolist() == some.steps.tolist()
+    assert data.sampled_steps(run, name, is_thin=True) == run.sampled_steps
+
+
+def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_sick(tmp_path / "run", num_steps=120, every=5)
+    source = Source(tmp_path / "run")
+    found = source.open(None)
+    assert not found.is_thin("sqnr_db")
+    monkeypatch.setattr(opened, "HUGE_BYTES", 1000)
+    monkeypatch.setattr(spans, "MOST_READ", 7)
+    assert found.is_thin("sqnr_db")
+    words = "read at one of 4 sampled steps"
+    view = View("heatmap", None, {})
+    assert words in str(heatmap.parts(view, found)[0])
+    found.narrow = narrow.build(found.run.path)
+    assert not found.is_thin("sqnr_db") and found.is_thin("mse")
+    assert words not in str(heatmap.parts(view, found)[0])
+    assert words in str(heatmap.parts(View("heatmap", None, {"metric": "mse"}), found)[0])
+
+
+def test_very_many_steps_are_not_all_listed() -> None:
+    steps = list(range(0, 100_000, 10))
+    values = [int(choice["value"]) for choice in module._steps(steps, 50_000, 33_330)[1:]]
+    assert len(values) < 1.2 * module.MAX_CHOICES and values == sorted(values)
+    assert {0, 99_990, *range(33_300, 33_400, 10)} <= set(values)
+    assert len(module._steps(steps[:900], None, None)) == 901
+    assert module._steps([], None, None) == [{"value": "", "label": "none"}]
