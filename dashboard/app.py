@@ -296,7 +296,7 @@ def _refresh(app: dash.Dash, source: Source) -> None:
         if asked is None or not shown.is_list(parse(asked["pathname"], asked["search"]), source):
             raise PreventUpdate
         rows = runs.parts(source)
-        if rows == shows:  # rows that are set again may lose a tick that is being made
+        if rows == shows:
             raise PreventUpdate
         return rows
 
@@ -309,4 +309,4 @@ def _clicks(app: dash.Dash) -> None:
     _in_browser(app, "open_module", Input("module-search", "value"))
     _in_browser(app, "open_run", Input({"run-of": ALL}, "value"), State({"run-of": ALL}, "id"))
     _in_browser(app, "search_runs", Input("runs-search", "value"))
-    _in_browser(app, "compare", Output("compare-chosen", "children"), Input("runs", "selectedRows"))
+    _in_browser(app, "listed", Output("compare-chosen", "children"), Input("runs", "rowData"))

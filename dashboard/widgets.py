@@ -87,8 +87,6 @@ def grid(
     columns: Sequence[Mapping[str, Any]],
     rows: Sequence[Mapping[str, Any]],
     none: str,
-    *,
-    choose: bool = False,
     csv: bool = True,
 ) -> Component:
     """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets.
@@ -98,10 +96,8 @@ def grid(
         columns: AG Grid's column definitions; widths are shares of the grid's.
         rows: one mapping per row.
         none: what it says without rows.
-        choose: rows have boxes to tick.
         csv: it has a button that saves it.
     """
-    chosen = {"mode": "multiRow", "checkboxes": True, "headerCheckbox": False, "enableClickSelection": False}
     component: Component = dag.AgGrid(
         id=id,
         # Not fitted by a callback: that leaves two pixels to scroll, and the bar lies over the last row.
@@ -120,7 +116,6 @@ def grid(
             "suppressCellFocus": False,
             "pagination": True,  # style.css hides its bar where there is one page
             "paginationPageSize": 20,
-            **({"rowSelection": chosen} if choose else {}),
         },
         getRowId="params.data.id",
         csvExportParams={"fileName": f"{id}.csv"},

@@ -164,6 +164,18 @@
     written = { address: pathname + changed(search, wanted), keys, at: performance.now(), isAnswered: false, grip };
     go(pathname, changed(search, wanted), isSameMove);
   };
+
+  // The runs that are ticked for a comparison, in that order. A grid's own selection goes through its properties and may come back
+  // as it was before a tick, when its rows were set meanwhile.
+  const ticked = new Set();
+  const chosen = () => {
+    const names = [...ticked];
+    if (names.length < 2) return "tick two or more to compare them";
+    const search = changed("", { run: names[0], with: names.slice(1).join("/") });
+    const link = { href: "/compare" + search, children: "compare " + names.join(" with ") };
+    return { namespace: "dash_core_components", type: "Link", props: link };
+  };
+
   const plainText = (label) => label.replace(/%&#123;/g, "%{").replace(/&lt;/g, "<").replace(/&amp;/g, "&");
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
@@ -225,12 +237,11 @@
           if (to >= from) set({ from, to });
         } else if (change["xaxis.autorange"]) set({ from: null, to: null });
       },
-      compare(rows) {
-        if (!rows || rows.length < 2) return "choose two or more to compare them";
-        const names = rows.map((row) => row.name);
-        const search = changed("", { run: names[0], with: names.slice(1).join("/") });
-        const link = { href: "/compare" + search, children: "compare " + names.join(" with ") };
-        return { namespace: "dash_core_components", type: "Link", props: link };
+      // The list may be set anew at any time: a run that is gone is no longer ticked.
+      listed(rows) {
+        const names = (rows || []).map((row) => row.name);
+        for (const name of [...ticked]) if (!names.includes(name)) ticked.delete(name);
+        return chosen();
       },
       open_run(values, ids) {
         if (ids.length && values[0] && values[0] !== ids[0]["run-of"]) go(window.location.pathname, changed("", { run: values[0] }));
@@ -250,6 +261,17 @@
     };
     return window.React.createElement("a", { href: target, onClick: follow }, String(props.value ?? ""));
   };
+  grid.Tick = function (props) {
+    const { name, href } = props.data;
+    const [isTicked, tick] = window.React.useState(ticked.has(name));
+    const change = ({ target: { checked } }) => {
+      if (checked) ticked.add(name); else ticked.delete(name);
+      tick(checked);
+      window.dash_clientside.set_props("compare-chosen", { children: chosen() });
+    };
+    const box = { type: "checkbox", checked: isTicked, onChange: change, "aria-label": "tick " + name, tabIndex: -1 };
+    return href ? window.React.createElement("input", box) : null;
+  };
   grid.Severity = function (props) {
     const icon = window.React.createElement("span", { className: "icon", "aria-hidden": true }, props.data.icon);
     return window.React.createElement("span", { className: "badge badge-" + props.value }, icon,
@@ -259,8 +281,9 @@
   document.addEventListener("keydown", (event) => {
     const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable;
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-    const link = event.key === "Enter" && event.target.matches(".ag-cell") && event.target.querySelector("a");
-    if (link) link.click();  // the grid moves its focus from cell to cell
+    const inside = { Enter: "a, input", " ": "input" }[event.key];  // the grid moves its focus from cell to cell
+    const target = inside && event.target.matches(".ag-cell") && event.target.querySelector(inside);
+    if (target) { event.preventDefault(); target.click(); }
     const search = document.getElementById("module-search") || document.getElementById("runs-search");
     if (event.key === "/" && search) { event.preventDefault(); search.focus(); search.click(); }
     const offset = { "[": -1, "]": 1 }[event.key];
@@ -293,6 +316,15 @@
   };
   const tableCsv = (table) => Array.from(table.rows, (row) =>
     Array.from(row.cells, (one) => cell(one.textContent.trim())).join(",")).join("\n") + "\n";
+  const saveGrid = (id) => {
+    const api = window.dash_ag_grid.getApi(id);
+    if (!api) return;
+    api.exportDataAsCsv({
+      fileName: id + ".csv",
+      columnKeys: api.getAllDisplayedColumns().filter((one) => one.getColDef().field),  // not the boxes to tick
+      processCellCallback: (one) => String(one.value ?? "").replace(/^(?=[=+@\t\r]|-\D)/, "'"),
+    });
+  };
   const savePng = (id) => {
     const plot = document.querySelector(`[id="${id}"] .js-plotly-plot`);
     const style = getComputedStyle(document.body);
@@ -300,13 +332,23 @@
     window.Plotly.downloadImage({ data: plot.data, layout },
       { format: "png", scale: 2, filename: id, width: plot.clientWidth, height: plot.clientHeight });
   };
+  // A page that did not come by https or from this machine has no clipboard; the text is selected there.
+  const copy = async (button, source) => {
+    window.getSelection().selectAllChildren(source);
+    const isCopied = await Promise.resolve(navigator.clipboard).then((board) => board.writeText(source.textContent))
+      .then(() => true, () => document.execCommand("copy"));
+    const before = button.textContent;
+    button.textContent = isCopied ? "Copied" : "Selected: press Ctrl-C";
+    button.disabled = true;
+    setTimeout(() => { button.textContent = before; button.disabled = false; }, 1500);
+  };
   document.addEventListener("click", (event) => {
-    const button = event.target.closest && event.target.closest("button.save");
+    const button = event.target.closest && event.target.closest("button.save, [data-copy]");
     if (!button) return;
-    const { png, csv, csvGrid } = button.dataset;
-    if (png) savePng(png);
+    const { copy: text, png, csv, csvGrid } = button.dataset;
+    if (text) copy(button, document.getElementById(text));
+    else if (png) savePng(png);
     else if (csv) save(tableCsv(button.parentElement.querySelector("table")), csv);
-    else if (csvGrid) window.dash_ag_grid.getApi(csvGrid)?.exportDataAsCsv({
-      fileName: csvGrid + ".csv", processCellCallback: (one) => String(one.value ?? "").replace(/^(?=[=+@\t\r]|-\D)/, "'") });
+    else if (csvGrid) saveGrid(csvGrid);
   });
 })();

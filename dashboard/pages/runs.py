@@ -20,11 +20,13 @@ from ..widgets import card, grid
 #: How long the browser waits for verdicts before it shows those that are known; the others come with later refreshes.
 WAIT_S = 3.0
 
+_TICK: dict[str, Any] = {"colId": "tick", "headerName": "", "cellRenderer": "Tick", "sortable": False, "filter": False}
 COLUMNS: tuple[dict[str, Any], ...] = (
-    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 200, "tooltipField": "name"},
+    {**_TICK, "width": 34, "minWidth": 34, "maxWidth": 34, "resizable": False},
+    {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 180, "tooltipField": "name"},
     {"field": "severity", "headerName": "Verdict", "cellRenderer": "Severity", "width": 110},
     {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
-    {"field": "recipe", "headerName": "Recipe", "width": 150, "tooltipField": "recipe"},
+    {"field": "recipe", "headerName": "Recipe", "width": 170, "tooltipField": "recipe"},
     {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
     {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 90},
     {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 76},
@@ -35,7 +37,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "width": 96,
         "valueFormatter": GRID_NUMBER,
     },
-    {"field": "state", "headerName": "State", "width": 96},
+    {"field": "state", "headerName": "State", "width": 96, "minWidth": 92},
     {"field": "written", "headerName": "Last write", "width": 134, "minWidth": 134, "headerTooltip": "local time of the server"},
     {"field": "problems", "headerName": "Not readable", "width": 120, "tooltipField": "problems"},
 )
@@ -43,14 +45,14 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def layout(source: Source) -> Component:
     """Return the page."""
-    chosen = html.Span("choose two or more to compare them", id="compare-chosen", className="dim")
+    chosen = html.Span("tick two or more to compare them", id="compare-chosen", className="dim")
     label = {"aria-label": "search the runs"}
     search = dmc.TextInput(id="runs-search", placeholder="Search  ( / )", size="xs", w=220, **label)
     return html.Div(
         [
             card(
                 "Runs",
-                grid("runs", COLUMNS, parts(source), "No run", choose=True),
+                grid("runs", COLUMNS, parts(source), "No run"),
                 note=html.Div([search, html.Span(["newest first; click one to open it; ", chosen])], className="controls"),
             )
         ],

@@ -116,7 +116,7 @@ def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: st
     expect(clean_page.locator("#runs .ag-row").first).to_be_attached()
     expect(clean_page.locator("#runs")).not_to_contain_text("the rules are looking")
     for name in ("sick", "healthy", "ranks"):
-        clean_page.locator(f"#runs .ag-row[row-id='{name}'] .ag-checkbox-input").check()
+        clean_page.get_by_role("checkbox", name=f"tick {name}", exact=True).check()
     clean_page.locator("#compare-chosen a").click()
     expect(clean_page.locator("#compare-loss .scatterlayer .trace")).to_have_count(5)  # three losses, two gaps
     expect(clean_page.locator("#compare-about")).to_contain_text("sites")
@@ -124,6 +124,34 @@ def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: st
     expect(clean_page.locator("#compare-sites .ag-row").first).to_be_attached()
     go(clean_page, f"{site}/compare?run=sick&with=nope")
     expect(clean_page.locator("#compare-about .hint-error")).to_be_visible()
+
+
+def test_a_tick_stays_whatever_the_list_does(clean_page: Page, tmp_path: Path) -> None:
+    folder, row = tmp_path / "runs", "#runs .ag-row[row-id='{}']"
+    for name in ("first", "second", "third"):
+        samples.write_healthy(folder / name, num_steps=20, modules=samples.gpt_modules(1))
+    longer = samples.write_healthy(tmp_path / "third", num_steps=30, modules=samples.gpt_modules(1))
+    with served(folder) as address:
+        go(clean_page, f"{address}/")
+        clean_page.get_by_role("checkbox", name="tick third").check()  # the rules may still be looking
+        clean_page.locator(row.format("first")).locator("[col-id=tick]").focus()
+        clean_page.keyboard.press("Space")
+        expect(clean_page.locator("#runs")).not_to_contain_text("the rules are looking")
+        samples.write_healthy(folder / "fourth", num_steps=20, modules=samples.gpt_modules(1))
+        shutil.copytree(longer, folder / "third", dirs_exist_ok=True)
+        clean_page.get_by_role("button", name="Refresh").click()
+        expect(clean_page.locator(row.format("third")).locator("[col-id=last]")).to_have_text("29")
+        expect(clean_page.locator(row.format("fourth"))).to_be_attached()
+        for name, is_ticked in (("first", True), ("second", False), ("third", True), ("fourth", False)):
+            expect(clean_page.get_by_role("checkbox", name=f"tick {name}")).to_be_checked(checked=is_ticked)
+        expect(clean_page.locator("#compare-chosen")).to_have_text("compare third with first")
+        shutil.rmtree(folder / "third")
+        clean_page.get_by_role("button", name="Refresh").click()
+        expect(clean_page.locator("#compare-chosen")).to_have_text("tick two or more to compare them")
+        clean_page.get_by_role("checkbox", name="tick fourth").check()
+        expect(clean_page.locator("#compare-chosen")).to_have_text("compare first with fourth")
+        rows = list(csv.DictReader(saved(clean_page, "[data-csv-grid=runs]").lstrip("\ufeff").splitlines()))
+        assert [rows[0]["Run"], next(iter(rows[0]))] == ["fourth", "Run"]  # no column of boxes
 
 
 def test_the_module_page_shows_exponents_over_time_the_split_error_and_the_dump(clean_page: Page, site: str) -> None:
