@@ -12,7 +12,7 @@ import numpy as np
 
 from .envelopes import envelope, severities
 from .plots import Figure, Part
-from .records import Floats, Heat, Mark, Trace
+from .records import Floats, Heat, Ints, Mark, Trace
 from .theme import (
     COLORS,
     ICONS,
@@ -25,6 +25,8 @@ from .theme import (
 
 MAX_LABELS = 48
 NAME_LENGTH = 34
+#: Place and look of a colour bar.
+COLOR_BAR: Part = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
 _LETTER = 5.9
 #: What lies on the other side of healthy: no loss of precision, but not what was meant either.
@@ -66,7 +68,8 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
     first = 1 if marks else 0
     for i, trace in enumerate(series, first):
         line(figure, trace, LINES[0], i, width=1.6 if trace.name == "loss" else 1.2)
-        figure.axis("y", i, title=trace.name, standoff=4, nticks=6 if i == first else 3)
+        kind = {"type": "log"} if trace.name == "loss_scale" else {}  # it doubles and halves
+        figure.axis("y", i, title=trace.name, standoff=4, nticks=6 if i == first else 3, **kind)
     if marks:
         figure.add(_rail(marks))
         figure.axis("y", visible=False, range=[-1, 1], fixedrange=True)
@@ -145,13 +148,12 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
         return empty(f"{heat.metric} was not recorded for this choice", 300)
     names = [plain(name) for name in heat.modules]
     colors = severities(heat.metric, heat.values, heat.kinds)
-    unit = "" if heat.unit == "1" else f" {heat.unit}"
+    unit = "" if heat.unit == "1" or heat.unit.startswith("x") else f" {heat.unit}"  # x: the tensor's own
     if colors is None:
         shown = {"colorscale": "Cividis", **_robust(heat.values)}
     else:
         ends = {"zmin": SEVERITY_RANGE[0], "zmax": SEVERITY_RANGE[1], "colorscale": SEVERITY_SCALE}
-        shown = {"z": colors, **ends, "colorbar": _severity_ticks(heat)}
-    bar = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
+        shown = {"z": colors, **ends, "colorbar": severity_ticks(heat.metric, heat.kinds[~np.isnan(heat.values)])}
     cells = {
         "type": "heatmap",
         "x": heat.steps,
@@ -162,7 +164,7 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
         "xgap": 1 if len(heat.steps) <= 120 else 0,
         "ygap": 1 if len(names) <= 120 else 0,
         **shown,
-        "colorbar": {**bar, **shown.get("colorbar", {})},
+        "colorbar": {**COLOR_BAR, **shown.get("colorbar", {})},
     }
     figure = Figure()
     figure.add(cells)
@@ -196,11 +198,11 @@ def _robust(values: Floats) -> Part:
     return {"z": values, "zmin": low, "zmax": high if high > low else low + 1}
 
 
-def _severity_ticks(heat: Heat) -> Part:
-    """Return the colour bar's words, with the thresholds where one envelope serves all cells."""
-    kinds = np.unique(heat.kinds[~np.isnan(heat.values)])
-    found = envelope(heat.metric, int(kinds[0])) if len(kinds) == 1 else None
-    words = {-2: _BEYOND.get(heat.metric, "beyond"), 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
+def severity_ticks(metric: str, kinds: Ints) -> Part:
+    """Return the colour bar's words, with the thresholds where one envelope serves all cells of these kinds."""
+    one = np.unique(kinds)
+    found = envelope(metric, int(one[0])) if len(one) == 1 else None
+    words = {-2: _BEYOND.get(metric, "beyond"), 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
     if found is not None and not any(s < 0 for s in found.severities):
         del words[-2]
     labels = []

@@ -9,7 +9,7 @@ import numpy as np
 from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
-from .figures import empty, line, plain
+from .figures import COLOR_BAR, empty, line, plain, severity_ticks
 from .plots import LEGEND, Figure
 from .records import BlockMap, History, Trace
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
@@ -25,7 +25,6 @@ def exponents(found: History | None, step: int | None = None) -> Figure:
     with np.errstate(divide="ignore"):
         shown = np.where(shares > 0, np.log10(shares), np.float32(np.nan)).astype(np.float32)
     bins = (found.first_log2 + np.arange(low, high)).astype(np.float32) + np.float32(0.5)
-    bar = {"thickness": 8, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 2, "tickfont": {"size": 10}}
     figure = Figure()
     figure.add(
         {
@@ -39,7 +38,7 @@ def exponents(found: History | None, step: int | None = None) -> Figure:
             "colorscale": "Cividis",
             "hovertemplate": "2^%{y:.0f} · step %{x}: %{customdata:.3%}<extra></extra>",
             "hoverongaps": False,
-            "colorbar": {**bar, "tickvals": [-6, -4, -2, 0], "ticktext": ["1e-6", "1e-4", "1%", "all"]},
+            "colorbar": {**COLOR_BAR, "tickvals": [-6, -4, -2, 0], "ticktext": ["1e-6", "1e-4", "1%", "all"]},
         }
     )
     if found.format:
@@ -104,11 +103,11 @@ def blocks(found: BlockMap | None) -> Figure:
             "zmin": SEVERITY_RANGE[0],
             "zmax": SEVERITY_RANGE[1],
             "colorscale": SEVERITY_SCALE,
-            "showscale": False,
+            "colorbar": {**COLOR_BAR, **severity_ticks("sqnr_db", np.zeros(1, np.int32))},
             "hovertemplate": "tile row %{y}, column %{x}: %{customdata:.4g} dB<extra></extra>",
         }
     )
     rows, columns = (f"{n} x " if n > 1 else "" for n in found.stride)
     figure.axis("x", title=plain(f"tile of {columns}{found.tile[1]} columns"), showgrid=False)
     figure.axis("y", title=plain(f"tile of {rows}{found.tile[0]} rows"), standoff=4, showgrid=False, autorange="reversed")
-    return figure.set(320)
+    return figure.set(320, margin={"r": 84})

@@ -14,7 +14,7 @@ from .envelopes import envelope, kind_of
 from .figures import empty, line
 from .plots import LEGEND, Figure, Part
 from .records import CastRange, Histogram, Trace
-from .theme import GREY, LINES, ORANGE, VERMILLION
+from .theme import GREY, LINES, ORANGE, VERMILLION, line_color
 
 #: The three by three sites of a Linear as they are laid out: one row per GEMM, operands then result.
 SITES: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -37,7 +37,7 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     flat = [site for row in SITES for site in row]
     figure = Figure(3, 3, gap=0.085, between=0.04)
     groups = sorted({_group(trace) for trace in traces}, key=_group_order)
-    colors = {group: LINES[i % len(LINES)] for i, group in enumerate(groups)}
+    colors = {group: line_color(i) for i, group in enumerate(groups)}
     shown: set[str] = set()
     for i, site in enumerate(flat):
         title = f"{site[0]} · {site[1]}"
@@ -114,7 +114,7 @@ def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None =
         return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 110)
     figure = Figure(2, heights=[0.55, 0.45], gap=0.05)
     names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
-    colors = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
+    colors = {name: line_color(i) for i, name in enumerate(names)}
     for trace in sorted(scale, key=lambda t: t.actual):
         legend: dict[str, Any] = {"legend": trace.name, "in_legend": True, "rank": names.index(trace.cast_name)}
         line(figure, trace, colors[trace.cast_name], **legend)

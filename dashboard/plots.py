@@ -31,7 +31,7 @@ LOOK: Part = {
         "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
         "colorway": list(LINES),
         "xaxis": {**_AXIS, "ticks": "outside", "ticklen": 3, "tickcolor": FAINT},
-        "yaxis": {**_AXIS, "ticks": "", "exponentformat": "power"},
+        "yaxis": {**_AXIS, "ticks": "", "ticklabelstandoff": 4, "exponentformat": "power"},
     }
 }
 #: A legend above the plot, on its left.

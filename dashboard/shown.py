@@ -11,7 +11,7 @@ import dash
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from fp8debug.errors import Fp8DebugError
+from fp8debug.errors import Fp8DebugError, RunError
 
 from . import source as sources
 from .mantine import dmc
@@ -22,7 +22,7 @@ from .pages.contents import CONTENTS
 from .plots import Figure
 from .source import Source
 from .urls import View, href, parse
-from .widgets import card, note
+from .widgets import card, code, note
 
 PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, ranks, findings, fallback, compare)}
 
@@ -64,7 +64,11 @@ def page_of(view: View, source: Source) -> Component:
     except Fp8DebugError as error:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
-        return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), back), className="page")
+        again: Component | None = None
+        if isinstance(error, RunError):
+            folder = source.path / str(view.run) if source.is_folder else source.path
+            again = note("If nobody is writing it, record another: ", code(f"fp8debug run --out {folder}-2 train.py"))
+        return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), again, back), className="page")
 
 
 def is_pending(view: View, source: Source) -> bool:

@@ -27,6 +27,12 @@ LINE_BLUE = "#2a85c8"
 #: Lines of one plot, the running cast first.
 LINES = (LINE_BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
 
+
+def line_color(i: int) -> str:
+    """Return the colour of the i-th line; where there are more than colours, the first stays that of the running cast alone."""
+    return LINES[i] if i < len(LINES) else LINES[1 + (i - 1) % (len(LINES) - 1)]
+
+
 #: Severity from -2 (too good, or far on the other side) over 0 (healthy: barely there) to 3 (hopeless).
 SEVERITY_RANGE = (-2.0, 3.0)
 SEVERITY_SCALE: tuple[tuple[float, str], ...] = (

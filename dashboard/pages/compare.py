@@ -67,7 +67,7 @@ def layout(view: View, opened: Opened) -> Component:
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
     metrics = [name for name in APART if opened.run.has(name)]
-    pick = control("with", "", value, options, "beside", 260)
+    pick = control("with", "", value, options, "with", 260)
     return html.Div(
         [
             card(
@@ -76,7 +76,7 @@ def layout(view: View, opened: Opened) -> Component:
                 graph("compare-loss", figure),
                 note=html.Div([pick], className="controls"),
             ),
-            card("Where they part", grid("compare-sites", COLUMNS, rows, "No site parts"), note="first divergence on top"),
+            card("Where they part", grid("compare-sites", COLUMNS, rows, "No site to list"), note="first divergence on top"),
             card(
                 "One site in these runs",
                 graph("compare-site", site),

@@ -114,7 +114,7 @@ def layout(view: View, opened: Opened) -> Component:
         className="controls",
     )
     to = control("to", TO, view.get("to", TO), EXPORTERS.names(), "for", 150)
-    copy = dcc.Clipboard(target_id="exported", title="Copy", className="copy")
+    copy = html.Button("Copy", id="fallback-copy", className="linkish", **{"data-copy": "exported"})
     save = html.Button("Download", id="fallback-save", className="linkish")
     return html.Div(
         [
@@ -124,9 +124,9 @@ def layout(view: View, opened: Opened) -> Component:
                     card(
                         "The file",
                         html.Div(notes, id="fallback-notes"),
-                        html.Div([copy, html.Pre(text, id="exported")], className="exported"),
+                        html.Pre(text, id="exported"),
                         dcc.Download(id="fallback-file"),
-                        note=html.Div([to, save], className="controls"),
+                        note=html.Div([to, copy, save], className="controls"),
                         grow=True,
                     ),
                     card("What a budget buys", graph("pareto", curve), note="every budget filled by damage per speed"),

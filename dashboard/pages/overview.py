@@ -30,7 +30,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "name", "headerName": "What", "width": 170, "tooltipField": "name"},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 180, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 130},
-    {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 92, "maxWidth": 110},
+    {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 104, "minWidth": 98, "maxWidth": 110},
     {"field": "until", "headerName": "Until", "type": "rightAligned", "width": 76, "maxWidth": 100},
     {
         "field": "value",
@@ -148,7 +148,7 @@ def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
         ("steps", f"{steps[0]:,} to {steps[1]:,}"),
-        ("every", number(run.manifest.get("every"))),
+        ("sampled", f"every {run.manifest['every']} steps" if run.manifest.get("every") else NO_DATA),
         ("ranks", number(len(run.ranks))),
         ("last loss", number(opened.last_loss())),
         ("state", source.state(run.path, run.rank_manifests)),

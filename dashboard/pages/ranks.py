@@ -66,12 +66,12 @@ def layout(view: View, opened: Opened) -> Component:
     listed, about, rows, heat, lines = parts(view, opened)
     metric, default = _metric(view, opened), default_metric(opened)
     names = [str(m["fqn"]) for m in opened.run.modules]
-    sites = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
+    sites = [{"value": "", "label": "(largest spread)"}, *({"value": n, "label": n.replace(".", " ")} for n in NAMES)]
     controls = html.Div(
         [
             control("metric", default, metric, metric_options(opened.recorded()), "metric", 230),
             control("of", "", view.get("of"), [{"value": "", "label": "(largest spread)"}, *names], "module", 280),
-            control("site", SITE, view.get("site", SITE), sites, "site", 180),
+            control("site", "", view.get("site"), sites, "site", 180),
         ],
         className="controls",
     )
@@ -123,15 +123,15 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
 
 
 def _site(view: View, opened: Opened, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:
-    """Return module, site and what is known of their disagreement: those of the URL, or the largest spread."""
-    asked, name = view.get("of"), view.get("site", SITE)
-    if not asked and "site" not in view.params and found:
-        return found[0]["module"], (found[0]["gemm"], found[0]["tensor"]), found[0]
-    gemm, _, tensor = (name if name in NAMES else SITE).partition(".")
+    """Return module, site and what is known of their disagreement: of those that the URL leaves open the largest spread."""
     names = [str(m["fqn"]) for m in opened.run.modules]
-    module = asked if asked in names else names[0] if names else ""
-    known = (one for one in found if (one["module"], one["gemm"], one["tensor"]) == (module, gemm, tensor))
-    return module, (gemm, tensor), next(known, None)
+    module = view.get("of") if view.get("of") in names else ""
+    site = view.get("site") if view.get("site") in NAMES else ""
+    for one in found:  # the largest spread first
+        if module in ("", one["module"]) and site in ("", f"{one['gemm']}.{one['tensor']}"):
+            return one["module"], (one["gemm"], one["tensor"]), one
+    gemm, _, tensor = (site or SITE).partition(".")
+    return module or next(iter(names), ""), (gemm, tensor), None
 
 
 def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:

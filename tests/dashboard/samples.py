@@ -74,14 +74,15 @@ def stale_scale(module: str = SICK, step: int = SICK_STEP) -> list[Override]:
 
 
 def losses(num_steps: int, sick_from: int | None = None) -> dict[int, dict[str, float]]:
-    """Return loss and grad norm by step: a smooth fall, and a slow rise after a layer fell ill."""
+    """Return what a step is given: a loss that falls, and rises slowly after a layer fell ill; a loss scale that doubles."""
     rows = {}
     for step in range(num_steps):
         noise = random.Random(f"loss {step}")
         ill = 0.0 if sick_from is None else max(0.0, 1 - math.exp(-(step - sick_from - 20) / 120))
         loss = (1.35 + 4.2 * math.exp(-step / 70)) * (1 + 0.012 * noise.gauss(0, 1)) + 0.75 * ill
         norm = (0.8 + 2.0 * math.exp(-step / 40)) * (1 + 0.08 * noise.gauss(0, 1)) * (1 + 1.6 * ill)
-        rows[step] = {"loss": loss, "grad_norm": norm, "lr": 3e-4 * min(1.0, step / 50 + 0.02)}
+        scale = 2.0 ** (16 + step // 150)
+        rows[step] = {"loss": loss, "grad_norm": norm, "lr": 3e-4 * min(1.0, step / 50 + 0.02), "loss_scale": scale}
     return rows
 
 
@@ -171,7 +172,7 @@ def write_dump(path: Path, module: str = SICK, step: int = 300) -> Path:
         "block_sum_x2": ("F64", energy),
         "block_num_nonfinite": ("I32", np.zeros(grid, np.int32)),
     }
-    about = {"kind": KIND, "module": module, "gemm": "fprop", "tensor": "input", "cast": "e4m3fn tensorwise delayed(16,max)"}
+    about = {"kind": KIND, "module": module, "gemm": "fprop", "tensor": "input", "cast": "e4m3fn tensorwise delayed(1024,max)"}
     about |= {"actual": "true", "step": str(step), "rank": "0", "call": "0", "reason": "on-finding"}
     about |= {"shape": f"{rows},{columns}", "tile": f"{tile[0]},{tile[1]}"}
     header: dict[str, Any] = {"__metadata__": about}

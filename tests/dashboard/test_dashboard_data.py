@@ -67,7 +67,8 @@ def test_only_columns_of_the_schema_enter_a_query(run: Run, name: str) -> None:
 
 
 def test_training_leaves_out_what_was_not_recorded_or_never_moves(folder: Path) -> None:
-    assert [t.name for t in data.training(Run(folder / "sick"))] == ["loss", "grad_norm", "lr"]
+    assert [t.name for t in data.training(Run(folder / "sick"))] == ["loss", "grad_norm", "loss_scale", "lr"]
+    assert [t.name for t in data.training(Run(folder / "healthy"))] == ["loss", "grad_norm", "lr"]
     assert data.training(Run(folder / "no-loss")) == [] and data.last_loss(Run(folder / "no-loss")) is None
 
 
