@@ -73,7 +73,7 @@ def num_exact(num_sampled: int) -> int:
 def spread_lines(count: int, length: int, size: int, device: torch.device) -> Tensor:
     """Return ``count`` of ``length`` lines, evenly spread in groups of ``size``; every ``EXACT_SHARE``-th group comes first."""
     groups, units = count // size, length // size
-    order = torch.cat([torch.arange(first, groups, EXACT_SHARE, device=device) for first in range(EXACT_SHARE)])
+    order = torch.cat([torch.arange(first, groups, EXACT_SHARE, device=device) for first in range(min(EXACT_SHARE, groups))])
     return ((order * units // groups * size)[:, None] + torch.arange(size, device=device)).reshape(-1)
 
 

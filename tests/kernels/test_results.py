@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8debug.kernels import reference, results
-from fp8debug.kernels.sample import Sample
+from fp8debug.kernels.sample import Sample, spread_lines
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
 
@@ -41,3 +41,10 @@ def test_the_wide_operand_is_dequantized_a_part_at_a_time(
     error = (pair.source.x.double() - exact.double()).square().sum() / exact.double().square().sum()
     assert -10 * error.clamp(min=1e-30).log10() > 130
     assert len(widths) == parts + 1 and max(widths[1:]) == 150  # the first is the shadow, which needs no copies
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 100])
+def test_as_few_lines_as_are_asked_for(count: int) -> None:
+    """The exact GEMM has every fourth group first, of which there may be fewer than four."""
+    lines = spread_lines(count, 100, 1, torch.device("cpu"))
+    assert sorted(lines.tolist()) == [i * 100 // count for i in range(count)]
