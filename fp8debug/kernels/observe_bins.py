@@ -48,6 +48,16 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
     return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
+def _current(
+    device: torch.device, raw: int = -1, stream: torch.cuda.Stream | None = None
+) -> tuple[int, torch.cuda.Stream | None]:
+    """Return the address of a device's current stream and the stream, which is the given one if the address is; 0 of the CPU."""
+    if device.type != "cuda":
+        return 0, None
+    here = torch._C._cuda_getCurrentRawStream(device.index)
+    return (raw, stream) if here == raw else (here, torch.cuda.current_stream(device))
+
+
 class _History:
     """Where the amax history of one cast at one place lies, and how often it was used."""
 
@@ -71,6 +81,7 @@ class Bins:
         self._seen: dict[object, int] = {}
         self._counting: dict[int, tuple[Kernel, int, int]] = {}
         self._parts: dict[Cast, tuple[list[int], list[float], int]] = {}
+        self._raw, self._stream = _current(self._tables.device)  # the last stream that used the memory
         self._begin()
 
     def _begin(self) -> None:
@@ -81,6 +92,15 @@ class Bins:
         self._seen.clear()
         self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
         self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
+
+    def _follow(self) -> None:
+        """Have what follows on the current stream wait for the stream that used the memory before."""
+        raw, stream = _current(self._tables.device, self._raw, self._stream)
+        if raw != self._raw and stream is not None and self._stream is not None:
+            stream.wait_stream(self._stream)
+            for memory in (self._tables, self._histories, self._words, self._hist):
+                memory.record_stream(stream)
+        self._raw, self._stream = raw, stream
 
     def count(self, x: Tensor, casts: Collection[Cast], place: object) -> int:
         """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
@@ -102,6 +122,7 @@ class Bins:
             self.flush()
         table = len(self._paddings)
         num_words = x.numel() // 2
+        self._follow()
         counting = self._counting.get(num_words)
         if counting is None:
             counting = self._counting[num_words] = self._new_counting(num_words)
@@ -166,6 +187,7 @@ class Bins:
 
     def flush(self) -> None:
         """Work out all that is listed, on the device's current stream, and start a new list."""
+        self._follow()  # another stream may have worked out what is read next
         if not self._paddings:
             return
         with on_device(self._tables) if self.device.type == "cuda" else nullcontext():

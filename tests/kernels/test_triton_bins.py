@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fp8debug.kernels import reference
+from fp8debug.kernels import observe_bins, reference
 from fp8debug.kernels.history import AmaxHistory, finite_amax
 from fp8debug.kernels.observe_bins import MAX_TABLES, Bins, Slots, takes
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.recipes import Cast
+from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    NEEDS_TWINS,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,3 +125,33 @@ def test_takes_whole_bf16_alone() -> None:
     whole = torch.ones(4, 4, device=DEVICE).bfloat16()
     assert takes(whole, [CURRENT]) and not takes(whole[:, :2], [CURRENT])
     assert not takes(whole, [Cast(granularity="rowwise")])
+
+
+class Stream:
+    """Notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_streams_that_count_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one that reads what another has worked out; memory that one stream gives back is kept for the other."""
+    log: list[str] = []
+    first, second = Stream("first", log), Stream("second", log)
+    here = [(1, first)]
+    monkeypatch.setattr(observe_bins, "_current", lambda *_: here[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("kept"))
+    bins = Bins(DEVICE)
+    bins.count(sample("plain"), [], "here")
+    assert not log
+    here[0] = (2, second)
+    bins.count(sample("wide"), [], "here")
+    assert log == ["second waits for first", *["kept"] * 4]
+    bins.flush()
+    here[0] = (1, first)
+    del log[:]
+    bins.flush()
+    assert log == ["first waits for second", *["kept"] * 4]
