@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels import triton_execute, triton_fast_plan
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_pool import pool
 from fp8debug.kernels.quantize import quantize
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, Job
 from fp8debug.kernels.triton_statistics import FINISHED, reduce_kernel
 from fp8debug.recipes import Cast
 from tests.kernels.test_triton_quantize import DEVICE, KINDS, assert_same_codes, assert_same_slots, check, quantized, sample
+from tests.kernels.twins import NEEDS_TWINS
 
 LAYOUTS = [("1x128", "rows"), ("128x1", "columns"), ("128x128", "rows"), ("128x128", "columns")]
 SHAPE = (256, 384)
@@ -105,7 +102,7 @@ def test_no_more_tiles_a_program_than_its_counters_hold(granularity: str, layout
             assert 32 * -(-tiles // programs[-1]) <= 0x7FFF
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile")
+@NEEDS_TWINS
 def test_finished_parts_are_summed_and_compared() -> None:
     parts = torch.randint(1, 100, (21, 3, 24), device=DEVICE).double()
     parts[:, 1, 1], parts[3, 1, 1] = 4.0, 8.0  # column 25 of a part of 28: amax / amin

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.errors import UsageError
@@ -18,9 +14,10 @@ from fp8debug.kernels.quantize import quantize
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    NEEDS_TWINS,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

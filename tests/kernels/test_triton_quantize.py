@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.quantize import quantize, quantize_both
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_execute import plan_of
 from fp8debug.kernels.triton_launch import OPERAND, Statistics
 from fp8debug.metrics import slots
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
+from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    NEEDS_TWINS,
     # NumPy, which the interpreter runs on, warns of the NaN and overflows that the tests mean to make.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.formats import block_shape
@@ -22,7 +19,6 @@ from fp8debug.kernels.observe_join import Joiner
 from fp8debug.kernels.observe_pool import flush
 from fp8debug.kernels.observe_results import DAMAGE, LINES, RESULT, Found, compare, damage, row_slots
 from fp8debug.kernels.sample import MIN_WIDE, SHARE_BLOCK, SHARE_GROUP, Sample
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND
 from fp8debug.kernels.words import HISTOGRAM, Layout
 from fp8debug.metrics import METRICS, Pair, Source
@@ -32,9 +28,10 @@ from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.table import Table
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"),
+    NEEDS_TWINS,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

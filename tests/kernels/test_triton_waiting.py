@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.formats import block_shape
 from fp8debug.kernels import observe_pool, reference
 from fp8debug.kernels.observe_results import DAMAGE, LINES, compare, damage, row_slots
 from fp8debug.kernels.sample import Sample, num_exact
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
 from tests.kernels.test_triton_results import DEVICE, slots_of, surprising
+from tests.kernels.twins import NEEDS_TWINS
 
-pytestmark = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"
-)
+pytestmark = NEEDS_TWINS
 HERE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
 
 
