@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -28,7 +29,9 @@ INFO = RowInfo("layer", 0, RowKey(Gemm.FPROP, TensorRole.OUTPUT, "", Reference.S
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> None:
+def _fresh() -> Iterator[None]:
+    discard(CPU)
+    yield
     discard(CPU)
 
 
