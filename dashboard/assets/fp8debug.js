@@ -249,6 +249,9 @@
     },
   });
 
+  const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
+  functions.pageBody = () => document.body;
+
   const grid = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
   grid.Link = function (props) {
     const target = props.data.href;

@@ -106,7 +106,8 @@ def test_cells_of_many_steps_have_one_width(tmp_path: Path, monkeypatch: pytest.
 
 def test_of_a_huge_run_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples.write_sick(tmp_path / "run", num_steps=120, every=5)
-    monkeypatch.setattr(spans, "MOST_READ", 7)
+    monkeypatch.setattr(spans, "FEWEST_READ", 7)
+    monkeypatch.setattr(spans, "MOST_ROWS", 1000)
     run = Run(tmp_path / "run")
     whole, some = data.heat(run, "sqnr_db"), data.heat(run, "sqnr_db", is_thin=True)
     assert (whole.steps_apart, some.steps_apart) == (1, 4)
@@ -133,6 +134,7 @@ def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch:
     found = source.open(None)
     assert not found.is_thin("sqnr_db")
     monkeypatch.setattr(opened, "HUGE_BYTES", 1000)
+    monkeypatch.setattr(spans, "FEWEST_READ", 5)
     monkeypatch.setattr(spans, "MOST_READ", 7)
     assert found.is_thin("sqnr_db")
     words = "read at one of 4 sampled steps"

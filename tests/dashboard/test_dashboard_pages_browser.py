@@ -121,7 +121,9 @@ def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: st
     expect(clean_page.locator("#compare-loss .scatterlayer .trace")).to_have_count(5)  # three losses, two gaps
     expect(clean_page.locator("#compare-about")).to_contain_text("sites")
     expect(clean_page.locator("#compare-settings")).to_contain_text("recipe")
-    expect(clean_page.locator("#compare-sites .ag-row").first).to_be_attached()
+    clean_page.locator("#compare-sites").get_by_role("link").nth(2).click()
+    expect(clean_page).to_have_url(re.compile("of=.*site="))
+    expect(clean_page.locator("#compare-site .scatterlayer .trace")).to_have_count(3)
     go(clean_page, f"{site}/compare?run=sick&with=nope")
     expect(clean_page.locator("#compare-about .hint-error")).to_be_visible()
 
