@@ -114,7 +114,8 @@ def layout(view: View, opened: Opened) -> Component:
         className="controls",
     )
     to = control("to", TO, view.get("to", TO), EXPORTERS.names(), "for", 150)
-    copy = html.Button("Copy", id="fallback-copy", className="linkish", **{"data-copy": "exported"})
+    copied: dict[str, Any] = {"data-copy": "exported"}
+    copy = html.Button("Copy", id="fallback-copy", className="linkish", **copied)
     save = html.Button("Download", id="fallback-save", className="linkish")
     return html.Div(
         [
