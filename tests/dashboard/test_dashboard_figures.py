@@ -82,6 +82,16 @@ def test_lines_of_one_plot_differ_for_the_colour_blind(blindness: np.ndarray[Any
     assert apart.min() > 12, "two colours look alike"
 
 
+def test_a_loss_scale_is_drawn_on_a_logarithmic_axis() -> None:
+    figure = figures.training([trace("loss"), trace("loss_scale", (65536.0, 32768.0, 65536.0))])
+    assert "type" not in figure.layout["yaxis"] and figure.layout["yaxis2"]["type"] == "log"
+
+
+def test_a_map_of_tiles_says_what_its_colours_mean() -> None:
+    tiles = BlockMap(title="t", sqnr_db=np.full((2, 3), 20, np.float32), tile=(1, 128))
+    assert history_figures.blocks(tiles).data[0]["colorbar"]["ticktext"] == ["not FP8", "healthy", "warn 30", "act 25", "lost"]
+
+
 def test_training_without_anything_says_what_to_call() -> None:
     assert "watch.step(loss=loss" in texts(figures.training([], []))
 
@@ -170,6 +180,12 @@ def test_sites_tell_the_running_cast_from_what_ifs_by_line_style() -> None:
         "running cast": "solid",
         "e4m3fn tensorwise current": "dot",
     }
+
+
+def test_no_other_cast_has_the_colour_of_the_running_one() -> None:
+    casts = [trace(name, cast_name=name, actual=name == "a") for name in "abcdefghij"]
+    colors = {line["line"]["color"] for line in module_figures.scales(casts, []).data if line["name"] != "a"}
+    assert colors == set(LINES[1:])
 
 
 def test_scales_mark_the_steps_that_clip() -> None:
