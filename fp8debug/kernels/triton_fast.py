@@ -40,7 +40,7 @@ IN_TURN = tl.constexpr(",".join(["=r"] * 16) + "," + ",".join(["r"] * 18))
 IN_EXTREMES = tl.constexpr("=r," + _REST)
 IN_CODES = tl.constexpr("=r," + _REST + ",f,l")
 IN_ALL = tl.constexpr("=f,=f,=f,=f,=f,=f,=r,=r,=r," + _REST + ",f,l,f,r,r")
-I32 = tl.constexpr(tl.int32)
+SIXTEEN = tl.constexpr((tl.int32,) * ptx.WORDS)
 
 
 @triton.jit
@@ -96,17 +96,9 @@ def both_ends(a0, a1, b0, b1):
 def load_words(at, pitch, LOAD: tl.constexpr):
     """16 words of a thread: of its row, or of four rows that are still to be turned."""
     if LOAD == LOAD_TRANSPOSED:
-        return tl.inline_asm_elementwise(
-            LOAD_COLUMNS_OF, IN_COLUMNS, [at, pitch],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-                   tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(LOAD_COLUMNS_OF, IN_COLUMNS, [at, pitch], dtype=SIXTEEN, is_pure=False, pack=1)
     else:
-        return tl.inline_asm_elementwise(
-            LOAD_ROWS_OF, IN_ROWS, [at],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-                   tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(LOAD_ROWS_OF, IN_ROWS, [at], dtype=SIXTEEN, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -115,8 +107,7 @@ def turned(w, put, take, R: tl.constexpr):
     return tl.inline_asm_elementwise(
         TURN[R], IN_TURN,
         [w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12], w[13], w[14], w[15], put, take],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
-               tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        dtype=SIXTEEN, is_pure=False, pack=1,
     )  # fmt: skip
 
 
