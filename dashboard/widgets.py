@@ -110,7 +110,7 @@ def grid(
             "headerHeight": 30,
             "localeText": {"noRowsToShow": none},
             "animateRows": False,
-            "popupParent": {"function": "pageBody()"},  # in a low grid a filter's box would have no room, and closes at once
+            "popupParent": {"function": "pageBody()"},  # in a low grid a filter's box has no room
             "tooltipShowDelay": 300,
             "enableCellTextSelection": True,
             "ensureDomOrder": True,

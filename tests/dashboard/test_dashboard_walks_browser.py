@@ -83,6 +83,11 @@ def test_findings_are_filtered_sorted_and_grouped(clean_page: Page, tmp_path: Pa
         words = clean_page.get_by_role("textbox", name="Filter Value").first
         words.fill("F101")
         expect(codes).to_have_text(["F101"])
+        clean_page.locator("#finding-head").hover()
+        button = head.locator(".ag-header-cell-filter-button")
+        assert button.evaluate("at => at.getBoundingClientRect().width") > 0, (
+            "the grid closes the box of a button without a place"
+        )
         words.fill("")
         expect(codes).to_have_count(2)
         clean_page.keyboard.press("Escape")
