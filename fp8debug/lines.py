@@ -46,6 +46,7 @@ class Lines:
         if line is None or line.key is not key or line.info.call_index != call_index or line.info.piece != piece:
             if len(self._known) > 2 * self._count:
                 self._known.clear()
+            self._observer.modules_seen.add(self._module)
             info = RowInfo(self._module, call_index, key, piece)
             line = self._known[id(key)] = Line(key, self._row(key), info)
         self._observer.record(line.row, line.info, partials, device)

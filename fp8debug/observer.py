@@ -72,7 +72,7 @@ class Settings:
 
 @dataclass
 class FinishedStep:
-    """One step on its way to the sink; each table comes as (snapshot, rows of it, what these rows are).
+    """One step on its way to the sink; each table comes as (snapshot, what its rows are by their numbers).
 
     ``first_nonfinite`` in the scalars is a place in ``checked`` as :func:`place_of_first` writes it.
     """
@@ -80,13 +80,13 @@ class FinishedStep:
     step: int
     sampled: bool
     scalars: dict[str, Any]
-    tables: list[tuple[Snapshot, list[int], list[RowInfo]]] = field(default_factory=list)
+    tables: list[tuple[Snapshot, dict[int, RowInfo]]] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
 
     def ready(self) -> bool:
         """Return whether every copy has arrived."""
         moving = [v for v in self.scalars.values() if isinstance(v, Scalar)]
-        return all(s.ready() for s, _, _ in self.tables) and all(v.ready() for v in moving)
+        return all(s.ready() for s, _ in self.tables) and all(v.ready() for v in moving)
 
 
 class Observer:
@@ -109,18 +109,20 @@ class Observer:
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
         self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
+        self.modules_seen: set[str] = set()  # those that have recorded anything
         self.before_forward: Callable[[], None] = _nothing
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
         self.on_end_step: list[Callable[[], None]] = []
         self._sink = sink
         self._tables: dict[torch.device, Table] = {}
-        self._filled: dict[torch.device, dict[int, RowInfo]] = {}
+        self._filled: dict[torch.device, tuple[Table, dict[int, RowInfo]]] = {}
         self._pending: list[FinishedStep] = []
         self._num_calls = 0
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.known: dict[Hashable, Any] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self._checked: list[tuple[str, Tensor]] = []
 
     @property
@@ -128,14 +130,9 @@ class Observer:
         """Whether the step under way has recorded anything."""
         return bool(self._filled)
 
-    @property
-    def modules_seen(self) -> set[str]:
-        """The modules that have recorded anything in the step under way."""
-        return {info.module for rows in self._filled.values() for info in rows.values()}
-
     def is_filled(self, row: int) -> bool:
         """Return whether the step under way has recorded anything in a row."""
-        return any(row in filled for filled in self._filled.values())
+        return any(row in filled for _, filled in self._filled.values())
 
     def next_call_index(self) -> int:
         """Return the position in execution order of a module that is called for the first time in this step."""
@@ -144,11 +141,11 @@ class Observer:
 
     def record(self, row: int, info: RowInfo, partials: Mapping[Any, Tensor], device: torch.device) -> None:
         """Merge one observation into a row."""
-        table = self._tables.get(device) or self.table(device)
+        found = self._filled.get(device)
+        if found is None:
+            found = self._filled[device] = self.table(device), {}
+        table, filled = found
         table.merge(row, partials)
-        filled = self._filled.get(device)
-        if filled is None:
-            filled = self._filled[device] = {}
         filled[row] = info
 
     def table(self, device: torch.device) -> Table:
@@ -197,8 +194,11 @@ class Observer:
         """Return where ``known`` has what is known of a tensor in this step; None for one whose changes nobody counts."""
         if x.is_inference():
             return None
-        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        return storage, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
+        storage = x.untyped_storage()
+        at = storage._cdata
+        if at not in self._storages:  # whose address no other has from now on
+            self._storages[at] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+        return at, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
     def check(self, module: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
         """Note whether a forward GEMM's operands and result are finite: one read of each, no synchronization.
@@ -222,10 +222,9 @@ class Observer:
             finished.checked = [module for module, _ in self._checked]
             moving["first_nonfinite"] = _leaving_device(place_of_first([found for _, found in self._checked]))
             self._checked = []
-        for device, filled in self._filled.items():
-            rows = sorted(filled)
+        for device, (table, filled) in self._filled.items():
             try:
-                finished.tables.append((self._tables[device].snapshot(), rows, [filled[row] for row in rows]))
+                finished.tables.append((table.snapshot(), filled))
             except (torch.OutOfMemoryError, MemoryError):
                 self._tables.pop(device).discard()  # half joined; the next sampled step makes a new one
                 for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
@@ -242,6 +241,7 @@ class Observer:
         self._num_calls = 0
         self._samples = {}
         self.known = {}
+        self._storages = {}
         for forget in self.on_end_step:
             forget()
 

@@ -85,6 +85,7 @@ class Probe:
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, RowKey, RowKey]] = {}
+        self.is_fresh = False
         self._forget()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -95,10 +96,10 @@ class Probe:
         return (_none, ())
 
     def _forget(self) -> None:
-        self.call_index = -1
-        self.given_up = False  # the sample of this step
-        self._weights_seen: set[Gemm] = set()
-        self._weights_reread: set[Gemm] = set()
+        if self.is_fresh:
+            return
+        self.call_index, self.given_up = -1, False  # given up: the sample of this step
+        self._weights_seen, self._weights_reread = set[Gemm](), set[Gemm]()
         self._seen_outside_backward = self._recomputed = False
         self._gradients = RunningSum()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
@@ -106,10 +107,11 @@ class Probe:
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: RowKey | None = None
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
+        self.is_fresh = True  # nothing was called since
 
     def give_up(self, reason: str) -> None:
         """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
-        self.given_up = True
+        self.given_up, self.is_fresh = True, False
         self._ridden.clear()
         self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
         self._told = True
@@ -140,14 +142,18 @@ class Probe:
             self.num_calls += 1
         return True
 
-    @guarded
     def check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
         """See whether a training forward GEMM of a step that is not sampled is finite; a recomputed one is left out."""
         wanted = self.observer.settings.check_finite
-        if self.observer.sampling or self.observer.is_off or wanted is False or (wanted is None and output.device.type != "cpu"):
-            return
-        if not self.observer.is_rehearsing and not is_capturing() and torch._C._current_graph_task_id() == -1:
-            self.observer.check(self.module, x, weight, output)
+        if wanted or (wanted is None and output.device.type == "cpu"):
+            self._check(x, weight, output)
+
+    @guarded
+    def _check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
+        observer = self.observer
+        is_quiet = observer.sampling or observer.is_off or observer.is_rehearsing or is_capturing()
+        if not is_quiet and torch._C._current_graph_task_id() == -1:
+            observer.check(self.module, x, weight, output)
 
     def quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
@@ -261,8 +267,8 @@ class Probe:
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
         key, casts = self._casts(which, role, operand[1] if isinstance(operand, tuple) else None)
-        new = {name: cast for name, (cast, _) in casts.items() if name not in tried}
-        if new:
+        if not casts.keys() <= tried.keys():
+            new = {name: cast for name, (cast, _) in casts.items() if name not in tried}
             every = countable(source.x, list(new.values()))
             counted = new if every else {name: cast for name, cast in new.items() if countable(source.x, [cast])}
             tried.update(self._count(role, source, counted))
@@ -387,8 +393,7 @@ class Probe:
         return Sample(sample.lines, sample.shift + len(_ORDER) * self._number + _ORDER[which], sample.size, sample.start)
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
-        lines = self.observer.sample(length, device).lines
-        return slice(None) if lines is None else lines
+        return slice(None) if (lines := self.observer.sample(length, device).lines) is None else lines
 
 
 def _none() -> None:

@@ -28,6 +28,7 @@ class Shielded(Protocol):
     module: str
     failed: bool
     given_up: bool
+    is_fresh: bool
 
     def give_up(self, reason: str) -> None:
         """End the sample of this step."""
@@ -44,6 +45,7 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if probe.failed or probe.given_up:
             return None
+        probe.is_fresh = False
         try:
             if not torch.is_grad_enabled() and not is_overheard():
                 return method(probe, *args, **kwargs)
@@ -63,7 +65,8 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
 def is_overheard() -> bool:
     """Return whether a mode that is not ours hears the ops that run now."""
-    return any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(_len_torch_dispatch_stack()))
+    count = _len_torch_dispatch_stack()
+    return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
 
 
 def unseen() -> AbstractContextManager[Any]:

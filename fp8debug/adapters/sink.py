@@ -29,12 +29,10 @@ class StepSink:
         dumper: is told of the first NaN or Inf of a step, and of its loss.
 
     Attributes:
-        seen_modules: FQNs of the modules that had rows.
         stages: numbers of the pipeline stages that run here; none without a pipeline.
     """
 
     def __init__(self, writer: RunWriter, changes: RecipeChanges, dumper: Dumper | None) -> None:
-        self.seen_modules: set[str] = set()
         self.stages: set[int] = set()
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
@@ -48,15 +46,16 @@ class StepSink:
 
     def __call__(self, finished: FinishedStep) -> None:
         """Take one step, whose copies have arrived."""
-        for snapshot, rows, infos in finished.tables:
-            self.seen_modules.update(info.module for info in infos)
-            make = partial(self._rows, finished, snapshot, rows, infos)
-            if not (self._writer.stats(make(), len(rows)) if self.decides else self._writer.stats(make, len(rows))):
+        for snapshot, filled in finished.tables:
+            make = partial(self._rows, finished, snapshot, filled)
+            if not (self._writer.stats(make(), len(filled)) if self.decides else self._writer.stats(make, len(filled))):
                 snapshot.discard()
         step = partial(self._step, finished, datetime.now(timezone.utc))
         self._writer.steps(step() if self.decides else step)
 
-    def _rows(self, finished: FinishedStep, snapshot: Snapshot, rows: list[int], infos: list[RowInfo]) -> dict[str, Any]:
+    def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> dict[str, Any]:
+        rows = sorted(filled)
+        infos = [filled[row] for row in rows]
         columns = stats_columns(finished, snapshot, rows, infos, self._described, self._writer.breathe)
         if first := first_call(min(self.stages, default=0)):
             columns["call_index"] = [first + at for at in columns["call_index"]]

@@ -343,9 +343,9 @@ class Watch:
     def _report_never_called(self) -> None:
         if self._observer.is_off or not self._has_looked:
             return
-        silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._sink.seen_modules]
+        silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._observer.modules_seen]
         missing = [c.fqn for c in silent if not was_called(c.module)]
-        if silent and not missing and not self._sink.seen_modules and not any(c.fp8 for c in silent):
+        if silent and not missing and not self._observer.modules_seen and not any(c.fp8 for c in silent):
             text = f"no FP8 GEMM was heard in any of {len(silent)}: they run in high precision, or in kernels that are not read"
             say(self._writer, self._observer.step, text)
         for fqn in missing:

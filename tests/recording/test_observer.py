@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ import fp8debug
 from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
+from fp8debug.probe import Probe
 from fp8debug.recipes import get_recipe
 from fp8debug.table import Table
 
@@ -139,6 +141,38 @@ def _kept(*outputs: torch.Tensor) -> list[Any]:
         assert node is not None
         found.append(node.kept)
     return found
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_sample_given_up_is_tried_again_at_the_next_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(every=every, shadow_rows=8, plain_recipe=get_recipe("blockwise"), check_finite=True)
+    seen = Observer(settings, lambda finished: None, lambda module, text, aloud: None)
+    probe, x = Probe(seen, "layer"), torch.ones(1, 1)
+    seen.start_step(every - 1)  # sampled, or not
+
+    def full(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(seen, "next_call_index" if seen.sampling else "check", full)
+        assert not probe.begin()
+        probe.check(x, x, x)
+    assert probe.given_up
+    seen.start_step(every)
+    assert not probe.given_up and probe.begin() and probe.call_index == 0
+    seen.start_step(2 * every)
+    assert probe.call_index == -1
+
+
+def test_what_a_backward_pass_leaves_is_forgotten_though_its_forward_pass_was_a_step_before() -> None:
+    seen = observer()
+    probe, x = Probe(seen, "layer"), torch.randn(8, 8)
+    kept = probe.fprop(x, x, x, x, x, x)
+    seen.start_step(1)
+    probe.backward(x, x, (x, x, x), (x, x, x), kept)
+    assert seen.has_rows and probe._weights_seen
+    seen.start_step(2)
+    assert not probe._weights_seen and not seen.known
 
 
 def test_what_a_metric_says_nothing_of_is_not_asked() -> None:
