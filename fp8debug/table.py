@@ -71,7 +71,8 @@ class Table:
         self._neutral = self._all.clone()
         self._waiting: dict[int, Mapping[Any, Any]] = {}
         self._items: list[int] = []  # for the joiner: address, row, number of a layout
-        self._placed: set[tuple[int, int]] = set()  # row, number of a layout
+        self._numbers: dict[Any, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
+        self._placed: set[int] = set()  # row and number of a layout
         self._held: list[Any] = []  # what lies at the addresses
         self._indices: dict[Any, tuple[Group, tuple[Tensor, Tensor]]] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
@@ -128,16 +129,19 @@ class Table:
         """Put what the joiner takes on its list, and return the rest."""
         rest: dict[Any, Any] = {}
         for key, value in partials.items():
-            layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
-            if layout is None or not (isinstance(value, Row) or value.is_contiguous()):
+            number = self._numbers.get(key)
+            if number is None:
+                layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
+                number = self._numbers[key] = -1 if layout is None else joiner.number(layout)
+            if number < 0 or not (type(value) is Row or value.is_contiguous()):
                 rest[key] = value
                 continue
-            place = row, joiner.number(layout)
+            place = number << 32 | row
             if place in self._placed or len(self._held) == MAX_WAITING:
                 self._join()
             self._placed.add(place)
             self._held.append(value)
-            self._items += (value.address if isinstance(value, Row) else value.data_ptr(), *place)
+            self._items += (value.address if type(value) is Row else value.data_ptr(), row, number)
         return rest
 
     def _join(self) -> None:
