@@ -6,6 +6,7 @@ works out the slots of all that is listed in two launches. What ``add`` returns 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8debug.kernels import triton_bins as tb
 from fp8debug.kernels.dispatch import on_device
+from fp8debug.kernels.observe_pool import to_device
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
 from fp8debug.kernels.triton_run import Kernel, launch
@@ -86,8 +88,9 @@ class Bins:
 
     def _begin(self) -> None:
         self._paddings: list[int] = []
-        self._ints: list[list[int]] = []
-        self._reals: list[list[float]] = []
+        self._num_items = 0
+        self._ints: list[int] = []
+        self._reals: list[float] = []
         self._busy: set[int] = set()
         self._seen.clear()
         self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
@@ -111,7 +114,7 @@ class Bins:
             place: whose amax histories they use; one is used once before a :meth:`flush`, which comes first where it must.
         """
         busy = any((history := self._placed.get((place, c))) is not None and history.row in self._busy for c in casts)
-        if busy or len(self._ints) + len(casts) > 3 * MAX_TABLES:
+        if busy or self._num_items + len(casts) > 3 * MAX_TABLES:
             self.flush()
         storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
         same = storage, x.storage_offset(), x.shape, x._version
@@ -163,9 +166,10 @@ class Bins:
             self._busy.add(row)
             # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
             calls = calls if calls < cast.history else cast.history + calls % cast.history
-        item = len(self._ints)
-        self._ints.append([table, self._paddings[table], *ints, scaling, row, cast.history, calls])
-        self._reals.append(reals)
+        item = self._num_items
+        self._num_items += 1
+        self._ints += (table, self._paddings[table], *ints, scaling, row, cast.history, calls)
+        self._reals += reals
         return {OPERAND: Row(self._words, item, self._words.data_ptr() + 8 * WORDS * item)}
 
     def histogram(self, table: int) -> Tensor:
@@ -195,13 +199,12 @@ class Bins:
         self._begin()
 
     def _finish(self) -> None:
-        if self._ints:
-            ints, reals = torch.tensor(self._ints, dtype=torch.int64), torch.tensor(self._reals)
-            if self.device.type == "cuda":
-                ints, reals = ints.pin_memory(), reals.pin_memory()
-            ints, reals = ints.to(self.device, non_blocking=True), reals.to(self.device, non_blocking=True)
+        if self._num_items:
+            packed = array("f", self._reals + self._reals[: len(self._reals) % 2])  # two in eight bytes
+            sent = to_device([*self._ints, *array("q", packed.tobytes())], self.device)
+            ints, reals = sent[: len(self._ints)], sent[len(self._ints) :].view(torch.float32)
             launch(
-                tb.finish_kernel, (len(self._ints),), (self._tables, self._histories, ints, reals, self._words),
+                tb.finish_kernel, (self._num_items,), (self._tables, self._histories, ints, reals, self._words),
                 (1024, max(2, self._histories.shape[1] - 1)), num_warps=4 if INTERPRETED else 16, enable_fp_fusion=False,
             )  # fmt: skip
         launch(tb.exponents_kernel, (len(self._paddings),), (self._tables, self._hist), (), num_warps=4)

@@ -7,7 +7,8 @@ to be joined. The parts of many kernels are joined in one launch: when the space
 from __future__ import annotations
 
 from array import array
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,12 @@ def to_device(numbers: list[int], device: torch.device) -> Tensor:
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
-class Stage(NamedTuple):
-    """A second stage: its kernel, whose program i takes the i-th of ``size`` integers, and their number."""
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A second stage: its kernel, whose program i takes the i-th of ``size`` integers, and their number.
+
+    One is known by its identity: Triton's kernels work their hash out anew each time that they are asked.
+    """
 
     kernel: Any
     size: int
@@ -57,7 +62,7 @@ class Pool:
         self._device = device
         self._block = torch.empty(0, WORDS, dtype=torch.int64, device=device)
         self._held: list[Tensor] = []  # full blocks that waiting items write to, whoever else lets go of them
-        self._num_taken = self._address = 0
+        self._num_taken = self._num_rows = self._address = 0
         self._space: Tensor | None = None
         self._start = self._used = self._size = 0
         self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: []}
@@ -69,11 +74,11 @@ class Pool:
     def take(self) -> Row:
         """Return an uninitialized row."""
         number = self._num_taken
-        if number == len(self._block):
+        if number == self._num_rows:
             block, number = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device), 0
             if any(self._waiting.values()):
                 self._held.append(self._block)
-            self._block, self._address = block, block.data_ptr()
+            self._block, self._num_rows, self._address = block, ROWS, block.data_ptr()
         self._num_taken = number + 1
         self.is_touched = True
         return Row(self._block, number, self._address + 8 * WORDS * number)
@@ -100,10 +105,12 @@ class Pool:
         Where that fails, all that waits is lost, as :func:`num_losses` tells.
         """
         try:
-            for stage, items in self._waiting.items():
-                if items:
-                    sent = to_device(items, self._device)
-                    self._kernels[stage]((len(items) // stage.size, 1, 1), address(sent))
+            items = [item for waiting in self._waiting.values() for item in (*waiting, *[0] * (len(waiting) % 2))]
+            sent, first = to_device(items, self._device) if items else None, 0  # each stage's from a multiple of 16 bytes on
+            for stage, waiting in self._waiting.items():
+                if waiting and sent is not None:
+                    self._kernels[stage]((len(waiting) // stage.size, 1, 1), address(sent[first:]))
+                first += len(waiting) + len(waiting) % 2
         except BaseException:
             _LOSSES[self._device] = num_losses(self._device) + 1
             raise
