@@ -68,8 +68,8 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
     first = 1 if marks else 0
     for i, trace in enumerate(series, first):
         line(figure, trace, LINES[0], i, width=1.6 if trace.name == "loss" else 1.2)
-        kind = {"type": "log"} if trace.name == "loss_scale" else {}  # it doubles and halves
-        figure.axis("y", i, title=trace.name, standoff=4, nticks=6 if i == first else 3, **kind)
+        ticks = _doublings(trace) if trace.name == "loss_scale" else {"nticks": 6 if i == first else 3}
+        figure.axis("y", i, title=trace.name, standoff=4, **ticks)
     if marks:
         figure.add(_rail(marks))
         figure.axis("y", visible=False, range=[-1, 1], fixedrange=True)
@@ -86,6 +86,16 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
         figure.rule(VERMILLION, first, x=lost_at, width=1.2)
     figure.axis("x", len(rows) - 1, title="step", standoff=4)
     return figure.set(int(70 + 64 * sum(rows)), hovermode="x" if series else "closest")
+
+
+def _doublings(trace: Trace) -> Part:
+    """Return a logarithmic axis of what doubles and halves, with up to five powers of two on it."""
+    known = trace.values[np.isfinite(trace.values) & (trace.values > 0)]
+    if not len(known):
+        return {"nticks": 3}
+    low, high = int(np.floor(np.log2(known.min()))), int(np.ceil(np.log2(known.max())))
+    powers = range(low, high + 1, max(1, -(-(high - low) // 4)))
+    return {"type": "log", "tickvals": [2.0**k for k in powers], "ticktext": [f"2<sup>{k}</sup>" for k in powers]}
 
 
 def _rail(marks: Sequence[Mark]) -> Part:

@@ -85,6 +85,8 @@ def test_lines_of_one_plot_differ_for_the_colour_blind(blindness: np.ndarray[Any
 def test_a_loss_scale_is_drawn_on_a_logarithmic_axis() -> None:
     figure = figures.training([trace("loss"), trace("loss_scale", (65536.0, 32768.0, 65536.0))])
     assert "type" not in figure.layout["yaxis"] and figure.layout["yaxis2"]["type"] == "log"
+    assert figure.layout["yaxis2"]["tickvals"] == [2.0**15, 2.0**16]
+    assert "type" not in figures.training([trace("loss_scale", (0.0, 0.0))]).layout["yaxis"]
 
 
 def test_a_map_of_tiles_says_what_its_colours_mean() -> None:
