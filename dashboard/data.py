@@ -22,7 +22,7 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
 from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
-from .spans import ends, step_condition, step_range, width_of
+from .spans import ends, sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -208,10 +208,10 @@ def heat(
     if narrow is not None and name in narrow.metrics:
         names, cells, grid, kinds = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
         return Heat(metric=metric, unit=unit, modules=tuple(names), steps=cells, values=grid, kinds=kinds, steps_per_cell=width)
-    within, apart = step_condition(run, first, last, is_thin)
+    sites, apart = sites_within(run, first, last, is_thin)
     table = run.sql(
         f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
-        f" {badness_sql(name)} AS badness FROM sites WHERE {condition} AND {within})"
+        f" {badness_sql(name)} AS badness FROM {sites} AND {condition})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
         " max_by(v, (badness, kind)) AS v, max_by(kind, (badness, kind)) AS kind"
         " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
@@ -291,10 +291,10 @@ def several_traces(
     if narrow is not None and narrow.metrics.issuperset(wanted):
         return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
     values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
-    within, apart = step_condition(run, *shown, is_thin)
+    sites, apart = sites_within(run, *shown, is_thin)
     width = width if apart == 1 else 1  # each step is a point of its own
     table = run.sql(
-        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM sites WHERE module = ? AND {within}"
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM {sites} AND module = ?"
         " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
         " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
         [module],

@@ -13,7 +13,7 @@ from fp8debug.store.dump_files import Dump, dumps_of
 
 from .grids import floats, ints
 from .records import BlockMap, History
-from .spans import step_condition, step_range, width_of
+from .spans import sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -36,10 +36,10 @@ def history(run: Run, module: str, site: tuple[str, str], cast: str | None = Non
     width = width_of(run, "raw", first, last, MAX_COLUMNS)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     bins = ", ".join(f"sum(log2_hist[{i + 1}]) AS b{i}" for i in range(NUM_BINS))
-    within, _ = step_condition(run, first, last, is_thin)
-    of_site = f"module = ? AND gemm = ? AND tensor = ? AND reference = 'operand' AND {within}"
+    sites, _ = sites_within(run, first, last, is_thin)
+    of_site = "module = ? AND gemm = ? AND tensor = ? AND reference = 'operand'"
     counted = run.sql(
-        f"SELECT min(step) AS step, {cell} AS cell, {bins} FROM sites WHERE {of_site} AND log2_hist IS NOT NULL"
+        f"SELECT min(step) AS step, {cell} AS cell, {bins} FROM {sites} AND {of_site} AND log2_hist IS NOT NULL"
         f" GROUP BY {cell} ORDER BY 2",
         [module, *site],
     )
@@ -47,8 +47,8 @@ def history(run: Run, module: str, site: tuple[str, str], cast: str | None = Non
         return None
     which, named = ("cast_name = ?", [cast]) if cast is not None else ("actual", [])
     scaled = run.sql(
-        f"SELECT {cell} AS cell, min(cast_name) AS cast_name, avg(scale_inv_mean_log2) AS s FROM sites"
-        f" WHERE {of_site} AND {which} AND scale_inv_mean_log2 IS NOT NULL GROUP BY {cell} ORDER BY 1",
+        f"SELECT {cell} AS cell, min(cast_name) AS cast_name, avg(scale_inv_mean_log2) AS s FROM {sites}"
+        f" AND {of_site} AND {which} AND scale_inv_mean_log2 IS NOT NULL GROUP BY {cell} ORDER BY 1",
         [module, *site, *named],
     )
     counts = np.stack([floats(counted, f"b{i}") for i in range(NUM_BINS)])

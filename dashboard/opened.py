@@ -107,9 +107,14 @@ class Opened:
                 self._aside = Run(self.run.path)
             return self._aside
 
+    @property
+    def is_huge(self) -> bool:
+        """True where a page can't wait for what is read of all steps."""
+        return self.size >= HUGE_BYTES
+
     def is_thin(self, *metrics: str) -> bool:
         """Tell whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
-        return self.size >= HUGE_BYTES and (self.narrow is None or not self.narrow.metrics.issuperset(metrics))
+        return self.is_huge and (self.narrow is None or not self.narrow.metrics.issuperset(metrics))
 
     def narrow_down(self) -> None:
         """Begin to read the table in memory, once: of a large run that nobody is writing."""
@@ -126,7 +131,7 @@ class Opened:
         return thread is not None and thread.is_alive()
 
     def _narrow(self) -> None:
-        if self.size < HUGE_BYTES:
+        if not self.is_huge:
             self.judge()  # one after the other, so that pages have a core; of more rows pages from the files take too long
         with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
             found = build(self.run.path)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .data import MAX_CELLS, MAX_POINTS, column, metrics
 from .envelopes import KIND_SQL, badness_sql
 from .grids import floats, grid_of, ints
 from .records import Heat, Trace
-from .spans import step_range, width_of
+from .spans import step_condition, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -31,8 +31,10 @@ def _reference(tensor: str) -> str:
     return "operand" if tensor in ("input", "weight", "grad_output") else "shadow"
 
 
-def by_rank(run: Run, module: str, site: tuple[str, str], metric: str) -> Heat:
+def by_rank(run: Run, module: str, site: tuple[str, str], metric: str, is_thin: bool = False) -> Heat:
     """Return a metric of one site, running cast, as ranks by steps; a cell of several steps holds the worst of them.
+
+    ``is_thin``, here and below: read some of many steps, see ``spans.step_condition``.
 
     Raises:
         UnknownNameError: no such metric.
@@ -40,19 +42,20 @@ def by_rank(run: Run, module: str, site: tuple[str, str], metric: str) -> Heat:
     name, unit = column(metric), metrics()[metric][0]
     first, last = step_range(run) or (0, 0)
     width = width_of(run, "raw", first, last, MAX_CELLS)
+    within, apart = step_condition(run, first, last, is_thin)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     table = run.sql(
         f"WITH picked AS (SELECT rank, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind, {badness_sql(name)} AS badness"
-        " FROM stats WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual)"
+        f" FROM stats WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within})"
         f" SELECT concat('rank ', CAST(rank AS STRING)) AS module, {cell} AS cell, min(step) AS step,"
         " max_by(v, badness) AS v, max_by(kind, badness) AS kind FROM picked WHERE v IS NOT NULL"
         f" GROUP BY rank, {cell}",
         [module, *site, _reference(site[1])],
     )
-    return grid_of(table, metric, unit, [f"rank {rank}" for rank in run.ranks], width)
+    return replace(grid_of(table, metric, unit, [f"rank {rank}" for rank in run.ranks], width), steps_apart=apart)
 
 
-def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str, rank: int) -> Spread:
+def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str, rank: int, is_thin: bool = False) -> Spread:
     """Return median and extremes over the ranks at each step, and the line of one rank.
 
     Raises:
@@ -61,9 +64,10 @@ def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str,
     name = column(metric)
     first, last = step_range(run) or (0, 0)
     width = width_of(run, "raw", first, last, MAX_POINTS)
+    within, _ = step_condition(run, first, last, is_thin)
     table = run.sql(
         f"WITH picked AS (SELECT rank, step, CAST({name} AS DOUBLE) AS v FROM stats"
-        " WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual), steps_of AS ("
+        f" WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within}), steps_of AS ("
         " SELECT step, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) AS v, min(v) AS low, max(v) AS high,"
         f" max(v) FILTER (WHERE rank = {int(rank)}) AS own FROM picked WHERE isfinite(v) GROUP BY step)"
         " SELECT min(step) AS step, avg(v) AS v, min(low) AS low, max(high) AS high, avg(own) AS own FROM steps_of"
@@ -77,7 +81,7 @@ def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str,
     return Spread(median=all_ranks, outlier=Trace(name=f"rank {rank}", steps=steps, values=floats(table, "own")), rank=rank)
 
 
-def disagreement(run: Run, metric: str) -> list[dict[str, Any]]:
+def disagreement(run: Run, metric: str, is_thin: bool = False) -> list[dict[str, Any]]:
     """Return the sites at which ranks differ most in a metric of the running cast, the largest spread first.
 
     Each row has module, gemm, tensor, reference, step (of the largest spread), spread, median, scale_spread (largest
@@ -87,10 +91,11 @@ def disagreement(run: Run, metric: str) -> list[dict[str, Any]]:
         UnknownNameError: no such metric.
     """
     name = column(metric)
+    within, _ = step_condition(run, *(step_range(run) or (0, 0)), is_thin)
     site = "module, gemm, tensor, reference"
     found: list[dict[str, Any]] = run.sql(
         f"WITH picked AS (SELECT step, rank, {site}, CAST({name} AS DOUBLE) AS v, scale_inv_mean_log2 AS s FROM stats"
-        f" WHERE actual AND reference <> 'exact' AND isfinite({name})), of_step AS ("
+        f" WHERE actual AND reference <> 'exact' AND isfinite({name}) AND {within}), of_step AS ("
         f" SELECT step, {site}, max(v) - min(v) AS spread, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) AS median,"
         f" max(s) - min(s) AS scale_spread FROM picked GROUP BY step, {site} HAVING count(DISTINCT rank) > 1), worst AS ("
         f" SELECT {site}, max(spread) AS spread, max_by(step, spread) AS step, max_by(median, spread) AS median,"

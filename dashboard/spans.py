@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from fp8debug.store.stream import ROWS_PER_GROUP
+
 if TYPE_CHECKING:
     from fp8debug import Run
 
-#: Sampled steps that are read of a huge run while a reader waits: a second, if row groups hold few steps each.
-MOST_READ = 256
+#: Rows that are unpacked of a huge run while a reader waits, about a second, and the sampled steps that are read for it.
+MOST_ROWS = 12_000_000
+FEWEST_READ, MOST_READ = 16, 256
 
 
 def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
@@ -30,19 +33,30 @@ def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
 
 
 def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tuple[str, int]:
-    """Return the SQL condition on the steps from one to another, and how many sampled steps it takes each one of.
+    """Return the SQL condition on the steps from one to another, and of how many sampled steps it takes one.
 
     Args:
         run: the run.
         first: first step.
         last: last step.
-        is_thin: take no more than ``MOST_READ`` sampled steps, as far apart as one another, the last among them.
+        is_thin: take ``MOST_READ`` sampled steps at most, as far apart as one another, the last among them. Each takes a
+            row group of every rank to be unpacked, and these have no more than ``MOST_ROWS`` rows together.
     """
     sampled = [step for step in run.sampled_steps if step is not None and first <= step <= last] if is_thin else []
-    apart = -(-len(sampled) // MOST_READ)
+    rows = max(ROWS_PER_GROUP * len(run.ranks), run.num_rows // max(1, len(run.sampled_steps)))
+    apart = -(-len(sampled) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // rows)))
     if apart <= 1:
         return f"step BETWEEN {first} AND {last}", 1
     return f"step IN ({', '.join(map(str, sampled[(len(sampled) - 1) % apart :: apart]))})", apart
+
+
+def sites_within(run: Run, first: int, last: int, is_thin: bool = False) -> tuple[str, int]:
+    """Return the SQL text of ``sites`` under ``step_condition``, to which more conditions can be added, and the same number."""
+    within, apart = step_condition(run, first, last, is_thin)
+    if apart == 1:
+        return f"sites WHERE {within}", 1
+    # The steps are chosen before ranks are joined: a list of values is not pushed through the join.
+    return f"({run.sites_of(f'(SELECT * FROM raw WHERE {within}) AS chosen', run.slots)}) AS few WHERE TRUE", apart
 
 
 def ends(run: Run) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from .. import data, history_data, history_figures, module_figures
 from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
-from ..opened import HUGE_BYTES, SMALL_BYTES, Opened
+from ..opened import SMALL_BYTES, Opened
 from ..records import History, Trace
 from ..theme import NO_DATA, level
 from ..urls import View, href
@@ -256,7 +256,7 @@ def _read_history(view: View, opened: Opened, module: str) -> History | None:
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
     found: History | None = opened.keep(
         _key(view, module),
-        lambda: history_data.history(opened.aside(), module, chosen_site(view), cast, opened.size >= HUGE_BYTES),
+        lambda: history_data.history(opened.aside(), module, chosen_site(view), cast, opened.is_huge),
     )
     return found
 

@@ -18,7 +18,7 @@ from ..theme import GRID_NUMBER, NO_DATA
 from ..urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
 from .base import Page
-from .heatmap import metric_options
+from .heatmap import metric_options, read_thinly
 
 SITE = "fprop.input"
 NAMES = tuple(f"{gemm}.{tensor}" for row in SITES for gemm, tensor in row)
@@ -58,7 +58,7 @@ def settle(view: View, opened: Opened) -> object:
     metric = _metric(view, opened)
     if len(opened.run.ranks) < 2 or metric not in opened.recorded():
         return opened.keep(_key(view, opened), list)
-    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.aside(), metric))
+    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.aside(), metric, opened.is_huge))
 
 
 def layout(view: View, opened: Opened) -> Component:
@@ -110,14 +110,15 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         module, site, worst = _site(view, opened, found or ())
         rank = worst["outlier"] if worst is not None else run.ranks[0]
         step = worst["step"] if worst is not None else None
-        heat = rank_data.by_rank(run, module, site, metric)
-        lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank), metric, step)
+        heat = rank_data.by_rank(run, module, site, metric, opened.is_huge)
+        lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank, opened.is_huge), metric, step)
     except Fp8DebugError as error:
         return listed, note(str(error), kind="warning"), rows, empty("not recorded", 160), empty("not recorded", 160)
     words = f"{module}, {site[0]} {site[1]}, running cast, on {len(run.ranks)} ranks."
     if worst is not None:
         beside = f"{number(worst['value'])} beside {number(worst['median'])}"
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
+    words += read_thinly(heat)
     about = note(words) if found is not None else poster(words + " All sites are being compared.")
     return listed, about, rows, heatmap(heat), lines
 

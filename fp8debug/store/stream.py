@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _NUMBER = re.compile(r"-(\d{5,})\.(?:arrows|parquet)$")
-_ROWS_PER_GROUP = 65536
+ROWS_PER_GROUP = 65536
 
 
 def stream_path(folder: Path, table: str, number: int) -> Path:
@@ -114,7 +114,7 @@ def write_part(table: pa.Table, path: Path) -> None:
                 compression="zstd",
                 use_dictionary=strings,
                 column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
-                row_group_size=_ROWS_PER_GROUP,
+                row_group_size=ROWS_PER_GROUP,
             )
             file.flush()
             os.fsync(file.fileno())

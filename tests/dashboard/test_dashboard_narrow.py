@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8debug import Run
-from fp8debug_dashboard import data, history_data, narrow, opened, spans
+from fp8debug_dashboard import data, history_data, narrow, opened, rank_data, spans
 from fp8debug_dashboard.narrow import Narrow
 from fp8debug_dashboard.pages import heatmap, module
 from fp8debug_dashboard.records import Trace
@@ -104,18 +104,24 @@ def test_cells_of_many_steps_have_one_width(tmp_path: Path, monkeypatch: pytest.
     assert spans.width_of(run, "raw_steps", 0, 119, 50) == 3
 
 
-def test_of_a_huge_run_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples.write_sick(tmp_path / "run", num_steps=120, every=5)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_of_a_huge_run_some_steps_are_read(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ranks == 1:
+        samples.write_sick(tmp_path / "run", num_steps=120, every=5)
+    else:
+        samples.write_ranks(tmp_path / "run", num_steps=120)
     monkeypatch.setattr(spans, "FEWEST_READ", 7)
     monkeypatch.setattr(spans, "MOST_ROWS", 1000)
     run = Run(tmp_path / "run")
     whole, some = data.heat(run, "sqnr_db"), data.heat(run, "sqnr_db", is_thin=True)
-    assert (whole.steps_apart, some.steps_apart) == (1, 4)
-    assert some.steps.tolist() == run.sampled_steps[3::4] and some.steps[-1] == run.sampled_steps[-1]
+    steps = run.sampled_steps
+    apart = -(-len(steps) // 7)
+    assert (whole.steps_apart, some.steps_apart) == (1, apart) and apart > 1
+    assert some.steps.tolist() == steps[(len(steps) - 1) % apart :: apart] and some.steps[-1] == steps[-1]
     assert some.modules == whole.modules
     np.testing.assert_array_equal(some.values, whole.values[:, np.isin(whole.steps, some.steps)])
     near = data.heat(run, "sqnr_db", steps=(20, 45), is_thin=True)  # of a part there are few enough to read them all
-    assert near.steps_apart == 1 and near.steps.tolist() == [20, 25, 30, 35, 40, 45]
+    assert near.steps_apart == 1 and near.steps.tolist() == [step for step in steps if 20 <= step <= 45]
     name = str(run.modules[3]["fqn"])
     lines, points = (data.several_traces(run, name, ["gain"], is_thin=thin)["gain"] for thin in (False, True))
     assert [_label(line) for line in lines] == [_label(line) for line in points]
@@ -125,7 +131,12 @@ def test_of_a_huge_run_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_array_equal(point.values, line.values[chosen])
     exponents = history_data.history(run, name, ("fprop", "input"), is_thin=True)
     assert exponents is not None and exponents.steps.tolist() == some.steps.tolist()
-    assert data.sampled_steps(run, name, is_thin=True) == run.sampled_steps
+    assert data.sampled_steps(run, name, is_thin=True) == steps
+    by_rank = rank_data.by_rank(run, name, ("fprop", "input"), "amax", is_thin=True)
+    assert by_rank.modules == tuple(f"rank {rank}" for rank in range(ranks)) and by_rank.steps.tolist() == some.steps.tolist()
+    band = rank_data.spread_over_steps(run, name, ("fprop", "input"), "amax", 0, is_thin=True)
+    assert band.median.steps.tolist() == some.steps.tolist()
+    assert {row["step"] for row in rank_data.disagreement(run, "amax", is_thin=True)} <= set(some.steps.tolist())
 
 
 def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
