@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fp8debug import Run
 
 #: Rows that are unpacked of a huge run while a reader waits, about a second, and the sampled steps that are read for it.
-MOST_ROWS = 12_000_000
+MOST_ROWS = 8_000_000
 FEWEST_READ, MOST_READ = 16, 256
 
 
