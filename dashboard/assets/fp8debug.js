@@ -66,6 +66,20 @@
     };
   };
 
+  // Where a plot is drawn anew between the press of a button and its release, plotly forgets what lies under the pointer, and the
+  // click would be lost: what was pressed is what is clicked.
+  let pressed = null;
+  const at = (event) => [event.clientX, event.clientY].map(Math.round).join();
+  window.addEventListener("mousedown", (event) => {
+    const plot = event.target.closest && event.target.closest(".js-plotly-plot");
+    pressed = plot && plot._hoverdata ? { plot, points: plot._hoverdata, at: at(event) } : null;
+  }, true);
+  window.addEventListener("mouseup", (event) => {
+    const { plot, points, at: before } = pressed || {};
+    if (plot && before === at(event) && !plot._hoverdata) plot.emit("plotly_click", { points, event });
+    pressed = null;
+  }, true);
+
   // Resolves when the plots that are seen have been painted, at the latest after two seconds.
   const painted = async () => {
     await Promise.resolve(window.Plotly).catch(() => null);
