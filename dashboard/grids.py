@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fp8debug.store.numbers import numbers_of
@@ -33,7 +32,7 @@ def ints(table: pa.Table, name: str) -> Ints:
 
 def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
     """Return rows of (module, cell, step, v, kind) as an array of modules, in the given order, by cells of steps."""
-    coded = pc.dictionary_encode(table.column("module").cast(pa.string())).combine_chunks()
+    coded = table.column("module").cast(pa.string()).combine_chunks().dictionary_encode()
     named, codes = coded.dictionary.to_pylist(), numbers_of(coded.indices, np.int32)
     order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *named]))}
     present = sorted(named, key=order.__getitem__)

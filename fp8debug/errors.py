@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 
@@ -73,6 +72,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if not names:
         return "there are none"
     stem = name.replace("*", "").replace("?", "").strip(".")
+    import difflib  # takes 25 ms, and few runs end in an error
+
     close = difflib.get_close_matches(stem, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
