@@ -105,16 +105,16 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     return about, figures.heatmap(heat, f"{view.get('from')}:{view.get('to')}")
 
 
-def read_thinly(heat: Heat) -> str:
-    """Return the sentence that some steps were read only, where that is so."""
-    return f" So large a run is read at one of {heat.steps_apart} sampled steps." if heat.steps_apart > 1 else ""
+def read_thinly(apart: int) -> str:
+    """Return the sentence that one of so many sampled steps was read only."""
+    return f"So large a run is read at one of {apart} sampled steps."
 
 
 def _about(heat: Heat, num_modules: int) -> str:
     unit, doc = data.metrics()[heat.metric]
     words = [doc[:1].upper() + doc[1:] + (f", in {UNITS.get(unit, unit)}." if unit != "1" else ".")]
     if heat.steps_apart > 1:
-        words.append(read_thinly(heat).strip())
+        words.append(read_thinly(heat.steps_apart))
     elif heat.steps_per_cell > 1:
         words.append(f"A cell is the worst of {heat.steps_per_cell} steps.")
     if envelope(heat.metric) is None:

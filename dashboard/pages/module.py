@@ -17,14 +17,17 @@ from ..figures import empty
 from ..module_figures import SITES
 from ..opened import SMALL_BYTES, Opened
 from ..records import History, Trace
+from ..spans import step_condition, step_range
 from ..theme import NO_DATA, level
 from ..urls import View, href
 from ..widgets import badge, card, control, facts, graded, graph, note, number, poster, segments, table
 from .base import Page
-from .heatmap import metric_options
+from .heatmap import metric_options, read_thinly
 from .overview import module_href
 
 METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
+#: Metrics whose lines are there whichever one is chosen.
+_ALWAYS = ("sqnr_db", "scale_inv_mean_log2", "headroom")
 #: Steps in a list to choose from, spread over the run; those near the chosen one are there as well.
 MAX_CHOICES = 1000
 NAMES = tuple(f"{gemm}.{tensor}" for line in SITES for gemm, tensor in line)
@@ -173,7 +176,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
     steps = _sampled(opened, module)
     step = chosen_step(view, opened, module, steps)
-    about: Component | None = None
+    about = _about(opened, metric)
     try:
         lines = _lines(opened, module, metric)
         nine = module_figures.sites(lines[metric], metric, site, step)
@@ -238,8 +241,15 @@ def _sampled(opened: Opened, module: str) -> list[int]:
     return found
 
 
+def _about(opened: Opened, metric: str) -> Component | None:
+    """Return what a reader has to know of the lines: that some steps of a huge run are there only."""
+    shown = step_range(opened.run)
+    apart = step_condition(opened.run, *shown, opened.is_thin(metric, *_ALWAYS))[1] if shown else 1
+    return note(read_thinly(apart)) if apart > 1 else None
+
+
 def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
-    names = (metric, "sqnr_db", "scale_inv_mean_log2", "headroom")
+    names = (metric, *_ALWAYS)
     is_thin = opened.is_thin(*names)
     key = ("lines", module, metric, is_thin)
     found: dict[str, list[Trace]] = opened.keep(

@@ -118,7 +118,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     if worst is not None:
         beside = f"{number(worst['value'])} beside {number(worst['median'])}"
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
-    words += read_thinly(heat)
+    words += f" {read_thinly(heat.steps_apart)}" if heat.steps_apart > 1 else ""
     about = note(words) if found is not None else poster(words + " All sites are being compared.")
     return listed, about, rows, heatmap(heat), lines
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 
 
 def numbers_of(column: pa.Array | pa.ChunkedArray, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return the numbers of a column, any number for null.
+    """Return the numbers of a column, ``[rows]``, any number for null; read-only where they are Arrow's own memory.
 
     Args:
         column: numbers of one width; no booleans, which take a bit each.
-        dtype: their type.
+        dtype: their type, which has to be Arrow's: nothing is converted, so cast the column first.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     parts = [np.frombuffer(c.buffers()[1], dtype)[c.offset : c.offset + len(c)] for c in chunks if len(c)]

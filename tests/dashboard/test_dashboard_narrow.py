@@ -151,7 +151,9 @@ def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch:
     words = "read at one of 4 sampled steps"
     view = View("heatmap", None, {})
     assert words in str(heatmap.parts(view, found)[0])
+    assert words in str(module.parts(View("module", None, {}), found)[1])
     found.narrow = narrow.build(found.run.path)
+    assert words not in str(module.parts(View("module", None, {}), found)[1])
     assert not found.is_thin("sqnr_db") and found.is_thin("mse")
     assert words not in str(heatmap.parts(view, found)[0])
     assert words in str(heatmap.parts(View("heatmap", None, {"metric": "mse"}), found)[0])
