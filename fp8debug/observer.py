@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, shift_of, size_of_groups, spread_lines
+from fp8debug.leftovers import Forgetful, Leftovers
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
 from fp8debug.table import Scalar, Snapshot, Table
@@ -110,6 +110,9 @@ class Observer:
         self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
         self.modules_seen: set[str] = set()  # those that have recorded anything
+        self.generation = 0  # how many steps have begun
+        self.touched: list[Forgetful] = []  # what holds something of the step under way
+        self.leftovers = Leftovers()
         self.before_forward: Callable[[], None] = _nothing
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
@@ -121,8 +124,7 @@ class Observer:
         self._num_calls = 0
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
-        self.known: dict[Hashable, Any] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
+        self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Tensor]] = []
 
     @property
@@ -196,8 +198,8 @@ class Observer:
             return None
         storage = x.untyped_storage()
         at = storage._cdata
-        if at not in self._storages:  # whose address no other has from now on
-            self._storages[at] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
+        if at not in self.known:  # whose address no other has from now on
+            self.known[at] = storage._weak_ref()
         return at, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
     def check(self, module: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
@@ -238,10 +240,11 @@ class Observer:
         """Set the clock."""
         self.step = step
         self.sampling = not self.is_off and not self.is_asleep and step % self.settings.every == 0
+        self.generation += 1
         self._num_calls = 0
         self._samples = {}
-        self.known = {}
-        self._storages = {}
+        self.leftovers.take(self.touched, self.known)
+        self.touched, self.known = [], {}
         for forget in self.on_end_step:
             forget()
 
@@ -265,6 +268,7 @@ class Observer:
             self._sink(first)
         if wait:
             self._drop_tables()
+            self.leftovers.let_go_of_all()
 
 
 def place_of_first(found: list[Tensor]) -> Tensor:

@@ -38,7 +38,7 @@ from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
 from fp8debug.sharding import Layout
-from fp8debug.shielding import guarded, is_capturing, is_overheard
+from fp8debug.shielding import Shielded, guarded, is_capturing, is_overheard
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 #: Slots of one tensor by the cast's name.
@@ -60,7 +60,7 @@ class Kept:
     tried: Tried = field(default_factory=dict)  # the what-if casts of the input
 
 
-class Probe:
+class Probe(Shielded):
     """The ears of an Observer at one module.
 
     Args:
@@ -70,35 +70,17 @@ class Probe:
     """
 
     def __init__(self, observer: Observer, module: str, *, actual: bool = True) -> None:
-        self.observer = observer
-        self.module = module
+        super().__init__(observer, module)
         self.actual = actual
-        self.failed = False
-        self._told = False
-        self.num_calls = 0
+        self.num_calls, self.call_index = 0, -1
         #: Which piece of the whole each tensor is, where the module is split over ranks.
         self.layout: Layout | None = None
         self._lines = Lines(observer, module)
         self._number = observer.num_modules
         observer.num_modules += 1
-        observer.on_end_step.append(self._forget)
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, RowKey, RowKey]] = {}
-        self.is_fresh = False
-        self._forget()
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a watched model is not watched."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A pickle of a watched model is not watched."""
-        return (_none, ())
-
-    def _forget(self) -> None:
-        if self.is_fresh:
-            return
-        self.call_index, self.given_up = -1, False  # given up: the sample of this step
         self._weights_seen, self._weights_reread = set[Gemm](), set[Gemm]()
         self._seen_outside_backward = self._recomputed = False
         self._gradients = RunningSum()
@@ -107,14 +89,31 @@ class Probe:
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: RowKey | None = None
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
-        self.is_fresh = True  # nothing was called since
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a watched model is not watched."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A pickle of a watched model is not watched."""
+        return (_none, ())
+
+    def forget(self) -> None:
+        """Forget the step that it was last called in; nothing is made anew, which the garbage collector would have to look at."""
+        self.call_index = -1
+        self._weights_seen.clear()
+        self._weights_reread.clear()
+        self._seen_outside_backward = self._recomputed = False
+        self._gradients.clear()
+        self._histogram_of.clear()
+        self._tried_weight.clear()
+        self._weight_shared.clear()
+        self._output_key = None
+        self._ridden.clear()
 
     def give_up(self, reason: str) -> None:
-        """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
-        self.given_up, self.is_fresh = True, False
+        """End the sample of this step."""
         self._ridden.clear()
-        self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
-        self._told = True
+        super().give_up(reason)
 
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
@@ -122,6 +121,7 @@ class Probe:
         It is not when the step is not sampled, when gradients are off (evaluation), or when it is the recomputation of a
         checkpointed forward that was seen already.
         """
+        self.observer.leftovers.let_go()
         if not torch.is_grad_enabled() or self.observer.is_rehearsing:
             return False
         self.observer.before_forward()

@@ -34,6 +34,10 @@ class RunningSum:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
         self.weight: Tensor | None = None
         self._sum: Tensor | None = None
         self._num_passes, self._graph_task = 0, -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack
@@ -21,17 +21,45 @@ R = TypeVar("R")
 S = TypeVar("S", bound="Shielded")
 
 
-class Shielded(Protocol):
-    """What has methods that may fail: it knows whether one did."""
+class Shielded:
+    """What has methods that may fail, and holds something of a step: it forgets that at its first call in a later one.
 
-    observer: Observer
-    module: str
-    failed: bool
-    given_up: bool
-    is_fresh: bool
+    Args:
+        observer: whose steps they are.
+        module: FQN of what it belongs to.
+    """
+
+    def __init__(self, observer: Observer, module: str) -> None:
+        self.observer = observer
+        self.module = module
+        self.failed = False
+        self._told = False
+        self._generation = self._gave_up = -1  # the step that it was last called in, and the last one whose sample it ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step that it was last called in has ended."""
+        return self._generation != self.observer.generation
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the sample of this step has ended."""
+        return self._gave_up == self.observer.generation
+
+    def begin_step(self) -> None:
+        """Forget an earlier step."""
+        self.forget()
+        self._generation = self.observer.generation
+        self.observer.touched.append(self)
+
+    def forget(self) -> None:
+        """Forget the step that it was last called in."""
 
     def give_up(self, reason: str) -> None:
-        """End the sample of this step."""
+        """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
+        self._gave_up = self.observer.generation
+        self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
+        self._told = True
 
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
@@ -45,7 +73,8 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         if probe.failed or probe.given_up:
             return None
-        probe.is_fresh = False
+        if probe.is_over:
+            probe.begin_step()
         try:
             if not torch.is_grad_enabled() and not is_overheard():
                 return method(probe, *args, **kwargs)

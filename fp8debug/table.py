@@ -6,7 +6,7 @@ is one asynchronous copy of it into pinned memory; it is read when it has arrive
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,11 @@ from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
-#: Contributions that wait at most, and index tensors kept: bounds on memory, reached by no ordinary model's step.
-MAX_WAITING, MAX_INDICES = 4096, 256
+#: Rows that wait to be joined together at most: what a hook that joins them, or the end of a step, takes must stay far below
+#: a millisecond where the kernels take them; by torch ops it is a few.
+MAX_JOINED, MAX_WAITING = 256, 64
+#: Index tensors of rows that are kept.
+MAX_INDICES = 1024
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 _REDUCTION = {"sum": "sum", "max": "amax", "min": "amin"}
 
@@ -46,9 +49,10 @@ def layout() -> tuple[dict[str, Place], dict[Group, int]]:
 
 
 class Buffers(NamedTuple):
-    """A table's state on the host: one piece of memory, and each group's part of it."""
+    """A table's state on the host: one piece of memory, and each group's part of it, which NumPy sees too."""
 
     memory: Tensor
+    state: dict[Group, Tensor]
     parts: dict[Group, np.ndarray[Any, Any]]
 
 
@@ -74,8 +78,10 @@ class Table:
         self._numbers: dict[Any, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
         self._placed: set[int] = set()  # row and number of a layout
         self._held: list[Any] = []  # what lies at the addresses
-        self._indices: dict[Any, tuple[Group, tuple[Tensor, Tensor]]] = {}
+        self._rows_at: dict[tuple[int, ...], Tensor] = {}
+        self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
+        self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._bins: Any = None
         columns = {name: place.start for name, place in self.places.items()}
         self._joiner = new_joiner(self._state, columns) if takes_kernels(next(iter(self._state.values()))) else None
@@ -101,8 +107,11 @@ class Table:
         return found
 
     def _pinned(self) -> Buffers:
-        memory = self._new(pin_memory=True)
-        return Buffers(memory, {group: part.numpy() for group, part in self._cut(memory).items()})
+        return self._buffers(self._new(pin_memory=True))
+
+    def _buffers(self, memory: Tensor) -> Buffers:
+        state = self._cut(memory)
+        return Buffers(memory, state, {group: part.numpy() for group, part in state.items()})
 
     def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
         """Join one tensor's contributions to a row, each slot by its own rule.
@@ -137,20 +146,28 @@ class Table:
                 rest[key] = value
                 continue
             place = number << 32 | row
-            if place in self._placed or len(self._held) == MAX_WAITING:
+            if place in self._placed:
                 self._join()
+            elif len(self._held) == MAX_JOINED:
+                self._join_rows()
             self._placed.add(place)
             self._held.append(value)
             self._items += (value.address if type(value) is Row else value.data_ptr(), row, number)
         return rest
 
+    def _join_rows(self) -> None:
+        """Have all rows filled whose casts or sums wait, and join those on the joiner's list to the state."""
+        try:
+            if self._joiner is not None:
+                with on_device(self._all):
+                    self._joiner(self._items, () if self._bins is None else (self._bins,))
+        finally:  # where it fails, the joiner says so again until the table is discarded
+            self._items, self._held = [], []
+            self._placed.clear()
+
     def _join(self) -> None:
         """Join what waits to the state."""
-        if self._bins is not None:
-            self._bins.flush()
-        if self._joiner is not None:
-            with on_device(next(iter(self._state.values()))):
-                self._joiner.flush()
+        self._join_rows()
         found: dict[Any, tuple[list[int], list[Tensor]]] = {}
         for row, partials in self._waiting.items():
             for key, value in partials.items():
@@ -158,12 +175,6 @@ class Table:
                 rows, all_values = found.setdefault(key if isinstance(key, Layout) else (key, values.shape), ([], []))
                 rows.append(row)
                 all_values.append(values)
-        if self._items:
-            assert self._joiner is not None
-            with on_device(next(iter(self._state.values()))):
-                self._joiner(self._items)
-            self._items, self._held = [], []
-            self._placed.clear()
         for key, (rows, values) in found.items():
             stacked = torch.stack(values)
             if isinstance(key, Layout):
@@ -188,13 +199,16 @@ class Table:
 
     def _place(self, names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[Group, tuple[Tensor, Tensor]]:
         """Return the group of some slots, and where they lie in its tensor."""
-        if (names, rows) not in self._indices:
-            if len(self._indices) == MAX_INDICES:
-                self._indices.clear()
+        if rows not in self._rows_at:
+            if len(self._rows_at) == MAX_INDICES:
+                self._rows_at.clear()
+            self._rows_at[rows] = self._index(rows)[:, None]
+        if names not in self._columns_at:
             places = [self.places[name] for name in names]
             columns = tuple(c for place in places for c in range(place.start, place.stop))
-            self._indices[names, rows] = places[0].group, (self._index(rows)[:, None], self._index(columns)[None, :])
-        return self._indices[names, rows]
+            self._columns_at[names] = places[0].group, self._index(columns)[None, :]
+        group, columns_at = self._columns_at[names]
+        return group, (self._rows_at[rows], columns_at)
 
     def _index(self, numbers: tuple[int, ...]) -> Tensor:
         """Return numbers as a tensor on the device, sent there without waiting."""
@@ -204,18 +218,29 @@ class Table:
         return index.to(self.device)
 
     def snapshot(self) -> Snapshot:
-        """Start copying the table to the host, set it back to neutral, and return the copy under way."""
+        """Start copying the table to the host, set it back to neutral, and return the copy under way.
+
+        On a CPU nothing is copied: another state takes its place.
+        """
         self._join()
         if self.device.type == "cuda":
             buffers = self._free.pop() if self._free else self._pinned()
             buffers.memory.copy_(self._all, non_blocking=True)
-            snapshot = Snapshot(self.places, buffers, _event(self.device), self._free)
-        else:
-            memory = self._all.clone()
-            parts = {group: part.numpy() for group, part in self._cut(memory).items()}
-            snapshot = Snapshot(self.places, Buffers(memory, parts), None, [])
-        self._all.copy_(self._neutral)
+            snapshot = Snapshot(self.places, buffers, _event(self.device), self._free.append)
+            self._all.copy_(self._neutral)
+            return snapshot
+        assert self._here is not None
+        snapshot = Snapshot(self.places, self._here, None, self._clear)
+        self._here = self._free.pop() if self._free else self._buffers(self._neutral.clone())
+        self._all, self._state = self._here.memory, self._here.state
+        if self._joiner is not None:
+            self._joiner.join_to(self._state)
         return snapshot
+
+    def _clear(self, buffers: Buffers) -> None:
+        """Set a state on the host back to neutral, for a later step; in the thread that read it, without threads of torch's."""
+        np.copyto(buffers.memory.numpy(), self._neutral.numpy())
+        self._free.append(buffers)
 
     def discard(self) -> None:
         """Forget what waits, here and in the kernels' memory; the table is not used any more."""
@@ -225,29 +250,37 @@ class Table:
 
 
 class Snapshot:
-    """A table's rows on their way to the host; reading it gives its pinned buffers back."""
+    """A table's rows on their way to the host.
+
+    Args:
+        places: where the slots lie.
+        buffers: what they are copied to.
+        done: when they have arrived; None for now.
+        give_back: called with the buffers once they have been read.
+    """
 
     def __init__(
         self,
         places: dict[str, Place],
         buffers: Buffers,
         done: torch.cuda.Event | None,
-        free: list[Buffers],
+        give_back: Callable[[Buffers], None],
     ) -> None:
         self._places = places
-        self._buffers = buffers
+        self._buffers: Buffers | None = buffers
         self._done = done
-        self._free = free
+        self._give_back = give_back
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def read(self, rows: list[int]) -> dict[str, np.ndarray[Any, Any]]:
+    def read(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
         if self._done is not None:
             self._done.synchronize()
-        groups = {group: part[rows] for group, part in self._buffers.parts.items()}
+        assert self._buffers is not None
+        groups = {group: part.take(rows, axis=0) for group, part in self._buffers.parts.items()}
         self.discard()
         found = {}
         for name, (group, start, stop) in self._places.items():
@@ -256,10 +289,10 @@ class Snapshot:
         return found
 
     def discard(self) -> None:
-        """Give the pinned buffers back; the rows are not read any more."""
-        if self._done is not None:
-            self._done = None
-            self._free.append(self._buffers)
+        """Give the buffers back; the rows are not read any more."""
+        if self._buffers is not None:
+            buffers, self._buffers = self._buffers, None
+            self._give_back(buffers)
 
 
 class Arriving:

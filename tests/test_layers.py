@@ -32,6 +32,7 @@ LAYERS = {
     "fp8debug.store": 4,
     "fp8debug.energy": 4,
     "fp8debug.table": 4.5,
+    "fp8debug.leftovers": 4.5,
     "fp8debug.speed": 5,
     "fp8debug.observer": 5,
     "fp8debug.schedule": 5.5,

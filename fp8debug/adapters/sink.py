@@ -37,7 +37,7 @@ class StepSink:
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
-        self._described = Described()
+        self._described = Described(writer.breathe)
 
     @property
     def decides(self) -> bool:
@@ -54,13 +54,13 @@ class StepSink:
         self._writer.steps(step() if self.decides else step)
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> dict[str, Any]:
-        rows = sorted(filled)
-        infos = [filled[row] for row in rows]
-        columns = stats_columns(finished, snapshot, rows, infos, self._described, self._writer.breathe)
-        if first := first_call(min(self.stages, default=0)):
-            columns["call_index"] = [first + at for at in columns["call_index"]]
+        self._writer.breathe()
+        first = first_call(min(self.stages, default=0))
+        columns = stats_columns(finished, snapshot, filled, self._described, first, self._writer.breathe)
+        self._writer.breathe()
         self._changes.see(finished.step, columns)
-        for module, message in first_nonfinite(columns, self._nonfinite):
+        for module, message in first_nonfinite(columns, self._nonfinite, self._writer.breathe):
+            self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)
             self._found.append((module, message))
         return columns

@@ -35,6 +35,8 @@ from fp8debug.observer import Observer, Settings
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
+#: Modules of a large model whose precision is looked at in one sampled step.
+LOOKED_AT = 32
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -81,6 +83,7 @@ class Watch:
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
         self._fp8 = [c.fp8 for c in candidates]
+        self._next_look = self._num_unchanged = 0
         self._unread: set[str] = set()
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
@@ -278,16 +281,27 @@ class Watch:
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
-        if self._observer.sampling and self._fp8 != (fp8 := [c.fp8 for c in self._candidates]):
-            self._fp8 = fp8  # heard for the first time
-            self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(self._candidates)})
         if self._observer.sampling:
-            self._say_unread()
+            self._look_at(LOOKED_AT)
         if self._observer.sampling and not self._has_looked:
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
         if settle:
             self._changes.settle(self._observer.step)
+
+    def _look_at(self, count: int) -> None:
+        """See which modules run in FP8 now: of a large model all until nothing has changed twice, then some at each step."""
+        candidates, start = self._candidates, self._next_look
+        if self._num_unchanged < 2:
+            start, count = 0, len(candidates)
+        looked = candidates[start : start + count]
+        self._next_look = start + count if start + count < len(candidates) else 0
+        if [c.fp8 for c in looked] == self._fp8[start : start + count]:
+            self._num_unchanged += 1
+        else:  # heard for the first time
+            self._num_unchanged, self._fp8 = 0, [c.fp8 for c in candidates]
+            self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(candidates)})
+        self._say_unread(looked)
 
     def _give_up(self, error: Exception) -> None:
         """Stop observing after an error of ours: said once, and as an event; what waits is still written."""
@@ -321,9 +335,9 @@ class Watch:
         except Exception as error:  # whatever it is, the user's step goes on
             self._give_up(error)
 
-    def _say_unread(self) -> None:
+    def _say_unread(self, candidates: list[Candidate]) -> None:
         """Say once of each module that its recipe cannot be read; aloud of the first."""
-        for c in self._candidates:
+        for c in candidates:
             if c.unread is not None and c.fqn not in self._unread:
                 self._report(c.fqn, f"recorded, but not in coverage: {c.unread}", not self._unread)
                 self._unread.add(c.fqn)

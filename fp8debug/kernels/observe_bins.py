@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8debug.kernels import triton_bins as tb
 from fp8debug.kernels.dispatch import on_device
-from fp8debug.kernels.observe_pool import to_device
+from fp8debug.kernels.observe_pool import Task, current_stream, start
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel, launch
+from fp8debug.kernels.triton_run import Kernel, address
 from fp8debug.kernels.words import WORDS, Layout, Row
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
@@ -50,16 +51,6 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
     return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
-def _current(
-    device: torch.device, raw: int = -1, stream: torch.cuda.Stream | None = None
-) -> tuple[int, torch.cuda.Stream | None]:
-    """Return the address of a device's current stream and the stream, which is the given one if the address is; 0 of the CPU."""
-    if device.type != "cuda":
-        return 0, None
-    here = torch._C._cuda_getCurrentRawStream(device.index)
-    return (raw, stream) if here == raw else (here, torch.cuda.current_stream(device))
-
-
 class _History:
     """Where the amax history of one cast at one place lies, and how often it was used."""
 
@@ -80,13 +71,20 @@ class Bins:
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, device=device)
         self._placed: dict[object, _History] = {}
-        self._seen: dict[object, int] = {}
+        self._seen: dict[object, tuple[int, StorageWeakRef]] = {}
         self._counting: dict[int, tuple[Kernel, int, int]] = {}
         self._parts: dict[Cast, tuple[list[int], list[float], int]] = {}
-        self._raw, self._stream = _current(self._tables.device)  # the last stream that used the memory
-        self._begin()
+        self._raw, self._stream = current_stream(self._tables.device)  # the last stream that used the memory
+        self._finish: dict[int, Kernel] = {}  # by the length of the longest history
+        self._exponents = Kernel(tb.exponents_kernel, self._tables.device.index, (torch.int32, torch.int64), (), num_warps=4)
+        self._new_list()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Start a new list, once the tasks of the one before are started."""
+        if self._paddings:
+            self._new_list()
+
+    def _new_list(self) -> None:
         self._paddings: list[int] = []
         self._num_items = 0
         self._ints: list[int] = []
@@ -98,7 +96,7 @@ class Bins:
 
     def _follow(self) -> None:
         """Have what follows on the current stream wait for the stream that used the memory before."""
-        raw, stream = _current(self._tables.device, self._raw, self._stream)
+        raw, stream = current_stream(self._tables.device, self._raw, self._stream)
         if raw != self._raw and stream is not None and self._stream is not None:
             stream.wait_stream(self._stream)
             for memory in (self._tables, self._histories, self._words, self._hist):
@@ -116,11 +114,11 @@ class Bins:
         busy = any((history := self._placed.get((place, c))) is not None and history.row in self._busy for c in casts)
         if busy or self._num_items + len(casts) > 3 * MAX_TABLES:
             self.flush()
-        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-        same = storage, x.storage_offset(), x.shape, x._version
-        table = self._seen.get(same)
-        if table is not None:
-            return table
+        storage = x.untyped_storage()
+        same = storage._cdata, x.storage_offset(), x.shape, x._version
+        seen = self._seen.get(same)
+        if seen is not None:
+            return seen[0]
         if len(self._paddings) == MAX_TABLES:
             self.flush()
         table = len(self._paddings)
@@ -134,7 +132,7 @@ class Bins:
         words = x.detach().view(-1).view(torch.int32) if INTERPRETED else x.data_ptr()
         to = self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
         kernel((programs, 1, 1), words, to, num_words, tiles)
-        self._seen[same] = table
+        self._seen[same] = table, StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; no other has its address
         return table
 
     def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:
@@ -191,21 +189,31 @@ class Bins:
 
     def flush(self) -> None:
         """Work out all that is listed, on the device's current stream, and start a new list."""
+        with on_device(self._tables) if self.device.type == "cuda" else nullcontext():
+            start(self.tasks(), self.device)
+        self.begin()
+
+    def tasks(self) -> list[Task]:
+        """Return what works out all that is listed; a new list is to :meth:`begin` once it was started."""
         self._follow()  # another stream may have worked out what is read next
         if not self._paddings:
-            return
-        with on_device(self._tables) if self.device.type == "cuda" else nullcontext():
-            self._finish()
-        self._begin()
+            return []
+        packed = array("f", self._reals + self._reals[: len(self._reals) % 2])  # two in eight bytes
+        return [([*self._ints, *array("q", packed.tobytes())], self._start)]
 
-    def _finish(self) -> None:
+    def _start(self, numbers: Any) -> None:
         if self._num_items:
-            packed = array("f", self._reals + self._reals[: len(self._reals) % 2])  # two in eight bytes
-            sent = to_device([*self._ints, *array("q", packed.tobytes())], self.device)
-            ints, reals = sent[: len(self._ints)], sent[len(self._ints) :].view(torch.float32)
-            launch(
-                tb.finish_kernel, (self._num_items,), (self._tables, self._histories, ints, reals, self._words),
-                (1024, max(2, self._histories.shape[1] - 1)), num_warps=4 if INTERPRETED else 16, enable_fp_fusion=False,
-            )  # fmt: skip
-        launch(tb.exponents_kernel, (len(self._paddings),), (self._tables, self._hist), (), num_warps=4)
+            longest = max(2, self._histories.shape[1] - 1)
+            kernel = self._finish.get(longest)
+            if kernel is None:
+                kernel = self._finish[longest] = self._new_finish(longest)
+            ints, skip = numbers, len(self._ints)
+            reals = ints[skip:].view(torch.float32) if INTERPRETED else ints + 8 * skip
+            kernel((self._num_items, 1, 1), address(self._tables), address(self._histories), ints, reals, address(self._words))
+        self._exponents((len(self._paddings), 1, 1), address(self._tables), address(self._hist))
         self._tables[: len(self._paddings)].zero_()
+
+    def _new_finish(self, longest: int) -> Kernel:
+        types = torch.int32, torch.float32, torch.int64, torch.float32, torch.int64
+        options = {"num_warps": 4 if INTERPRETED else 16, "enable_fp_fusion": False}
+        return Kernel(tb.finish_kernel, self._tables.device.index, types, (1024, longest), **options)

@@ -7,8 +7,10 @@ to be joined. The parts of many kernels are joined in one launch: when the space
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +26,52 @@ ROWS = 256
 SPACE = 1 << 10 if INTERPRETED else 1 << 20
 
 
+#: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
+Task = tuple[list[int], Callable[[Any], None]]
+
+
+class Listed(Protocol):
+    """What has work to be started with that of others."""
+
+    def tasks(self) -> list[Task]:
+        """Return what to start."""
+        ...
+
+    def begin(self) -> None:
+        """Start a new list."""
+
+
 def to_device(numbers: list[int], device: torch.device) -> Tensor:
     """Return integers as int64 on a device, without waiting for it."""
     found = torch.frombuffer(array("q", numbers), dtype=torch.int64)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+
+def start(tasks: Sequence[Task], device: torch.device) -> None:
+    """Start tasks in their order on the current stream; all their integers go in one copy, each's to a multiple of 16 bytes."""
+    numbers: list[int] = []
+    places: list[int] = []
+    for more, _ in tasks:
+        places.append(len(numbers))
+        numbers += more
+        if len(more) % 2:
+            numbers.append(0)
+    if not tasks:
+        return
+    sent = to_device(numbers, device) if numbers else torch.empty(0, dtype=torch.int64, device=device)
+    first = address(sent)
+    for place, (_, run) in zip(places, tasks, strict=True):
+        run(first[place:] if INTERPRETED else first + 8 * place)
+
+
+def current_stream(
+    device: torch.device, raw: int = -1, stream: torch.cuda.Stream | None = None
+) -> tuple[int, torch.cuda.Stream | None]:
+    """Return the address of a device's current stream and the stream, which is the given one if the address is; 0 of the CPU."""
+    if device.type != "cuda":
+        return 0, None
+    here = _raw_stream(device)
+    return (raw, stream) if here == raw else (here, torch.cuda.current_stream(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,31 +143,31 @@ class Pool:
         """Have parts joined by the next :meth:`flush` to the row that was taken last."""
         self._waiting[stage] += item
 
-    def flush(self) -> None:
-        """Join what waits, on the current stream; the space is free again for what runs on it afterwards.
+    def tasks(self) -> list[Task]:
+        """Return what joins the parts that wait."""
+        return [(waiting, partial(self._launch, stage, len(waiting))) for stage, waiting in self._waiting.items() if waiting]
 
-        Where that fails, all that waits is lost, as :func:`num_losses` tells.
-        """
-        try:
-            items = [item for waiting in self._waiting.values() for item in (*waiting, *[0] * (len(waiting) % 2))]
-            sent, first = to_device(items, self._device) if items else None, 0  # each stage's from a multiple of 16 bytes on
-            for stage, waiting in self._waiting.items():
-                if waiting and sent is not None:
-                    self._kernels[stage]((len(waiting) // stage.size, 1, 1), address(sent[first:]))
-                first += len(waiting) + len(waiting) % 2
-        except BaseException:
-            _LOSSES[self._device] = num_losses(self._device) + 1
-            raise
-        finally:
-            self._forget()
+    def _launch(self, stage: Stage, count: int, items: Any) -> None:
+        self._kernels[stage]((count // stage.size, 1, 1), items)
 
-    def _forget(self) -> None:
+    def begin(self) -> None:
+        """Wait for nothing any more; the space is free again for what runs on the current stream afterwards."""
         for items in self._waiting.values():
             items.clear()
         self._held.clear()
         self._used = 0
         if self._size > SPACE:  # made for one large tensor
             self._space, self._size = None, 0
+
+    def flush(self) -> None:
+        """Join what waits, on the current stream. Where that fails, all that waits is lost, as :func:`num_losses` tells."""
+        try:
+            start(self.tasks(), self._device)
+        except BaseException:
+            _lose(self._device)
+            raise
+        finally:
+            self.begin()
 
 
 _POOLS: dict[tuple[torch.device, int], Pool] = {}
@@ -145,28 +189,43 @@ def pool(device: torch.device) -> Pool:
     return found
 
 
-def flush(device: torch.device) -> list[torch.cuda.Stream]:
+def flush(device: torch.device, first: Sequence[Listed] = (), last: Sequence[Task] = ()) -> None:
     """Join what waits in the pools of a device, which is the current one, on its current stream.
 
-    Returns:
-        the other streams that took rows; they are to wait for what reads these rows on the current one.
+    Other streams that took rows wait for this one, so that their rows are whole until all of ``last`` has read them.
+
+    Args:
+        device: the device.
+        first: what else to start, before.
+        last: what to start afterwards.
     """
-    here, others = _raw_stream(device), []
+    here = _raw_stream(device)
+    pools: list[Pool] = []
+    others: list[torch.cuda.Stream] = []
     for (where, raw), found in list(_POOLS.items()):
-        if where != device:
-            continue
-        if raw == here or found.stream is None:
-            found.flush()
-        elif found.is_touched:
-            current = torch.cuda.current_stream(device)
-            current.wait_stream(found.stream)
-            try:
-                found.flush()
-            finally:
-                found.stream.wait_stream(current)
-            others.append(found.stream)
-        found.is_touched = False
-    return others
+        is_here = raw == here or found.stream is None
+        if where == device and (is_here or found.is_touched):
+            pools.append(found)
+            if found.stream is not None and not is_here:
+                others.append(found.stream)
+                torch.cuda.current_stream(device).wait_stream(found.stream)
+    try:
+        start([task for one in (*first, *pools) for task in one.tasks()] + [*last], device)
+    except BaseException:
+        _lose(device)
+        raise
+    finally:
+        for found in pools:
+            found.begin()
+            found.is_touched = False
+        for stream in others:
+            stream.wait_stream(torch.cuda.current_stream(device))
+    for one in first:
+        one.begin()
+
+
+def _lose(device: torch.device) -> None:
+    _LOSSES[device] = num_losses(device) + 1
 
 
 def num_losses(device: torch.device) -> int:
@@ -180,4 +239,4 @@ def discard(device: torch.device) -> None:
         if key[0] == device:
             del _POOLS[key]
             if found.is_touched:
-                _LOSSES[device] = num_losses(device) + 1
+                _lose(device)

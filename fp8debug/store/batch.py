@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 
 #: Lists that became arrays, by column: the same list, which nobody changes, becomes the same array.
 Known = dict[str, tuple[list[Any], pa.Array]]
-#: Columns that are made before others may run, of a batch of more rows than ``_FEW_ROWS``.
-_PIECE = 12
-_FEW_ROWS = 12
+#: Items of a list that become an array before others may run.
+_PIECE = 1024
 
 
 def record_batch(
@@ -43,20 +42,19 @@ def record_batch(
     num_rows = next(iter(lengths.values()))
     is_statistic = _table(schema) == "stats"
     arrays = []
-    for i, field in enumerate(schema):
-        if i % _PIECE == _PIECE - 1 and num_rows > _FEW_ROWS:
-            breathe()
+    for field in schema:
+        breathe()
         values = columns.get(field.name)
         before = known.get(field.name) if known else None
         if before is not None and before[0] is values:
             arrays.append(before[1])
             continue
         if not _is_column(values):
-            array = pa.nulls(num_rows, field.type) if values is None else pa.array([values] * num_rows, field.type)
+            array = pa.nulls(num_rows, field.type) if values is None else pa.repeat(pa.scalar(values, field.type), num_rows)
         elif pa.types.is_list(field.type):
             array = _lists(values, field)
         else:
-            array = _array(values, field, is_statistic=is_statistic)
+            array = _array(values, field, is_statistic=is_statistic, breathe=breathe)
         if known is not None and isinstance(values, list):
             known[field.name] = values, array
         arrays.append(array)
@@ -71,7 +69,7 @@ def _is_column(values: Any) -> bool:
     return isinstance(values, (list, tuple, np.ndarray))
 
 
-def _array(values: Any, field: pa.Field, *, is_statistic: bool) -> pa.Array:
+def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callable[[], None]) -> pa.Array:
     if isinstance(values, np.ndarray):
         mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
         values = np.asarray(np.ma.getdata(values))
@@ -83,7 +81,11 @@ def _array(values: Any, field: pa.Field, *, is_statistic: bool) -> pa.Array:
                 mask = _with_neutral(values, mask, field)
         array = pa.array(values, mask=mask if mask.any() else None)
         return array if array.type == field.type else array.cast(field.type)
-    array = pa.array(values, type=field.type)
+    pieces = []
+    for start in range(0, len(values), _PIECE):
+        pieces.append(pa.array(values[start : start + _PIECE], type=field.type))
+        breathe()
+    array = pa.concat_arrays(pieces) if pieces else pa.array([], type=field.type)
     if is_statistic and pa.types.is_floating(field.type):
         array = _without_neutral(array, field.metadata[b"merge"].decode())
     return array

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 Job = Callable[[], object]
 _LOOK_S = 0.1
-#: How long a job lets other threads run, and how many jobs may wait for that.
-_BREATH_S, _BREATHLESS = 2e-4, 4
+#: How long a job lets other threads run, how long it works before, and how much longer while so many jobs wait.
+_BREATH_S, _WORK_S, _BREATHLESS, _LONGER = 2e-4, 1e-4, 4, 10
 
 
 class Worker:
@@ -27,6 +27,7 @@ class Worker:
         self._failed, self._beat, self._beat_s = failed, beat, beat_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_done = 0
+        self._breathed = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -45,12 +46,15 @@ class Worker:
         self._jobs.put(job)
 
     def breathe(self) -> None:
-        """Let other threads have the interpreter, where the caller is a job and few wait for it; else do nothing.
+        """Let other threads have the interpreter, where the caller is a job that has worked for a while; else do nothing.
 
         A thread that wants the interpreter is given it after 5 ms otherwise, which is long for the step of a training.
         """
-        if self.is_current and self._jobs.qsize() < _BREATHLESS:
-            time.sleep(_BREATH_S)
+        if self.is_current:
+            is_pressed = self._jobs.qsize() >= _BREATHLESS
+            if time.perf_counter() - self._breathed >= _WORK_S * (_LONGER if is_pressed else 1):
+                time.sleep(_BREATH_S)
+                self._breathed = time.perf_counter()
 
     def wait(self, patience_s: float) -> bool:
         """Wait for the jobs put so far; return False once no job has ended for ``patience_s``, or the thread is gone."""

@@ -218,7 +218,6 @@ def joined() -> None:
     columns = {name: i for group in OPERAND.groups for i, name in enumerate(group.names)}
     joiner = Joiner(state, columns)
     for rows in (1, 3):
-        joiner.flush()
         taken = [pool(CPU).take() for _ in range(rows)]
         joiner([n for i, row in enumerate(taken) for n in (row.address, i, joiner.number(OPERAND))])
 

@@ -141,6 +141,38 @@ def test_an_observer_that_is_turned_off_leaves_nothing_that_waits() -> None:
     assert not observe_pool._POOLS and not seen._tables and not seen.has_rows
 
 
+@pytest.mark.usefixtures("joined")
+def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits at its end is bounded, however many rows it has; all integers of a piece go to the device in one copy."""
+    sent: list[int] = []
+    send = observe_pool.to_device
+
+    def counted(numbers: list[int], device: torch.device) -> torch.Tensor:
+        sent.append(len(numbers))
+        return send(numbers, device)
+
+    monkeypatch.setattr(observe_pool, "to_device", counted)
+    monkeypatch.setattr(tables, "MAX_JOINED", 4)
+    table = tables.Table(11, CPU)
+    for _ in range(2):
+        for row in range(11):
+            table.merge(row, {DAMAGE: one_sum(1.0 + row, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
+        assert len(sent) == 2 and len(table._held) == 3
+        assert table.snapshot().read(range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
+        assert sent == [5 * 4 + 4 * 3, 4 * 4 + 4 * 3, 2 * 4 + 3 * 3 + 1]  # what the next row waits for goes along
+        sent.clear()
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_watch_that_ends_leaves_what_another_on_the_device_waits_for() -> None:
+    first, second = tables.Table(1, CPU), tables.Table(1, CPU)
+    second.merge(0, {DAMAGE: one_sum(7.0, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
+    first.discard()
+    assert second.snapshot().read([0])["damage"].tolist() == [7.0]
+    second.discard()
+    assert not observe_pool._POOLS
+
+
 class Stream:
     """Notes what waits for what."""
 
@@ -168,5 +200,8 @@ def test_sums_of_another_stream_are_ordered_with_it(fails: bool, monkeypatch: py
         with pytest.raises(torch.OutOfMemoryError):
             flush(CPU)
     else:
-        assert flush(CPU) == [other] and flush(CPU) == [] and damage_in(row) == 3.0
-    assert log == ["current waits for other", "launch", "other waits for current"]
+        flush(CPU, last=[([1, 2], lambda items: log.append(f"read {items.tolist()}"))])
+        flush(CPU)  # of which nothing is left
+        assert damage_in(row) == 3.0
+    read = [] if fails else ["read [1, 2]"]  # before the other stream may write to its rows again
+    assert log == ["current waits for other", "launch", *read, "other waits for current"]

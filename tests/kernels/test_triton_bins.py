@@ -142,7 +142,7 @@ def test_streams_that_count_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
     log: list[str] = []
     first, second = Stream("first", log), Stream("second", log)
     here = [(1, first)]
-    monkeypatch.setattr(observe_bins, "_current", lambda *_: here[0])
+    monkeypatch.setattr(observe_bins, "current_stream", lambda *_: here[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("kept"))
     bins = Bins(DEVICE)
     bins.count(sample("plain"), [], "here")

@@ -13,6 +13,7 @@ from torch import nn
 
 import fp8debug
 from fp8debug.kernels.words import WORDS, Group, Layout
+from fp8debug.leftovers import AT_ONCE, MAX_STEPS
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
 from fp8debug.probe import Probe
@@ -161,8 +162,9 @@ def test_a_sample_given_up_is_tried_again_at_the_next_step(every: int, monkeypat
     seen.start_step(every)
     given_up.append(probe.given_up)
     assert given_up == [True, False] and probe.begin() and probe.call_index == 0
+    calls = probe.num_calls
     seen.start_step(2 * every)
-    assert probe.call_index == -1
+    assert probe.begin() and probe.num_calls == calls + 1
 
 
 def test_what_a_backward_pass_leaves_is_forgotten_though_its_forward_pass_was_a_step_before() -> None:
@@ -173,7 +175,46 @@ def test_what_a_backward_pass_leaves_is_forgotten_though_its_forward_pass_was_a_
     probe.backward(x, x, (x, x, x), (x, x, x), kept)
     assert seen.has_rows and probe._weights_seen
     seen.start_step(2)
-    assert not probe._weights_seen and not seen.known
+    assert not seen.known and not probe.given_up
+    probe.begin()
+    assert not probe._weights_seen
+
+
+def test_what_a_step_leaves_is_let_go_of_a_little_at_each_forward_call() -> None:
+    """At its end nothing is, however many modules it had; a module that has been called again is left alone."""
+    seen = observer()
+    probes, x = [Probe(seen, f"layer{i}") for i in range(3 * AT_ONCE)], torch.randn(8, 8)
+    for probe in probes:
+        y = torch.randn(8, 8)
+        assert probe.begin() and probe.fprop(y, x, y, x, y, y) is not None and seen.place_of(y, "columns") in seen.known
+    seen.start_step(1)
+    assert all(probe._weights_seen for probe in probes) and not seen.known
+    assert probes[0].begin()
+    assert sum(bool(probe._weights_seen) for probe in probes) == 2 * AT_ONCE - 1
+    probes[1].fprop(x, x, x, x, x, x)
+    with torch.no_grad():  # an evaluation, say
+        for probe in probes[2:]:
+            assert not probe.begin()
+    assert [bool(probe._weights_seen) for probe in probes] == [i == 1 for i in range(3 * AT_ONCE)]
+    assert not seen.leftovers._steps
+
+
+def test_what_many_steps_leave_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no forward call comes; every weak reference to a storage is given back."""
+    seen, freed, free = observer(), list[int](), torch.UntypedStorage._free_weak_ref
+
+    def counted(at: int) -> None:
+        freed.append(at)
+        free(at)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_free_weak_ref", counted)
+    for step in range(MAX_STEPS + 2):
+        for _ in range(2 * AT_ONCE):
+            seen.shared(torch.randn(2), "a", object)
+        seen.start_step(step + 1)
+    assert len(seen.leftovers._steps) == 1
+    seen.hand_over(wait=True)
+    assert not seen.leftovers._steps and len(freed) == 2 * AT_ONCE * (MAX_STEPS + 2)
 
 
 def test_what_a_metric_says_nothing_of_is_not_asked() -> None:

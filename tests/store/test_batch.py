@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8debug.store import batch, worker
 from fp8debug.store.batch import Known, record_batch
 from fp8debug.store.schema import arrow_schema
 from fp8debug.store.worker import Worker
@@ -30,23 +31,45 @@ def test_the_same_list_is_the_same_array() -> None:
     assert again["step"].to_pylist() == [2] * 20 and len(pauses) > 3
 
 
-def test_a_job_breathes_while_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_list_becomes_one_array_in_pieces() -> None:
+    schema, names, pauses = arrow_schema("stats"), [f"layer.{i}" for i in range(2 * batch._PIECE + 3)], list[int]()
+    pauses_of = {}
+    for count in (1, len(names)):
+        made = record_batch(schema, columns(1, names[:count]), None, lambda: pauses.append(1))
+        pauses_of[count] = len(pauses)
+        pauses.clear()
+        assert made["module"].to_pylist() == names[:count] and made["rank"].to_pylist() == [0] * count
+    assert pauses_of[len(names)] == pauses_of[1] + 2
+
+
+def test_a_job_breathes_once_it_has_worked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer before where many jobs wait; whoever is no job never does."""
     slept: list[float] = []
+    now = [100.0]
     monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     go, started = threading.Event(), threading.Event()
     jobs = Worker("test", lambda error: None, lambda: None, 60.0)
     jobs.breathe()  # not a job
-    jobs.put(jobs.breathe)
-    assert jobs.wait(10) and len(slept) == 1
+
+    def work() -> None:
+        for _ in range(3):  # the first and the third
+            jobs.breathe()
+            now[0] += 0.7 * worker._WORK_S
+
+    jobs.put(work)
+    assert jobs.wait(10) and len(slept) == 2
 
     def late() -> None:
         started.set()
         go.wait(10)
-        jobs.breathe()
+        for seconds in (2 * worker._WORK_S, worker._LONGER * worker._WORK_S):
+            now[0] += seconds
+            jobs.breathe()
 
     jobs.put(late)
     assert started.wait(10)
     for _ in range(10):
         jobs.put(lambda: None)
     go.set()
-    assert jobs.end(10) and len(slept) == 1
+    assert jobs.end(10) and len(slept) == 3
