@@ -243,6 +243,7 @@ def test_the_command_prints_saves_and_draws(tmp_path: Path, monkeypatch: pytest.
 def test_a_name_from_outside_is_no_markup() -> None:
     document = timed([{"modules": ["<script>"], "tokens": 1, "in_features": 2, "out_features": 3, "recipe": {}}])
     assert "<script>" not in to_svg(document) and "&lt;script&gt;" in to_svg(document)
+    pytest.importorskip("plotly", reason="an .html plot needs plotly")
     page = to_html(document)
     assert "Plotly.newPlot" in page and '"offsetgroup":"fp8"' in page.replace(" ", "")
 
@@ -264,7 +265,8 @@ def test_times_on_a_gpu_are_plausible(recipe: str, tmp_path: Path) -> None:
     for gemm in GEMMS:
         for of in (times["large"][gemm], times["small"][gemm]):
             assert of["fp8_us"] == pytest.approx(of["quantize_us"] + of["gemm_us"], rel=0.35)
-            assert of["statistics_us"] > 0 and of["spread"] < 0.5
+            assert of["statistics_us"] >= 0 and of["spread"] < 0.5  # of a small one they are lost in the noise
+        assert times["large"][gemm]["statistics_us"] > 0
         assert times["small"][gemm]["fp8_us"] > times["small"][gemm]["bf16_us"]
         if found["energy"]:
             assert times["large"][gemm]["bf16_mj"] > 10 * times["small"][gemm]["bf16_mj"] > 0

@@ -20,10 +20,12 @@ from fp8debug.kernels.triton_launch import is_native, num_sms
 from fp8debug.kernels.triton_run import Kernel, address, launch
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm
 
-#: Tiles: lines of the share, sampled lines of the shadow and of the exact GEMM, and the shadow's step along the contracted
-#: dimension; the exact GEMM's is 128, or 32 where scales want it.
-TILES = (128, 32, 32, 64) if INTERPRETED else (128, 128, 64, 64)
-WARPS, STAGES = 8, 3
+#: Tiles: lines of the share, sampled lines of the shadow, of the exact GEMM, which takes two such tiles, and of the wide shadow,
+#: and the shadow's step along the contracted dimension; the exact GEMM's is 128, or 32 where scales want it.
+TILES = (128, 32, 16, 32, 64) if INTERPRETED else (128, 128, 32, 64, 64)
+WARPS = 8
+#: Major compute capabilities whose multiprocessors hold four stages of the shadow's operands, 128 KiB; others hold three.
+SPACIOUS = (9, 10)
 #: Parts of the contracted dimension are multiples of this; how many there are at most, and what they may take in memory.
 CHUNK, MAX_SPLITS, MAX_BYTES = 128, 12, 8 << 20
 #: Programs a multiprocessor that are aimed at, and the shortest part, in chunks.
@@ -237,12 +239,12 @@ def products_of(
     samples = near.shape[0] if sample.lines is None else sample.lines.numel()
     shared = sample.num_shared(count)
     half = ts.FORM_BF16.value not in (few.form, other.form)
-    across, shadow, exact, _ = TILES
-    tiles = -(-shared // across) * (-(-samples // shadow) + -(-num_exact // exact))
+    across, shadow, exact, whole, _ = TILES
+    tiles = -(-shared // across) * (-(-samples // shadow) + -(-num_exact // (2 * exact)))
     lines = samples + num_exact
     elements, num_wide = lines * shared, num_exact if wide else 0
     if wide:
-        tiles += -(-count // across) * -(-num_wide // exact)
+        tiles += -(-count // across) * -(-num_wide // whole)
     chunks = -(-length // CHUNK)
     splits = min(MAX_SPLITS, chunks // MIN_CHUNKS, PROGRAMS_PER_SM * num_sms(device) // max(tiles, 1))
     splits = max(1, min(splits, MAX_BYTES // max(1, 4 * (elements + num_wide * count))))
@@ -258,7 +260,8 @@ def products_of(
         indexed and which is not Gemm.WGRAD, indexed, sample.is_share(count), wide, few.form, few.scaled, other.form,
         other.scaled, half, length % CHUNK == 0, native, *TILES, step,
     )  # fmt: skip
-    kernel = Kernel(ts.sample_kernel, device.index, types, constants, num_warps=WARPS, num_stages=STAGES)
+    stages = 4 if native and torch.cuda.get_device_capability(device)[0] in SPACIOUS else 3
+    kernel = Kernel(ts.sample_kernel, device.index, types, constants, num_warps=WARPS, num_stages=stages)
     numbers = (
         length, chunk, samples, num_exact, shared, count, num_wide, elements, *near.stride(), *far.stride(), *few.data.stride(),
         *other.data.stride(), few.stride_row, few.stride_k, other.stride_row, other.stride_k,

@@ -107,8 +107,8 @@ def compare(
         return None
     products = plan.products(which, high, operands, sample)
     memory = pool(products.device)
-    all_pairs, programs, _ = plan.grid
-    parts, place = memory.space(all_pairs * programs * tr.NUM_COLUMNS)
+    programs, pairs = plan.grid[1], 1 if actual is None else 2
+    parts, place = memory.space(pairs * programs * tr.NUM_COLUMNS)
     error = products.new_empty(plan.error[0], dtype=plan.error[1]) if keep else None
     near = address(products)
     plan.kernel(
@@ -116,7 +116,7 @@ def compare(
         near if error is None else address(error), parts, sample.shift or 0, *plan.numbers,
     )  # fmt: skip
     found: list[Found] = []
-    for pair in range(1 if actual is None else 2):
+    for pair in range(pairs):
         row = memory.take()
         memory.later(RESULTS, (place + 8 * pair * programs * tr.NUM_COLUMNS, row.address, programs, tr.WHOLE.value))
         found.append({RESULT: row})

@@ -112,9 +112,42 @@ def turned(w, put, take, R: tl.constexpr):
 
 
 @triton.jit
+def extremes_in(v):
+    """The largest magnitude of four threads' words and, above it, 0x7FFF minus the smallest."""
+    return tl.inline_asm_elementwise(
+        EXTREMES, IN_EXTREMES,
+        [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def encoded(v, scale, at, E5M2: tl.constexpr):
+    """Store the codes of a thread's words."""
+    tl.inline_asm_elementwise(
+        E5_CODES if E5M2 else E4_CODES, IN_CODES,
+        [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15], scale, at],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def described(v, scale, at, inv, few, rest, E5M2: tl.constexpr, STORE: tl.constexpr):
+    """The same, and what these words add to the statistics; see ``triton_ptx.element_pass``."""
+    full: tl.constexpr = (E5_BOTH if E5M2 else E4_BOTH) if STORE else (E5_SEEN if E5M2 else E4_SEEN)
+    return tl.inline_asm_elementwise(
+        full, IN_ALL,
+        [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
+         scale, at, inv, few, rest],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.int32, tl.int32, tl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def fast_tiles(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC: tl.constexpr, R: tl.constexpr,
-    LOAD: tl.constexpr,
+    HALVES: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
     """Do every tile of this program; return counts, sums and maxima as ``triton_cast.summary`` does."""
     kind: tl.constexpr = SPEC[0]
@@ -140,13 +173,14 @@ def fast_tiles(
         take = r * 256 + ((lane ^ (((r >> 3) & (7 >> shift)) << shift) ^ ((r & 1) << 2)) << 4)
         pitch = none.to(tl.int64) + stride * 2
         across = stride.to(tl.int64) * 256  # bytes from a tile to the one beside it in turned order
-        down = tl.full([], R * 2, tl.int64)
+        lower = tl.full([], R * 2, tl.int64)
         buffer = 0
     else:
         first = x_ptr.to(tl.int64) + r.to(tl.int64) * stride * 8 + lane * 16
         pitch = none.to(tl.int64)
         across = tl.full([], 256, tl.int64)
-        down = stride.to(tl.int64) * (R * 8)
+        lower = stride.to(tl.int64) * (R * 8)  # bytes to the second half of a tile
+    down = lower * HALVES
     to = data.to(tl.int64) + r.to(tl.int64) * columns + lane * 8
     sx, sx2, sy2, se, se2 = wide, wide, wide, wide, wide
     seen = none  # largest magnitude, and 0x7FFF minus the smallest
@@ -158,11 +192,19 @@ def fast_tiles(
     step_column = step % tile_columns
     tile_row = tl.program_id(0) // tile_columns
     tile_column = tl.program_id(0) % tile_columns
-    w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
+    if HALVES == 1:
+        w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
     for tile in range(tl.program_id(0), num_tiles, step):
+        if HALVES == 2:  # enough programs wait for each other's loads
+            here = first + (tile_row * down + tile_column * across)
+            w = load_words(here, pitch, LOAD)
+            u = load_words(here + lower, pitch, LOAD)
         if LOAD == LOAD_TRANSPOSED:
             v = turned(w, put + buffer, take + buffer, R)
             if R < 128:
+                buffer = buffer ^ (256 * R)
+            if HALVES == 2:
+                u = turned(u, put + buffer, take + buffer, R)
                 buffer = buffer ^ (256 * R)
         else:
             v = w
@@ -173,13 +215,12 @@ def fast_tiles(
         if tile_column >= tile_columns:
             tile_column -= tile_columns
             tile_row += 1
-        if tile + step < num_tiles:  # ahead of what is done with this tile
-            w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
-        found = tl.inline_asm_elementwise(
-            EXTREMES, IN_EXTREMES,
-            [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15]],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        if HALVES == 1:
+            if tile + step < num_tiles:  # ahead of what is done with this tile
+                w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
+        found = extremes_in(v)
+        if HALVES == 2:
+            found = larger_halves(found, extremes_in(u))
         if kind == KIND_TILE:
             found = tl.reduce(found, None, larger_halves)
         amax = float_of(found << 16)
@@ -190,7 +231,7 @@ def fast_tiles(
             scale = float_of(bits_of(scale) & 0x7F800000)
         scale = tl.where(zero, 1.0, scale)
         inv = constant_over(scale, INVERSE)
-        at = to + (here_row.to(tl.int64) * R * columns + here_column * 128)
+        at = to + (here_row.to(tl.int64) * (R * HALVES) * columns + here_column * 128)
         if store:
             if kind == KIND_ROW:
                 row = here_row * R + r
@@ -211,27 +252,27 @@ def fast_tiles(
             scale_of_all = scale
             inv_of_all = inv
         if not statistics:
-            code: tl.constexpr = E5_CODES if e5m2 else E4_CODES
-            tl.inline_asm_elementwise(
-                code, IN_CODES,
-                [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
-                 scale_of_all, at],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            encoded(v, scale_of_all, at, e5m2)
+            if HALVES == 2:
+                encoded(u, scale_of_all, at + R * columns, e5m2)
             small = tl.minimum(small, tl.where(zero, INF, amax))
             seen = tl.maximum(seen, found & 0xFFFF)
         else:
             least = 0x7FFF - (found >> 16)
             few = float_of(least << 16) * scale < least_normal
             rest = tl.where(zero, 0x7F80, found & 0xFFFF)
-            full: tl.constexpr = (E5_BOTH if e5m2 else E4_BOTH) if store else (E5_SEEN if e5m2 else E4_SEEN)
-            x1, x2, y2, e1, e2, most, counts, below, nonzero_least = tl.inline_asm_elementwise(
-                full, IN_ALL,
-                [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
-                 scale_of_all, at, inv_of_all, few.to(tl.int32) + none, rest + none],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.int32, tl.int32, tl.int32),
-                is_pure=False, pack=1,
+            x1, x2, y2, e1, e2, most, counts, below, nonzero_least = described(
+                v, scale_of_all, at, inv_of_all, few.to(tl.int32) + none, rest + none, e5m2, store
             )  # fmt: skip
+            if HALVES == 2:
+                a1, a2, b2, c1, c2, other_most, other_counts, other_below, other_least = described(
+                    u, scale_of_all, at + R * columns, inv_of_all, few.to(tl.int32) + none, rest + none, e5m2, store
+                )  # fmt: skip
+                x1, x2, y2, e1, e2 = x1 + a1, x2 + a2, y2 + b2, e1 + c1, e2 + c2
+                most = tl.maximum(most, other_most)
+                counts += other_counts
+                below += other_below
+                nonzero_least = tl.minimum(nonzero_least, other_least)
             sx += x1.to(f64)
             sx2 += x2.to(f64)
             sy2 += y2.to(f64)

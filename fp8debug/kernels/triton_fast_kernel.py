@@ -73,7 +73,7 @@ def join_parts(partials, words, tickets):
 @triton.jit
 def fast_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, words, tickets, SPEC: tl.constexpr,
-    R: tl.constexpr, LOAD: tl.constexpr,
+    R: tl.constexpr, HALVES: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
     """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics partials ``[programs, 3 casts, 24]``.
 
@@ -86,7 +86,7 @@ def fast_kernel(
     top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
     (num_done, x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
      smallest, amax) = fast_tiles(
-        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC, R, LOAD
+        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC, R, HALVES, LOAD
     )  # fmt: skip
     if statistics:
         bad = (amax < SAFE_ABOVE) == 0
@@ -99,13 +99,13 @@ def fast_kernel(
             tl.debug_barrier()  # the safe pass writes the same addresses
             all_tiles(
                 x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, inv_out, eps, 1.0, data, inv_out, inv_out,
-                0.0, 1.0, data, inv_out, inv_out, 0.0, 1.0, partials, SPEC, nothing, nothing, 1, 4, R, 4, LOAD, True, True,
+                0.0, 1.0, data, inv_out, inv_out, 0.0, 1.0, partials, SPEC, nothing, nothing, HALVES, 4, R, 4, LOAD, True, True,
                 False, False, True, True, False,
             )  # fmt: skip
     else:
         # A finished part; see triton_statistics.
         n = tl.arange(0, 32)
-        elements = num_done * (R * 128)
+        elements = num_done * (R * HALVES * 128)
         num_blocks = num_done * (R if SPEC[0] == KIND_ROW else 1)
         first = tl.program_id(0) == 0
         counts = tl.where(n == 0, elements, tl.where(n == 1, num_zero, tl.where(n == 5, zero_codes - num_zero, 0)))
@@ -127,7 +127,7 @@ def fast_kernel(
             tl.debug_barrier()
             amaxes, amins, zeros, nans, infs, acc, _, _ = all_tiles(
                 x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, inv_out, eps, 1.0, data, inv_out, inv_out,
-                0.0, 1.0, data, inv_out, inv_out, 0.0, 1.0, partials, SPEC, nothing, nothing, 1, 4, R, 4, LOAD, True, True,
+                0.0, 1.0, data, inv_out, inv_out, 0.0, 1.0, partials, SPEC, nothing, nothing, HALVES, 4, R, 4, LOAD, True, True,
                 True, False, True, True, False,
             )  # fmt: skip
             c, s, m = summary(amaxes, amins, zeros, nans, infs, acc, SPEC[0])

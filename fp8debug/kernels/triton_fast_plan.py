@@ -24,7 +24,7 @@ _MAX_EPS = 1e15
 #: Programs whose parts are joined first, and of a launch at most: as many groups are joined then.
 GROUP = 32
 MAX_PROGRAMS = GROUP * GROUP
-#: Tiles of a program with statistics: a thread counts the zeros among 32 elements of each in 15 bits.
+#: Rows of a thread of a program with statistics: it counts the zeros among 32 elements of each in 15 bits.
 MAX_TILES = 0x7FFF // 32
 
 
@@ -32,26 +32,28 @@ class Shape(NamedTuple):
     """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/performance.md.
 
     Attributes:
-        rows: of a tile; a fourth of the threads of a program.
+        rows: of a tile.
+        halves: rows of a thread, whose four to a row are the threads of a program.
         per_sm: programs of a multiprocessor, each of which takes every n-th tile.
         registers: of a thread.
     """
 
     rows: int
+    halves: int
     per_sm: int
     registers: int
 
 
 #: By (block is a whole tile, transposed, statistics).
 SHAPES = {
-    (False, False, False): Shape(32, 8, 64),
-    (False, False, True): Shape(32, 4, 128),
-    (False, True, False): Shape(64, 4, 64),
-    (False, True, True): Shape(32, 4, 128),
-    (True, False, False): Shape(128, 2, 64),
-    (True, False, True): Shape(128, 1, 128),
-    (True, True, False): Shape(128, 2, 64),
-    (True, True, True): Shape(128, 1, 128),
+    (False, False, False): Shape(32, 1, 8, 64),
+    (False, False, True): Shape(32, 1, 4, 128),
+    (False, True, False): Shape(64, 1, 4, 64),
+    (False, True, True): Shape(32, 1, 4, 128),
+    (True, False, False): Shape(128, 1, 2, 64),
+    (True, False, True): Shape(128, 2, 2, 128),
+    (True, True, False): Shape(128, 1, 2, 64),
+    (True, True, True): Shape(128, 2, 2, 128),
 }
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -84,7 +86,7 @@ def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
         return None
     num_tiles = rows // shape.rows * (columns // 128)
     programs = min(num_tiles, num_sms(x.device) * shape.per_sm, MAX_PROGRAMS)
-    if job.statistics and -(-num_tiles // programs) > MAX_TILES:
+    if job.statistics and -(-num_tiles // programs) * shape.halves > MAX_TILES:
         return None
     return FastPlan(x, job, shape, tile, turned, programs)
 
@@ -122,7 +124,8 @@ class FastPlan:
         f32, f64 = torch.float32, torch.float64
         types = x.dtype, *[None] * 5, f64, data.dtype, f32, None, torch.int64, torch.int32
         self._kernel = Kernel(
-            fast_kernel, x.device.index, types, (spec, shape.rows, load.value), num_warps=shape.rows // 8,
+            fast_kernel, x.device.index, types, (spec, shape.rows // shape.halves, shape.halves, load.value),
+            num_warps=shape.rows // shape.halves // 8,
             enable_fp_fusion=False, maxnreg=shape.registers,
         )  # fmt: skip
         self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0

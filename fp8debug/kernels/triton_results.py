@@ -80,6 +80,25 @@ def rounded(x):
     return tl.where(x == x, float_of((bits + (((bits >> 16) & 1) + 0x7FFF)) & -65536), x)
 
 
+@triton.jit
+def wide_error(
+    actual, index, products, error, splits, split_stride, rows, columns, stride_row, stride_column, INDEXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store actual minus shadow of sampled rows in their whole width, 0 where a side is not finite."""
+    across = tl.cdiv(columns, BLOCK)
+    for block in range(tl.program_id(1), rows * across, tl.num_programs(1)):
+        row = (block // across).to(tl.int64)
+        column = (block % across) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < columns
+        at = row * columns + column
+        x = rounded(summed(products + at, splits, split_stride, inside))
+        line = tl.load(index + row) if INDEXED else row
+        y = load_one(actual + line * stride_row + column.to(tl.int64) * stride_column, inside)
+        e = tl.where(is_finite(x) & is_finite(y), y - x, 0.0)
+        tl.store(error + at, e.to(error.dtype.element_ty), inside)
+
+
 @triton.jit(do_not_specialize=["shift"])
 def compare_kernel(
     actual, index, products, error, parts, shift, splits, split_stride, shadow_rows, shadow_columns, exact_rows, exact_columns,
@@ -107,12 +126,13 @@ def compare_kernel(
     sx2 = tl.zeros([BR, 1], tl.float64)
     se2, worst = sx2, sx2 + float("-inf")
     first = products + tl.where(pair == 0, 0, exact_start)
-    stride = product_stride_row
     if WIDE:
         if pair == 2:
-            columns = num_far
-            first = products + wide_start
-            stride = num_far
+            wide_error(
+                actual, index, products + wide_start, error, splits, split_stride, exact_rows, num_far, stride_row, stride_column,
+                INDEXED, BR * BC,
+            )  # fmt: skip
+            return
     for block in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
         r = block * BR + tl.arange(0, BR)
         row = r[:, None]
@@ -121,7 +141,7 @@ def compare_kernel(
             c = start + tl.arange(0, BC)
             column = c[None, :]
             inside = (row < rows) & (column < columns)
-            place = row.to(tl.int64) * stride + column.to(tl.int64) * product_stride_column
+            place = row.to(tl.int64) * product_stride_row + column.to(tl.int64) * product_stride_column
             x = summed(first + place, splits, split_stride, inside)
             x = tl.where(pair == 1, x, rounded(x))
             if ACTUAL:
@@ -136,13 +156,7 @@ def compare_kernel(
                     y_column = shared_line(c, num_far, shift, SHARE).to(tl.int64)
                     if INDEXED:
                         y_row = tl.load(index + r, r < rows, 0)
-                if WIDE:
-                    if pair == 2:
-                        y = load_one(actual + y_row[:, None] * stride_row + column.to(tl.int64) * stride_column, inside)
-                    else:
-                        y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
-                else:
-                    y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
+                y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
             else:
                 y = summed(products + exact_start + place, splits, split_stride, inside)
             x_ok, y_ok = is_finite(x), is_finite(y)
@@ -165,8 +179,8 @@ def compare_kernel(
             signal += folded(x64 * x64, 0)
             noise += folded(e64 * e64, 0)
             strange += folded((valid == 0).to(tl.int32), 0)
-            if KEEP:
-                if pair == (2 if WIDE else 0):
+            if KEEP and not WIDE:
+                if pair == 0:
                     at = row.to(tl.int64) * columns + column
                     tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside & (row < exact_rows))
         row_signal = tl.sum(signal, axis=1, keep_dims=True)

@@ -151,6 +151,28 @@ def scales_of(at, step, stride_k, SCALED: tl.constexpr):
 
 
 @triton.jit
+def code_lines(
+    codes, scale, index, f, num, start, k, stride_row, stride_k, scale_stride_row, INDEXED: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """Return where the codes of sampled lines, and their scales, begin."""
+    few = tl.where(f < num, f, 0).to(tl.int64)
+    if INDEXED:
+        few = tl.load(index + few)
+    at = codes + few[:, None] * stride_row + (start + k).to(tl.int64)[None, :] * stride_k
+    return at, scale + (few // 128 if SCALED == SCALED_BLOCKS else few) * scale_stride_row
+
+
+@triton.jit
+def multiplied(bits, left, FORM: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the product of codes with numbers."""
+    right = values_of(bits, FORM, HALF, NATIVE)
+    if NATIVE:
+        return tl.dot(right, left)
+    else:
+        return tl.dot(right, left, input_precision="ieee")
+
+
+@triton.jit
 def exact_part(
     codes, other, index, out, codes_scale, other_scale, tile, line, kept, start, end, length, num_exact, codes_stride_row,
     codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row,
@@ -158,52 +180,66 @@ def exact_part(
     OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
     BW: tl.constexpr, BE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out[w, f] = sum over k from start to end of other[w, k] * codes[f, k]."""
-    f = tile * BE + tl.arange(0, BE)
-    few = tl.where(f < num_exact, f, 0).to(tl.int64)
-    if INDEXED:
-        few = tl.load(index + few)
+    """out[f, w] = sum over k from start to end of codes[f, k] * other[w, k], for two times ``BE`` sampled lines.
+
+    A product with ``BE`` lines is too low for the tensor cores' newer instruction, whose operands must lie in shared memory:
+    codes would be turned to FP16 there, behind a barrier that waits for every load of the program.
+    """
+    f = tile * (2 * BE) + tl.arange(0, BE)
     k = tl.arange(0, STEP)
     at_other = other + line[:, None] * other_stride_row + (start + k).to(tl.int64)[None, :] * other_stride_k
-    at_codes = codes + few[:, None] * codes_stride_row + (start + k).to(tl.int64)[None, :] * codes_stride_k
-    few_line = few // 128 if CODES_SCALED == SCALED_BLOCKS else few
-    far_line = line // 128 if OTHER_SCALED == SCALED_BLOCKS else line
-    at_codes_scale = codes_scale + few_line * codes_scale_stride_row
-    at_other_scale = other_scale + far_line * other_scale_stride_row
+    at_codes, at_codes_scale = code_lines(
+        codes, codes_scale, index, f, num_exact, start, k, codes_stride_row, codes_stride_k, codes_scale_stride_row, INDEXED,
+        CODES_SCALED,
+    )  # fmt: skip
+    at_more, at_more_scale = code_lines(
+        codes, codes_scale, index, f + BE, num_exact, start, k, codes_stride_row, codes_stride_k, codes_scale_stride_row, INDEXED,
+        CODES_SCALED,
+    )  # fmt: skip
+    at_other_scale = other_scale + (line // 128 if OTHER_SCALED == SCALED_BLOCKS else line) * other_scale_stride_row
     factor = scales_of(at_codes_scale, start // STEP, codes_scale_stride_k, CODES_SCALED)
+    more_factor = scales_of(at_more_scale, start // STEP, codes_scale_stride_k, CODES_SCALED)
     far_factor = scales_of(at_other_scale, start // STEP, other_scale_stride_k, OTHER_SCALED)
-    total = tl.zeros([BW, BE], tl.float32)
+    total = tl.zeros([BE, BW], tl.float32)
+    more_total = tl.zeros([BE, BW], tl.float32)
     for step in range(start, end, STEP):
-        # the next step's scales are on their way while this one is multiplied
-        after = tl.minimum(step + STEP, end - 1) // STEP
-        next_factor = scales_of(at_codes_scale, after, codes_scale_stride_k, CODES_SCALED)
-        next_far_factor = scales_of(at_other_scale, after, other_scale_stride_k, OTHER_SCALED)
         if EVEN:
             left_bits = tl.load(at_other)
             right_bits = tl.load(at_codes)
+            more_bits = tl.load(at_more)
         else:
             inside = (step + k)[None, :] < length
             left_bits = tl.load(at_other, inside, 0)
             right_bits = tl.load(at_codes, inside, 0)
-        left = values_of(left_bits, OTHER, HALF, NATIVE)
-        right = values_of(right_bits, CODES, HALF, NATIVE)
-        if NATIVE:
-            part = tl.dot(left, right.T)
-        else:
-            part = tl.dot(left, right.T, input_precision="ieee")
+            more_bits = tl.load(at_more, inside, 0)
+        left = values_of(left_bits, OTHER, HALF, NATIVE).T
+        part = multiplied(right_bits, left, CODES, HALF, NATIVE)
+        more_part = multiplied(more_bits, left, CODES, HALF, NATIVE)
         at_other += STEP * other_stride_k
         at_codes += STEP * codes_stride_k
+        at_more += STEP * codes_stride_k
         if CODES_SCALED == SCALED_TILES or CODES_SCALED == SCALED_BLOCKS:
-            part = part * factor[None, :]
+            part = part * factor[:, None]
+            more_part = more_part * more_factor[:, None]
         if OTHER_SCALED == SCALED_TILES or OTHER_SCALED == SCALED_BLOCKS:
-            part = part * far_factor[:, None]
+            part = part * far_factor[None, :]
+            more_part = more_part * far_factor[None, :]
         total += part
-        factor, far_factor = next_factor, next_far_factor
+        more_total += more_part
+        # the next step's scales are on their way while its codes are
+        after = tl.minimum(step + STEP, end - 1) // STEP
+        factor = scales_of(at_codes_scale, after, codes_scale_stride_k, CODES_SCALED)
+        more_factor = scales_of(at_more_scale, after, codes_scale_stride_k, CODES_SCALED)
+        far_factor = scales_of(at_other_scale, after, other_scale_stride_k, OTHER_SCALED)
     if CODES_SCALED == SCALED_ROWS:
-        total = total * tl.load(at_codes_scale)[None, :]
+        total = total * tl.load(at_codes_scale)[:, None]
+        more_total = more_total * tl.load(at_more_scale)[:, None]
     if OTHER_SCALED == SCALED_ROWS:
-        total = total * tl.load(at_other_scale)[:, None]
-    tl.store(out + f.to(tl.int64)[None, :] * out_stride_few, total, kept[:, None] & (f < num_exact)[None, :])
+        total = total * tl.load(at_other_scale)[None, :]
+        more_total = more_total * tl.load(at_other_scale)[None, :]
+    at = out + f.to(tl.int64)[:, None] * out_stride_few
+    tl.store(at, total, (f < num_exact)[:, None] & kept[None, :])
+    tl.store(at + BE * out_stride_few, more_total, (f + BE < num_exact)[:, None] & kept[None, :])
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -214,7 +250,7 @@ def sample_kernel(
     other_scale_stride_k, out_stride_split, out_stride_few, out_stride_shared, NEAR_INDEXED: tl.constexpr,
     INDEXED: tl.constexpr, SHARE: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr, CODES_SCALED: tl.constexpr,
     OTHER: tl.constexpr, OTHER_SCALED: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
-    BW: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
+    BW: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Parts of the sums over k of far[w, k] * near[f, k] and of other[w, k] * codes[f, k], ``out [splits, ...]``.
 
@@ -223,12 +259,12 @@ def sample_kernel(
     ``num_wide`` lines of near and all of far.
     """
     shadow_tiles = tl.cdiv(num_shadow, BS)
-    tiles = shadow_tiles + tl.cdiv(num_exact, BE)
+    tiles = shadow_tiles + tl.cdiv(num_exact, 2 * BE)
     start = tl.program_id(1) * chunk
     end = tl.minimum(start + chunk, length)
     own = tl.num_programs(0)
     if WIDE:
-        wide_tiles = tl.cdiv(num_wide, BE)
+        wide_tiles = tl.cdiv(num_wide, BX)
         own -= wide_tiles * tl.cdiv(num_far, BW)
         if tl.program_id(0) >= own:
             place = tl.program_id(0) - own
@@ -238,24 +274,25 @@ def sample_kernel(
             shadow_part(
                 near, far, index, wide, place % wide_tiles, tl.where(inside, far_line, 0).to(tl.int64), inside, start, end,
                 length, num_wide, near_stride_row, near_stride_k, far_stride_row, far_stride_k, num_far, NEAR_INDEXED, EVEN,
-                NATIVE, BW, BE, BK,
+                NATIVE, BW, BX, BK,
             )  # fmt: skip
             return
     tile = tl.program_id(0) % tiles
     w = (tl.program_id(0) // tiles) * BW + tl.arange(0, BW)
     kept = w < num_shared  # what lies beyond is worked out and not stored
     line = shared_line(tl.where(kept, w, 0), num_far, shift, SHARE).to(tl.int64)
-    to = out + tl.program_id(1).to(tl.int64) * out_stride_split + w.to(tl.int64)[:, None] * out_stride_shared
+    to = out + tl.program_id(1).to(tl.int64) * out_stride_split
+    across = w.to(tl.int64) * out_stride_shared
     if tile < shadow_tiles:
         shadow_part(
-            near, far, index, to, tile, line, kept, start, end, length, num_shadow, near_stride_row, near_stride_k,
+            near, far, index, to + across[:, None], tile, line, kept, start, end, length, num_shadow, near_stride_row, near_stride_k,
             far_stride_row, far_stride_k, out_stride_few, NEAR_INDEXED, EVEN, NATIVE, BW, BS, BK,
         )  # fmt: skip
     else:
         exact_start = tl.full([], num_shadow, tl.int64) * out_stride_few
         exact_part(
-            codes, other, index, to + exact_start, codes_scale, other_scale, tile - shadow_tiles, line, kept, start, end, length,
-            num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row,
+            codes, other, index, to + exact_start + across[None, :], codes_scale, other_scale, tile - shadow_tiles, line, kept,
+            start, end, length, num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row,
             codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED, CODES, CODES_SCALED,
             OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
         )  # fmt: skip

@@ -145,8 +145,10 @@ def test_tiles_and_blocks_of_the_second_version(tmp_path: Path) -> None:
         assert row["scale_log2_ratio"] == pytest.approx(0, abs=1e-6), row
 
 
-# Dynamo instantiates the autograd function that it traces.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore::UserWarning")
+# Dynamo instantiates the autograd function that it traces; torch's own modules use what it deprecates.
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*torch.jit:DeprecationWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("attached", ["before", "after"])
 def test_inductor_keeps_its_code_and_its_gemms_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], attached: str

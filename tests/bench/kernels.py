@@ -18,10 +18,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
+from fp8debug.kernels.dispatch import quantize_observed
 from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.gemm_sampled import Products, columns_of, products_of
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_bins import Bins
+from fp8debug.kernels.observe_pool import flush
 from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
@@ -30,6 +32,7 @@ from fp8debug.recipes import Cast, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
 
 ROTATE = 4
+MANY = 24
 TILE = Cast(granularity="1x128")
 DOWN = Cast(granularity="128x1")
 BLOCK = Cast(granularity="128x128")
@@ -54,6 +57,23 @@ def microseconds(call: Callable[[int], object], repeats: int = 15, inner: int = 
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3 / (ROTATE * inner))
+    return float(sorted(times[2:])[repeats // 2])
+
+
+def queued(call: Callable[[int], object], finish: Callable[[], object], repeats: int = 7, count: int = MANY) -> float:
+    """Median time of a call of many, ``finish`` after the last included, on a GPU that is kept busy until all are issued."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(40_000_000)
+        start.record()
+        for i in range(count):
+            call(i)
+        finish()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / count)
     return float(sorted(times[2:])[repeats // 2])
 
 
@@ -86,6 +106,8 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
     plain = microseconds(lambda i: quantize(inputs[i], TILE))
     report("quantize 1x128", plain, floor, "of floor")
     report("quantize 1x128 + statistics", microseconds(lambda i: quantize(inputs[i], TILE, statistics=True)), plain, "of plain")
+    full = queued(lambda i: quantize_observed(inputs[i % ROTATE], TILE, later=True), partial(flush, x.device))
+    report("the same as in a watched step, 24 tensors joined at once", full, plain, "of plain")
     both = microseconds(lambda i: quantize_both(inputs[i], TILE, DOWN))
     report("quantize 1x128 and 128x1 transposed", both, floor, "of floor")
     report(
@@ -100,6 +122,10 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         report(f"quantize {cast.granularity}", plain, floor, "of floor")
         full = microseconds(lambda i, cast=cast, layout=layout: quantize(inputs[i], cast, layout=layout, statistics=True))  # type: ignore[misc]  # likewise
         report(f"quantize {cast.granularity} + statistics", full, plain, "of plain")
+        if cast in (DOWN, BLOCK):
+            joined = partial(quantize_observed, cast=cast, contracts_rows=cast is DOWN, later=True)
+            full = queued(lambda i, joined=joined: joined(inputs[i % ROTATE]), partial(flush, x.device))  # type: ignore[misc]  # likewise
+            report("the same as in a watched step, 24 tensors joined at once", full, plain, "of plain")
     report("observe 1x128", microseconds(lambda i: observe(inputs[i], [TILE])), floor, "of floor")
     report(
         "observe 1x128 + delayed what-if",
@@ -114,6 +140,17 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         floor,
         "of floor",
     )
+
+    bins, many = Bins(x.device), [inputs[i % ROTATE].clone() for i in range(MANY)]  # the same tensor is not counted twice
+    full = queued(partial(_observed, bins, many), bins.flush)
+    report("the same as in a watched step: counted, 24 tensors worked out at once", full, floor, "of floor")
+
+
+def _observed(bins: Bins, x: list[torch.Tensor], i: int) -> None:
+    observe(x[i], [TILE])
+    table = bins.count(x[i], [DELAYED], i)
+    bins.add(table, DELAYED, i)
+    bins.histogram(table)
 
 
 SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096))
@@ -171,7 +208,7 @@ def samples() -> None:
             cut = [(one[0], columns_of(one[1], lines, size) if columns else one[1]) for one in high]
             results = {Gemm.FPROP: (tokens, n), Gemm.DGRAD: (tokens, k), Gemm.WGRAD: (n, k)}
             actual = [torch.randn(results[which], device="cuda").bfloat16() for _ in range(ROTATE)]
-            plan = products_of(which, cut[0], pairs[0], sample, num_exact(256))
+            plan = products_of(which, cut[0], pairs[0], sample, num_exact(256), wide=which is Gemm.FPROP)
             assert plan is not None
             name = f"{which} {tokens}x{n}x{k}"
             time = microseconds(partial(_products, plan, which, cut, pairs, sample), inner=2)
@@ -195,7 +232,7 @@ def _operand(which: Gemm, role: TensorRole, x: torch.Tensor) -> Any:
 def _check_exact(which: Gemm, plan: Products, operands: tuple[Any, Any], sample: Sample) -> None:
     """Say how far the exact GEMM is from FP64."""
     cut, pair = operands
-    parts = plan(which, cut, pair, sample).sum(0)
+    parts = plan(which, cut, pair, sample).sum(0)[: (plan.shadow + plan.exact) * plan.shared]
     assert sample.lines is not None
     few, share = sample.lines[: plan.exact], sample.share(plan.far, sample.lines.device)
     first, second = (reference.dequantize(*o).double() for o in pair)
