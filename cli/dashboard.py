@@ -26,6 +26,7 @@ def command(path: str, host: str, port: int, token: str | None) -> None:
         raise UsageError(f"the token has {len(token)} characters; it needs {MIN_TOKEN} or more, or leave it out to get one")
     try:
         from fp8debug_dashboard import serve
+
+        serve(path, host, port, token)
     except ModuleNotFoundError as error:
         raise UsageError(f"the dashboard needs {error.name}, which is not installed: pip install 'fp8debug[dashboard]'") from None
-    serve(path, host, port, token)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .app import make_app
-    from .server import serve
+    from .start import serve
 
 __all__ = ["make_app", "serve"]
 
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
 
         return make_app
     if name == "serve":
-        from .server import serve
+        from .start import serve
 
         return serve
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,15 +3,13 @@
 The URL is the state. A control writes the URL (in the browser, assets/fp8debug.js); the page's parts are computed from it. So
 every view can be reloaded and sent to a colleague, and no state lives in the server.
 
-Until somebody asks for a page nothing is imported that reads a run: the browser loads its scripts while that comes.
+This module imports nothing that reads a run: the browser loads its scripts while that comes.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -76,7 +74,6 @@ def make_app(path: str | Path | Source) -> dash.Dash:
     for name, entry in CONTENTS.items():
         _redraw(app, source, name, entry)
     hand_out_files(app, source)
-    threading.Thread(target=import_module, args=(f"{__package__}.shown",), daemon=True).start()
     return app
 
 
@@ -247,6 +244,7 @@ def _settle(app: dash.Dash, source: Source) -> None:
                 raise PreventUpdate
             dash.set_props("settled", {"data": source.stamp(None)})
             return
+        shown.import_rest()
         page = shown.PAGES.get(view.page)
         try:
             opened = source.open(view.run)

@@ -27,8 +27,12 @@ def coverage(modules: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str
     total = sum(flops)
     counts: Counter[str] = Counter()
     shares: Counter[str] = Counter()
+    words: dict[str, str] = {}  # hundreds of modules share a few choices of casts
     for module, cost in zip(modules, flops, strict=True):
-        name = in_words(module.get("casts")) if module.get("fp8") else "BF16 or FP32"
+        casts = module.get("casts")
+        if (key := repr(casts)) not in words:
+            words[key] = in_words(casts)
+        name = words[key] if module.get("fp8") else "BF16 or FP32"
         counts[name] += 1
         shares[name] += cost
     skipped = tuple(

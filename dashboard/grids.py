@@ -10,6 +10,14 @@ from fp8debug.store.numbers import numbers_of
 
 from .records import Floats, Heat, Ints
 
+#: What needs no conversion of Arrow's: importing those takes 50 ms, for which the first page shall not wait.
+_PLAIN: dict[pa.DataType, type[np.generic]] = {
+    pa.float64(): np.float64,
+    pa.float32(): np.float32,
+    pa.int64(): np.int64,
+    pa.int32(): np.int32,
+}
+
 
 def floats(table: pa.Table, name: str) -> Floats:
     """Return a column as float32, NaN for null."""
@@ -20,14 +28,28 @@ def floats(table: pa.Table, name: str) -> Floats:
 def known_floats(table: pa.Table, name: str) -> tuple[Floats, NDArray[np.bool_]]:
     """Return a column as float32, any number for null, and where it is not null."""
     column = table.column(name)
+    if column.type not in _PLAIN:
+        column = column.cast(pa.float64())
     with np.errstate(over="ignore"):
-        values = numbers_of(column.cast(pa.float64()), np.float64).astype(np.float32)
-    return values, numbers_of(column.is_valid().cast(pa.uint8()), np.uint8) > 0
+        values = numbers_of(column, _PLAIN[column.type]).astype(np.float32)
+    return values, np.concatenate([_known(chunk) for chunk in column.chunks]) if column.num_chunks else values > 0
+
+
+def _known(chunk: pa.Array) -> NDArray[np.bool_]:
+    """Return where an array is not null."""
+    bits = chunk.buffers()[0]
+    if bits is None:
+        return np.ones(len(chunk), dtype=bool)
+    places = np.unpackbits(np.frombuffer(bits, np.uint8), count=chunk.offset + len(chunk), bitorder="little")
+    return places[chunk.offset :].astype(bool)
 
 
 def ints(table: pa.Table, name: str) -> Ints:
     """Return a column without nulls as int32."""
-    return numbers_of(table.column(name).cast(pa.int64()), np.int64).astype(np.int32)
+    column = table.column(name)
+    if column.type != pa.int64():
+        column = column.cast(pa.int64())
+    return numbers_of(column, np.int64).astype(np.int32)
 
 
 def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:

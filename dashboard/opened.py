@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError
-from fp8debug.rules.findings import Findings
 
 from . import data
-from .judge import triage_apart
 from .narrow import Narrow, build
 from .theme import level
 
 if TYPE_CHECKING:
     from fp8debug import Fallback, Run
     from fp8debug.rules.differences import Differences
+    from fp8debug.rules.findings import Findings
 
     from .records import Trace
 
@@ -40,24 +39,31 @@ class Judgement:
     """What triage says, or that it is still at it.
 
     Attributes:
-        findings: culprit first.
-        is_pending: the rules are still looking; ``findings`` are those of an earlier state of the files, or none.
+        known: what it found, the culprit first; None while nothing is known.
+        is_pending: the rules are still looking; ``known`` is of an earlier state of the files, or None.
         failure: why triage could not run, or "".
     """
 
-    findings: Findings
+    known: Findings | None = None
     is_pending: bool = False
     failure: str = ""
 
     @property
+    def findings(self) -> Findings:
+        """What is known, or no findings; imports the rules, for which the first page shall not wait."""
+        from fp8debug.rules.findings import Findings
+
+        return Findings() if self.known is None else self.known
+
+    @property
     def verdict(self) -> str:
         """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` without findings while pending, and after a failure."""
-        if self.failure or (self.is_pending and not self.findings):
+        if self.failure or (self.is_pending and not self.known):
             return "unknown"
-        return min((level(f.severity) for f in self.findings), key=_ORDER.__getitem__, default="ok")
+        return min((level(f.severity) for f in self.known or ()), key=_ORDER.__getitem__, default="ok")
 
 
-PENDING = Judgement(findings=Findings(), is_pending=True)
+PENDING = Judgement(is_pending=True)
 
 
 @dataclass
@@ -154,13 +160,15 @@ class Opened:
     def _triage(self) -> Judgement:
         from fp8debug import Run, triage
 
+        from .judge import triage_apart
+
         try:
             if self.size >= SMALL_BYTES:
-                found = Judgement(findings=triage_apart(self.run.path))
+                found = Judgement(known=triage_apart(self.run.path))
             else:
-                found = Judgement(findings=triage(Run(self.run.path)))
+                found = Judgement(known=triage(Run(self.run.path)))
         except Fp8DebugError as error:
-            return Judgement(findings=Findings(), failure=str(error))
+            return Judgement(failure=str(error))
         with suppress(Fp8DebugError):
             self.keep(RECORDED, lambda: data.recorded(self.aside()))
         return found
@@ -174,7 +182,7 @@ class Opened:
         if self._judgement is not None:
             return self._judgement
         earlier = self.earlier
-        return Judgement(findings=earlier.findings, is_pending=True, failure=earlier.failure)
+        return Judgement(known=earlier.known, is_pending=True, failure=earlier.failure)
 
     def latest(self) -> Judgement:
         """Return the newest conclusions without any work."""

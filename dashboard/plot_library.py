@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib.resources import files
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import dash
 import flask
-import plotly  # type: ignore[import-untyped]  # plotly ships no types
+
+if TYPE_CHECKING:
+    import dash
 
 #: Traces beside scatter, which is always there.
 KINDS = ("bar", "heatmap")
 #: The address, which names the version: a browser may keep it.
-PATH = f"/plotly-{plotly.__version__}.js"
+PATH = f"/plotly-{version('plotly')}.js"
 
 #: The list, in the minified text: the name of the library, and calls that each set up a kind.
 _LIST = re.compile(rb"([\w$]+)\.register\(\[((?:[\w$]+\(\),){20,}[\w$]+\(\))\]\)")
@@ -56,18 +60,21 @@ def compiled_early(text: bytes) -> bytes:
 
 @cache
 def _script() -> bytes:
-    return compiled_early(shortened(files("plotly").joinpath("package_data/plotly.min.js").read_bytes()))
+    package = find_spec("plotly")  # which is not imported for that: it takes as long as the rest
+    assert package is not None and package.origin is not None
+    return compiled_early(shortened(Path(package.origin).with_name("package_data").joinpath("plotly.min.js").read_bytes()))
+
+
+def library_script() -> flask.Response:
+    """Return the answer to who asks for ``PATH``."""
+    response = flask.Response(_script(), mimetype="text/javascript")
+    response.headers["Cache-Control"] = "private, max-age=31536000, immutable"
+    return response
 
 
 def serve_library(app: dash.Dash) -> None:
     """Answer ``PATH``, and tell the pages of it."""
     server: flask.Flask = app.server
-
-    @server.route(PATH)
-    def library() -> flask.Response:
-        response = flask.Response(_script(), mimetype="text/javascript")
-        response.headers["Cache-Control"] = "private, max-age=31536000, immutable"
-        return response
-
+    server.add_url_rule(PATH, "library", library_script)
     told = f'<meta name="plot-library" content="{PATH}">'
     app.index_string = app.index_string.replace("{%metas%}", told + "{%metas%}")

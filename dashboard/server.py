@@ -5,22 +5,15 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-import socket
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import urlencode
 
 import flask
-from werkzeug.serving import WSGIRequestHandler, make_server
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
-from fp8debug.errors import UsageError
-
-from .source import Source
+from .front import Front
 from .urls import parse, query
-
-if TYPE_CHECKING:
-    import dash
 
 #: What a page may load and where it may send: this server alone.
 POLICY = (
@@ -41,54 +34,29 @@ class QuietHandler(WSGIRequestHandler):
         """Log nothing: a page asks every few seconds."""
 
 
-def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: str | None = None) -> None:
-    """Serve a run or a folder of runs until interrupted.
+class HasServer(Protocol):
+    """An app of Dash, or what stands before it."""
+
+    server: flask.Flask
+
+
+def listen(front: Front, host: str, port: int, token: str | None) -> tuple[BaseWSGIServer, str | None]:
+    """Make a server that listens, and print its address; return it, and the token that it wants.
 
     Args:
-        path: a run, or a folder of runs; it is only read.
+        front: what answers.
         host: address to bind to. Any but a loopback address demands a token.
         port: port to bind to; 0 takes a free one.
         token: what a browser must show; generated for a non-loopback address when it is not given.
-
-    Raises:
-        RunError: the path is neither a run nor a folder of runs.
-        UsageError: nobody can listen at that address.
     """
-    source = Source(path)
-    check_address(host, port)
-    source.open_ahead()
-    from .app import make_app
-
-    app = make_app(source)
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
-    guard(app, token)
-    server = make_server(host, port, app.server, threaded=True, request_handler=QuietHandler)
+    guard(front, token)
+    server = make_server(host, port, front, threaded=True, request_handler=QuietHandler)
     shown = f"[{host}]" if ":" in host else host
     suffix = f"/?{urlencode({'token': token})}" if token else "/"
     print(f"fp8debug dashboard on http://{shown}:{server.server_port}{suffix} (Ctrl-C ends it)", file=sys.stderr, flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
-
-
-def check_address(host: str, port: int) -> None:
-    """Look whether a server may listen there: werkzeug ends the process where it may not.
-
-    Raises:
-        UsageError: no such host, not one of this machine, no such port, or it is taken.
-    """
-    if not 0 <= port <= 65535:
-        raise UsageError(f"cannot listen on {host}, port {port}: ports are 0 to 65535; choose another --port")
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except (OSError, UnicodeError) as error:
-        why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]  # the address again
-        raise UsageError(f"cannot listen on {host}, port {port}: {why}; choose another --host or --port") from None
+    return server, token
 
 
 def is_loopback(host: str) -> bool:
@@ -101,7 +69,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def guard(app: dash.Dash, token: str | None) -> None:
+def guard(app: HasServer, token: str | None) -> None:
     """Refuse who does not show the token, and set the headers that keep a page from reaching anywhere else.
 
     Without a token only requests that name a loopback host are answered: a web page that points its own name at 127.0.0.1

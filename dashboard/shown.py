@@ -1,10 +1,12 @@
 """What is shown for a view: head and page, what is live, and what a part of a page is to the browser.
 
-This module imports every page, and with them numpy, pyarrow and DuckDB; the app asks for it when a page is asked for.
+This module imports numpy, pyarrow and DuckDB; the app asks for it when a page is asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import dash
@@ -16,7 +18,6 @@ from fp8debug.errors import Fp8DebugError, RunError
 from . import source as sources
 from .mantine import dmc
 from .opened import Opened
-from .pages import compare, fallback, findings, heatmap, module, overview, ranks, runs
 from .pages.base import Page
 from .pages.contents import CONTENTS
 from .plots import Figure
@@ -24,7 +25,42 @@ from .source import Source
 from .urls import View, href, parse
 from .widgets import card, code, note
 
-PAGES: dict[str, Page] = {page.PAGE.name: page.PAGE for page in (overview, heatmap, module, ranks, findings, fallback, compare)}
+
+class Pages(Mapping[str, Page]):
+    """The pages of a run by name; each is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> Page:
+        """Return a page."""
+        if name not in CONTENTS:
+            raise KeyError(name)
+        page: Page = import_module(f"{__package__}.pages.{name}").PAGE
+        return page
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names in the order of the navigation."""
+        return iter(CONTENTS)
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return len(CONTENTS)
+
+
+PAGES = Pages()
+
+
+def come_ahead(source: Source) -> None:
+    """Import what the first page needs, and read what it shows, before anybody asks for it."""
+    if not source.is_folder:
+        source.read_ahead()
+    import_module(f"{__package__}.pages.{'runs' if source.is_folder else 'overview'}")
+
+
+def import_rest() -> None:
+    """Import what the pages that nobody has asked for yet need, so that the first click does not wait for it."""
+    import_module("fp8debug.rules")
+    for _ in PAGES.values():
+        pass
+
 
 #: What the URL asks for: ``pathname``, ``search``, and ``n``, the number of the layout that serves it.
 Asked = dict[str, Any]
@@ -52,6 +88,8 @@ def page_of(view: View, source: Source) -> Component:
     """Return a whole page, or what went wrong and what to do."""
     try:
         if is_list(view, source):
+            from .pages import runs
+
             return runs.layout(source)
         if view.page not in PAGES:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")

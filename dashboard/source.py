@@ -92,12 +92,8 @@ class Source:
                 found = self._opened[folder.name] = opened
             return found
 
-    def open_ahead(self) -> None:
-        """Begin to read what the first page of a run shows: importing Dash, and the browser, take as long."""
-        if not self.is_folder:
-            threading.Thread(target=self._open_ahead, daemon=True).start()
-
-    def _open_ahead(self) -> None:
+    def read_ahead(self) -> None:
+        """Read what the first page of a run shows: the browser takes as long to begin."""
         with suppress(Fp8DebugError):  # the page says what is wrong
             opened = self.open(None)
             for read in (opened.worst, opened.training, opened.last_loss):

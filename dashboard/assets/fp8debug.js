@@ -13,10 +13,13 @@
 
   // Nearly every page has a plot: their library comes while the first page is asked for, not before, as a browser has one thread
   // to compile scripts. dcc.Graph waits for what stands here; the library then puts itself in its place.
+  // The first page of a server has asked for it already, before the server could send the rest.
   window.Plotly = new Promise((resolve, reject) => {
+    const begin = (library) => { window.Plotly = library; drawSeenFirst(library); resolve(); };
+    if (window.earlyPlots) window.earlyPlots.then(begin, () => null);
     document.addEventListener("DOMContentLoaded", () => {
       load("graph-library").catch(() => null);  // dcc.Graph asks for it again itself
-      load("plot-library").then(() => { drawSeenFirst(window.Plotly); resolve(); }, reject);
+      (window.earlyPlots || Promise.reject()).catch(() => load("plot-library").then(() => begin(window.Plotly), reject));
     });
   });
 

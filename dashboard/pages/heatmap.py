@@ -95,7 +95,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         )
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
-    heat = replace(heat, marks=source.marks(opened.judged().findings, by_module=True))
+    heat = replace(heat, marks=source.marks(opened.judged().known or (), by_module=True))
     whole = None
     if view.get("from") or view.get("to"):
         kept = {key: value for key, value in view.params.items() if key not in ("from", "to")}

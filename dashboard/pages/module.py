@@ -54,7 +54,7 @@ def chosen_module(view: View, opened: Opened) -> str | None:
     asked = view.get("module")
     if asked:
         return asked if asked in names else None
-    culprit = next((f.module for f in opened.judged().findings if f.module in names), None)
+    culprit = next((f.module for f in opened.judged().known or () if f.module in names), None)
     return culprit or next(iter(names), None)
 
 
@@ -67,7 +67,7 @@ def chosen_site(view: View) -> tuple[str, str]:
 
 def default_step(opened: Opened, module: str, steps: list[int]) -> int | None:
     """Return the step at which a finding that names the module begins, or the last one."""
-    begins = [f.steps[0] for f in opened.judged().findings if module in (f.module, *f.also)]
+    begins = [f.steps[0] for f in opened.judged().known or () if module in (f.module, *f.also)]
     return _nearest(steps, min(begins)) if begins else steps[-1] if steps else None
 
 
@@ -313,8 +313,8 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
         ),
     ]
     judged = opened.judged()
-    named = [f for f in judged.findings if module in (f.module, *f.also)]
-    suffers = [f for f in judged.findings if module in f.victims]
+    named = [f for f in judged.known or () if module in (f.module, *f.also)]
+    suffers = [f for f in judged.known or () if module in f.victims]
     lines = [
         html.Div(
             [

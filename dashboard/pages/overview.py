@@ -90,7 +90,7 @@ def layout(view: View, opened: Opened) -> Component:
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
     judged = opened.judged()
-    findings = judged.findings
+    findings = judged.known or ()
     curves, lost_at = opened.training()
     figure = figures.training(curves, source.marks(findings), lost_at)
     return (
@@ -159,7 +159,7 @@ def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
 
 def sentence(judged: Judgement) -> str:
     """Return the verdict in words."""
-    findings = judged.findings
+    findings = judged.known
     if judged.failure:
         return f"Triage could not run: {judged.failure}"
     if judged.is_pending and not findings:
@@ -175,7 +175,7 @@ def sentence(judged: Judgement) -> str:
 
 
 def _classification(view: View, judged: Judgement) -> Component | None:
-    found = judged.findings.classification
+    found = judged.known.classification if judged.known is not None else None
     if not found:
         return None
     origin: Component | None = None
@@ -190,7 +190,7 @@ def _classification(view: View, judged: Judgement) -> Component | None:
 
 def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | None]:
     path = shlex.quote(str(opened.run.path))
-    findings, skipped = judged.findings, judged.findings.skipped
+    findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
     silent = html.Details(
         [
             html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} could not look"),

@@ -70,7 +70,7 @@ def parts(source: Source) -> list[dict[str, Any]]:
             try:
                 judged = source.open(name).judge()
                 verdict = judged.verdict
-                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in judged.findings), judged.failure)
+                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in judged.known or ()), judged.failure)
             except Fp8DebugError as error:
                 finding = str(error)
         rows.append(row(summary, verdict, finding))

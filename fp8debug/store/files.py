@@ -28,7 +28,7 @@ class Source:
         table: stats, steps or events.
         rank: rank of its folder.
         number: number of the part or stream.
-        schema: Arrow schema of its rows.
+        schema: Arrow schema of its rows; parts with equal ones share the object.
         rows: the rows of a stream; None for a part, which the query engine reads itself.
         first_step: smallest step, None without one.
         is_whole: every row is known to have its keys; else readers leave out the rows that lack one.
@@ -178,6 +178,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
                 first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
                 first = first if isinstance(first, int) else None
                 yield Source(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
+    last: pa.Schema | None = None
     for number, path in sorted(parts.items()):
         if path in damaged:
             continue
@@ -185,12 +186,15 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             size = size_of(path, root)
             metadata = read_footer(path, size)
             schema = metadata.schema.to_arrow_schema()
+            if last is not None and schema.equals(last, check_metadata=True):
+                schema = last
             if has_long_text(metadata, path, schema):
                 raise RefusedError("holds a name or a message longer than 64 KB")
         except (OSError, ValueError, pa.ArrowException) as error:
             problems.append(f"{path} cannot be read: {_first_line(error)}")
             continue
-        if metadata.num_rows and _fits(schema, table, path, problems):
+        if metadata.num_rows and (schema is last or _fits(schema, table, path, problems)):
+            last = schema
             first = _first_step(metadata)
             whole = _is_whole(metadata, table)
             yield Source(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
@@ -15,18 +15,23 @@ from fp8debug.store.views import Dialect, is_plain
 def columns_in(table: str, files: RunFiles) -> list[Column]:
     """Return our columns and those that the files describe themselves (a metric that is not installed here)."""
     columns = {column.name: column for column in columns_of(table)}
-    for source in files.of(table):
-        for column in columns_from(source.schema):
-            if is_plain(column.name) and column.name not in taken_words():
-                columns.setdefault(column.name, column)
+    for schema in _schemas(files.of(table)):
+        for column in columns_from(schema):
+            if column.name not in columns and is_plain(column.name) and column.name not in taken_words():
+                columns[column.name] = column
     return list(columns.values())
+
+
+def _schemas(sources: Iterable[Source]) -> Iterable[pa.Schema]:
+    """Return the schemas of files, one that several share once."""
+    return {id(source.schema): source.schema for source in sources}.values()
 
 
 def typed(columns: Sequence[Column], sources: Sequence[Source], dialect: Dialect) -> str:
     """Return the select list of some files: every column of ours with its type, null where none of them has it."""
     there: dict[str, set[pa.DataType]] = {}
-    for source in sources:
-        for field in source.schema:
+    for schema in _schemas(sources):
+        for field in schema:
             there.setdefault(field.name, set()).add(field.type)
 
     def cast(column: Column) -> str:

@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug_cli.dashboard import command
-from fp8debug_dashboard import make_app, plot_library, serve, server, shown
+from fp8debug_dashboard import make_app, plot_library, serve, server, shown, start
 from fp8debug_dashboard.app import EARLY
 from fp8debug_dashboard.mantine import dmc
 from fp8debug_dashboard.pages import runs
@@ -113,7 +113,7 @@ def test_any_other_address_gets_a_token(
             pass
 
     monkeypatch.setattr(server, "make_server", lambda *args, **options: Stopped())
-    monkeypatch.setattr(server, "check_address", lambda host, port: None)
+    monkeypatch.setattr(start, "check_address", lambda host, port: None)
     serve(folder, host)
     said = capsys.readouterr().err
     assert (seen[0] is not None) == is_open == ("?token=" in said)

@@ -1,0 +1,110 @@
+"""How the dashboard starts: it listens before the app is there, sends the head of a page at once, and the rest when it can."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import flask
+import pytest
+from werkzeug.test import create_environ, run_wsgi_app
+
+from fp8debug.errors import UsageError
+from fp8debug_cli.main import status
+from fp8debug_dashboard import make_app, serve, server, start
+from fp8debug_dashboard.front import HEAD, Front
+from fp8debug_dashboard.plot_library import PATH
+from fp8debug_dashboard.source import Source
+
+TOKEN = "s3cret-token"
+#: Dash gives each page another one.
+END_ID = re.compile(rb'"end_id":"[^"]*"')
+
+
+def asked(front: Front, path: str, query: str = "") -> tuple[Iterator[bytes], str]:
+    """Return what a server would send in answer to a browser, as it comes, and the status."""
+    environ = create_environ(path, "http://localhost", query_string=query)
+    chunks, told, _ = run_wsgi_app(front, environ)
+    return iter(chunks), told
+
+
+@pytest.fixture
+def front() -> Front:
+    found = Front()
+    server.guard(found, None)
+    return found
+
+
+def made(folder: Path) -> flask.Flask:
+    app = make_app(folder)
+    server.guard(app, None)
+    found: flask.Flask = app.server
+    return found
+
+
+def test_the_head_of_a_page_comes_before_there_is_an_app(front: Front, folder: Path) -> None:
+    page, told = asked(front, "/module", "run=sick")
+    assert (next(page), told) == (HEAD.encode(), "200 OK") and PATH in HEAD
+    library, told = asked(front, PATH)
+    assert told == "200 OK" and b"Plotly" in b"".join(library)
+    front.become(lambda: made(folder))
+    rest = END_ID.sub(b"", b"".join(page))
+    later, told = asked(front, "/module", "run=sick")
+    whole = END_ID.sub(b"", b"".join(later))
+    assert told == "200 OK" and whole.partition(b"<head>")[2] == rest and b"react-entry-point" in rest
+    assert b"earlyPlots" not in whole, "from then on pages come whole"
+
+
+def test_all_else_waits_for_the_app(front: Front, folder: Path) -> None:
+    answers: queue.Queue[str] = queue.Queue()
+    paths = ("/_dash-layout", "/_dash-dependencies", "/nowhere")
+    threads = [threading.Thread(target=lambda path=path: answers.put(asked(front, path)[1])) for path in paths]
+    for thread in threads:
+        thread.start()
+    assert answers.empty()
+    front.become(lambda: made(folder))
+    assert [answers.get(timeout=30) for _ in threads] == ["200 OK"] * 3
+    for thread in threads:
+        thread.join()
+
+
+def test_without_the_token_not_even_the_head_is_sent() -> None:
+    guarded = Front()
+    server.guard(guarded, TOKEN)
+    for path in ("/", "/heatmap", PATH):
+        chunks, told = asked(guarded, path)
+        assert told == "403 FORBIDDEN" and b"token" in b"".join(chunks)
+    assert asked(guarded, "/heatmap", f"token={TOKEN}")[1] == "303 SEE OTHER"
+    foreign = create_environ("/", "http://evil.example")
+    open_to_all = Front()
+    server.guard(open_to_all, None)
+    assert run_wsgi_app(open_to_all, foreign)[1] == "403 FORBIDDEN"
+
+
+def test_an_app_that_cannot_be_made_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Source, token: str | None) -> flask.Flask:
+        raise UsageError("of an app")
+
+    monkeypatch.setattr(start, "_made", fail)
+    collects = gc.isenabled()
+    with pytest.raises(UsageError, match="of an app"):
+        serve(folder, port=0)
+    assert gc.isenabled() == collects and gc.get_freeze_count() == 0
+    waits = Front()
+    with pytest.raises(UsageError, match="of an app"):
+        waits.become(lambda: fail(Source(folder), None))
+    with pytest.raises(RuntimeError, match="could not be made"):
+        asked(waits, "/_dash-layout")
+
+
+def test_a_package_that_is_missing_is_named_before_anything_listens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start, "_PACKAGES", ("flask", "no_such_package"))
+    assert status(["dashboard", str(folder), "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: the dashboard needs no_such_package, which is not installed: pip install 'fp8debug[dashboard]'\n"
