@@ -1,0 +1,129 @@
+"""How long a watch holds the training thread: ``python tests/bench/stall.py [--layers 2 8] [--steps 40] [--loop reads runs]``.
+
+The model of ``tests/bench/step.py``, every step watched with the defaults; on a CPU a small one, whose hooks are torch ops.
+Milliseconds by the host's clock, with nothing waited for around a call: ``Watch.step()``, and the hooks, of which ``quantize``
+holds the cast that training needs anyway. ``reads``: a loop that reads the loss of every step, so that no launch waits for the
+GPU; ``runs``: one that waits for nothing, where launches block once CUDA's queue is full, watched or not. ``launch``: one of
+torch's right before ``Watch.step()``. ``less gc``: the longest without what Python's garbage collector took. The first five
+steps are left out. No times are asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import fp8debug
+from fp8debug.probe import Probe
+from tests.bench.step import Job, Layer
+
+WARM_UP = 5
+HOOKS = ("begin", "quantize", "fprop", "backward")
+SMALL = {"width": 128, "hidden": 256, "tokens": 256}
+
+
+class SmallJob(Job):
+    """The same on a CPU."""
+
+    def __init__(self, options: argparse.Namespace, recipe: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Layer(options.width, options.hidden) for _ in range(options.layers))).bfloat16()
+        self.x = torch.randn(4, options.tokens // 4, options.width, dtype=torch.bfloat16)
+        fp8debug.convert(self.model, recipe)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+
+class Clock:
+    """Seconds of calls by name, and how much of each the garbage collector took."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._collected = self._since = 0.0
+
+    def collector(self, phase: str, info: dict[str, int]) -> None:
+        now = time.perf_counter()
+        self._collected += 0.0 if phase == "start" else now - self._since
+        self._since = now
+
+    def timed(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            collected, start = self._collected, time.perf_counter()
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self.spans[name].append((time.perf_counter() - start, self._collected - collected))
+
+        return call
+
+
+class Timed:
+    """Stands for a watch in the loop."""
+
+    def __init__(self, watch: Any, clock: Clock, job: Job) -> None:
+        self._watch, self.rows, one = watch, 0, torch.zeros(1, device=job.x.device)
+        self._launch, self._step = clock.timed("launch", one.zero_), clock.timed("Watch.step()", watch.step)
+
+    def step(self, loss: torch.Tensor) -> None:
+        self.rows = sum(len(filled) for _, filled in self._watch._observer._filled.values())
+        self._launch()
+        self._step(loss=loss)
+
+
+def measure(options: argparse.Namespace, loop: str) -> None:
+    """Print what one loop of one model takes."""
+    clock, is_gpu = Clock(), torch.cuda.is_available()
+    job = (Job if is_gpu else SmallJob)(options, options.recipe)
+    gc.callbacks.append(clock.collector)
+    patches = [patch.object(Probe, name, clock.timed(name, getattr(Probe, name))) for name in HOOKS]
+    with tempfile.TemporaryDirectory() as folder, fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
+        timed = Timed(watch, clock, job)
+        for one in patches:
+            one.start()
+        for step in range(WARM_UP + options.steps):
+            if step == WARM_UP:
+                clock.spans.clear()
+            job.step(timed)
+            if loop == "reads" and is_gpu:
+                torch.cuda.synchronize()
+        for one in patches:
+            one.stop()
+    gc.callbacks.remove(clock.collector)
+    for name in ("Watch.step()", *HOOKS, "launch"):
+        spans = sorted(clock.spans[name])
+        median, p99, longest = (1e3 * spans[int(share * (len(spans) - 1))][0] for share in (0.5, 0.99, 1.0))
+        less = 1e3 * max(seconds - collected for seconds, collected in spans)
+        row = f"{options.layers:6} {timed.rows:6} {loop:5} {name:12} {len(spans):7}"
+        print(f"{row} {median:8.3f} {p99:8.3f} {longest:8.3f} {less:8.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--loop", nargs="+", choices=("reads", "runs"), default=["reads", "runs"])
+    sizes = {"width": 4096, "hidden": 14336, "tokens": 8192} if torch.cuda.is_available() else SMALL
+    for name, default in (*sizes.items(), ("steps", 40)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--recipe", default="blockwise")
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}")
+    print(f"layers   rows loop  {'ms':12}   calls   median      p99  longest  less gc")
+    for layers in options.layers:
+        for loop in options.loop:
+            measure(argparse.Namespace(**{**vars(options), "layers": layers}), loop)
+
+
+if __name__ == "__main__":
+    main()
