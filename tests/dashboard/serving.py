@@ -7,11 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from werkzeug.serving import make_server
 
 from fp8debug_dashboard import make_app
 from fp8debug_dashboard.server import QuietHandler, guard
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIApplication
 
 
 def browser_args() -> list[str]:
@@ -25,7 +29,14 @@ def served(path: Path, token: str | None = None) -> Iterator[str]:
     """Serve a run or a folder on a free port; yields the address."""
     app = make_app(path)
     guard(app, token)
-    server = make_server("127.0.0.1", 0, app.server, threaded=True, request_handler=QuietHandler)
+    with listening(app.server) as address:
+        yield address
+
+
+@contextmanager
+def listening(app: WSGIApplication) -> Iterator[str]:
+    """Have an application answer on a free port; yields the address."""
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import flask
 import pytest
@@ -19,6 +20,10 @@ from fp8debug_dashboard import make_app, serve, server, start
 from fp8debug_dashboard.front import HEAD, Front
 from fp8debug_dashboard.plot_library import PATH
 from fp8debug_dashboard.source import Source
+from tests.dashboard.serving import listening
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 TOKEN = "s3cret-token"
 #: Dash gives each page another one.
@@ -108,3 +113,25 @@ def test_a_package_that_is_missing_is_named_before_anything_listens(
     assert status(["dashboard", str(folder), "--port", "0"]) == 2
     said = capsys.readouterr().err
     assert said == "error: the dashboard needs no_such_package, which is not installed: pip install 'fp8debug[dashboard]'\n"
+
+
+@pytest.mark.browser
+def test_a_browser_sets_up_the_plots_before_there_is_an_app(front: Front, folder: Path, clean_page: Page) -> None:
+    with listening(front) as address:
+        clean_page.goto(f"{address}/?run=sick", wait_until="commit")
+        assert clean_page.evaluate("() => window.earlyPlots.then((library) => typeof library.react)") == "function"
+        assert clean_page.locator("body *").count() == 0
+        front.become(lambda: made(folder))
+        clean_page.locator("#loss .scatterlayer .trace").first.wait_for(state="attached")
+        asked_for = clean_page.evaluate("() => performance.getEntriesByType('resource').map(e => new URL(e.name).pathname)")
+        assert asked_for.count(PATH) == 1
+
+
+@pytest.mark.browser
+def test_plots_that_did_not_come_early_come_later(front: Front, folder: Path, page: Page) -> None:
+    page.route(f"**{PATH}", lambda route: route.abort(), times=1)
+    with listening(front) as address:
+        page.goto(f"{address}/?run=sick", wait_until="commit")
+        assert page.evaluate("() => window.earlyPlots.catch((error) => error.message)") == f"{PATH} did not load"
+        front.become(lambda: made(folder))
+        page.locator("#loss .scatterlayer .trace").first.wait_for(state="attached")
