@@ -61,6 +61,30 @@ def folded(v, OP: tl.constexpr):
 
 
 @triton.jit
+def add_three(a0, a1, a2, b0, b1, b2):
+    """Three sums at once: what a reduction costs is its exchange between warps, however many values it has."""
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def add_six(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    """Six sums at once."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@triton.jit
+def add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    """Eight sums at once."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def extremes(a0, a1, a2, b0, b1, b2):
+    """Two maxima and a minimum."""
+    return tl.maximum(a0, b0), tl.maximum(a1, b1), tl.minimum(a2, b2)
+
+
+@triton.jit
 def summed(at, splits, stride, inside):
     """Add up FP32 parts in their order, four at a time."""
     x = load_one(at, inside)
@@ -183,9 +207,8 @@ def compare_kernel(
                 if pair == 0:
                     at = row.to(tl.int64) * columns + column
                     tl.store(error + at, e64.to(tl.float32).to(error.dtype.element_ty), inside & (row < exact_rows))
-        row_signal = tl.sum(signal, axis=1, keep_dims=True)
-        row_noise = tl.sum(noise, axis=1, keep_dims=True)
-        clean = tl.sum(strange, axis=1, keep_dims=True) == 0
+        row_signal, row_noise, num_strange = tl.reduce((signal, noise, strange), 1, add_three, keep_dims=True)
+        clean = num_strange == 0
         sx2 += row_signal
         se2 += row_noise
         judged = clean & (row_signal > 0.0)
@@ -195,33 +218,36 @@ def compare_kernel(
         bad += (judged & (nmse > BAD)).to(tl.int32)
         good += (judged & (nmse < GOOD)).to(tl.int32)
         worst = tl.maximum(worst, tl.where(judged, nmse, float("-inf")))
+    # In two directions: the interpreter flattens only the first of several values.
+    x1, y2, xy, e1, num_zero, num_nan, num_inf, num_made = tl.reduce(
+        tl.reduce((sx, sy2, sxy, se, zeros, nans, infs, made), 1, add_eight), 0, add_eight
+    )  # fmt: skip
+    most, furthest, least = tl.reduce(tl.reduce((amax, emax, amin), 1, extremes), 0, extremes)
+    x2, e2, num_rows, num_bad, num_good, num_dirty = tl.reduce(
+        tl.reduce((sx2, se2, seen, bad, good, dirty), 1, add_six), 0, add_six
+    )  # fmt: skip
+    f64: tl.constexpr = tl.float64
     at = parts + (pair * tl.num_programs(1) + tl.program_id(1)) * COLUMNS
-    tl.store(at, total(seen) * columns)
-    tl.store(at + 1, total(zeros))
-    tl.store(at + 2, total(nans))
-    tl.store(at + 3, total(infs))
-    tl.store(at + 4, total(made))
-    tl.store(at + 5, (tl.program_id(1) == 0).to(tl.float64))
-    tl.store(at + 6, total(seen))
-    tl.store(at + 7, total(bad))
-    tl.store(at + 8, total(good))
-    tl.store(at + 9, total(dirty))
-    tl.store(at + 10, total(sx))
-    tl.store(at + 11, total(sx2))
-    tl.store(at + 12, total(sy2))
-    tl.store(at + 13, total(sxy))
-    tl.store(at + 14, total(se))
-    tl.store(at + 15, total(se2))
-    tl.store(at + 16, tl.max(tl.max(amax, axis=1), axis=0).to(tl.float64))
-    tl.store(at + 17, tl.max(tl.max(emax, axis=1), axis=0).to(tl.float64))
+    tl.store(at, num_rows.to(f64) * columns)
+    tl.store(at + 1, num_zero.to(f64))
+    tl.store(at + 2, num_nan.to(f64))
+    tl.store(at + 3, num_inf.to(f64))
+    tl.store(at + 4, num_made.to(f64))
+    tl.store(at + 5, (tl.program_id(1) == 0).to(f64))
+    tl.store(at + 6, num_rows.to(f64))
+    tl.store(at + 7, num_bad.to(f64))
+    tl.store(at + 8, num_good.to(f64))
+    tl.store(at + 9, num_dirty.to(f64))
+    tl.store(at + 10, x1)
+    tl.store(at + 11, x2)
+    tl.store(at + 12, y2)
+    tl.store(at + 13, xy)
+    tl.store(at + 14, e1)
+    tl.store(at + 15, e2)
+    tl.store(at + 16, most.to(f64))
+    tl.store(at + 17, furthest.to(f64))
     tl.store(at + 18, tl.max(tl.max(worst, axis=1), axis=0))
-    tl.store(at + 19, -tl.min(tl.min(amin, axis=1), axis=0).to(tl.float64))
-
-
-@triton.jit
-def total(v):
-    """Add up as FP64, in which counts are exact."""
-    return tl.sum(tl.sum(v.to(tl.float64), axis=1), axis=0)
+    tl.store(at + 19, -least.to(f64))
 
 
 @triton.jit
