@@ -70,6 +70,7 @@ def make_app(path: str | Path | Source) -> dash.Dash:
     _route(app, source)
     _refresh(app, source)
     _settle(app, source)
+    _search(app, source)
     _clicks(app)
     for name, entry in CONTENTS.items():
         _redraw(app, source, name, entry)
@@ -256,6 +257,30 @@ def _settle(app: dash.Dash, source: Source) -> None:
         except Fp8DebugError:
             raise PreventUpdate from None
         dash.set_props("settled", {"data": f"{opened.stamp} {time.monotonic()}"})
+
+
+def _search(app: dash.Dash, source: Source) -> None:
+    """Fill the search of modules where it came without them: listing those of a large run takes a pass over it."""
+
+    @app.callback(
+        Output("module-search", "data"),
+        Input("seen", "data"),
+        State("asked", "data"),
+        State("module-search", "data"),
+        prevent_initial_call=True,
+    )
+    def fill(seen: Any, asked: Asked | None, data: list[str] | None) -> list[str]:
+        if data or seen is None or asked is None:
+            raise PreventUpdate
+        from . import shown
+
+        try:
+            opened = source.open(parse(asked["pathname"], asked["search"]).run)
+            names = shown.module_names(opened)
+        except Fp8DebugError:
+            raise PreventUpdate from None  # the page says what is wrong
+        dash.set_props("problems", {"children": shown.problems(opened)})  # the pass may have met damage
+        return names
 
 
 def _refresh(app: dash.Dash, source: Source) -> None:

@@ -8,14 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fp8debug import Run
 from fp8debug.errors import Fp8DebugError
 
 from . import data
+from .large_run import LargeRun
 from .narrow import Narrow, build
 from .theme import level
 
 if TYPE_CHECKING:
-    from fp8debug import Fallback, Run
+    from fp8debug import Fallback
     from fp8debug.rules.differences import Differences
     from fp8debug.rules.findings import Findings
 
@@ -106,12 +108,15 @@ class Opened:
 
     def aside(self) -> Run:
         """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
-        from fp8debug import Run
-
         with self._opening:
             if self._aside is None:
                 self._aside = Run(self.run.path)
             return self._aside
+
+    @property
+    def knows_modules(self) -> bool:
+        """True where listing the modules costs nothing."""
+        return not isinstance(self.run, LargeRun) or self.run.knows_modules
 
     @property
     def is_huge(self) -> bool:
@@ -158,7 +163,7 @@ class Opened:
             return self._judgement
 
     def _triage(self) -> Judgement:
-        from fp8debug import Run, triage
+        from fp8debug import triage
 
         from .judge import triage_apart
 
@@ -265,7 +270,6 @@ class Opened:
 
     def compare(self, names: Sequence[str]) -> None:
         """Compare this run with others of the folder, each the first of its pair; what is known is kept."""
-        from fp8debug import Run
         from fp8debug.rules.differences import diff_runs
 
         for name in names:

@@ -81,7 +81,8 @@ def screen(asked: Asked, source: Source) -> Screen:
     view = parse(asked["pathname"], asked["search"])
     here = {"n": asked["n"], "head": [view.page, view.run], "stamp": source.stamp(view.run)}
     here["was_pending"] = is_pending(view, source)  # asked before the page is laid out: what it shows may be older
-    return Screen(navigation(view, source), page_of(view, source), here)
+    page = page_of(view, source)
+    return Screen(navigation(view, source), page, here)  # in this order: a page that lists the modules does so for the search too
 
 
 def page_of(view: View, source: Source) -> Component:
@@ -95,10 +96,7 @@ def page_of(view: View, source: Source) -> Component:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
         opened = source.open(view.run)
         shown = PAGES[view.page].layout(view, opened)
-        if not opened.run.problems:
-            return shown
-        words = "Not everything could be read, the rest is shown: " + "; ".join(opened.run.problems)
-        return html.Div([html.Div(words, className="problems", role="alert"), shown])
+        return html.Div([html.Div(problems(opened), id="problems"), shown])
     except Fp8DebugError as error:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
@@ -154,12 +152,13 @@ def navigation(view: View, source: Source) -> Component:
 def _search(view: View, source: Source) -> Component:
     """Return the search of modules; its data, in execution order, also tell the keys ``[`` and ``]`` which module is next."""
     try:
-        modules = [str(m["fqn"]) for m in source.open(view.run).run.modules]
+        opened = source.open(view.run)
+        modules = module_names(opened) if opened.knows_modules else []  # else they come when the page has been painted
     except Fp8DebugError:
         modules = []
     search: Component = dmc.Select(
         id="module-search",
-        data=list(dict.fromkeys(modules)),
+        data=modules,
         placeholder="Find a module  ( / )",
         searchable=True,
         limit=60,
@@ -170,6 +169,20 @@ def _search(view: View, source: Source) -> Component:
         **{"aria-label": "find a module"},
     )
     return search
+
+
+def module_names(opened: Opened) -> list[str]:
+    """Return the names of the modules in execution order."""
+    return list(dict.fromkeys(str(m["fqn"]) for m in opened.run.modules))
+
+
+def problems(opened: Opened) -> Component | None:
+    """Return what could not be read."""
+    if not opened.run.problems:
+        return None
+    words = "Not everything could be read, the rest is shown: " + "; ".join(opened.run.problems)
+    found: Component = html.Div(words, className="problems", role="alert")
+    return found
 
 
 def redrawn(page: Page, view: View, source: Source, is_same_view: bool) -> tuple[Any, ...]:

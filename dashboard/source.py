@@ -81,10 +81,11 @@ class Source:
             if found is None or found.stamp != stamp:
                 from fp8debug import Run
 
-                from .opened import Opened
+                from .large_run import LargeRun
+                from .opened import SMALL_BYTES, Opened
 
                 size = int(stamp.split(".")[1], 16)
-                run = Run(folder)
+                run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
                 opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
                 opened.beside = self.open if self.is_folder else None
                 if found is not None:

@@ -116,6 +116,9 @@ class Run:
         self._create("steps", steps_sql(steps, is_single_rank=is_single_rank))
         self._columns = site_columns(stats, is_single_rank=is_single_rank)
         self._step_columns = [column.name for column in steps]
+        self._list_modules()
+
+    def _list_modules(self) -> None:
         self._register("modules", modules_table(self.modules))
 
     def _create(self, name: str, query: str) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from fp8debug import Run
 from fp8debug.errors import RunError, UnknownNameError
+from fp8debug_dashboard import opened as opened_module
+from fp8debug_dashboard import shown
 from fp8debug_dashboard.judge import triage_apart
 from fp8debug_dashboard.opened import Opened
 from fp8debug_dashboard.pages import findings
@@ -137,3 +139,31 @@ def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.Mo
     opened = Opened(run, "")
     judged = opened.judge()
     assert (judged.verdict, judged.failure, opened.fallbacks()) == ("unknown", "damaged", [])
+
+
+def test_the_modules_of_a_large_run_are_listed_when_somebody_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Source(folder / "sick").open(None)
+    assert small.knows_modules and type(small.run) is Run
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = Source(folder / "sick").open(None)
+    large.worst()
+    large.training()
+    assert not large.knows_modules
+    assert large.run.sql("SELECT count(*) AS n FROM Modules").to_pylist() == [{"n": len(small.run.modules)}]
+    assert large.knows_modules and large.run.modules == small.run.modules
+    large.run.refresh()
+    assert not large.knows_modules
+    assert large.run.sql("SELECT * FROM modules") == small.run.sql("SELECT * FROM modules")
+
+
+def test_damage_that_listing_the_modules_meets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_healthy(tmp_path / "run", num_steps=40)
+    part = next((tmp_path / "run").glob("rank=*/stats/part-*"))
+    data = bytearray(part.read_bytes())
+    data[4:2000] = b"\xff" * 1996
+    part.write_bytes(data)
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = Source(tmp_path / "run").open(None)
+    names = shown.module_names(large)
+    assert names and large.run.problems == [f"{part} is damaged; its rows are left out"]
+    assert "is damaged" in str(shown.problems(large)) and large.run.sql("SELECT 1 AS one FROM modules").num_rows == len(names)

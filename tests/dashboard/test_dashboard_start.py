@@ -16,11 +16,12 @@ from werkzeug.test import create_environ, run_wsgi_app
 
 from fp8debug.errors import UsageError
 from fp8debug_cli.main import status
-from fp8debug_dashboard import make_app, serve, server, start
+from fp8debug_dashboard import make_app, opened, serve, server, start
 from fp8debug_dashboard.front import HEAD, Front
+from fp8debug_dashboard.pages import overview
 from fp8debug_dashboard.plot_library import PATH
 from fp8debug_dashboard.source import Source
-from tests.dashboard.serving import listening
+from tests.dashboard.serving import listening, served
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -135,3 +136,19 @@ def test_plots_that_did_not_come_early_come_later(front: Front, folder: Path, pa
         assert page.evaluate("() => window.earlyPlots.catch((error) => error.message)") == f"{PATH} did not load"
         front.become(lambda: made(folder))
         page.locator("#loss .scatterlayer .trace").first.wait_for(state="attached")
+
+
+@pytest.mark.browser
+def test_the_search_of_a_large_run_is_filled_when_its_page_has_been_painted(
+    folder: Path, clean_page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened, "SMALL_BYTES", 0)
+    monkeypatch.setattr(overview, "SMALL_BYTES", 0)
+    with served(folder / "sick") as address:
+        clean_page.goto(address)
+        clean_page.locator("#loss .scatterlayer .trace").first.wait_for(state="attached")
+        clean_page.keyboard.press("/")
+        clean_page.locator("#module-search").fill("mlp")
+        clean_page.get_by_role("option").filter(has_text="mlp").first.click()
+        clean_page.wait_for_url("**/module?module=*mlp*")
+        clean_page.locator("#nine .scatterlayer .trace").first.wait_for(state="attached")
