@@ -82,7 +82,9 @@ def block_map(run: Run, module: str, site: tuple[str, str], step: int) -> BlockM
     dump = min(found, key=lambda d: (abs(d.step - step), d.rank, d.call))
     values = _maps(dump)
     strides = (-(-values.shape[0] // MAX_TILES), -(-values.shape[1] // MAX_TILES))
-    title = f"{dump.gemm} {dump.tensor} at step {dump.step:,}, rank {dump.rank}, {dump.cast_name}; dumped for {dump.reason}"
+    title = (
+        f"{dump.gemm} {dump.tensor} at step {dump.step:,}, rank {dump.rank}, {dump.cast_name}; why it was dumped: {dump.reason}"
+    )
     return BlockMap(title=title, sqnr_db=_worst(values, strides), tile=dump.tile, stride=strides)
 
 

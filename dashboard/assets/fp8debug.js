@@ -45,6 +45,8 @@
     };
     const react = library.react, waiting = new Map();
     const draw = (plot, figure) => react(plot, { ...figure, layout: zoomed(plot, figure.layout) }).then((drawn) => {
+      const box = plot.closest(".saved-plot");
+      if (box) box.classList.toggle("saved-nothing", !figure.data.length);  // it says why it is empty: no picture to save
       if (!plot.zooms) {
         plot.zooms = {};
         plot.on("plotly_relayout", remember(plot));

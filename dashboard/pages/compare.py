@@ -30,7 +30,7 @@ SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
 MAX_SETTINGS, MAX_SITES = 60, 300
 COLUMNS: tuple[dict[str, Any], ...] = (
-    {"field": "at", "headerName": "Parts at", "type": "rightAligned", "width": 90},
+    {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 150},
     {"field": "reference", "headerName": "Against", "width": 90},
@@ -76,7 +76,7 @@ def layout(view: View, opened: Opened) -> Component:
                 graph("compare-loss", figure),
                 note=html.Div([pick], className="controls"),
             ),
-            card("Where they part", grid("compare-sites", COLUMNS, rows, "No site to list"), note="first divergence on top"),
+            card("Where they diverge", grid("compare-sites", COLUMNS, rows, "No site to list"), note="first divergence on top"),
             card(
                 "One site in these runs",
                 graph("compare-site", site),
@@ -128,10 +128,9 @@ def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
 def _about(found: Differences) -> list[Component]:
     gap = found.loss["diverges_at"] is not None
     first = found.first
-    sites = found.site_words if first is not None or not found.sites else f"no site parts: {found.site_words}"
     lines: list[Component] = [
         html.P([badge("warning" if gap else "ok", "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
-        html.P([badge("warning" if first is not None else "ok", "sites"), f" {sites}"]),
+        html.P([badge("warning" if first is not None else "ok", "sites"), f" {found.site_words}"]),
     ]
     for name, only in zip(found.names, found.only, strict=True):
         if only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from contextlib import suppress
@@ -184,7 +185,9 @@ def _classification(view: View, judged: Judgement) -> Component | None:
         origin = html.Span(["origin ", dcc.Link(str(found["module"]), href=target)])
     evidence = [html.Li(str(line)) for line in found.get("evidence") or ()]
     more = html.Details([html.Summary("why"), html.Ul(evidence)]) if evidence else None
-    words = [html.B(f"Class: {found['title']}"), html.Span(str(found["what"])), origin, more]
+    title = re.sub(r"^\([a-c]\) ", "", str(found["title"]))  # the letters are those of docs/triage.md
+    choice = "" if found.get("class") == "unknown" else "the three are loss spike, divergence, and loss fine but inference off"
+    words = [html.B(f"Class: {title}"), html.Span(choice, className="dim"), html.Span(str(found["what"])), origin, more]
     return html.Div([word for word in words if word is not None], className="class-line")
 
 

@@ -74,10 +74,10 @@ class Differences:
         num = sum(site.diverges_at is not None for site in self.sites)
         same = sum(site.differs_at is None for site in self.sites)
         if self.first is None:
-            return f"none of {len(self.sites)} parts; {same} have the same tensors to the last digits"
+            return f"none of {len(self.sites)} sites diverges; {same} have the same tensors to the last digits"
         site = self.first
         return (
-            f"{num} of {len(self.sites)} part, first {site.module} {site.gemm} {site.tensor} at step {site.diverges_at}:"
+            f"{num} of {len(self.sites)} sites diverge, first {site.module} {site.gemm} {site.tensor} at step {site.diverges_at}:"
             f" {site.what}; {same} have the same tensors to the last digits"
         )
 

@@ -102,7 +102,7 @@ def test_diff_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> None
         "median of steps 10 to 29: 4.554 -> 4.554, gap 0 +- 0: within the noise (4 standard errors, or 1% of the loss)",
         "",
         "sites:",
-        "none of 18 parts; 18 have the same tensors to the last digits",
+        "none of 18 sites diverges; 18 have the same tensors to the last digits",
     ]
 
 
@@ -111,7 +111,7 @@ def test_diff_of_a_run_that_is_sick(capsys: pytest.CaptureFixture[str], runs: Pa
     line = f"diff {tmp_path / 'good'} RUNS/sick"
     said = Said(capsys, runs, f"{line} --exit-code")
     assert said.code == 1
-    assert "1 of 18 part, first blocks.1.mlp.up fprop input at step 40: sqnr_db 31.66 -> 3" in said.out
+    assert "1 of 18 sites diverge, first blocks.1.mlp.up fprop input at step 40: sqnr_db 31.66 -> 3" in said.out
     assert "blocks.1.mlp.up.fprop.input: e4m3fn 1x128 current -> e4m3fn 1x128 current then e4m3fn tensorwise delayed" in said.out
     document = json.loads(Said(capsys, runs, f"{line} --format json").out)
     assert document["first_divergence"]["module"] == "blocks.1.mlp.up"

@@ -103,3 +103,33 @@ def test_the_overview_has_the_loss_scale_under_the_findings(clean_page: Page, si
     for name in ("loss", "grad_norm", "loss_scale", "lr"):
         expect(clean_page.locator("#loss").get_by_text(name, exact=True)).to_be_attached()
     expect(clean_page.locator("#loss")).to_contain_text("F101")
+
+
+@pytest.mark.parametrize(("copies", "says"), [("document.execCommand", "Copied"), ("() => false", "Selected: press Ctrl-C")])
+def test_without_a_clipboard_the_text_is_selected(clean_page: Page, site: str, copies: str, says: str) -> None:
+    clean_page.add_init_script(
+        "Object.defineProperty(navigator, 'clipboard', { value: undefined });"
+        f" const copies = ({copies}); document.execCommand = (command) => copies.call(document, command);"
+    )
+    go(clean_page, f"{site}/fallback?run=sick")
+    copy, text = clean_page.locator("#fallback-copy"), clean_page.locator("#exported").text_content()
+    copy.click()
+    expect(copy).to_have_text(says)
+    assert text is not None and clean_page.evaluate("getSelection().toString()").strip() == text.strip()
+    expect(copy).to_have_text("Copy")
+
+
+def test_an_empty_plot_offers_no_picture(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/findings?run=healthy")
+    expect(clean_page.get_by_text("there is no evidence to show")).to_be_visible()
+    expect(clean_page.locator("[data-png=evidence]")).to_be_hidden()
+    go(clean_page, f"{site}/findings?run=sick")
+    expect(clean_page.locator("#evidence .scatterlayer .trace").first).to_be_attached()
+    expect(clean_page.locator("[data-png=evidence]")).to_be_visible()
+
+
+def test_the_class_of_a_problem_is_said_in_words(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    said = clean_page.locator("#classification")
+    expect(said).to_contain_text("Class: divergence")
+    expect(said).to_contain_text("the three are loss spike, divergence, and loss fine but inference off")

@@ -29,7 +29,7 @@ def test_a_run_and_its_twin_do_not_differ(healthy: Run, tmp_path: Path) -> None:
         found.loss_words
         == "median of steps 80 to 99: 2.777 -> 2.777, gap 0 +- 0: within the noise (4 standard errors, or 1% of the loss)"
     )
-    assert found.site_words == "none of 54 parts; 54 have the same tensors to the last digits"
+    assert found.site_words == "none of 54 sites diverges; 54 have the same tensors to the last digits"
 
 
 def test_another_seed_differs_and_does_not_part(healthy: Run, tmp_path: Path) -> None:
