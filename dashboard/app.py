@@ -110,6 +110,7 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
             dcc.Store(id="asked", data=asked),
             dcc.Store(id="here", data=here),
             dcc.Store(id="seen"),
+            dcc.Store(id="unlisted"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(
                 [
@@ -262,15 +263,16 @@ def _settle(app: dash.Dash, source: Source) -> None:
 def _search(app: dash.Dash, source: Source) -> None:
     """Fill the search of modules where it came without them: listing those of a large run takes a pass over it."""
 
+    _in_browser(app, "unlisted", Output("unlisted", "data"), Input("seen", "data"))
+
     @app.callback(
         Output("module-search", "data"),
-        Input("seen", "data"),
+        Input("unlisted", "data"),
         State("asked", "data"),
-        State("module-search", "data"),
         prevent_initial_call=True,
     )
-    def fill(seen: Any, asked: Asked | None, data: list[str] | None) -> list[str]:
-        if data or seen is None or asked is None:
+    def fill(unlisted: Any, asked: Asked | None) -> list[str]:
+        if unlisted is None or asked is None:
             raise PreventUpdate
         from . import shown
 

@@ -229,6 +229,12 @@
         looked = { n: here.n, times: looked.times + 1 };
         return { ...looked, isFirst };
       },
+      // The search of modules came without them; they are asked for when the page has been painted.
+      unlisted(seen) {
+        const search = seen && window.dash_component_api.getLayout("module-search");
+        const isFull = search && search.props.data && search.props.data.length;
+        return search && !isFull ? seen : window.dash_clientside.no_update;
+      },
       pause(follow) { return !follow; },
       search_runs(text) {
         const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
