@@ -156,6 +156,12 @@ class Observer:
             self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)
         return self._tables[device]
 
+    def relieve(self, device: torch.device) -> None:
+        """Join rows of the step under way to a device's accumulators, where many wait."""
+        found = self._filled.get(device)
+        if found is not None:
+            found[0].relieve()
+
     def sample(self, length: int, device: torch.device, *, columns: bool = False) -> Sample:
         """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step.
 

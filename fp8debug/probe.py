@@ -73,8 +73,7 @@ class Probe(Shielded):
         super().__init__(observer, module)
         self.actual = actual
         self.num_calls, self.call_index = 0, -1
-        #: Which piece of the whole each tensor is, where the module is split over ranks.
-        self.layout: Layout | None = None
+        self.layout: Layout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
         self._lines = Lines(observer, module)
         self._number = observer.num_modules
         observer.num_modules += 1
@@ -169,6 +168,7 @@ class Probe(Shielded):
     @guarded
     def _quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         which, role = key
+        self.observer.relieve(x.device)
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)

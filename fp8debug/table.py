@@ -18,9 +18,9 @@ from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
-#: Rows that wait to be joined together at most: what a hook that joins them, or the end of a step, takes must stay far below
-#: a millisecond where the kernels take them; by torch ops it is a few.
-MAX_JOINED, MAX_WAITING = 256, 64
+#: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below
+#: a millisecond, with torch ops a few. Of the former twice as many wait where no hook asks that has little to do itself.
+MAX_JOINED, MAX_WAITING = 128, 64
 #: Index tensors of rows that are kept.
 MAX_INDICES = 1024
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
@@ -148,12 +148,17 @@ class Table:
             place = number << 32 | row
             if place in self._placed:
                 self._join()
-            elif len(self._held) == MAX_JOINED:
+            elif len(self._held) == 2 * MAX_JOINED:
                 self._join_rows()
             self._placed.add(place)
             self._held.append(value)
             self._items += (value.address if type(value) is Row else value.data_ptr(), row, number)
         return rest
+
+    def relieve(self) -> None:
+        """Join what waits, where it is much; for a hook that has little to do itself."""
+        if len(self._held) >= MAX_JOINED:
+            self._join_rows()
 
     def _join_rows(self) -> None:
         """Have all rows filled whose casts or sums wait, and join those on the joiner's list to the state."""

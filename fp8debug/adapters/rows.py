@@ -42,7 +42,9 @@ class Described:
             filled: what rows are, by their numbers.
             first_call: what a rank's places in execution order begin with.
         """
-        order, infos = list(filled), list(filled.values())
+        order = list(filled)
+        self._breathe()
+        infos = list(filled.values())
         self._breathe()
         if (first_call, order) != (self._first_call, self._order) or infos != self._infos:
             self._rows = np.array(sorted(order), dtype=np.intp)

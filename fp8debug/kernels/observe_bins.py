@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8debug.kernels import triton_bins as tb
 from fp8debug.kernels.dispatch import on_device
@@ -71,7 +70,8 @@ class Bins:
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, device=device)
         self._placed: dict[object, _History] = {}
-        self._seen: dict[object, tuple[int, StorageWeakRef]] = {}
+        self._seen: dict[object, int] = {}
+        self._storages: list[Any] = []  # weak references to those that were counted: no other has their addresses
         self._counting: dict[int, tuple[Kernel, int, int]] = {}
         self._parts: dict[Cast, tuple[list[int], list[float], int]] = {}
         self._raw, self._stream = current_stream(self._tables.device)  # the last stream that used the memory
@@ -91,8 +91,15 @@ class Bins:
         self._reals: list[float] = []
         self._busy: set[int] = set()
         self._seen.clear()
+        self._let_go()
         self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
         self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
+
+    def _let_go(self) -> None:
+        while self._storages:
+            torch.UntypedStorage._free_weak_ref(self._storages.pop())  # type: ignore[no-untyped-call]  # torch's
+
+    __del__ = _let_go
 
     def _follow(self) -> None:
         """Have what follows on the current stream wait for the stream that used the memory before."""
@@ -118,7 +125,7 @@ class Bins:
         same = storage._cdata, x.storage_offset(), x.shape, x._version
         seen = self._seen.get(same)
         if seen is not None:
-            return seen[0]
+            return seen
         if len(self._paddings) == MAX_TABLES:
             self.flush()
         table = len(self._paddings)
@@ -132,7 +139,8 @@ class Bins:
         words = x.detach().view(-1).view(torch.int32) if INTERPRETED else x.data_ptr()
         to = self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
         kernel((programs, 1, 1), words, to, num_words, tiles)
-        self._seen[same] = table, StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's; no other has its address
+        self._seen[same] = table
+        self._storages.append(storage._weak_ref())
         return table
 
     def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:

@@ -152,7 +152,7 @@ def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: py
         return send(numbers, device)
 
     monkeypatch.setattr(observe_pool, "to_device", counted)
-    monkeypatch.setattr(tables, "MAX_JOINED", 4)
+    monkeypatch.setattr(tables, "MAX_JOINED", 2)
     table = tables.Table(11, CPU)
     for _ in range(2):
         for row in range(11):
@@ -161,6 +161,21 @@ def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: py
         assert table.snapshot().read(range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
         assert sent == [5 * 4 + 4 * 3, 4 * 4 + 4 * 3, 2 * 4 + 3 * 3 + 1]  # what the next row waits for goes along
         sent.clear()
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_hook_with_little_to_do_joins_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_JOINED", 2)
+    seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
+    seen.num_modules = 1
+    seen.relieve(CPU)
+    waiting = []
+    for row in range(3):
+        seen.record(row, INFO, {DAMAGE: one_sum(5.0, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+        seen.relieve(CPU)
+        waiting.append(len(seen.table(CPU)._held))
+    assert waiting == [1, 0, 1]
+    seen.turn_off()
 
 
 @pytest.mark.usefixtures("joined")
