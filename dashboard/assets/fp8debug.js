@@ -231,7 +231,8 @@
       },
       // The search of modules came without them; they are asked for when the page has been painted.
       unlisted(seen) {
-        const search = seen && window.dash_component_api.getLayout("module-search");
+        const isThere = seen && document.getElementById("module-search");  // the list of runs has none
+        const search = isThere && window.dash_component_api.getLayout("module-search");
         const isFull = search && search.props.data && search.props.data.length;
         return search && !isFull ? seen : window.dash_clientside.no_update;
       },
