@@ -186,8 +186,8 @@ def _classification(view: View, judged: Judgement) -> Component | None:
     evidence = [html.Li(str(line)) for line in found.get("evidence") or ()]
     more = html.Details([html.Summary("why"), html.Ul(evidence)]) if evidence else None
     title = re.sub(r"^\([a-c]\) ", "", str(found["title"]))  # the letters are those of docs/triage.md
-    choice = "" if found.get("class") == "unknown" else "the three are loss spike, divergence, and loss fine but inference off"
-    words = [html.B(f"Class: {title}"), html.Span(choice, className="dim"), html.Span(str(found["what"])), origin, more]
+    choice = "" if found.get("class") == "unknown" else "of three: loss spike, divergence, loss fine but inference off"
+    words = [html.B(f"Class: {title}", title=choice), html.Span(str(found["what"])), origin, more]
     return html.Div([word for word in words if word is not None], className="class-line")
 
 

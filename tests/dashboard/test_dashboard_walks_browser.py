@@ -130,6 +130,6 @@ def test_an_empty_plot_offers_no_picture(clean_page: Page, site: str) -> None:
 
 def test_the_class_of_a_problem_is_said_in_words(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/?run=sick")
-    said = clean_page.locator("#classification")
-    expect(said).to_contain_text("Class: divergence")
-    expect(said).to_contain_text("the three are loss spike, divergence, and loss fine but inference off")
+    said = clean_page.locator("#classification b")
+    expect(said).to_have_text("Class: divergence")
+    expect(said).to_have_attribute("title", "of three: loss spike, divergence, loss fine but inference off")
