@@ -285,14 +285,14 @@ def sample_kernel(
     across = w.to(tl.int64) * out_stride_shared
     if tile < shadow_tiles:
         shadow_part(
-            near, far, index, to + across[:, None], tile, line, kept, start, end, length, num_shadow, near_stride_row, near_stride_k,
-            far_stride_row, far_stride_k, out_stride_few, NEAR_INDEXED, EVEN, NATIVE, BW, BS, BK,
+            near, far, index, to + across[:, None], tile, line, kept, start, end, length, num_shadow, near_stride_row,
+            near_stride_k, far_stride_row, far_stride_k, out_stride_few, NEAR_INDEXED, EVEN, NATIVE, BW, BS, BK,
         )  # fmt: skip
     else:
         exact_start = tl.full([], num_shadow, tl.int64) * out_stride_few
         exact_part(
             codes, other, index, to + exact_start + across[None, :], codes_scale, other_scale, tile - shadow_tiles, line, kept,
-            start, end, length, num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k, codes_scale_stride_row,
-            codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED, CODES, CODES_SCALED,
-            OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
+            start, end, length, num_exact, codes_stride_row, codes_stride_k, other_stride_row, other_stride_k,
+            codes_scale_stride_row, codes_scale_stride_k, other_scale_stride_row, other_scale_stride_k, out_stride_few, INDEXED,
+            CODES, CODES_SCALED, OTHER, OTHER_SCALED, HALF, EVEN, NATIVE, BW, BE, STEP,
         )  # fmt: skip
