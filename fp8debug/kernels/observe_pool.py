@@ -156,6 +156,7 @@ class Pool:
             items.clear()
         self._held.clear()
         self._used = 0
+        self._num_taken = self._num_rows  # the next row begins a block: what a step leaves alive is the same for each
         if self._size > SPACE:  # made for one large tensor
             self._space, self._size = None, 0
 

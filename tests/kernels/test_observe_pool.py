@@ -220,3 +220,13 @@ def test_sums_of_another_stream_are_ordered_with_it(fails: bool, monkeypatch: py
         assert damage_in(row) == 3.0
     read = [] if fails else ["read [1, 2]"]  # before the other stream may write to its rows again
     assert log == ["current waits for other", "launch", *read, "other waits for current"]
+
+
+def test_every_flush_begins_a_block_of_rows() -> None:
+    """So the memory that a step leaves alive does not hang on how many rows the steps before it took."""
+    steps = []
+    for _ in range(5):
+        steps.append([pool(CPU).take() for _ in range(100)])
+        flush(CPU)
+    blocks = [{row.block.data_ptr() for row in rows} for rows in steps]
+    assert all(len(found) == 1 for found in blocks) and len(set.union(*blocks)) == len(steps)
