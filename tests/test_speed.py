@@ -265,8 +265,7 @@ def test_times_on_a_gpu_are_plausible(recipe: str, tmp_path: Path) -> None:
     for gemm in GEMMS:
         for of in (times["large"][gemm], times["small"][gemm]):
             assert of["fp8_us"] == pytest.approx(of["quantize_us"] + of["gemm_us"], rel=0.35)
-            assert of["statistics_us"] >= 0 and of["spread"] < 0.5  # of a small one they are lost in the noise
-        assert times["large"][gemm]["statistics_us"] > 0
+            assert of["statistics_us"] > 0 and of["spread"] < 0.5
         assert times["small"][gemm]["fp8_us"] > times["small"][gemm]["bf16_us"]
         if found["energy"]:
             assert times["large"][gemm]["bf16_mj"] > 10 * times["small"][gemm]["bf16_mj"] > 0
