@@ -1,8 +1,13 @@
 """What watching costs, on a GPU: ``python tests/bench/overhead.py [--peer te] [--layers 8 32 80] [--tokens 2048 8192]``.
 
+The same of every backend: ``python tests/bench/overhead.py --backends [native torchao scaled_mm te] [--every 10 1]``.
+
 Llama-like layers (``step.py``) in BF16 with SGD, 1x128 and 128x128 blocks; asserts no times. A time is the median over blocks of
 steps of a block's wall-clock time over its steps, the device idle before and after; a block of a model that is watched every
 N-th step has N steps, one of them sampled. The first step of every case, which compiles, is not in a block.
+
+``--backends`` runs two of these layers in eager with Fp8Linear, torchao's Float8Linear, a Linear over ``torch._scaled_mm`` and
+``--peer te``, all that are installed unless some are named; each case in a process of its own, so that its memory is its own.
 
 ``--peer te`` runs the same layers with Transformer Engine's Linear and its debug tools, and then with a watch instead of these,
 one process a case, as they want it.
@@ -13,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import json
 import subprocess
 import sys
@@ -24,12 +28,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
-from tests.bench.step import Layer
+from tests.bench.backends import RECIPES, convert_layers, layers, missing
 
 NOT_SAMPLING = 10**9
 #: The peer's statistics that come nearest to ours, on its three tensors of every Linear.
@@ -38,13 +41,17 @@ TENSOR_STATS = ["min", "max", "mean", "std", "l1_norm", "cur_amax"]
 
 
 class Case(NamedTuple):
-    """A model, its recipe (``bf16``, a recipe of ours, ``te``) and every how many steps it is sampled; None is unwatched."""
+    """A model, its recipe (``bf16`` or ``backend:recipe``), and every how many steps it is sampled; None is unwatched.
+
+    ``by_peer`` is sampled by Transformer Engine's debug tools and not by a watch.
+    """
 
     layers: int
     width: int
     tokens: int
     recipe: str
     every: int | None = None
+    by_peer: bool = False
 
     @property
     def hidden(self) -> int:
@@ -71,39 +78,19 @@ class Found(NamedTuple):
 class Job:
     """A model in training."""
 
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            self.model = nn.Sequential(*(Layer(case.width, case.hidden) for _ in range(case.layers))).bfloat16()
-            self.x = torch.randn(4, case.tokens // 4, case.width, dtype=torch.bfloat16)
+    def __init__(self, case: Case, device: str = "cuda") -> None:
+        self.model = layers(case.layers, case.width, case.hidden, device)
+        self.x = torch.randn(4, case.tokens // 4, case.width, dtype=torch.bfloat16, device=device)
         self.around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.after: Callable[[torch.Tensor], None] = lambda loss: None
-        if case.recipe == "te":
-            self._use_te(case.every is not None)
-        elif case.recipe == "te_watched":
-            self._use_te(False)
-        elif case.recipe == "te_bf16":
-            self._use_te(False, fp8=False)
-        elif case.recipe != "bf16":
-            fp8debug.convert(self.model, case.recipe)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, fused=True)
-
-    def _use_te(self, watched: bool, *, fp8: bool = True) -> None:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import Float8BlockScaling
-
-        for name, layer in self.model.named_children():
-            for part, linear in list(layer.named_children()):
-                if isinstance(linear, nn.Linear):
-                    size = linear.in_features, linear.out_features
-                    twin = te.Linear(*size, bias=False, params_dtype=torch.bfloat16, device="cuda", name=f"{name}.{part}")
-                    setattr(layer, part, twin)
-        if fp8:
-            self.around = lambda: te.autocast(enabled=True, recipe=Float8BlockScaling())
-        if watched:
+        if case.recipe != "bf16":
+            self.around = convert_layers(self.model, case.recipe)
+        if case.by_peer:
             import nvdlfw_inspect.api as debug
 
             self.after = lambda loss: debug.step()
+        # fused on a CPU, torch 2.13 leaves weights in BF16 as they are
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, fused=device == "cuda")
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -131,7 +118,7 @@ def measure(case: Case, blocks: int) -> Found:
     torch.cuda.empty_cache()
     job = Job(case)
     torch.cuda.reset_peak_memory_stats()
-    if case.every is None or case.recipe == "te":
+    if case.every is None or case.by_peer:
         for _ in range(1 if case.every else 3):
             job.step()
         steps = 5 if case.every in (None, 1) else case.every
@@ -155,6 +142,8 @@ def measure(case: Case, blocks: int) -> Found:
             steps = 5 if case.every in (1, NOT_SAMPLING) else case.every
             ms = job.milliseconds(steps, blocks if steps < 50 else 2)
         rows = num_rows(Path(folder, "run"))
+    if not rows:
+        raise RuntimeError(f"{case}: nothing was recorded")
     peak = torch.cuda.max_memory_allocated() / 2**30
     return Found(ms, peak, max(calls[True], default=0.0), max(calls[False], default=0.0), rows)
 
@@ -193,7 +182,8 @@ def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool) -> Non
     """Print the rows of one model."""
     fits = fitting(case)
     note = f", width {fits.width} because {case.gigabytes:.0f} GB at {case.width} do not fit" if fits != case else ""
-    print(f"\n{fits.layers} layers, width {fits.width}, SwiGLU {fits.hidden}, {fits.tokens} tokens, {fits.recipe}{note}")
+    recipe = fits.recipe.partition(":")[2]
+    print(f"\n{fits.layers} layers, width {fits.width}, SwiGLU {fits.hidden}, {fits.tokens} tokens, {recipe}{note}")
     bf16 = measure(fits._replace(recipe="bf16"), blocks) if with_bf16 else None
     if bf16:
         show("BF16", bf16)
@@ -205,27 +195,55 @@ def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool) -> Non
 
 
 def peer(case: Case, blocks: int, everies: list[int]) -> None:
-    """Print the same rows of Transformer Engine, each from a process of its own."""
-    if importlib.util.find_spec("transformer_engine") is None or importlib.util.find_spec("nvdlfw_inspect") is None:
-        sys.exit(
-            "--peer te needs transformer_engine and nvdlfw_inspect: pip install 'transformer-engine[pytorch]' nvdlfw-inspect"
-        )
-    print("\nTransformer Engine, the same layers with its Linear, Float8BlockScaling; LogFp8TensorStats and LogTensorStats")
-    show("BF16", bf16 := in_process(case._replace(recipe="te_bf16"), blocks))
-    show("FP8, unwatched", plain := in_process(case._replace(recipe="te"), blocks), bf16=bf16)
+    """Print the same rows of Transformer Engine, by its own debug tools and by a watch."""
+    recipe = RECIPES["te"][0]
+    fp8 = case._replace(recipe=f"te:{recipe}")
+    print(f"\nTransformer Engine, the same layers with its Linear, {recipe}; LogFp8TensorStats and LogTensorStats")
+    show("BF16", bf16 := in_process(case._replace(recipe="te:bf16"), blocks))
+    show("FP8, unwatched", plain := in_process(fp8, blocks), bf16=bf16)
     for every in everies:
-        show(f"watched, every {every}", in_process(case._replace(recipe="te", every=every), blocks), plain)
+        show(f"watched, every {every}", in_process(fp8._replace(every=every, by_peer=True), blocks), plain)
     print("the same layers, watched by fp8debug")
     for every in everies:
-        show(f"watched, every {every}", in_process(case._replace(recipe="te_watched", every=every), blocks), plain)
+        show(f"watched, every {every}", in_process(fp8._replace(every=every), blocks), plain)
+
+
+def compare(case: Case, backends: list[str], blocks: int, everies: list[int]) -> None:
+    """Print the rows of every backend on the same layers; one that fails does not keep the others from theirs."""
+    print(f"\n{case.layers} layers, width {case.width}, SwiGLU {case.hidden}, {case.tokens} tokens, eager, one process a case")
+    failed = []
+    show("BF16, nn.Linear", bf16 := in_process(case, blocks))
+    for backend in backends:
+        try:
+            if backend == "te":
+                peer(case, blocks, everies)
+                continue
+            for recipe in RECIPES[backend]:
+                fp8 = case._replace(recipe=f"{backend}:{recipe}")
+                print(f"\n{backend}, {recipe}", flush=True)
+                show("FP8, unwatched", plain := in_process(fp8, blocks), bf16=bf16)
+                for every in everies:
+                    show(f"watched, every {every}", in_process(fp8._replace(every=every), blocks), plain)
+        except RuntimeError as error:
+            print(error)
+            failed.append(backend)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def in_process(case: Case, blocks: int) -> Found:
-    """Run a case of the peer in a new process."""
+    """Run a case in a new process, and pass on what fp8debug says there.
+
+    Raises:
+        RuntimeError: it failed; the end of what it said.
+    """
     command = [sys.executable, __file__, "--case", json.dumps(case), "--blocks", str(blocks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{case} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{case} failed:\n{done.stderr[-3000:]}")
+    for line in done.stderr.splitlines():
+        if line.startswith("fp8debug: "):
+            print(line, file=sys.stderr, flush=True)
     return Found(*json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -251,32 +269,44 @@ def te_debug(every: int) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[8])
+    parser.add_argument("--layers", type=int, nargs="+", help="8; with --backends 2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--recipe", default="blockwise")
-    parser.add_argument("--every", type=int, nargs="+", default=[NOT_SAMPLING, 100, 10, 1])
+    parser.add_argument("--recipe", default="blockwise", help="of Fp8Linear, without --backends")
+    parser.add_argument("--every", type=int, nargs="+", help=f"{NOT_SAMPLING} 100 10 1; with --backends 10 1")
     parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--backends", nargs="*", choices=list(RECIPES), help="all that are installed unless some are named")
     parser.add_argument("--peer", choices=["te"])
     parser.add_argument("--only-peer", action="store_true", help="with --peer, leave ours out")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         case = Case(*json.loads(options.case))
-        with te_debug(case.every) if case.every and case.recipe == "te" else contextlib.nullcontext():
+        with te_debug(case.every) if case.every and case.by_peer else contextlib.nullcontext():
             print(json.dumps(measure(case, options.blocks)))
         return
+    asked = options.backends or ([options.peer] if options.peer else [])
+    if lacks := missing(asked):
+        sys.exit(lacks)
     if not torch.cuda.is_available():
         sys.exit("this bench times a GPU, and torch finds none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; medians of {options.blocks} blocks, SGD")
-    first = True
+    everies = options.every or ([10, 1] if options.backends is not None else [NOT_SAMPLING, 100, 10, 1])
+    nums = options.layers or ([2] if options.backends is not None else [8])
+    first = fitting(Case(nums[0], options.width, options.tokens[0], "bf16"))
+    if options.backends is not None:
+        for left_out in (name for name in RECIPES if not asked and missing([name])):
+            print(f"left out: {missing([left_out])}")
+        compare(first, asked or [name for name in RECIPES if not missing([name])], options.blocks, everies)
+        return
+    with_bf16 = True
     for tokens in () if options.only_peer else options.tokens:
-        for layers in options.layers:
-            ours(Case(layers, options.width, tokens, options.recipe), options.blocks, options.every, with_bf16=first)
-            first = False
+        for num in nums:
+            case = Case(num, options.width, tokens, f"native:{options.recipe}")
+            ours(case, options.blocks, everies, with_bf16=with_bf16)
+            with_bf16 = False
     if options.peer:
-        case = fitting(Case(options.layers[0], options.width, options.tokens[0], "te"))
-        peer(case, options.blocks, [e for e in options.every if e != NOT_SAMPLING])
+        peer(first, options.blocks, [e for e in everies if e != NOT_SAMPLING])
 
 
 if __name__ == "__main__":
