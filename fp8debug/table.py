@@ -271,7 +271,7 @@ class Snapshot:
         done: torch.cuda.Event | None,
         give_back: Callable[[Buffers], None],
     ) -> None:
-        self._places = places
+        self.places = places
         self._buffers: Buffers | None = buffers
         self._done = done
         self._give_back = give_back
@@ -280,15 +280,19 @@ class Snapshot:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def read(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
+    def take(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[Group, np.ndarray[Any, Any]]:
+        """Return some rows of each group, ``[len(rows), columns]``; ``places`` says where its slots lie. Waits if it must."""
         if self._done is not None:
             self._done.synchronize()
         assert self._buffers is not None
         groups = {group: part.take(rows, axis=0) for group, part in self._buffers.parts.items()}
         self.discard()
-        found = {}
-        for name, (group, start, stop) in self._places.items():
+        return groups
+
+    def read(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
+        groups, found = self.take(rows), {}
+        for name, (group, start, stop) in self.places.items():
             values = groups[group][:, start:stop]
             found[name] = values if stop - start > 1 else values[:, 0]
         return found

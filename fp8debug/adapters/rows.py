@@ -10,7 +10,8 @@ import numpy as np
 from fp8debug.metrics import METRICS
 from fp8debug.observer import FinishedStep, RowInfo
 from fp8debug.sharding import Piece
-from fp8debug.table import Snapshot
+from fp8debug.store.packed import numbers_or, packed, packed_lists
+from fp8debug.table import Group, Place, Snapshot
 from fp8debug.types import Gemm, Reference, TensorRole
 
 #: Rows that are described before others may run.
@@ -32,6 +33,13 @@ class Described:
         self._rows = np.zeros(0, dtype=np.intp)
         self._columns: dict[str, Any] = {}
         self._operand = np.zeros(0, dtype=bool)
+        self._packing: _Packing | None = None
+
+    def packing(self, places: Mapping[str, Place]) -> _Packing:
+        """Return how a table's slots become columns, made once."""
+        if self._packing is None or self._packing.places is not places:
+            self._packing = _Packing(places)
+        return self._packing
 
     def __call__(
         self, filled: Mapping[int, RowInfo], first_call: int = 0
@@ -74,6 +82,50 @@ class Described:
 _DESCRIPTION = ("module", "gemm", "tensor", "cast_name", "reference", "actual", "call_index", "replicated", "shard")
 
 
+class _Packing:
+    """Which columns of a table's groups hold which slots, and when a slot of a row has data.
+
+    Args:
+        places: of the table.
+    """
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self.places = places
+        #: (count slot that is 0 when there is no data, whether results have the metric too).
+        self.tests: list[tuple[str, bool]] = [("numel", True)]
+        #: Names, columns in the group, and tests.
+        self.groups: dict[Group, tuple[list[str], list[int], list[int]]] = {}
+        self.lists: list[tuple[str, int]] = []
+        self._add("num_tensors", 0)
+        for metric in METRICS:
+            test = metric.present, metric.of_results
+            if test not in self.tests:
+                self.tests.append(test)
+            for slot in metric.slots:
+                self._add(slot.name, self.tests.index(test))
+
+    def _add(self, name: str, test: int) -> None:
+        place = self.places[name]
+        if place.stop - place.start > 1:
+            self.lists.append((name, test))
+        else:
+            names, columns, tests = self.groups.setdefault(place.group, ([], [], []))
+            names.append(name)
+            columns.append(place.start)
+            tests.append(test)
+
+    def valid(self, groups: Mapping[Group, np.ndarray[Any, Any]], operand: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return which rows pass each test, ``[tests, rows]``."""
+        found = np.ones((len(self.tests), len(operand)), dtype=bool)
+        for passes, (present, of_results) in zip(found, self.tests, strict=True):
+            if present != "numel":
+                place = self.places[present]
+                passes &= groups[place.group][:, place.start] != 0
+            if not of_results:
+                passes &= operand
+        return found
+
+
 def stats_columns(
     finished: FinishedStep,
     snapshot: Snapshot,
@@ -82,7 +134,7 @@ def stats_columns(
     first_call: int = 0,
     breathe: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return equally long columns; a slot without data is masked.
+    """Return columns, those of slots as Arrow arrays; a slot without data is null.
 
     A slot is without data where its metric does not apply to the row, where the metric's count is 0, and where an extreme
     is still at its neutral element.
@@ -97,22 +149,24 @@ def stats_columns(
     """
     rows, names, operand = described(filled, first_call)
     breathe()
-    values = snapshot.read(rows)
-    columns: dict[str, Any] = {"step": np.full(len(rows), finished.step), **names, "num_tensors": values["num_tensors"]}
-    for metric in METRICS:
+    packing, groups = described.packing(snapshot.places), snapshot.take(rows)
+    columns: dict[str, Any] = {"step": finished.step, **names}
+    passed = packing.valid(groups, operand)
+    for group, (slots, at, tests) in packing.groups.items():
         breathe()
-        absent = (values[metric.present] == 0) & (metric.present != "numel")
-        if not metric.of_results:
-            absent = absent | ~operand
-        for slot in metric.slots:
-            breathe()
-            found = values[slot.name]
-            if slot.size > 1:
-                missing = absent | ~(found.sum(1) > 0)
-                columns[slot.name] = np.ma.masked_array(found, np.broadcast_to(missing[:, None], found.shape))
-            else:
-                mask = absent | (~np.isfinite(found) if slot.kind == "float32" else False)
-                columns[slot.name] = np.ma.masked_array(found, mask)
+        values, valid = groups[group].T[at], passed[tests]
+        if values.dtype == np.float32:
+            valid &= np.isfinite(values)
+        elif values.dtype == np.float64:
+            valid &= ~np.isnan(values)
+            if group[1] != "sum":
+                valid &= values != (-np.inf if group[1] == "max" else np.inf)
+        columns.update(zip(slots, packed(values, valid), strict=True))
+    for name, test in packing.lists:
+        breathe()
+        place = packing.places[name]
+        lists = groups[place.group][:, place.start : place.stop]
+        columns[name] = packed_lists(lists, passed[test] & (lists.sum(1) > 0))
     return columns
 
 
@@ -121,8 +175,8 @@ def first_nonfinite(
 ) -> list[tuple[str, str]]:
     """Return (module, message) for each site that shows its first NaN or Inf in these rows; ``seen`` is updated."""
     found = []
-    num_nonfinite = np.ma.filled(columns["num_nan"] + columns["num_inf"], 0)
-    made_here = np.ma.filled(columns["num_actual_nonfinite"], 0)
+    num_nonfinite = numbers_or(columns["num_nan"], 0) + numbers_or(columns["num_inf"], 0)
+    made_here = numbers_or(columns["num_actual_nonfinite"], 0)
     for row in np.flatnonzero((num_nonfinite > 0) | (made_here > 0)):
         breathe()
         site = columns["module"][row], columns["gemm"][row], columns["tensor"][row]

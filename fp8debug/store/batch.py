@@ -26,16 +26,16 @@ def record_batch(
 
     Args:
         schema: schema of the batch; a column that is missing in ``columns`` is null.
-        columns: equally long lists or arrays by name, or one value for all rows.
+        columns: equally long lists or arrays, of NumPy or of Arrow, by name, or one value for all rows.
         known: lists of the batch before, and of this one afterwards.
         breathe: called now and then, to let other threads have the interpreter.
 
     Raises:
         ValueError: a column that the schema has not, or columns of different lengths.
     """
-    unknown = sorted(set(columns) - set(schema.names))
+    unknown = columns.keys() - set(schema.names)
     if unknown:
-        raise ValueError(f"columns {', '.join(unknown)} are not in the schema of {_table(schema)}")
+        raise ValueError(f"columns {', '.join(sorted(unknown))} are not in the schema of {_table(schema)}")
     lengths = {name: len(value) for name, value in columns.items() if _is_column(value)}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"the columns of {_table(schema)} differ in length: {lengths}")
@@ -43,20 +43,20 @@ def record_batch(
     is_statistic = _table(schema) == "stats"
     arrays = []
     for field in schema:
-        breathe()
         values = columns.get(field.name)
         before = known.get(field.name) if known else None
         if before is not None and before[0] is values:
-            arrays.append(before[1])
-            continue
-        if not _is_column(values):
+            array = before[1]
+        elif isinstance(values, pa.Array):
+            array = values if values.type == field.type else values.cast(field.type)
+        elif not _is_column(values):
             array = pa.nulls(num_rows, field.type) if values is None else pa.repeat(pa.scalar(values, field.type), num_rows)
-        elif pa.types.is_list(field.type):
-            array = _lists(values, field)
         else:
-            array = _array(values, field, is_statistic=is_statistic, breathe=breathe)
-        if known is not None and isinstance(values, list):
-            known[field.name] = values, array
+            breathe()
+            is_list = pa.types.is_list(field.type)
+            array = _lists(values, field) if is_list else _array(values, field, is_statistic=is_statistic, breathe=breathe)
+            if known is not None and isinstance(values, list):
+                known[field.name] = values, array
         arrays.append(array)
     return pa.record_batch(arrays, schema=schema)
 
@@ -66,7 +66,7 @@ def _table(schema: pa.Schema) -> str:
 
 
 def _is_column(values: Any) -> bool:
-    return isinstance(values, (list, tuple, np.ndarray))
+    return isinstance(values, (list, tuple, np.ndarray, pa.Array))
 
 
 def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callable[[], None]) -> pa.Array:
@@ -83,9 +83,10 @@ def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callabl
         return array if array.type == field.type else array.cast(field.type)
     pieces = []
     for start in range(0, len(values), _PIECE):
+        if pieces:
+            breathe()
         pieces.append(pa.array(values[start : start + _PIECE], type=field.type))
-        breathe()
-    array = pa.concat_arrays(pieces) if pieces else pa.array([], type=field.type)
+    array = pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces) if pieces else pa.array([], type=field.type)
     if is_statistic and pa.types.is_floating(field.type):
         array = _without_neutral(array, field.metadata[b"merge"].decode())
     return array
