@@ -10,17 +10,14 @@ precisions, while their weights stay equal, because their gradients are averaged
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from fp8debug.errors import UsageError
 from fp8debug.shares import parse_share
-from fp8debug.store.packed import numbers_or
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +134,4 @@ MIN_HEADROOM = 1.25
 
 def _numbers(values: Any, missing: float = 0.0) -> Any:
     """Return a column as numbers, ``missing`` where it has none."""
-    if isinstance(values, pa.Array):
-        values = numbers_or(values.cast(pa.float64(), safe=False), math.nan)
     return np.ma.filled(np.ma.masked_invalid(np.ma.asarray(values, dtype=np.float64)), missing)

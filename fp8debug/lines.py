@@ -49,7 +49,9 @@ class Lines:
             self._observer.modules_seen.add(self._module)
             info = RowInfo(self._module, call_index, key, piece)
             line = self._known[id(key)] = Line(key, self._row(key), info)
-        self._observer.record(line.row, line.info, partials, device)
+        table, filled = self._observer.filled(device)
+        table.merge(line.row, partials)
+        filled[line.row] = line.info
 
     def _row(self, key: RowKey) -> int:
         row = self._rows.get(key)

@@ -6,7 +6,7 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -141,14 +141,12 @@ class Observer:
         self._num_calls += 1
         return self._num_calls - 1
 
-    def record(self, row: int, info: RowInfo, partials: Mapping[Any, Tensor], device: torch.device) -> None:
-        """Merge one observation into a row."""
+    def filled(self, device: torch.device) -> tuple[Table, dict[int, RowInfo]]:
+        """Return the accumulators of a device, and what its rows are that the step under way has recorded something in."""
         found = self._filled.get(device)
         if found is None:
             found = self._filled[device] = self.table(device), {}
-        table, filled = found
-        table.merge(row, partials)
-        filled[row] = info
+        return found
 
     def table(self, device: torch.device) -> Table:
         """Return the accumulators of a device."""

@@ -55,6 +55,18 @@ class Cast:
     margin: int = 0
     scale_inv: float | None = None
 
+    def __hash__(self) -> int:
+        """Return a hash that is worked out once: casts are keys in what runs at every GEMM."""
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(getattr(self, f.name) for f in fields(self)))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return its values without the hash, which is another one in another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def __post_init__(self) -> None:
         _known("format", self.format, [f.name for f in FORMATS.values() if not f.scale_only])
         _known("granularity", self.granularity, GRANULARITIES)

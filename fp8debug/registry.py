@@ -20,12 +20,19 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
+        self.version = 0  #: goes up with every change
 
     def add(self, name: str, item: T) -> T:
         """Register ``item`` under ``name`` and return it; a second item under one name is a bug of ours."""
         assert name not in self._items, f"{self.kind} {name!r} is registered twice"
         self._items[name] = item
+        self.version += 1
         return item
+
+    def remove(self, name: str) -> None:
+        """Take the item of that name out."""
+        del self._items[name]
+        self.version += 1
 
     def get(self, name: str) -> T:
         """Return the item of that name.

@@ -59,8 +59,8 @@ class RunningSum:
             if self._sum is not None and held is not None and self._sum.numel():
                 held = columns.few(held, SUMMED_COLUMNS).float()
                 kind = "first_sum" if self._num_passes == 1 else "later_sum"
-                found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum), y=held, kind=kind))
+                found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum.float()), y=held, kind=kind))
             self._num_passes += 1
-        gradient = columns.few(gradient.detach(), SUMMED_COLUMNS).to(torch.float32, copy=True)
-        self._sum = gradient if self._sum is None else self._sum + gradient
+        new = columns.copy_of_few(gradient.detach() if gradient.requires_grad else gradient, SUMMED_COLUMNS)
+        self._sum = new if self._sum is None else self._sum.float() + new.float()
         return found

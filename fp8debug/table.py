@@ -123,10 +123,8 @@ class Table:
             partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
                 the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
         """
-        if self._joiner is not None:
-            partials = self._without_rows(row, partials, self._joiner)
-            if not partials:
-                return
+        if self._joiner is not None and not (partials := self._without_rows(row, partials, self._joiner)):
+            return
         before = self._waiting.get(row)
         if before is not None and before.keys().isdisjoint(partials):
             partials = {**before, **partials}
@@ -142,7 +140,8 @@ class Table:
             if number is None:
                 layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
                 number = self._numbers[key] = -1 if layout is None else joiner.number(layout)
-            if number < 0 or not (type(value) is Row or value.is_contiguous()):
+            is_row = type(value) is Row
+            if number < 0 or not (is_row or value.is_contiguous()):
                 rest[key] = value
                 continue
             place = number << 32 | row
@@ -152,7 +151,7 @@ class Table:
                 self._join_rows()
             self._placed.add(place)
             self._held.append(value)
-            self._items += (value.address if type(value) is Row else value.data_ptr(), row, number)
+            self._items += (value.address if is_row else value.data_ptr(), row, number)
         return rest
 
     def relieve(self) -> None:

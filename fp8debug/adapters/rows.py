@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from fp8debug.metrics import METRICS
 from fp8debug.observer import FinishedStep, RowInfo
@@ -168,6 +169,15 @@ def stats_columns(
         lists = groups[place.group][:, place.start : place.stop]
         columns[name] = packed_lists(lists, passed[test] & (lists.sum(1) > 0))
     return columns
+
+
+def numbers_of_slots(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`stats_columns` did with the slots of one number as NumPy's, NaN where there is no data."""
+    return {
+        name: numbers_or(column.cast(pa.float64(), safe=False), np.nan) if isinstance(column, pa.Array) else column
+        for name, column in columns.items()
+        if not isinstance(column, pa.ListArray)
+    }
 
 
 def first_nonfinite(

@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any
 
 from fp8debug.adapters.changes import RecipeChanges
-from fp8debug.adapters.rows import Described, by_execution, first_nonfinite, stats_columns, unsampled_nonfinite
+from fp8debug.adapters.rows import (
+    Described,
+    by_execution,
+    first_nonfinite,
+    numbers_of_slots,
+    stats_columns,
+    unsampled_nonfinite,
+)
 from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
@@ -58,7 +65,8 @@ class StepSink:
         first = first_call(min(self.stages, default=0))
         columns = stats_columns(finished, snapshot, filled, self._described, first, self._writer.breathe)
         self._writer.breathe()
-        self._changes.see(finished.step, columns)
+        if self._changes.has_guard:
+            self._changes.see(finished.step, numbers_of_slots(columns))
         for module, message in first_nonfinite(columns, self._nonfinite, self._writer.breathe):
             self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)

@@ -224,8 +224,8 @@ def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
     parts, place = memory.space(plan.parts)
     row = memory.take()
     plan.kernel(
-        plan.grid, address(error), address(grad.detach()), address(error if index is None else index), parts, error.shape[1],
-        *grad.stride(),
+        plan.grid, address(error), address(grad.detach() if INTERPRETED else grad),
+        address(error if index is None else index), parts, error.shape[1], *grad.stride(),
     )  # fmt: skip
     memory.later(RESULTS, (place, row.address, rows, tr.SUMMED.value))
     return {DAMAGE: row}

@@ -75,7 +75,7 @@ def compare_result(
     if result is None:
         sample = sample._replace(shift=None)
     if takes_kernels(a) and a.numel() and b.numel() and (result is None or result.dtype in FLOATS):
-        actual = None if result is None else result.detach()
+        actual = result.detach() if result is not None and result.requires_grad else result
         whole = not is_wide(which, high_precision, sample)
         width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
         more = uncovered(twin("observe_results").FILLED, width, operand=False, whole_rows=whole)
@@ -146,7 +146,7 @@ def _paired(
 
 def sampled_columns(x: Tensor, sample: Sample) -> Tensor:
     """Return sampled columns of a tensor, a copy."""
-    x = x.detach()
+    x = x.detach() if x.requires_grad else x
     if sample.lines is None:
         return x.clone()
     if takes_kernels(x) and x.dtype in FLOATS:

@@ -69,8 +69,11 @@ class Source:
     """
 
     def __init__(self, x: Tensor) -> None:
+        x = x.detach() if x.requires_grad else x
         columns = x.shape[-1] if x.dim() else 1
-        self.x = x.detach().reshape(-1, columns) if x.numel() else x.detach().new_zeros(0, columns)
+        self.x = x.new_zeros(0, columns) if not x.numel() else x if x.dim() == 2 else x.reshape(-1, columns)
+        #: What metrics found out about the reference alone, kept for the next cast of the same tensor.
+        self.shared: dict[str, Tensor] = {}
         self._extremes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -102,11 +105,6 @@ class Source:
             amin = blocked(self.magnitude.masked_fill(self.magnitude == 0, math.inf), block, math.inf).amin((1, 3))
             self._extremes[block] = amax, amin
         return self._extremes[block]
-
-    @cached_property
-    def shared(self) -> dict[str, Tensor]:
-        """What metrics found out about the reference alone, kept for the next cast of the same tensor."""
-        return {}
 
 
 def blanked(values: Tensor, where: Tensor | None) -> Tensor:
@@ -270,19 +268,20 @@ def uncovered(filled: Collection[str], columns: int, *, operand: bool, whole_row
         operand: an operand with its FP8 twin, not a GEMM's result.
         whole_rows: False where columns of a result were left out.
     """
-    return [
+    found = _uncovered(METRICS.version, frozenset(filled), operand)
+    return found and [
         metric
-        for metric in _uncovered(tuple(METRICS), frozenset(filled), operand)
+        for metric in found
         if (operand or columns <= getattr(metric, "max_columns", columns))
         and (whole_rows or not getattr(metric, "of_whole_rows", False))
     ]
 
 
 @cache
-def _uncovered(metrics: tuple[Metric, ...], filled: frozenset[str], operand: bool) -> list[Metric]:
+def _uncovered(version: int, filled: frozenset[str], operand: bool) -> list[Metric]:
     return [
         metric
-        for metric in metrics
+        for metric in METRICS
         if not {slot.name for slot in metric.slots} <= filled
         and "" in getattr(metric, "kinds", ("",))
         and (getattr(metric, "of_operands", True) if operand else metric.of_results)

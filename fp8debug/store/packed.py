@@ -24,9 +24,7 @@ def packed(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> list[pa.Ar
     size, width, kind = num_rows * values.itemsize, bits.shape[1], pa.from_numpy_dtype(values.dtype)
     nulls = (num_rows - np.count_nonzero(valid, axis=1)).tolist()
     return [
-        pa.Array.from_buffers(
-            kind, num_rows, [masks.slice(i * width, width) if null else None, data.slice(i * size, size)], null
-        )
+        pa.Array.from_buffers(kind, num_rows, [masks.slice(i * width, width) if null else None, data.slice(i * size, size)], null)
         for i, null in enumerate(nulls)
     ]
 

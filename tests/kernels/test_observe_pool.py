@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ def one_sum(value: float, memory: Pool) -> Row:
     row = memory.take()
     memory.later(RESULTS, (start, row.address, 1, SUMMED.value))
     return row
+
+
+def record(seen: Observer, row: int, partials: dict[Any, Any]) -> None:
+    table, filled = seen.filled(CPU)
+    table.merge(row, partials)
+    filled[row] = INFO
 
 
 def damage_in(row: Row) -> float:
@@ -113,7 +120,7 @@ def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pyt
     seen = Observer(settings, steps.append, lambda module, text, aloud: said.append(text))
     seen.num_modules = 1
     for step in range(3):
-        seen.record(0, INFO, {DAMAGE: one_sum(5.0 + step, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+        record(seen, 0, {DAMAGE: one_sum(5.0 + step, pool(CPU))})
         with monkeypatch.context() as patch:
             if step == 1:
                 patch.setattr(observe_pool, "to_device", out_of_memory)
@@ -136,7 +143,7 @@ def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pyt
 def test_an_observer_that_is_turned_off_leaves_nothing_that_waits() -> None:
     seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
     seen.num_modules = 1
-    seen.record(0, INFO, {DAMAGE: one_sum(5.0, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+    record(seen, 0, {DAMAGE: one_sum(5.0, pool(CPU))})
     seen.turn_off()
     assert not observe_pool._POOLS and not seen._tables and not seen.has_rows
 
@@ -171,7 +178,7 @@ def test_a_hook_with_little_to_do_joins_what_waits(monkeypatch: pytest.MonkeyPat
     seen.relieve(CPU)
     waiting = []
     for row in range(3):
-        seen.record(row, INFO, {DAMAGE: one_sum(5.0, pool(CPU))}, CPU)  # type: ignore[dict-item]  # a row, not a tensor
+        record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
         seen.relieve(CPU)
         waiting.append(len(seen.table(CPU)._held))
     assert waiting == [1, 0, 1]

@@ -328,7 +328,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(results, "on_device", lambda x: nullcontext())
     METRICS.add(Largest.name, Largest())  # type: ignore[arg-type]  # derived is empty
     yield
-    del METRICS._items[Largest.name]
+    METRICS.remove(Largest.name)
 
 
 @pytest.mark.usefixtures("by_kernels")

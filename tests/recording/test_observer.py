@@ -236,4 +236,4 @@ def test_what_a_metric_says_nothing_of_is_not_asked() -> None:
         assert "choice" not in {m.name for m in uncovered((), 64, operand=False, whole_rows=False)}
         assert "rows" not in {m.name for m in uncovered((), 64, operand=True)}
     finally:
-        del METRICS._items["mine"]
+        METRICS.remove("mine")
