@@ -331,13 +331,12 @@ class Probe(Shielded):
 
     def _record(self, key: RowKey, found: Slots, source: Source) -> None:
         """Merge slots into a row; the histogram, which is the tensor's whatever the cast, with a site's first cast alone."""
-        if HISTOGRAM in found:
-            found = {name: value for name, value in found.items() if name != HISTOGRAM}
-        first = self._histogram_of.setdefault((key.gemm, key.tensor), key.cast_name) == key.cast_name
-        if first and source.x.numel():
+        if self._histogram_of.setdefault(key[:2], key.cast_name) == key.cast_name and source.x.numel():
             if HISTOGRAM not in source.shared:
                 source.shared[HISTOGRAM] = histogram(source)
             found = {**found, HISTOGRAM: source.shared[HISTOGRAM]}
+        elif HISTOGRAM in found:
+            found = {name: value for name, value in found.items() if name != HISTOGRAM}
         self._merge(key, found, source.x.device)
 
     def scale_inv(self, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:

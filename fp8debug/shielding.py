@@ -71,9 +71,10 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if probe.failed or probe.given_up:
+        generation = probe.observer.generation
+        if probe.failed or probe._gave_up == generation:
             return None
-        if probe.is_over:
+        if probe._generation != generation:
             probe.begin_step()
         try:
             if not torch.is_grad_enabled() and not is_overheard():

@@ -123,8 +123,10 @@ class Table:
             partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
                 the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
         """
-        if self._joiner is not None and not (partials := self._without_rows(row, partials, self._joiner)):
-            return
+        if self._joiner is not None:
+            partials = self._without_listed(row, partials)
+            if not partials:
+                return
         before = self._waiting.get(row)
         if before is not None and before.keys().isdisjoint(partials):
             partials = {**before, **partials}
@@ -132,14 +134,13 @@ class Table:
             self._join()
         self._waiting[row] = partials
 
-    def _without_rows(self, row: int, partials: Mapping[Any, Any], joiner: Any) -> Mapping[Any, Any]:
+    def _without_listed(self, row: int, partials: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Put what the joiner takes on its list, and return the rest."""
         rest: dict[Any, Any] = {}
         for key, value in partials.items():
             number = self._numbers.get(key)
             if number is None:
-                layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
-                number = self._numbers[key] = -1 if layout is None else joiner.number(layout)
+                number = self._number(key)
             is_row = type(value) is Row
             if number < 0 or not (is_row or value.is_contiguous()):
                 rest[key] = value
@@ -153,6 +154,12 @@ class Table:
             self._held.append(value)
             self._items += (value.address if is_row else value.data_ptr(), row, number)
         return rest
+
+    def _number(self, key: Any) -> int:
+        """Return by what number the joiner knows what a key of partials names; -1 where it takes none of it."""
+        layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
+        self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
+        return self._numbers[key]
 
     def relieve(self) -> None:
         """Join what waits, where it is much; for a hook that has little to do itself."""

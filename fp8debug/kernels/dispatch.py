@@ -155,7 +155,12 @@ def observe(
 
 def takes_kernels(x: Tensor) -> bool:
     """Return whether our kernels run on the tensor's device."""
-    return x.is_cuda and why_no_twins() is None and _capability(x.device.index) >= (8, 9)
+    return x.is_cuda and _has_kernels(x.device.index)
+
+
+@cache
+def _has_kernels(index: int) -> bool:
+    return why_no_twins() is None and _capability(index) >= (8, 9)
 
 
 def countable(x: Tensor, casts: Sequence[Cast]) -> bool:

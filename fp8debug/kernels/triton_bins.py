@@ -157,16 +157,24 @@ def finish_kernel(
     eps = tl.load(reals + item * REALS)
     margin = tl.load(reals + item * REALS + 1)
     n = tl.arange(0, CHUNK)
+    wide = tl.zeros([CHUNK], tl.float64)
+    numel, zeros, nans, infs = wide, wide, wide, wide
     largest = tl.zeros([CHUNK], tl.int32)
     smallest = tl.full([CHUNK], NONFINITE, tl.int32)
     for start in range(0, MAGNITUDES, CHUNK):
         magnitude = start + n
         positive, negative = counts_at(table, magnitude)
-        there = (positive + negative > 0.0) & (magnitude < NONFINITE)
+        both = positive + negative
+        numel += both
+        zeros += tl.where(magnitude == 0, both, 0.0)
+        infs += tl.where(magnitude == NONFINITE, both, 0.0)
+        nans += tl.where(magnitude > NONFINITE, both, 0.0)
+        there = (both > 0.0) & (magnitude < NONFINITE)
         largest = tl.maximum(largest, tl.where(there, magnitude, 0))
         smallest = tl.minimum(smallest, tl.where(there & (magnitude > 0), magnitude, NONFINITE))
-    amax = float_of(tl.max(largest, axis=0) << 16)
-    amin = float_of(tl.min(smallest, axis=0) << 16)  # Inf where there is none
+    last, first = tl.max(largest, axis=0), tl.min(smallest, axis=0)
+    amax = float_of(last << 16)
+    amin = float_of(first << 16)  # Inf where there is none
     empty = amax == 0.0
 
     scale, inv, lifted = scale_now(amax, eps, margin, e5m2, rounding)
@@ -189,12 +197,11 @@ def finish_kernel(
         scale = tl.minimum(tl.div_rn(inv * 0.0 + 1.0, inv), FLOAT32_MAX)
         lifted = lifted & False
 
-    wide = tl.zeros([CHUNK], tl.float64)
-    numel, zeros, nans, infs, made, under, subnormal, saturated = wide, wide, wide, wide, wide, wide, wide, wide
+    made, under, subnormal, saturated = wide, wide, wide, wide
     sx, sx2, sy2, sxy, se, se2, emax = wide, wide, wide, wide, wide, wide, wide
     top = tl.where(e5m2, 57344.0, 448.0)
     limit = tl.where(e5m2, 57344.0546875, 448.00042724609375)
-    for start in range(0, MAGNITUDES, CHUNK):
+    for start in range(first // CHUNK * CHUNK, last + 1, CHUNK):  # the others hold nothing, or zeros and what is not finite
         magnitude = start + n
         positive, negative = counts_at(table, magnitude)
         both = positive + negative
@@ -205,10 +212,6 @@ def finish_kernel(
         d = tl.where(e5m2, decode(code, True), decode(code, False))
         y = d * inv
         y_ok = is_finite(y)
-        numel += both
-        zeros += tl.where(magnitude == 0, both, 0.0)
-        infs += tl.where(magnitude == NONFINITE, both, 0.0)
-        nans += tl.where(magnitude > NONFINITE, both, 0.0)
         made += tl.where(finite & (y_ok == 0), both, 0.0)
         under += tl.where((magnitude > 0) & (code == 0), both, 0.0)
         subnormal += tl.where(finite & (code > 0) & (code < tl.where(e5m2, 4, 8)), both, 0.0)
