@@ -149,7 +149,7 @@ def _cut(rows: int, columns: int, granularity: str, sms: int, is_turned: bool) -
         width = 32 if is_turned else max(32, min(SMALL_TILE, 1 << (columns - 1).bit_length()))
         kind, height = tc.KIND_COLUMN.value, SMALL_TILE // width
     down, across = -(-rows // block_rows), -(-columns // width)
-    return _Cut(kind, height, 1, width, block_rows, block_rows // height, across, down * across)
+    return _Cut(kind, height, 1, width, block_rows, -(-min(block_rows, rows) // height), across, down * across)
 
 
 def _lift_below(cast: Cast) -> float:

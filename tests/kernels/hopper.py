@@ -244,12 +244,7 @@ def usual() -> None:
             casts(x, cast, layout, statistics=statistics)
     casts(empty(37, 131), Cast(), statistics=True)
     counted(x)
-    for cast, transposed in (
-        (TILE, False),
-        (Cast(granularity="128x1"), True),
-        (BLOCK, False),
-        (Cast(granularity="rowwise"), False),
-    ):
+    for cast, transposed in ((TILE, False), (Cast(granularity="128x1"), True), (BLOCK, False)):
         given(x, cast, transposed=transposed)
     flush(CPU)
     joined()
@@ -280,10 +275,10 @@ def rest() -> None:
     for statistics in (False, True):
         quantize_both(large, TILE, Cast(granularity="128x1"), statistics=statistics)
         quantize_both(odd, TILE, BLOCK, statistics=statistics)
-    delayed, given = Cast(scaling="delayed"), torch.ones(1)
+    delayed, one = Cast(scaling="delayed"), torch.ones(1)
     for histogram in (False, True):
         observe(large, [TILE], histogram=histogram)
-        observe(large, [TILE, BLOCK, delayed], [None, None, given], histogram=histogram)
+        observe(large, [TILE, BLOCK, delayed], [None, None, one], histogram=histogram)
         observe(large, [TILE, Cast(granularity="128x1"), Cast(granularity="rowwise")], histogram=histogram)
     for x in (large, ragged, empty(1, 1), odd.t(), empty(37, 131, dtype=torch.float16), empty(96, 264, dtype=torch.float32)):
         for name in ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", "columnwise"):
