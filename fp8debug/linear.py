@@ -12,7 +12,7 @@ the forward pass, so that only FP8 data wait for the backward. The bias is added
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,9 @@ class Fp8Linear(nn.Linear):
     Shapes: input ``[..., K]`` in bf16, fp16 or fp32 -> output ``[..., N]`` in the same dtype (autocast's if that is on).
     """
 
+    #: How often ``set_recipe`` was called in this process: a watch looks for what has changed when there were more.
+    num_recipes_set: ClassVar[int] = 0
+
     recipe: Recipe
     probe: Probe | None
     distortion: Distortion | None
@@ -154,6 +157,7 @@ class Fp8Linear(nn.Linear):
         recipe = _recipe(recipe)
         self._histories = {k: h for k, h in self._histories.items() if recipe.casts[k] == h.cast}
         self.recipe = recipe
+        Fp8Linear.num_recipes_set += 1  # after it is in place: who sees the number sees the recipe
 
     def operand(
         self, which: Gemm, role: TensorRole, x: Tensor, probe: Probe | None = None, *, same_as: Operand | None = None

@@ -19,6 +19,7 @@ from fp8debug.kernels.dispatch import (
     Operand,
     Slots,
     countable,
+    describe,
     finite_amax,
     histogram,
     observe,
@@ -277,7 +278,7 @@ class Probe(Shielded):
             q, cast = operand
             _, found = self._ridden.get(id(q), (q, None))
             if found is None:
-                found = statistics(operand_pair(source, cast, q), HISTOGRAM)
+                found = describe(source, cast, q)
             elif left := unfilled(found, source):
                 found = {**found, **statistics(operand_pair(source, cast, q), only=left)}
             self._record(key, {**found, **more} if more else found, source)

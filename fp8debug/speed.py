@@ -75,14 +75,16 @@ def measure_shapes(
         progress: called with shapes done, shapes in all, and what is measured.
 
     Raises:
-        UsageError: no GPU with FP8, or a shape that does not fit into its memory.
+        UsageError: no GPU with FP8, a shape that does not fit into its memory, or progress is no function.
     """
+    if not callable(progress) and progress is not None:
+        raise UsageError(f"progress is a function of (done, all, shape), got {progress!r}")
     device = check_device()
     meter = EnergyMeter.open(device.index) if energy else None
     measured = []
     for done, shape in enumerate(shapes):
         m, k, n = (int(shape[size]) for size in ("tokens", "in_features", "out_features"))
-        if progress:
+        if progress is not None:
             progress(done, len(shapes), f"{m} x {k} x {n}")
         try:
             gemms = _measure(m, k, n, Recipe.from_dict(shape["recipe"]), device, meter)

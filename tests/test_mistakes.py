@@ -14,12 +14,14 @@ import fp8debug
 from fp8debug.calibration import calibrate as typed_calibrate
 from fp8debug.errors import UsageError
 from fp8debug.replay import replay as typed_replay
+from fp8debug.speed import measure_shapes as typed_measure_shapes
 from fp8debug.store.run import parse_steps
 from tests.recording.models import net, record
 
 ANY: Any = fp8debug
 calibrate: Any = typed_calibrate
 replay: Any = typed_replay
+measure_shapes: Any = typed_measure_shapes
 QUANTIZED = fp8debug.Quantized(torch.ones(2).to(torch.float8_e4m3fn), torch.ones(1, 1))
 
 
@@ -127,6 +129,7 @@ def model() -> nn.Module:
         (lambda: ANY.watch(model(), "run", include=[1]), "expected a name or a list of names, got [1]"),
         (lambda: ANY.watch(model(), "run", check_finite="yes"), "check_finite must be True, False or None, got 'yes'"),
         (lambda: ANY.triage([], progress=3), "progress is a function of (done, all, code), got 3"),
+        (lambda: measure_shapes([], progress=3), "progress is a function of (done, all, shape), got 3"),
         (lambda: ANY.recommend("run", [], fill="yes"), "fill is True or False, got 'yes'"),
         (lambda: ANY.Fallback(module="a", gemms="fprop", cost="1"), "cost of a fallback is a number of at least 0; 'a' has '1'"),
         (lambda: ANY.Fallback(module="a", gemms="fprop", reasons=3), "reasons of a fallback are codes of findings; 'a' has 3"),

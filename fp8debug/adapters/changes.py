@@ -6,13 +6,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8debug.adapters.targets import Candidate
+from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.errors import UsageError
 from fp8debug.guard import Evidence, Guard, Verdict
+from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Recipe
 from fp8debug.shares import flop_shares
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import OPERAND_SITES, Gemm
+
+#: Modules of a large model that are looked at in one step where nothing says that any has changed.
+LOOKED_AT = 32
+#: Steps between two writings of the manifest because of what was set: describing 560 modules takes 15 ms.
+APART = 10
 
 
 def check_guard(guard: Guard | None, candidates: Sequence[Candidate]) -> None:
@@ -28,12 +34,21 @@ def check_guard(guard: Guard | None, candidates: Sequence[Candidate]) -> None:
 
 
 def _guarded_shares(candidates: Sequence[Candidate]) -> dict[str, float]:
-    is_ours = [hasattr(c.module, "set_recipe") and c.reason is None for c in candidates]
+    is_ours = [isinstance(c.module, Fp8Linear) and c.reason is None for c in candidates]
     return flop_shares(c.describe(i) for i, c in enumerate(candidates) if is_ours[i])
 
 
 class RecipeChanges:
-    """The recipes of a model's modules from step to step; an error in here ends it and not the training.
+    """The recipes of a model's modules from step to step; an error in here ends the recording and not the training.
+
+    What is set at an Fp8Linear (``set_recipe``, a schedule, a guard) is an event, and in the manifest, of the step in which it
+    first holds. Steps without a change cost the same however many modules there are: all are looked at if any recipe was set in
+    this process since the last time, and ``LOOKED_AT`` in turn otherwise, for one that was assigned to the attribute. What is
+    set after ``Watch.step()`` so that no module runs in FP8 any more is dated a step late. Where recipes move all the time the
+    manifest is written every ``APART`` steps, and at the end.
+
+    What other backends run is read at sampled steps (``look``): of all modules until nothing has changed twice, then of
+    ``LOOKED_AT`` in turn, so that one that changes alone in a large model reaches the manifest some sampled steps later.
 
     Args:
         candidates: the modules of the watch.
@@ -44,16 +59,25 @@ class RecipeChanges:
 
     def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None) -> None:
         self._writer = writer
-        self._modules: dict[str, Any] = {c.fqn: c.module for c in candidates if hasattr(c.module, "set_recipe")}
-        self._known: dict[str, Recipe] = {fqn: module.recipe for fqn, module in self._modules.items()}
+        self._candidates = list(candidates)
+        self._fp8 = [c.fp8 for c in candidates]
+        self._next_look = self._num_unchanged = 0
+        self._ours = [c for c in candidates if isinstance(c.module, Fp8Linear)]
+        self._modules: list[Any] = [c.module for c in self._ours]
+        self._known: list[Recipe] = [module.recipe for module in self._modules]
+        self._in_force = [c.recipe() for c in self._ours]
+        self._num_set = Fp8Linear.num_recipes_set
+        self._next = self._next_update = 0
+        self._is_stale = False
         self._verdicts: list[Verdict] = []
         self._evidence: Evidence | None = None
         if guard is not None:
             self._evidence = Evidence(guard, _guarded_shares(candidates), first_step)
-        for fqn, module in self._modules.items():
+        for c in self._ours:
+            module: Any = c.module
             later = getattr(module, "fp8debug_later", None)
             if later is not None and later is not module.recipe:
-                writer.event(first_step, "recipe", fqn, f"begins by a schedule with {difference(later, module.recipe)}")
+                writer.event(first_step, "recipe", c.fqn, f"begins by a schedule with {difference(later, module.recipe)}")
 
     @property
     def has_guard(self) -> bool:
@@ -74,15 +98,60 @@ class RecipeChanges:
         for verdict in self._verdicts:
             self._obey(step, verdict)
         self._verdicts.clear()
-        for fqn, module in self._modules.items():
-            known = self._known[fqn]
-            if module.recipe is not known:
-                self._known[fqn] = module.recipe
-                if module.recipe.casts != known.casts:
-                    self._writer.event(step, "recipe", fqn, difference(known, module.recipe))
+        if self._num_set == Fp8Linear.num_recipes_set:
+            start, stop = self._next, self._next + LOOKED_AT
+            self._next = stop if stop < len(self._modules) else 0
+            self._compare(step, start, min(stop, len(self._modules)))
+        else:
+            self.note(step)
+
+    def note(self, step: int) -> None:
+        """Record every recipe that is another one from ``step`` on, if any was set; at each forward pass, so that it is cheap."""
+        if self._num_set != Fp8Linear.num_recipes_set:
+            self._num_set = Fp8Linear.num_recipes_set
+            self._compare(step, 0, len(self._modules))
+
+    def _compare(self, step: int, start: int, stop: int) -> None:
+        modules, known = self._modules, self._known
+        for i in range(start, stop):
+            recipe = modules[i].recipe
+            if recipe is not known[i]:
+                before, known[i] = known[i], recipe
+                if recipe.casts != before.casts:
+                    self._writer.event(step, "recipe", self._ours[i].fqn, difference(before, recipe))
+                if (in_force := self._ours[i].recipe()) != self._in_force[i]:  # a schedule's BF16 steps do not count
+                    self._in_force[i], self._is_stale = in_force, True
+        if self._is_stale and step >= self._next_update:
+            self._next_update = step + APART
+            self._update_manifest()
+
+    def finish(self) -> None:
+        """At the end: write what the manifest does not have yet."""
+        if self._is_stale:
+            self._update_manifest()
+
+    def look(self) -> list[Candidate]:
+        """At a sampled step: see which modules of any backend run in FP8 now; return those that were looked at."""
+        candidates, start, count = self._candidates, self._next_look, LOOKED_AT
+        if self._num_unchanged < 2:
+            start, count = 0, len(candidates)
+        looked = candidates[start : start + count]
+        self._next_look = start + count if start + count < len(candidates) else 0
+        if [c.fp8 for c in looked] == self._fp8[start : start + count]:
+            self._num_unchanged += 1
+        else:  # heard for the first time
+            self._num_unchanged = 0
+            self._update_manifest()
+        return looked
+
+    def _update_manifest(self) -> None:
+        self._is_stale = False
+        self._fp8 = [c.fp8 for c in self._candidates]
+        modules = [c.describe(i) for i, c in enumerate(self._candidates)]
+        self._writer.update_manifest({"modules": modules, "recipe": common_recipe(self._candidates)})
 
     def _obey(self, step: int, verdict: Verdict) -> None:
-        module = self._modules[verdict.module]
+        module: Any = next(c.module for c in self._ours if c.fqn == verdict.module)
         assert self._evidence is not None
         budget, spent = float(self._evidence.guard.budget), self._evidence.spent
         if not verdict.is_within_budget:

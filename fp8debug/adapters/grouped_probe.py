@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
 from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
-from fp8debug.kernels.dispatch import operand_pair, statistics
+from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
-from fp8debug.probe import HISTOGRAM, Tried
+from fp8debug.probe import Tried
 from fp8debug.recipes import Cast
 from fp8debug.shielding import guarded
 from fp8debug.table import Arriving
@@ -116,7 +116,7 @@ class GroupProbe(PartProbe):
         if tried is not None:
             self._operand(*site, source, (q, cast), tried)
             return
-        found = statistics(operand_pair(source, cast, q), HISTOGRAM)
+        found = describe(source, cast, q)
         self._record(RowKey(*site, str(named), Reference.OPERAND, self.actual), found, source)
 
     def _weight_of(self, which: Gemm, weight: Tensor, heard: HeardGroup) -> None:

@@ -27,7 +27,7 @@ from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.stages import rank_entry
-from fp8debug.adapters.targets import Candidate, common_recipe
+from fp8debug.adapters.targets import Candidate
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.kernels.reference import Operand
@@ -35,8 +35,6 @@ from fp8debug.observer import Observer, Settings
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
-#: Modules of a large model whose precision is looked at in one sampled step.
-LOOKED_AT = 32
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
@@ -73,7 +71,7 @@ class Watch:
             writer.on_wake = partial(setattr, self._observer, "is_asleep", False)
         TOKENS[self._observer] = self._record_tokens
         self._observer.start_step(first_step)
-        self._observer.before_forward = self.close_counted_step
+        self._observer.before_forward = self._begin_forward
         self._changes = changes
         self._dumper = dumper
         if dumper is not None:
@@ -82,8 +80,6 @@ class Watch:
         self._counted = False
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
-        self._fp8 = [c.fp8 for c in candidates]
-        self._next_look = self._num_unchanged = 0
         self._unread: set[str] = set()
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
@@ -207,6 +203,7 @@ class Watch:
         if self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
         try:
+            self._changes.finish()
             self.detach()
             self._observer.hand_over(wait=True)
             self._report_never_called()
@@ -253,6 +250,14 @@ class Watch:
             self._counted = False
             self._end({}, counted=True)
 
+    def _begin_forward(self) -> None:
+        """At a watched module's forward pass: close a step that an optimizer ended; recipes set since then hold in this one."""
+        self.close_counted_step()
+        try:
+            self._changes.note(self._observer.step)
+        except Exception as error:  # whatever it is, the user's step goes on
+            self._give_up(error)
+
     def _end(self, given: dict[str, Any], *, settle: bool = True, counted: bool = False) -> None:
         """Close the step; an error of ours ends the recording, and only a wrong number given to ``step()`` is raised.
 
@@ -282,26 +287,12 @@ class Watch:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
         if self._observer.sampling:
-            self._look_at(LOOKED_AT)
+            self._say_unread(self._changes.look())
         if self._observer.sampling and not self._has_looked:
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
         if settle:
             self._changes.settle(self._observer.step)
-
-    def _look_at(self, count: int) -> None:
-        """See which modules run in FP8 now: of a large model all until nothing has changed twice, then some at each step."""
-        candidates, start = self._candidates, self._next_look
-        if self._num_unchanged < 2:
-            start, count = 0, len(candidates)
-        looked = candidates[start : start + count]
-        self._next_look = start + count if start + count < len(candidates) else 0
-        if [c.fp8 for c in looked] == self._fp8[start : start + count]:
-            self._num_unchanged += 1
-        else:  # heard for the first time
-            self._num_unchanged, self._fp8 = 0, [c.fp8 for c in candidates]
-            self._writer.update_manifest({"modules": self.coverage(), "recipe": common_recipe(candidates)})
-        self._say_unread(looked)
 
     def _give_up(self, error: Exception) -> None:
         """Stop observing after an error of ours: said once, and as an event; what waits is still written."""

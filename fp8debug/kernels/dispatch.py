@@ -33,6 +33,7 @@ __all__ = [
     "Slots",
     "countable",
     "dequantize",
+    "describe",
     "finite_amax",
     "gemm",
     "histogram",
@@ -151,6 +152,23 @@ def observe(
         statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
         for cast, scale in zip(casts, scale_invs, strict=True)
     ]
+
+
+def describe(source: Source, cast: Cast, q: Quantized) -> Slots:
+    """Return the slots of an operand beside codes that are not ours, without the histogram; see :func:`quantize_observed`.
+
+    Args:
+        source: the tensor.
+        cast: the cast that made the codes, as far as their library tells.
+        q: FP8 data and scale_inv, each laid out in any way.
+    """
+    if source.x.numel() and takes_kernels(source.x):
+        with on_device(source.x):
+            found: Slots | None = twin("observe_given").describe(source, cast, q)
+        if found is not None:
+            left = unfilled(found, source)
+            return {**found, **statistics(operand_pair(source, cast, q), only=left)} if left else found
+    return statistics(operand_pair(source, cast, q), "log2_hist")
 
 
 def takes_kernels(x: Tensor) -> bool:

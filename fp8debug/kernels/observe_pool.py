@@ -87,9 +87,10 @@ class Stage:
     warps: int
 
 
-#: The statistics of a cast, and those of a GEMM's result.
+#: The statistics of a cast, those of a GEMM's result, and those of a cast whose codes were given.
 OPERANDS = Stage(tl.operands_kernel, tl.OPERAND_ITEM.value, (16 if INTERPRETED else 256,), 8)
 RESULTS = Stage(tl.results_kernel, tl.RESULT_ITEM.value, (), 4)
+GIVEN = Stage(tl.described_kernel, tl.GIVEN_ITEM.value, (), 4)
 
 
 class Pool:
@@ -109,7 +110,7 @@ class Pool:
         self._num_taken = self._num_rows = self._address = 0
         self._space: Tensor | None = None
         self._start = self._used = self._size = 0
-        self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: []}
+        self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: [], GIVEN: []}
         self._kernels = {stage: self._kernel(stage) for stage in self._waiting}
 
     def _kernel(self, stage: Stage) -> Kernel:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from fp8debug.kernels.triton_common import float_of
+from fp8debug.kernels.triton_given import finish as finish_given
 from fp8debug.kernels.triton_results import finish
 from fp8debug.kernels.triton_statistics import reduce_cast
 
@@ -16,6 +17,8 @@ from fp8debug.kernels.triton_statistics import reduce_cast
 OPERAND_ITEM = tl.constexpr(11)
 #: Address of the parts, address of the row of words, programs, and which columns are used.
 RESULT_ITEM = tl.constexpr(4)
+#: The same, then whether the tensor is one block, and the bits of what the amax of a block lies below that eps lifted.
+GIVEN_ITEM = tl.constexpr(5)
 
 
 @triton.jit
@@ -40,3 +43,12 @@ def results_kernel(items):
     parts = tl.load(at).to(tl.pointer_type(tl.float64))
     words = tl.load(at + 1).to(tl.pointer_type(tl.int64))
     finish(parts, words, tl.load(at + 2), tl.load(at + 3))
+
+
+@triton.jit
+def described_kernel(items):
+    """Slots of an operand beside codes that are not ours, from parts ``[programs, 32]``, to ``OPERAND`` of a row."""
+    at = items + tl.program_id(0) * GIVEN_ITEM
+    parts = tl.load(at).to(tl.pointer_type(tl.float64))
+    words = tl.load(at + 1).to(tl.pointer_type(tl.int64))
+    finish_given(parts, words, tl.load(at + 2), tl.load(at + 3), float_of(tl.load(at + 4).to(tl.int32)))

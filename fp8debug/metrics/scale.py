@@ -73,6 +73,7 @@ class Scale:
         amax, _ = pair.source.block_extremes(pair.block)
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
+        scaled = amax / scale_inv  # the largest of a block: a zero block's may be 0 / 0
         lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf()
         if pair.cast.scaling != "current":
             lifted = lifted & False
@@ -84,7 +85,7 @@ class Scale:
             "num_zero_blocks": (~nonzero).sum(),
             "num_eps_blocks": (nonzero & lifted).sum(),
             # Infinity would read as "no data".
-            "headroom": (pair.scaled.amax() / pair.format_max).clamp(max=FLOAT32_MAX).masked_fill(~nonzero.any(), -math.inf),
+            "headroom": (scaled.masked_fill(~nonzero, -math.inf).amax() / pair.format_max).clamp(max=FLOAT32_MAX),
         }
 
 

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
-from fp8debug.kernels.dispatch import quantize_observed
+from fp8debug.kernels.dispatch import describe, quantize_observed
 from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.gemm_sampled import Products, columns_of, products_of
 from fp8debug.kernels.observe import observe
@@ -28,8 +28,9 @@ from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
+from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, get_recipe
-from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 ROTATE = 4
 MANY = 24
@@ -141,9 +142,18 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         "of floor",
     )
 
+    for cast, down in ((TILE, False), (DOWN, True), (BLOCK, False), (Cast(), False)):
+        made = [quantize(one, cast, layout="columns" if down else "rows")[0] for one in inputs]
+        full = queued(partial(_described, inputs, cast, made), partial(flush, x.device))
+        report(f"describe {cast.granularity} (codes of another library), 24 at once", full, floor, "of floor")
+
     bins, many = Bins(x.device), [inputs[i % ROTATE].clone() for i in range(MANY)]  # the same tensor is not counted twice
     full = queued(partial(_observed, bins, many), bins.flush)
     report("the same as in a watched step: counted, 24 tensors worked out at once", full, floor, "of floor")
+
+
+def _described(x: list[torch.Tensor], cast: Cast, made: list[Quantized], i: int) -> object:
+    return describe(Source(x[i % ROTATE]), cast, made[i % ROTATE])
 
 
 def _observed(bins: Bins, x: list[torch.Tensor], i: int) -> None:

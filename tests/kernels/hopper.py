@@ -38,6 +38,7 @@ from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_bins import Bins
+from fp8debug.kernels.observe_given import describe
 from fp8debug.kernels.observe_join import KINDS, Joiner
 from fp8debug.kernels.observe_pool import flush, pool
 from fp8debug.kernels.observe_results import compare, damage, row_slots
@@ -45,8 +46,9 @@ from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_execute import plan_of
 from fp8debug.kernels.triton_launch import OPERAND
+from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe, get_recipe
-from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 TARGET = GPUTarget("cuda", 90, 32)
 SMS = 132
@@ -212,6 +214,17 @@ def counted(x: Tensor) -> None:
         bins.flush()
 
 
+def given(x: Tensor, cast: Cast, *, transposed: bool = False) -> None:
+    """Describe a tensor twice beside codes of another library, stored row by row or column by column."""
+    rows, columns = x.shape
+    block = block_shape(cast.granularity, rows, columns)
+    dtype = torch.float8_e5m2 if cast.format == "e5m2" else torch.float8_e4m3fn
+    data = empty(columns, rows, dtype=dtype).t() if transposed else empty(rows, columns, dtype=dtype)
+    scale_inv = empty(-(-rows // block[0]), -(-columns // block[1]), dtype=torch.float32)
+    for _ in range(2):
+        assert describe(Source(x), cast, Quantized(data, scale_inv)) is not None
+
+
 def joined() -> None:
     """Rows of words to a table, twice."""
     state = {kind: torch.zeros(8, 40, dtype=getattr(torch, kind[0])) for kind in KINDS}
@@ -231,6 +244,9 @@ def usual() -> None:
             casts(x, cast, layout, statistics=statistics)
     casts(empty(37, 131), Cast(), statistics=True)
     counted(x)
+    for cast, transposed in ((TILE, False), (Cast(granularity="128x1"), True), (BLOCK, False)):
+        given(x, cast, transposed=transposed)
+    flush(CPU)
     joined()
     for which in (Gemm.FPROP, Gemm.WGRAD):
         result(which, LARGE, "blockwise")
@@ -259,11 +275,16 @@ def rest() -> None:
     for statistics in (False, True):
         quantize_both(large, TILE, Cast(granularity="128x1"), statistics=statistics)
         quantize_both(odd, TILE, BLOCK, statistics=statistics)
-    delayed, given = Cast(scaling="delayed"), torch.ones(1)
+    delayed, one = Cast(scaling="delayed"), torch.ones(1)
     for histogram in (False, True):
         observe(large, [TILE], histogram=histogram)
-        observe(large, [TILE, BLOCK, delayed], [None, None, given], histogram=histogram)
+        observe(large, [TILE, BLOCK, delayed], [None, None, one], histogram=histogram)
         observe(large, [TILE, Cast(granularity="128x1"), Cast(granularity="rowwise")], histogram=histogram)
+    for x in (large, ragged, empty(1, 1), odd.t(), empty(37, 131, dtype=torch.float16), empty(96, 264, dtype=torch.float32)):
+        for name in ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", "columnwise"):
+            for transposed in (False, True):
+                given(x, Cast(granularity=name, format="e5m2" if transposed else "e4m3fn"), transposed=transposed)
+    flush(CPU)
     counted(empty(40, 66))
     for sizes in (LARGE, (512, 256, 384), RAGGED, (40, 1100, 70)):
         for which in Gemm:

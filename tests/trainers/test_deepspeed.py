@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import fp8debug
-from tests.ranks import found_by, launch
+from tests.ranks import launch
+from tests.trainers.alike import num_sites, trained_alike
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -25,10 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_its_engine_trains_the_same_and_tells_its_steps(trained: Path, stage: str) -> None:
-    ranks = found_by(trained, stage)
-    assert [watched for _, watched in ranks] == [alone for alone, _ in ranks]
-    run = fp8debug.Run(trained / stage)
-    assert run.ranks == [0, 1] and run.problems == []
+    ranks, run = trained_alike(trained, stage)
     steps = run.sql("SELECT loss, lr, grad_norm FROM steps ORDER BY step").to_pylist()
     losses = [[sum(alone[0][2 * step : 2 * step + 2]) / 2 for alone, _ in ranks] for step in range(3)]
     assert [s["loss"] for s in steps] == pytest.approx([sum(both) / 2 for both in losses])
@@ -37,6 +34,5 @@ def test_its_engine_trains_the_same_and_tells_its_steps(trained: Path, stage: st
         "SELECT max(numel) AS n FROM sites WHERE step = 0 AND module = 'blocks.1.down' AND gemm = 'fprop' AND tensor = 'weight'"
     ).to_pylist()
     assert weight["n"] == 64 * 192
-    counts = run.sql("SELECT module, count(DISTINCT gemm || tensor) AS n FROM sites WHERE actual GROUP BY module").to_pylist()
     first = ("blocks.0.gate", "blocks.0.up")  # data want no gradient
-    assert {row["module"]: row["n"] for row in counts} == {m["fqn"]: 6 if m["fqn"] in first else 9 for m in run.modules}
+    assert num_sites(run) == {m["fqn"]: 6 if m["fqn"] in first else 9 for m in run.modules}

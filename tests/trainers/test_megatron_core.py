@@ -10,7 +10,8 @@ import pytest
 import fp8debug
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
-from tests.ranks import found_by, launch
+from tests.ranks import launch
+from tests.trainers.alike import num_sites, trained_alike
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 LINEARS = ["self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"]
@@ -25,11 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])
 def test_the_loop_trains_the_same_and_tells_its_steps(trained: Path, name: str) -> None:
-    ranks = found_by(trained, name)
-    for alone, watched in ranks:
-        assert watched == alone
-    run = fp8debug.Run(trained / name)
-    assert run.ranks == [0, 1] and run.problems == []
+    ranks, run = trained_alike(trained, name)
     steps = run.sql("SELECT loss, grad_norm, lr FROM steps ORDER BY step").to_pylist()
     found = ranks[1][0][:-1]  # of the last stage, without the weights' sum
     assert [[s["loss"], s["grad_norm"], s["lr"]] for s in steps] == [pytest.approx(step, rel=1e-6) for step in found]
@@ -38,8 +35,7 @@ def test_the_loop_trains_the_same_and_tells_its_steps(trained: Path, name: str) 
     assert [m["fqn"] for m in run.modules if m["fp8"]] == listed[:-1]
     (head,) = [m for m in run.modules if m["fqn"] == "output_layer"]
     assert head["reason"].startswith("no FP8 GEMM was heard in it")
-    counts = run.sql("SELECT module, count(DISTINCT gemm || tensor) AS n FROM sites WHERE actual GROUP BY module").to_pylist()
-    assert {row["module"]: row["n"] for row in counts} == dict.fromkeys(listed[:-1], 9)
+    assert num_sites(run) == dict.fromkeys(listed[:-1], 9)
     exact = run.sql("SELECT min(sqnr_db) AS db FROM sites WHERE actual AND reference = 'exact'").to_pylist()
     assert exact[0]["db"] > 40, "a result that was summed over the ranks is not its GEMM's"
     said = [line for line in (trained / "said").read_text().splitlines() if line.startswith("fp8debug:")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import fp8debug
-from tests.ranks import found_by, launch
+from tests.ranks import launch
+from tests.trainers.alike import num_sites, trained_alike
 
 pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed")
 
@@ -25,18 +25,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["selective", "full"])
 def test_its_trainer_trains_the_same_and_tells_its_steps(trained: Path, name: str) -> None:
-    ranks = found_by(trained, name)
-    for alone, watched in ranks:
-        assert watched == alone
-    run = fp8debug.Run(trained / name)
-    assert run.ranks == [0, 1] and run.problems == []
+    ranks, run = trained_alike(trained, name)
     rows = run.sql("SELECT step, rank, loss, grad_norm, lr FROM raw_steps ORDER BY step, rank").to_pylist()
     for step, (average, norm) in enumerate([one[1:] for one in ranks[0][0][:-1]]):
         own = [row for row in rows if row["step"] == step]
         assert sum(row["loss"] for row in own) / 2 == pytest.approx(average, rel=1e-5)
         assert [row["grad_norm"] for row in own] == pytest.approx([norm, norm], rel=1e-5)
-    counts = run.sql("SELECT module, count(DISTINCT gemm || tensor) AS n FROM sites WHERE actual GROUP BY module").to_pylist()
-    found = {row["module"]: row["n"] for row in counts}
+    found = num_sites(run)
     assert set(found) == {m["fqn"] for m in run.modules if m["fp8"]} and len(found) >= 10
     assert {name for name, n in found.items() if n < 8} == set()  # where the input is gone before wgrad its cast has no row
     assert "lm_head" in {m["fqn"] for m in run.modules if not m["fp8"]}

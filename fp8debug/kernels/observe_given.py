@@ -1,0 +1,163 @@
+"""Describes an operand beside codes and scales of another library from one read of all; importable only where Triton is.
+
+The twin of ``reference.statistics`` for an operand whose codes and scales are given, equal in counts and extremes; sums agree to
+1e-12 of the sum of magnitudes. A slot of a scale is NaN where the reference's is. The row is filled by the next
+``observe_pool.flush``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED, block_shape
+from fp8debug.kernels import triton_cast as tc
+from fp8debug.kernels import triton_given as tg
+from fp8debug.kernels.observe_pool import GIVEN, pool
+from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
+from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.words import Layout, Row
+from fp8debug.metrics.base import Source
+from fp8debug.recipes import Cast
+from fp8debug.types import Quantized
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Elements of a tile: eight a thread.
+TILE = 2048
+#: The same where each column has a block of its own, all of whose sums a thread keeps.
+SMALL_TILE = 1024
+#: Warps of a multiprocessor by the registers that a thread has of it; each program takes every n-th unit, so that parts stay few.
+WARPS = {128: 16, 168: 12}
+#: Plans kept; a program that makes more starts over.
+MAX_PLANS = 4096
+
+
+class _Plan(NamedTuple):
+    """A kernel for tensors of one shape and layout, its programs and sizes, and the end of its item in the second stage."""
+
+    kernel: Kernel
+    programs: int
+    numbers: tuple[int | float, ...]
+    item: tuple[int, ...]
+
+
+_PLANS: dict[Any, _Plan | None] = {}
+
+
+def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | None:
+    """Return the slots of an operand beside its FP8 twin as they lie in a row of ``words``.
+
+    Args:
+        source: the tensor, not empty, on the device that is current.
+        cast: the cast that made the codes, as far as its library tells.
+        q: FP8 data and FP32 scale_inv, each with any strides; read by what is started here, and not kept.
+
+    Returns:
+        None where the kernel does not take them.
+    """
+    x, data, scale_inv = source.x, q.data, q.scale_inv
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, data, scale_inv)) or data.numel() != x.numel():
+        return None
+    if data.shape != x.shape:
+        data = data.reshape(x.shape)
+    key = (
+        x.shape, x.stride(), data.stride(), scale_inv.shape, scale_inv.stride(), x.dtype, data.dtype, scale_inv.dtype,
+        x.data_ptr() & 15, data.data_ptr() & 15, scale_inv.data_ptr() & 15, x.device, data.device, scale_inv.device,
+        cast.format, cast.granularity, cast.amax_eps, cast.scaling,
+    )  # fmt: skip
+    if key in _PLANS:
+        plan = _PLANS[key]
+    else:
+        if len(_PLANS) == MAX_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = _plan(x, data, scale_inv, cast)
+    if plan is None:
+        return None
+    memory = pool(x.device)
+    parts, place = memory.space(plan.programs * tg.NUM_COLUMNS)
+    codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
+    plan.kernel((plan.programs, 1, 1), address(x), codes, address(scale_inv), parts, *plan.numbers)
+    row = memory.take()
+    memory.later(GIVEN, (place, row.address, *plan.item))
+    return {OPERAND: row}
+
+
+class _Cut(NamedTuple):
+    """How a tensor is cut: tiles of ``rows`` and ``blocks`` times ``width`` columns; see ``triton_given``."""
+
+    kind: int
+    rows: int
+    blocks: int
+    width: int
+    height: int
+    steps: int
+    across: int
+    units: int
+
+
+def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _Plan | None:
+    block = block_shape(cast.granularity, *x.shape)
+    grid = tuple(-(-size // length) for size, length in zip(x.shape, block, strict=True))
+    devices, dtypes = {x.device, data.device, scale_inv.device}, (data.dtype, scale_inv.dtype)
+    known = getattr(torch, FORMATS[cast.format].torch_dtype), torch.float32
+    if x.dtype not in DTYPES or dtypes != known or scale_inv.shape != grid or len(devices) > 1:
+        return None
+    turn = slice(None, None, -1 if x.stride(0) == 1 and x.stride(1) != 1 else 1)  # neighbours in memory lie in a row
+    granularity = TRANSPOSED[cast.granularity] if turn.step == -1 else cast.granularity
+    rows, columns = x.shape[turn]
+    cut = _cut(rows, columns, granularity, num_sms(x.device), data.stride()[turn][0] == 1)
+    warps = cut.rows * cut.blocks * cut.width // 256
+    registers = 168 if cut.kind == tc.KIND_COLUMN.value else 128
+    programs = min(cut.units, num_sms(x.device) * (WARPS[registers] // warps))
+    lift_below = _lift_below(cast)
+    strides = (*x.stride()[turn], *data.stride()[turn], *scale_inv.stride()[turn])
+    sizes = rows, columns, cut.units, cut.across, cut.height, cut.steps
+    numbers = *sizes, *strides, x.numel(), grid[0] * grid[1], lift_below
+    constants = cut.kind, cast.format == "e5m2", cut.rows, cut.blocks, cut.width, is_native(x.device)
+    types = x.dtype, torch.int8, torch.float32, torch.float64, *[None] * len(numbers)
+    kernel = Kernel(tg.given_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers)
+    bits = int(np.float32(lift_below).view(np.int32))
+    return _Plan(kernel, programs, numbers, (programs, int(cut.kind == tc.KIND_TENSOR.value), bits))
+
+
+def _cut(rows: int, columns: int, granularity: str, sms: int, is_turned: bool) -> _Cut:
+    """Return units that hold their blocks whole, and where these are long, as many units as keep every multiprocessor busy.
+
+    ``is_turned``: neighbours in a column are neighbours in the memory of the codes.
+    """
+    block_rows, block_columns = GRANULARITIES[granularity]
+    if block_rows is None and block_columns is None:
+        down, across = -(-rows // 16), -(-columns // 128)
+        return _Cut(tc.KIND_TENSOR.value, 16, 1, 128, 16, 1, across, down * across)
+    if block_columns is None:
+        height = 16 if rows >= 16 * sms else 4
+        width = TILE // height
+        return _Cut(tc.KIND_ROW.value, height, 1, width, height, -(-columns // width), 1, -(-rows // height))
+    if block_rows is None:
+        width = 32 if columns >= 32 * sms else 16
+        height, across = SMALL_TILE // width, -(-columns // width)
+        return _Cut(tc.KIND_COLUMN.value, height, 1, width, rows, -(-rows // height), across, across)
+    if block_rows == 1:
+        down, across = -(-rows // 16), -(-columns // 128)
+        return _Cut(tc.KIND_ROW.value, 16, 128 // block_columns, block_columns, 16, 1, across, down * across)
+    kind, height, width = tc.KIND_TILE.value, 16, 128
+    if block_columns == 1:  # in a wide tile a block is one thread's; the codes of a column may be read together only
+        width = 32 if is_turned else max(32, min(SMALL_TILE, 1 << (columns - 1).bit_length()))
+        kind, height = tc.KIND_COLUMN.value, SMALL_TILE // width
+    down, across = -(-rows // block_rows), -(-columns // width)
+    return _Cut(kind, height, 1, width, block_rows, -(-min(block_rows, rows) // height), across, down * across)
+
+
+def _lift_below(cast: Cast) -> float:
+    """Return what the amax of a nonzero block lies below where its scale came from amax eps or from the largest finite FP32.
+
+    max / amax is Inf in FP32 up to amax = max / 2^128.
+    """
+    if cast.scaling != "current":
+        return 0.0
+    largest = np.float32(FORMATS[cast.format].max * 2.0**-128)
+    return float(max(np.nextafter(largest, np.float32(np.inf)), np.float32(cast.amax_eps)))
