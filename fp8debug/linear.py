@@ -12,6 +12,7 @@ the forward pass, so that only FP8 data wait for the backward. The bias is added
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,9 @@ Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor
 
 #: Replaces how one GEMM sums: (gemm, first, second, dtype, the ordinary way) -> result. For the faults of a GEMM.
 Summation = Callable[[Gemm, Operand, Operand, torch.dtype, Callable[[], Tensor]], Tensor]
+
+
+_AS_IT_IS = nullcontext()
 
 
 class _Fp8Matmul(torch.autograd.Function):
@@ -70,7 +74,7 @@ class _Fp8Matmul(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         dgrad: Product | None = None
         wgrad: Product | None = None
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
                 g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
                 w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, probe, same_as=ctx.w_fprop)
@@ -83,6 +87,11 @@ class _Fp8Matmul(torch.autograd.Function):
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
         ctx.kept = ctx.w_fprop = None
         return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Switch autocast off for a kind of device, where it is on: entering its context takes longer than a launch."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 def _flat(operand: Operand | None) -> tuple[Tensor, ...]:
@@ -227,7 +236,7 @@ class Fp8Linear(nn.Linear):
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):
+        with without_autocast(kind):
             if is_sharded(self.weight):
                 part = split(input, self.weight)
                 output = part.join(self._multiply(part.x, part.weight, part.layout))

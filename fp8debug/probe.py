@@ -39,7 +39,7 @@ from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.second_look import RunningSum, reread
 from fp8debug.sharding import Layout
-from fp8debug.shielding import Shielded, guarded, is_capturing, is_overheard
+from fp8debug.shielding import Shielded, guarded, is_capturing, is_overheard, shielded
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
 #: Slots of one tensor by the cast's name.
@@ -127,7 +127,7 @@ class Probe(Shielded):
         self.observer.before_forward()
         return self.observer.sampling and self._begin() is True
 
-    @guarded
+    @shielded
     def _begin(self) -> bool:
         if is_capturing():
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")

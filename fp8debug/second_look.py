@@ -27,19 +27,24 @@ class RunningSum:
     """The FP32 sum of a weight's gradients in one step, on a few columns, beside what ``weight.grad`` holds of them.
 
     Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is
-    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere.
+    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere. After a
+    step with one pass another such is expected: what it adds is not copied, and if a second pass comes all the same, nothing is
+    compared in that step.
 
     Attributes:
         weight: the parameter, as the forward pass got it.
     """
 
     def __init__(self) -> None:
+        self._num_passes, self._is_one = 0, False
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
         self.weight: Tensor | None = None
         self._sum: Tensor | None = None
+        if self._num_passes:
+            self._is_one = self._num_passes == 1
         self._num_passes, self._graph_task = 0, -1
 
     def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
@@ -61,6 +66,8 @@ class RunningSum:
                 kind = "first_sum" if self._num_passes == 1 else "later_sum"
                 found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum.float()), y=held, kind=kind))
             self._num_passes += 1
+        if self._is_one:
+            return found
         new = columns.copy_of_few(gradient.detach() if gradient.requires_grad else gradient, SUMMED_COLUMNS)
         self._sum = new if self._sum is None else self._sum.float() + new.float()
         return found

@@ -66,8 +66,21 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
 
     Too little memory for a sample ends the sample alone: the module is watched again from the next step on. What it computes
-    is seen by no mode (see :func:`unseen`).
+    is seen by no mode (see :func:`unseen`), and by autograd neither.
     """
+
+    @wraps(method)
+    def unheard(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled() and not is_overheard():
+            return method(probe, *args, **kwargs)
+        with torch.no_grad(), unseen():
+            return method(probe, *args, **kwargs)
+
+    return shielded(unheard)
+
+
+def shielded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
+    """Do as :func:`guarded` does, for a method that runs no ops."""
 
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -77,10 +90,7 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
         if probe._generation != generation:
             probe.begin_step()
         try:
-            if not torch.is_grad_enabled() and not is_overheard():
-                return method(probe, *args, **kwargs)
-            with torch.no_grad(), unseen():
-                return method(probe, *args, **kwargs)
+            return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
             probe.give_up("out of memory in a sample; training goes on")
             return None
