@@ -27,9 +27,9 @@ class RunningSum:
     """The FP32 sum of a weight's gradients in one step, on a few columns, beside what ``weight.grad`` holds of them.
 
     Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is
-    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere. After a
-    step with one pass another such is expected: what it adds is not copied, and if a second pass comes all the same, nothing is
-    compared in that step.
+    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere.
+    After a step with one pass another such is expected: what it adds is not copied, and if a second pass comes all the same,
+    nothing is compared in that step.
 
     Attributes:
         weight: the parameter, as the forward pass got it.
