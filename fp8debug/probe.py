@@ -24,12 +24,9 @@ from fp8debug.kernels.dispatch import (
     histogram,
     observe,
     on_device,
-    operand_pair,
     quantize,
     quantize_observed,
-    statistics,
     takes_kernels,
-    unfilled,
 )
 from fp8debug.kernels.results import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sample import Sample
@@ -276,11 +273,7 @@ class Probe(Shielded):
             tried.update({} if every else self._observe(role, source, {n: c for n, c in new.items() if n not in counted}))
         if isinstance(operand, tuple):
             q, cast = operand
-            _, found = self._ridden.get(id(q), (q, None))
-            if found is None:
-                found = describe(source, cast, q)
-            elif left := unfilled(found, source):
-                found = {**found, **statistics(operand_pair(source, cast, q), only=left)}
+            found = describe(source, cast, q, self._ridden.get(id(q), (q, None))[1])
             self._record(key, {**found, **more} if more else found, source)
         for name, (_, tried_key) in casts.items():
             self._record(tried_key, tried[name], source)

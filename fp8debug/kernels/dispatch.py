@@ -154,21 +154,22 @@ def observe(
     ]
 
 
-def describe(source: Source, cast: Cast, q: Quantized) -> Slots:
-    """Return the slots of an operand beside codes that are not ours, without the histogram; see :func:`quantize_observed`.
+def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = None) -> Slots:
+    """Return the slots of an operand beside its FP8 twin, without the histogram.
 
     Args:
         source: the tensor.
         cast: the cast that made the codes, as far as their library tells.
         q: FP8 data and scale_inv, each laid out in any way.
+        found: slots that rode along with the cast; None where the codes are not ours.
     """
-    if source.x.numel() and takes_kernels(source.x):
+    if found is None and source.x.numel() and takes_kernels(source.x):
         with on_device(source.x):
-            found: Slots | None = twin("observe_given").describe(source, cast, q)
-        if found is not None:
-            left = unfilled(found, source)
-            return {**found, **statistics(operand_pair(source, cast, q), only=left)} if left else found
-    return statistics(operand_pair(source, cast, q), "log2_hist")
+            found = twin("observe_given").describe(source, cast, q)
+    if found is None:
+        return statistics(operand_pair(source, cast, q), "log2_hist")
+    left = unfilled(found, source)
+    return {**found, **statistics(operand_pair(source, cast, q), only=left)} if left else found
 
 
 def takes_kernels(x: Tensor) -> bool:

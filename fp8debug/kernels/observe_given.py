@@ -1,8 +1,8 @@
 """Describes an operand beside codes and scales of another library from one read of all; importable only where Triton is.
 
-The twin of ``reference.statistics`` for an operand whose codes and scales are given, equal in counts and extremes; sums agree to
-1e-12 of the sum of magnitudes. A slot of a scale is NaN where the reference's is. The row is filled by the next
-``observe_pool.flush``.
+The twin of ``reference.statistics`` for an operand whose codes and scales are given, equal in counts and extremes. Sums agree to
+1e-12 of the sum of magnitudes, that of logarithms to 1e-6 a block; a slot of a scale is NaN where the reference's is. The row is
+filled by the next ``observe_pool.flush``.
 """
 
 from __future__ import annotations

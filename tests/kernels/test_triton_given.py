@@ -30,7 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", "columnwise")
 #: Scales: the block's own, far too large and too small ones, and such as no cast would choose beside any codes.
 SCALES = ("own", "large", "small", "any")
-SHAPE = (37, 131) if DEVICE == "cpu" else (1037, 1331)
+SHAPE = (37, 131) if DEVICE == "cpu" else (1040, 1328)
 
 
 def sample(kind: str = "plain", shape: tuple[int, int] = SHAPE, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
