@@ -81,7 +81,7 @@ def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callabl
                 mask = _with_neutral(values, mask, field)
         array = pa.array(values, mask=mask if mask.any() else None)
         return array if array.type == field.type else array.cast(field.type)
-    pieces = []
+    pieces: list[pa.Array] = []
     for start in range(0, len(values), _PIECE):
         if pieces:
             breathe()
