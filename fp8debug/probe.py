@@ -184,7 +184,10 @@ class Probe(Shielded):
         return q
 
     @guarded
-    def fprop(self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None) -> Kept:
+    def fprop(
+        self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Kept:  # fmt: skip
         """Record fprop, and wgrad's input, which is quantized in the forward pass.
 
         Args:
@@ -194,6 +197,7 @@ class Probe(Shielded):
             b: weight as fprop reads it.
             x_wgrad: x as wgrad reads it; None when no gradient of the weight is wanted.
             output: ``[M, N]``; None when FP8 is only tried, and the exact GEMM stands for it.
+            bias: what the GEMM added to the output; it is no part of what is compared.
         """
         source, tried = Source(x), Tried()
         self._gradients.weight = weight
@@ -201,7 +205,7 @@ class Probe(Shielded):
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
-        error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), keep=True)
+        error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
         self._ridden.clear()
         columns = self._part(Gemm.WGRAD, x)
         return Kept(error, columns, self._columns(x, columns), tried)
@@ -351,9 +355,10 @@ class Probe(Shielded):
         sample: Sample,
         *,
         more: Slots | None = None,
+        bias: Tensor | None = None,
         keep: bool = False,
     ) -> OutputError:
-        found = compare_result(which, high_precision, operands, result, sample, keep=keep)
+        found = compare_result(which, high_precision, operands, result, sample, bias=bias, keep=keep)
         device = high_precision[0].device
         key, exact_key = self._result_keys(which, *operands)
         if which is Gemm.FPROP:

@@ -127,7 +127,7 @@ class Ears(Hooks, Probe):
         if len(heard) > 1:
             self.report_once(f"recorded by one of {len(heard)} FP8 GEMMs of its forward pass")
         a, b, result = self._product(Gemm.FPROP, fits[0])
-        call.kept = self.fprop(flat, detached, a, b, None, result)
+        call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias)
         call.heard.clear()
         if call.kept is None or not output.requires_grad:
             return
@@ -214,8 +214,7 @@ class Ears(Hooks, Probe):
         first, second = OPERANDS[which]
         a = heard.first.t() if which is Gemm.WGRAD else heard.first
         b = heard.second.t() if which is Gemm.FPROP else heard.second
-        result = heard.result if heard.bias is None else heard.result.float() - heard.bias.float()
-        return self._as_operand(which, first, a), self._as_operand(which, second, b), result
+        return self._as_operand(which, first, a), self._as_operand(which, second, b), heard.result
 
     def _as_operand(self, which: Gemm, role: TensorRole, side: Side) -> Operand:
         if side.scale_inv is None:
@@ -238,10 +237,15 @@ class Ears(Hooks, Probe):
 
 
 def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | None:
-    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not."""
+    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not.
+
+    A bias is a Linear's in fprop alone, where it is added to every row of the output.
+    """
     (n, k), m = weight.shape, tokens
     first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
-    for way in (heard, heard.t()):
+    if heard.bias is not None and which is not Gemm.FPROP:
+        return None
+    for way in (heard, heard.t()) if heard.bias is None else (heard,):
         if way.first.values.shape == first and way.second.values.shape == second:
             return way
     return None

@@ -72,15 +72,13 @@ class TeProbe(PartProbe):
             shapes = f"{list(first.values.shape)} by {list(second.values.shape)}"
             self.give_up(f"its GEMM of {shapes} is not input {list(x.shape)} by weight {list(weight.shape)} (gathered?)")
             return
-        result = self._given(gemm, place)
-        if result is not None and gemm.bias is not None:
-            result = result.float() - gemm.bias[place].detach().float()
+        result, bias = self._given(gemm, place), None if gemm.bias is None else gemm.bias[place]
         later = None
         if self._trains():
             later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, a)
         operands = self._operands(gemm, place, x, weight)
         if operands is not None:
-            kept = self.fprop(x, weight, *operands, later, result)
+            kept = self.fprop(x, weight, *operands, later, result, bias)
             find = call.find_input(self.part.index) if later is None and self._trains() else None
             call.lines[self.part.index] = Line(weight, kept, find)
 

@@ -77,6 +77,7 @@ def compare(
     actual: Tensor | None,
     sample: Sample,
     *,
+    bias: Tensor | None = None,
     keep: bool = False,
     tell: bool = False,
 ) -> tuple[list[Found], Tensor | None, tuple[Tensor, Tensor] | None] | None:
@@ -88,21 +89,24 @@ def compare(
         operands: its operands as it read them.
         actual: the result, whole; None where the exact GEMM stands for it.
         sample: what of the result is compared.
+        bias: contiguous, one number a column, which is in the actual result and is taken off what is compared of it.
         keep: return actual minus shadow too, for :func:`damage`; of wgrad only for the share.
         tell: return the products too, for metrics that no kernel knows.
 
     Returns:
         slots against the shadow and, where there is an actual result, against exact; and actual minus shadow, of the rows that
-        exact has in their whole width, 0 where a side is not finite, in BF16 if actual is (exact but for results far from their
-        shadow), else in FP32; and the shadow, rounded to BF16, and the exact GEMM of the sample, in FP32 and laid out as the
-        result. None where no kernel takes the operands.
+        exact has in their whole width, 0 where a side is not finite, in BF16 if actual is and has no bias (exact but for results
+        far from their shadow), else in FP32; and the shadow, rounded to BF16, and the exact GEMM of the sample, in FP32 and laid
+        out as the result. None where no kernel takes the operands.
     """
     result = () if actual is None else (actual.stride(), actual.dtype, actual.data_ptr() & 15)
+    if bias is not None:
+        result = *result, bias.dtype, bias.data_ptr() & 15
     key = which, keep, result, layout_of(high, operands, sample)
     if key in _COMPARISONS:
         plan = _COMPARISONS[key]
     else:
-        plan = _keep(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, keep))
+        plan = _keep(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
     if plan is None:
         return None
     products = plan.products(which, high, operands, sample)
@@ -114,6 +118,7 @@ def compare(
     plan.kernel(
         plan.grid, near if actual is None else address(actual), near if sample.lines is None else address(sample.lines), near,
         near if error is None else address(error), parts, sample.shift or 0, *plan.numbers,
+        *(() if bias is None else (address(bias),)),
     )  # fmt: skip
     found: list[Found] = []
     for pair in range(pairs):
@@ -129,6 +134,7 @@ def _comparison(
     operands: tuple[Operand, Operand],
     actual: Tensor | None,
     sample: Sample,
+    bias: Tensor | None,
     keep: bool,
 ) -> _Comparison | None:
     turned = which is Gemm.WGRAD
@@ -136,7 +142,7 @@ def _comparison(
     few = samples if actual is None or sample.lines is None else num_exact(samples)
     far = high[1 - int(turned)].shape[int(which is not Gemm.FPROP)]
     wide = keep and not turned and sample.is_share(far)
-    assert actual is not None or not wide
+    assert actual is not None or not (wide or bias is not None)
     products = products_of(which, high, operands, sample, few, wide=wide)
     if products is None:
         return None
@@ -149,14 +155,14 @@ def _comparison(
     down = max(1, lanes // across)
     programs = max(1, min(-(-rows // down), 3 if INTERPRETED else MAX_PARTS))
     dtype = torch.float32 if actual is None else actual.dtype
-    kept = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    kept = torch.bfloat16 if dtype is torch.bfloat16 and bias is None else torch.float32
     types = (
         dtype, torch.float32 if sample.lines is None else torch.int64, torch.float32, kept if keep else torch.float32,
-        torch.float64, *[None] * 14,
+        torch.float64, *[None] * 14, *(() if bias is None else (bias.dtype,)),
     )  # fmt: skip
     constants = (
-        actual is not None, sample.lines is not None, sample.is_share(products.far), sample.size, turned, keep, wide, down,
-        across,
+        *((None,) if bias is None else ()), actual is not None, sample.lines is not None, sample.is_share(products.far),
+        sample.size, turned, keep, wide, down, across,
     )  # fmt: skip
     registers = 64 if down == 1 else 128
     device = high[0].device

@@ -58,6 +58,7 @@ def compare_result(
     result: Tensor | None,
     sample: Sample,
     *,
+    bias: Tensor | None = None,
     keep: bool = False,
 ) -> Compared:
     """Describe a result.
@@ -69,31 +70,37 @@ def compare_result(
         result: what it gave, whole; None where FP8 is only tried, and the exact GEMM stands for it.
         sample: rows of the first operand, for wgrad columns of the second; and a share of the other dimension of a result
             that there is.
+        bias: what fprop added to each row of what it gave; it is taken off what is compared, in FP32.
         keep: what :func:`damage_of` needs is wanted.
     """
     a, b = high_precision
     if result is None:
-        sample = sample._replace(shift=None)
-    if takes_kernels(a) and a.numel() and b.numel() and (result is None or result.dtype in FLOATS):
+        sample, bias = sample._replace(shift=None), None
+    elif bias is not None:
+        bias = bias.detach().reshape(-1).expand(result.shape[1]).contiguous()
+    is_read = (result is None or result.dtype in FLOATS) and (bias is None or type(bias) is Tensor)
+    if is_read and takes_kernels(a) and a.numel() and b.numel():
         actual = result.detach() if result is not None and result.requires_grad else result
         whole = not is_wide(which, high_precision, sample)
         width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
         more = uncovered(twin("observe_results").FILLED, width, operand=False, whole_rows=whole)
         with on_device(a):
-            found = twin("observe_results").compare(which, high_precision, operands, actual, sample, keep=keep, tell=bool(more))
+            found = twin("observe_results").compare(
+                which, high_precision, operands, actual, sample, bias=bias, keep=keep, tell=bool(more)
+            )
         if found is not None:
             (shadow, *exact), error, products = found
             if products is not None:
-                pairs = _paired(which, products, result, sample, whole=whole)
+                pairs = _paired(which, products, result, sample, bias, whole=whole)
                 for slots, pair in zip((shadow, *exact), pairs, strict=False):
                     slots.update({} if pair is None else statistics(pair, only=more))
             return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample.lines))
-    pair, against = _pairs(which, high_precision, operands, result, sample)
+    pair, against = _pairs(which, high_precision, operands, result, sample, bias)
     few = len(pair.y) if against is None or which is Gemm.WGRAD else len(against.y)
     kept = Pair(source=Source(pair.source.x[:few]), y=pair.y[:few])
     if keep and result is not None and is_wide(which, high_precision, sample):
         lines = slice(None) if sample.lines is None else sample.lines[:few]
-        kept = Pair(source=Source(shadow_product(which, a.detach()[lines], b).float()), y=result.detach()[lines].float())
+        kept = Pair(source=Source(shadow_product(which, a.detach()[lines], b).float()), y=_without(bias, result, lines))
     return Compared(statistics(pair), None if against is None else statistics(against), OutputError(None, kept, sample.lines))
 
 
@@ -109,6 +116,7 @@ def _pairs(
     operands: tuple[Operand, Operand],
     result: Tensor | None,
     sample: Sample,
+    bias: Tensor | None = None,
 ) -> tuple[Pair, Pair | None]:
     """Return the sample of a result beside the shadow and beside the exact GEMM (None: it is the result), by torch ops."""
     (a, b), (first, second) = high_precision, operands
@@ -126,11 +134,17 @@ def _pairs(
         share = sample.share(b.shape[dim], device)
         shadow = shadow_product(which, a[lines], b[:, share] if dim else b[share])
         exact = _exact(which, values_of(first, 0, few), second, share)
-    return _paired(which, (shadow.float(), exact), result, sample, whole=whole)
+    return _paired(which, (shadow.float(), exact), result, sample, bias, whole=whole)
 
 
 def _paired(
-    which: Gemm, products: tuple[Tensor, Tensor], result: Tensor | None, sample: Sample, *, whole: bool
+    which: Gemm,
+    products: tuple[Tensor, Tensor],
+    result: Tensor | None,
+    sample: Sample,
+    bias: Tensor | None = None,
+    *,
+    whole: bool,
 ) -> tuple[Pair, Pair | None]:
     """Return the shadow and the exact GEMM of a sample, in FP32, each beside what of the result it stands for."""
     shadow, exact = products
@@ -139,9 +153,15 @@ def _paired(
     lines: Tensor | slice = slice(None) if sample.lines is None else sample.lines
     share = sample.share(result.shape[int(which is not Gemm.WGRAD)], result.device)
     rows, columns = (share, lines) if which is Gemm.WGRAD else (lines, share)
-    actual = result.detach()[rows][:, columns].float()
+    actual = _without(bias, result, rows, columns)
     part = actual[:, : exact.shape[1]] if which is Gemm.WGRAD else actual[: exact.shape[0]]
     return Pair(source=Source(shadow), y=actual, whole_rows=whole), Pair(source=Source(exact), y=part, whole_rows=whole)
+
+
+def _without(bias: Tensor | None, result: Tensor, rows: Tensor | slice, columns: Tensor | slice = slice(None)) -> Tensor:
+    """Return a part of a result in FP32, without what was added to it."""
+    found = result.detach()[rows][:, columns].float()
+    return found if bias is None else found - bias[columns].float()
 
 
 def sampled_columns(x: Tensor, sample: Sample) -> Tensor:

@@ -177,7 +177,9 @@ def operands(which: Gemm, sizes: tuple[int, int, int], recipe: Recipe) -> tuple[
     return high, quantized
 
 
-def result(which: Gemm, sizes: tuple[int, int, int], recipe: str, count: int = 256, *, actual: bool = True) -> None:
+def result(
+    which: Gemm, sizes: tuple[int, int, int], recipe: str, count: int = 256, *, actual: bool = True, has_bias: bool = False
+) -> None:
     """Multiply, and describe the result, twice; fprop's damage and rows of its weight too."""
     high, (first, second) = operands(which, sizes, get_recipe(recipe))
     product = gemm(which, first, second)
@@ -188,9 +190,10 @@ def result(which: Gemm, sizes: tuple[int, int, int], recipe: str, count: int = 2
     lines = spread_lines(min(count, length), length, size, CPU)
     sample = Sample(lines, 3 if actual else None, size, 0)
     near = columns_of(high[1], lines, size) if turned else high[1]
+    bias = empty(product.shape[1]) if has_bias else None
     for _ in range(2):
         keep = actual and not turned
-        found = compare(which, (high[0], near), (first, second), product if actual else None, sample, keep=keep)
+        found = compare(which, (high[0], near), (first, second), product if actual else None, sample, bias=bias, keep=keep)
         assert found is not None
         if found[1] is not None and which is Gemm.FPROP:
             damage(found[1], product, lines)
@@ -250,6 +253,7 @@ def usual() -> None:
     joined()
     for which in (Gemm.FPROP, Gemm.WGRAD):
         result(which, LARGE, "blockwise")
+    result(Gemm.FPROP, LARGE, "blockwise", has_bias=True)
 
 
 def rest() -> None:
