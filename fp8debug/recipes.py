@@ -9,8 +9,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import index
 from typing import Any
+from zlib import crc32
 
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED
@@ -55,17 +57,13 @@ class Cast:
     margin: int = 0
     scale_inv: float | None = None
 
+    @cached_property
+    def _hash(self) -> int:
+        return crc32(str(self).encode())  # the same in every process: a pickle has it
+
     def __hash__(self) -> int:
         """Return a hash that is worked out once: casts are keys in what runs at every GEMM."""
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
-            found = hash(tuple(getattr(self, f.name) for f in fields(self)))
-            object.__setattr__(self, "_hash", found)
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return its values without the hash, which is another one in another process."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+        return self._hash
 
     def __post_init__(self) -> None:
         _known("format", self.format, [f.name for f in FORMATS.values() if not f.scale_only])
@@ -107,12 +105,9 @@ class Cast:
             scaling = f"delayed({self.history},{self.algo}{margin})"
         elif scaling == "static":
             scaling = f"static({self.scale_inv!r})"
-        words = [self.format, self.granularity, scaling]
-        if self.scale_rounding != "none":
-            words.append(self.scale_rounding)
-        if self.amax_eps:
-            words.append(f"eps={self.amax_eps!r}")
-        return " ".join(words)
+        rounding = "" if self.scale_rounding == "none" else f" {self.scale_rounding}"
+        eps = f" eps={self.amax_eps!r}" if self.amax_eps else ""
+        return f"{self.format} {self.granularity} {scaling}{rounding}{eps}"
 
     @classmethod
     def parse(cls, name: str) -> Cast:
@@ -336,9 +331,7 @@ def _oriented(cast: Cast | None, key: tuple[Gemm, TensorRole]) -> Cast | None:
     if cast is None:
         return None
     rows, columns = GRANULARITIES[cast.granularity]
-    runs_down = columns == 1 and rows != 1
-    runs_across = rows == 1 and columns != 1
-    if (key in CONTRACTS_ROWS and runs_across) or (key not in CONTRACTS_ROWS and runs_down):
+    if (rows == 1 and columns != 1) if key in CONTRACTS_ROWS else (columns == 1 and rows != 1):
         return replace(cast, granularity=TRANSPOSED[cast.granularity])
     return cast
 

@@ -117,8 +117,8 @@ def compare(
     near = address(products)
     plan.kernel(
         plan.grid, near if actual is None else address(actual), near if sample.lines is None else address(sample.lines), near,
-        near if error is None else address(error), parts, sample.shift or 0, *plan.numbers,
-        *(() if bias is None else (address(bias),)),
+        near if error is None else address(error), near if bias is None else address(bias), parts, sample.shift or 0,
+        *plan.numbers,
     )  # fmt: skip
     found: list[Found] = []
     for pair in range(pairs):
@@ -158,11 +158,11 @@ def _comparison(
     kept = torch.bfloat16 if dtype is torch.bfloat16 and bias is None else torch.float32
     types = (
         dtype, torch.float32 if sample.lines is None else torch.int64, torch.float32, kept if keep else torch.float32,
-        torch.float64, *[None] * 14, *(() if bias is None else (bias.dtype,)),
+        torch.float32 if bias is None else bias.dtype, torch.float64, *[None] * 14,
     )  # fmt: skip
     constants = (
-        *((None,) if bias is None else ()), actual is not None, sample.lines is not None, sample.is_share(products.far),
-        sample.size, turned, keep, wide, down, across,
+        actual is not None, sample.lines is not None, bias is not None, sample.is_share(products.far), sample.size, turned, keep,
+        wide, down, across,
     )  # fmt: skip
     registers = 64 if down == 1 else 128
     device = high[0].device

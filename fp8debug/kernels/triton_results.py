@@ -106,8 +106,8 @@ def rounded(x):
 
 @triton.jit
 def wide_error(
-    actual, index, products, error, splits, split_stride, rows, columns, stride_row, stride_column, bias, INDEXED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    actual, index, products, error, bias, splits, split_stride, rows, columns, stride_row, stride_column, INDEXED: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store actual minus shadow of sampled rows in their whole width, 0 where a side is not finite."""
     across = tl.cdiv(columns, BLOCK)
@@ -119,7 +119,7 @@ def wide_error(
         x = rounded(summed(products + at, splits, split_stride, inside))
         line = tl.load(index + row) if INDEXED else row
         y = load_one(actual + line * stride_row + column.to(tl.int64) * stride_column, inside)
-        if bias is not None:
+        if BIASED:
             y -= load_one(bias + column, inside)
         e = tl.where(is_finite(x) & is_finite(y), y - x, 0.0)
         tl.store(error + at, e.to(error.dtype.element_ty), inside)
@@ -127,17 +127,17 @@ def wide_error(
 
 @triton.jit(do_not_specialize=["shift"])
 def compare_kernel(
-    actual, index, products, error, parts, shift, splits, split_stride, shadow_rows, shadow_columns, exact_rows, exact_columns,
-    exact_start, wide_start, num_far, product_stride_row, product_stride_column, stride_row, stride_column, bias,
-    ACTUAL: tl.constexpr, INDEXED: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr, TURNED: tl.constexpr,
-    KEEP: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    actual, index, products, error, bias, parts, shift, splits, split_stride, shadow_rows, shadow_columns, exact_rows,
+    exact_columns, exact_start, wide_start, num_far, product_stride_row, product_stride_column, stride_row, stride_column,
+    ACTUAL: tl.constexpr, INDEXED: tl.constexpr, BIASED: tl.constexpr, SHARE: tl.constexpr, SIZE: tl.constexpr,
+    TURNED: tl.constexpr, KEEP: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Pair 0 is actual against shadow, pair 1 against exact, of its first rows or columns; parts ``[pairs, programs, 24]``.
 
     ``TURNED``: rows are the share and columns the sampled lines, as of grad_weight. ``ACTUAL``: whether there is an actual
     result; else the exact GEMM stands for it, and pair 0 is all. ``KEEP``: store actual minus shadow of the rows that exact has,
     0 where a side is not finite, into ``error``; ``WIDE``: of these rows in their whole width, which is what pair 2 is for.
-    ``bias``: one number a column, which is in the actual result and is taken off it in FP32; None is none.
+    ``BIASED``: ``bias``, one number a column, is in the actual result, and is taken off it in FP32.
     """
     pair = tl.program_id(0)
     rows = tl.where(pair == 0, shadow_rows, exact_rows)
@@ -156,8 +156,8 @@ def compare_kernel(
     if WIDE:
         if pair == 2:
             wide_error(
-                actual, index, products + wide_start, error, splits, split_stride, exact_rows, num_far, stride_row, stride_column,
-                bias, INDEXED, BR * BC,
+                actual, index, products + wide_start, error, bias, splits, split_stride, exact_rows, num_far, stride_row,
+                stride_column, INDEXED, BIASED, BR * BC,
             )  # fmt: skip
             return
     for block in range(tl.program_id(1), tl.cdiv(rows, BR), tl.num_programs(1)):
@@ -184,7 +184,7 @@ def compare_kernel(
                     if INDEXED:
                         y_row = tl.load(index + r, r < rows, 0)
                 y = load_one(actual + y_row[:, None] * stride_row + y_column[None, :] * stride_column, inside)
-                if bias is not None:
+                if BIASED:
                     y = tl.where(inside, y - load_one(bias + y_column, c < columns)[None, :], 0.0)
             else:
                 y = summed(products + exact_start + place, splits, split_stride, inside)
