@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -62,6 +65,15 @@ def test_a_cast_survives_its_name_and_its_dict(cast: Cast) -> None:
 @given(CASTS, CASTS)
 def test_different_casts_have_different_names(a: Cast, b: Cast) -> None:
     assert (str(a) == str(b)) == (a == b)
+
+
+def test_a_cast_is_found_in_another_process_too() -> None:
+    """Its hash is kept with it, and those of strings differ from process to process."""
+    cast = Cast(granularity="1x128", amax_eps=1e-12)
+    assert hash(cast) == hash(Cast(granularity="1x128", amax_eps=1e-12))
+    code = "import pickle, sys; cast = pickle.loads(sys.stdin.buffer.read()); assert type(cast)(**cast.to_dict()) in {cast}"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(cast), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @settings(deadline=None)

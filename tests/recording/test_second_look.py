@@ -1,0 +1,36 @@
+"""The sum of gradients over microbatches is looked at where it can be more than one gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8debug
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "compared"),
+    [([2, 2], [1, 1]), ([1, 1, 1], [0, 0, 0]), ([1, 2, 2, 1, 2, 3], [0, 0, 1, 0, 0, 2]), ([3, 1, 1, 2, 2], [2, 0, 0, 0, 1])],
+)
+def test_sums_are_compared_but_for_a_step_after_one_with_a_single_pass(
+    microbatches: list[int], compared: list[int], tmp_path: Path
+) -> None:
+    """The first step is looked at whatever comes; a gradient that is expected to stay alone is not copied."""
+    torch.manual_seed(0)
+    model = fp8debug.convert(nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16)), "blockwise")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=()) as watch:
+        for count in microbatches:
+            for _ in range(count):
+                model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+    found = fp8debug.Run(tmp_path / "run").sql(
+        "SELECT step, sum(coalesce(num_grad_sums, 0)) AS n FROM stats WHERE tensor = 'grad_weight' AND reference = 'shadow'"
+        " GROUP BY step ORDER BY step"
+    )
+    assert found.column("n").to_pylist() == compared
