@@ -91,6 +91,9 @@ def test_rows_of_every_backend_and_of_one_that_fails(monkeypatch: pytest.MonkeyP
     assert blocks["torchao, rowwise"] == ["torchao:rowwise failed:", "no such kernel"]
     (te,) = (rows for name, rows in blocks.items() if name.startswith("Transformer Engine"))
     assert te[0] == "BF16 44.00 ms 4.00 GiB" and te[1] == unwatched.replace("2.00 x", "2.20 x")
-    assert te[2:4] == [row.removesuffix(f" {tail}") for row in watched]
-    assert te[4:] == ["the same layers, watched by fp8debug", *watched]
+    assert te[2:4] == watched
+    assert te[4:] == [
+        "the same layers under LogFp8TensorStats and LogTensorStats",
+        *(row.removesuffix(f" {tail}") for row in watched),
+    ]
     assert {case._replace(recipe="", every=None, by_peer=False) for case in asked} == {Case(2, 4096, 8192, "")}
