@@ -295,14 +295,6 @@ class Snapshot:
         self.discard()
         return groups
 
-    def read(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``; waits if it must."""
-        groups, found = self.take(rows), {}
-        for name, (group, start, stop) in self.places.items():
-            values = groups[group][:, start:stop]
-            found[name] = values if stop - start > 1 else values[:, 0]
-        return found
-
     def discard(self) -> None:
         """Give the buffers back; the rows are not read any more."""
         if self._buffers is not None:

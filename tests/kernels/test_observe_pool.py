@@ -23,6 +23,7 @@ from fp8debug.kernels.words import Row
 from fp8debug.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, Reference, TensorRole
+from tests.slots import slots_of
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="shown by the interpreter")
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pyt
         if seen.step == step:
             seen.end_step({})
     assert said == ["not recorded at step 1: out of memory; training goes on"]
-    found = [[snapshot.read(sorted(filled))["damage"].tolist() for snapshot, filled in step.tables] for step in steps]
+    found = [[slots_of(snapshot, sorted(filled))["damage"].tolist() for snapshot, filled in step.tables] for step in steps]
     assert found == [[[5.0]], [], [[7.0]]]
     assert observe_pool._POOLS
     seen.hand_over(wait=True)
@@ -165,7 +166,7 @@ def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: py
         for row in range(11):
             table.merge(row, {DAMAGE: one_sum(1.0 + row, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
         assert len(sent) == 2 and len(table._held) == 3
-        assert table.snapshot().read(range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
+        assert slots_of(table.snapshot(), range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
         assert sent == [5 * 4 + 4 * 3, 4 * 4 + 4 * 3, 2 * 4 + 3 * 3 + 1]  # what the next row waits for goes along
         sent.clear()
 
@@ -190,7 +191,7 @@ def test_a_watch_that_ends_leaves_what_another_on_the_device_waits_for() -> None
     first, second = tables.Table(1, CPU), tables.Table(1, CPU)
     second.merge(0, {DAMAGE: one_sum(7.0, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
     first.discard()
-    assert second.snapshot().read([0])["damage"].tolist() == [7.0]
+    assert slots_of(second.snapshot(), [0])["damage"].tolist() == [7.0]
     second.discard()
     assert not observe_pool._POOLS
 

@@ -16,6 +16,7 @@ from fp8debug.kernels.dispatch import operand_pair, quantize, statistics
 from fp8debug.metrics import METRICS, Pair, Slot, Source, slots
 from fp8debug.recipes import Cast
 from fp8debug.table import Table, layout
+from tests.slots import slots_of
 
 #: Granularities whose blocks end at multiples of their rows; a cut anywhere else would cut a block.
 ROWS_OF_A_BLOCK = {name: block[0] for name, block in GRANULARITIES.items() if block[0] is not None}
@@ -121,7 +122,7 @@ def test_merge_law_through_the_observers_table(pairs: tuple[Pair, Pair, Pair], w
         table.merge(0, statistics(Pair(source=Source(torch.zeros(0, 4)), y=torch.zeros(0, 4), cast=a.cast)))
     table.merge(0, statistics(b))
     table.merge(2, statistics(both))
-    read = table.snapshot().read([0, 1, 2])
+    read = slots_of(table.snapshot(), [0, 1, 2])
     assert read["num_tensors"].tolist() == [2 + with_empty, 0, 1]
     rows = [{key: torch.as_tensor(values[row]) for key, values in read.items()} for row in (0, 1, 2)]
     whole = statistics(both)
@@ -129,7 +130,7 @@ def test_merge_law_through_the_observers_table(pairs: tuple[Pair, Pair, Pair], w
     _check("table", rows[2], whole, both)
     for slot in slots().values():
         assert (read[slot.name][1] == slot.neutral).all(), "a row that nothing was merged into is neutral"
-    again = table.snapshot().read([0])
+    again = slots_of(table.snapshot(), [0])
     assert all((again[slot.name] == slot.neutral).all() for slot in slots().values()), "a snapshot empties the table"
 
 
@@ -145,5 +146,5 @@ def test_a_table_counts_beyond_fp32() -> None:
     table = Table(1, torch.device("cpu"))
     table.merge(0, {"numel": torch.tensor(2**24), "num_zero": torch.tensor(2**53)})
     table.merge(0, {"numel": torch.tensor(1), "num_zero": torch.tensor(1)})
-    read = table.snapshot().read([0])
+    read = slots_of(table.snapshot(), [0])
     assert read["numel"].tolist() == [2**24 + 1] and read["num_zero"].tolist() == [2**53 + 1]

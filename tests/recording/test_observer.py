@@ -19,6 +19,7 @@ from fp8debug.observer import Observer, Settings
 from fp8debug.probe import Probe
 from fp8debug.recipes import get_recipe
 from fp8debug.table import Table
+from tests.slots import slots_of
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
     table.merge(0, {("numel", "num_zero"): counts, ("amax",): extremes, ("amin",): extremes, "num_nan": torch.tensor(4)})
     table.merge(1, {("numel", "num_zero"): counts[0], ("amax",): extremes[:2]})
     table.merge(0, {("numel", "num_zero"): counts[:3], ("amin",): extremes - 2})
-    found = table.snapshot().read([0, 1])
+    found = slots_of(table.snapshot(), [0, 1])
     assert found["numel"].tolist() == [12 + 6, 0] and found["num_zero"].tolist() == [16 + 9, 1]
     assert found["amax"].tolist() == [7.0, 7.0] and found["amin"][0] == 1.0 and found["num_nan"].tolist() == [4, 0]
 
@@ -47,7 +48,7 @@ def test_a_row_waits_for_more_of_it_and_is_joined_once() -> None:
     for _ in range(2):
         table.merge(1, {layout: row})
         table.merge(1, {"num_nan": torch.tensor(5)})
-    found = table.snapshot().read([0, 1])
+    found = slots_of(table.snapshot(), [0, 1])
     assert found["numel"].tolist() == [0, 12] and found["num_zero"].tolist() == [0, 4] and found["num_nan"].tolist() == [0, 10]
     assert found["amax"].tolist() == [float("-inf"), 3.0]
 

@@ -1,0 +1,19 @@
+"""What a table's rows hold, by the names of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp8debug.table import Snapshot
+
+
+def slots_of(snapshot: Snapshot, rows: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``."""
+    groups, found = snapshot.take(rows), {}
+    for name, (group, start, stop) in snapshot.places.items():
+        values = groups[group][:, start:stop]
+        found[name] = values if stop - start > 1 else values[:, 0]
+    return found
