@@ -74,7 +74,7 @@ class _Fp8Matmul(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         dgrad: Product | None = None
         wgrad: Product | None = None
-        with without_autocast(grad_output.device.type):
+        with _without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
                 g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
                 w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, probe, same_as=ctx.w_fprop)
@@ -89,7 +89,7 @@ class _Fp8Matmul(torch.autograd.Function):
         return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None
 
 
-def without_autocast(kind: str) -> AbstractContextManager[Any]:
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Switch autocast off for a kind of device, where it is on: entering its context takes longer than a launch."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
@@ -236,7 +236,7 @@ class Fp8Linear(nn.Linear):
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        with without_autocast(kind):
+        with _without_autocast(kind):
             if is_sharded(self.weight):
                 part = split(input, self.weight)
                 output = part.join(self._multiply(part.x, part.weight, part.layout))

@@ -68,6 +68,6 @@ class RunningSum:
             self._num_passes += 1
         if self._is_one:
             return found
-        new = columns.copy_of_few(gradient.detach() if gradient.requires_grad else gradient, SUMMED_COLUMNS)
+        new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
         self._sum = new if self._sum is None else self._sum.float() + new.float()
         return found

@@ -17,7 +17,7 @@ from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sample import Sample
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel, address, launch
+from fp8debug.kernels.triton_run import Kernel, address, keep_plan, launch
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm
 
 #: Tiles: lines of the share, sampled lines of the shadow, of the exact GEMM, which takes two such tiles, and of the wide shadow,
@@ -30,8 +30,6 @@ SPACIOUS = (9, 10)
 CHUNK, MAX_SPLITS, MAX_BYTES = 128, 12, 8 << 20
 #: Programs a multiprocessor that are aimed at, and the shortest part, in chunks.
 PROGRAMS_PER_SM, MIN_CHUNKS = 1, 4
-#: Plans kept; a program that makes more starts over.
-MAX_PLANS = 4096
 _FORMS = {
     torch.float8_e4m3fn: ts.FORM_E4M3.value,
     torch.float8_e5m2: ts.FORM_E5M2.value,
@@ -116,11 +114,10 @@ def columns_of(x: Tensor, index: Tensor, size: int = 1) -> Tensor:
     key = x.shape, x.stride(), x.dtype, index.numel(), size, x.data_ptr() & 15, index.data_ptr() & 15, x.device
     kernel = _GATHERS.get(key)
     if kernel is None:
-        if len(_GATHERS) == MAX_PLANS:
-            _GATHERS.clear()
         bits = _BITS[x.element_size()]
         types = bits, torch.int64, bits, None, None, None, None
-        kernel = _GATHERS[key] = Kernel(ts.columns_kernel, x.device.index, types, (size, *_COLUMNS_BLOCK), num_warps=4)
+        kernel = Kernel(ts.columns_kernel, x.device.index, types, (size, *_COLUMNS_BLOCK), num_warps=4)
+        keep_plan(_GATHERS, key, kernel)
     down, across = _COLUMNS_BLOCK
     rows, samples = out.shape
     at = (

@@ -19,7 +19,7 @@ from fp8debug.kernels import triton_given as tg
 from fp8debug.kernels.observe_pool import GIVEN, pool
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.triton_run import Kernel, address, keep_plan
 from fp8debug.kernels.words import Layout, Row
 from fp8debug.metrics.base import Source
 from fp8debug.recipes import Cast
@@ -32,8 +32,6 @@ TILE = 2048
 SMALL_TILE = 1024
 #: Warps of a multiprocessor by the registers that a thread has of it; each program takes every n-th unit, so that parts stay few.
 WARPS = {128: 16, 168: 12}
-#: Plans kept; a program that makes more starts over.
-MAX_PLANS = 4096
 
 
 class _Plan(NamedTuple):
@@ -72,9 +70,7 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | No
     if key in _PLANS:
         plan = _PLANS[key]
     else:
-        if len(_PLANS) == MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS[key] = _plan(x, data, scale_inv, cast)
+        plan = keep_plan(_PLANS, key, _plan(x, data, scale_inv, cast))
     if plan is None:
         return None
     memory = pool(x.device)

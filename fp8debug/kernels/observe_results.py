@@ -17,7 +17,7 @@ from fp8debug.kernels.observe_pool import RESULTS, pool
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sample import Sample, num_exact
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.triton_run import Kernel, address, keep_plan
 from fp8debug.kernels.words import Group, Layout, Row
 from fp8debug.types import Gemm
 
@@ -36,8 +36,6 @@ MAX_PARTS = 264
 #: Warps of a program.
 WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Plans kept; a program that makes more starts over.
-MAX_PLANS = 4096
 Found = dict[Layout, Row]
 
 
@@ -61,13 +59,6 @@ class _Comparison(NamedTuple):
 
 _PLANS: dict[Any, _Plan] = {}
 _COMPARISONS: dict[Any, _Comparison | None] = {}
-
-
-def _keep(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
-    if len(plans) == MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
 
 
 def compare(
@@ -106,7 +97,7 @@ def compare(
     if key in _COMPARISONS:
         plan = _COMPARISONS[key]
     else:
-        plan = _keep(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
+        plan = keep_plan(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
     if plan is None:
         return None
     products = plan.products(which, high, operands, sample)
@@ -195,7 +186,7 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
         types = x.dtype, torch.int64, torch.int8, torch.float32, torch.float64, *[None] * 9
         constants = data.dtype is torch.float8_e5m2, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.rows_kernel, x.device.index, types, constants, num_warps=4)
-        plan = _keep(_PLANS, key, _Plan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
+        plan = keep_plan(_PLANS, key, _Plan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
     memory = pool(x.device)
     parts, place = memory.space(plan.parts)
     row = memory.take()
@@ -225,7 +216,7 @@ def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
         types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, None, None, None
         constants = index is not None, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
-        plan = _keep(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
+        plan = keep_plan(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
     memory = pool(error.device)
     parts, place = memory.space(plan.parts)
     row = memory.take()

@@ -39,13 +39,10 @@ from fp8debug.kernels.triton_launch import (
     scale_memory,
     tile_of,
 )
-from fp8debug.kernels.triton_run import Kernel, address, launch
+from fp8debug.kernels.triton_run import Kernel, address, keep_plan, launch
 from fp8debug.kernels.words import Row
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
-
-#: Plans kept: shapes times casts of a model; a program that makes more starts over.
-MAX_PLANS = 4096
 
 
 class Plan:
@@ -141,9 +138,7 @@ def _fast(key: Any, x: Tensor, job: Job) -> FastPlan | None:
     """Return the fast kernel's plan for tensors like this one, and keep it; None where it takes none."""
     plan = fast_plan(x, job)
     if plan is not None:
-        if len(_PLANS) == MAX_PLANS:
-            _PLANS.clear()
-        _PLANS[key] = plan
+        keep_plan(_PLANS, key, plan)
     return plan
 
 
@@ -159,9 +154,7 @@ def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | FastPla
         plan = _PLANS.get(_key(x, Job(cast, out, statistics)))
         if plan is None:
             return None
-        if len(_BY_IDENTITY) == MAX_PLANS:
-            _BY_IDENTITY.clear()
-        found = _BY_IDENTITY[key] = cast, plan
+        found = keep_plan(_BY_IDENTITY, key, (cast, plan))
     return found[1]
 
 
@@ -234,11 +227,9 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         found = _of_row(pool(device).take().words) if alone else _new_statistics(x, len(jobs), histogram)
         reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
-        if len(_PLANS) == MAX_PLANS:
-            _PLANS.clear()
         if x.dim() == 2:
             casts = float(arguments[3]), float(arguments[4])
-            _PLANS[key] = Plan(x, grid, outputs.get(0), casts, constants, options, reduction)
+            keep_plan(_PLANS, key, Plan(x, grid, outputs.get(0), casts, constants, options, reduction))
     return list(outputs.values()), found
 
 

@@ -17,6 +17,8 @@ from fp8debug.kernels.triton_common import INTERPRETED
 
 _COMPILED: dict[Any, Any] = {}
 _INT32_MAX = 2**31 - 1
+#: Plans of one kind that are kept: shapes times casts of a model.
+MAX_PLANS = 4096
 #: Releases whose compiled kernels are started as :meth:`Kernel.__call__` does it; others go through Triton's public way.
 _KNOWN = ("3.4", "3.5", "3.6", "3.7")
 #: Of these, those whose launcher in C takes what its wrapper in Python gives it for a kernel without scratch memory.
@@ -55,6 +57,14 @@ def _kind(value: Any) -> Any:
     if type(value) is int:
         return 1 if value == 1 else (value % 16 == 0, -_INT32_MAX <= value <= _INT32_MAX)
     return type(value)
+
+
+def keep_plan(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    """Keep a plan and return it; a program that makes more than ``MAX_PLANS`` starts over."""
+    if len(plans) == MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
 
 
 class _Pointer:

@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fp8debug.store.packed import packed_lists
+
 #: Lists that became arrays, by column: the same list, which nobody changes, becomes the same array.
 Known = dict[str, tuple[list[Any], pa.Array]]
 #: Items of a list that become an array before others may run.
@@ -71,36 +73,27 @@ def _is_column(values: Any) -> bool:
 
 def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callable[[], None]) -> pa.Array:
     if isinstance(values, np.ndarray):
-        mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else np.zeros(len(values), dtype=bool)
-        values = np.asarray(np.ma.getdata(values))
-        if np.issubdtype(values.dtype, np.floating):
-            if pa.types.is_integer(field.type):
-                mask = mask | np.isnan(values)
-                values = np.where(mask, 0, values)
-            elif is_statistic:
-                mask = _with_neutral(values, mask, field)
-        array = pa.array(values, mask=mask if mask.any() else None)
-        return array if array.type == field.type else array.cast(field.type)
-    pieces: list[pa.Array] = []
-    for start in range(0, len(values), _PIECE):
-        if pieces:
-            breathe()
-        pieces.append(pa.array(values[start : start + _PIECE], type=field.type))
-    array = pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces) if pieces else pa.array([], type=field.type)
+        array = _of_numpy(values, field)
+    else:
+        pieces: list[pa.Array] = []
+        for start in range(0, len(values), _PIECE):
+            if pieces:
+                breathe()
+            pieces.append(pa.array(values[start : start + _PIECE], type=field.type))
+        array = pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces) if pieces else pa.array([], type=field.type)
     if is_statistic and pa.types.is_floating(field.type):
         array = _without_neutral(array, field.metadata[b"merge"].decode())
     return array
 
 
-def _with_neutral(values: np.ndarray[Any, Any], mask: np.ndarray[Any, Any], field: pa.Field) -> np.ndarray[Any, Any]:
-    """Return the mask with what :func:`_without_neutral` would null; in NumPy, which asks the field only where it must."""
-    mask = mask | np.isnan(values)
-    infinite = np.isinf(values) & ~mask
-    if infinite.any():
-        merge = field.metadata[b"merge"].decode()
-        if merge in ("max", "min"):
-            mask = mask | (values == (-math.inf if merge == "max" else math.inf))
-    return mask
+def _of_numpy(values: np.ndarray[Any, Any], field: pa.Field) -> pa.Array:
+    """Return an array; a masked element is null, and among integers NaN is."""
+    mask, values = np.ma.getmaskarray(values), np.ma.getdata(values)
+    if np.issubdtype(values.dtype, np.floating) and pa.types.is_integer(field.type):
+        mask = mask | np.isnan(values)
+        values = np.where(mask, 0, values)
+    array = pa.array(values, mask=mask if mask.any() else None)
+    return array if array.type == field.type else array.cast(field.type)
 
 
 def _without_neutral(array: pa.Array, merge: str) -> pa.Array:
@@ -115,9 +108,6 @@ def _without_neutral(array: pa.Array, merge: str) -> pa.Array:
 def _lists(values: Any, field: pa.Field) -> pa.Array:
     """Return a list column from a list of (sequence | None) or an array ``[rows, size]``; a masked row is null."""
     if isinstance(values, np.ndarray) and values.ndim == 2:
-        rows, size = values.shape
-        masked = np.ma.getmaskarray(values).all(1) if isinstance(values, np.ma.MaskedArray) else np.zeros(rows, dtype=bool)
-        offsets = np.concatenate([[0], np.cumsum(np.where(masked, 0, size))]).astype(np.int32)
-        flat = pa.array(np.ma.getdata(values)[~masked].reshape(-1)).cast(field.type.value_type)
-        return pa.ListArray.from_arrays(pa.array(offsets), flat, type=field.type, mask=pa.array(masked))
+        is_missing = np.all(np.ma.getmaskarray(values), axis=1)
+        return packed_lists(np.ma.getdata(values), np.logical_not(is_missing)).cast(field.type)
     return pa.array([None if v is None else np.asarray(v) for v in values], type=field.type)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from fp8debug.kernels import dispatch, reference
 from fp8debug.kernels.observe_given import describe
 from fp8debug.kernels.observe_pool import flush
 from fp8debug.kernels.triton_launch import OPERAND
-from fp8debug.metrics import METRICS, Pair, Slot, Source, slots
+from fp8debug.metrics import Source, slots
 from fp8debug.metrics.base import spread
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.twins import NEEDS_TWINS
+from tests.kernels.twins import NEEDS_TWINS, Largest, by_kernels_with
 
 pytestmark = [
     NEEDS_TWINS,
@@ -184,28 +183,10 @@ def test_what_no_kernel_takes() -> None:
     flush(x.device if x.is_cuda else torch.device("cpu"))
 
 
-class Largest:
-    """A metric that no kernel knows."""
-
-    name = "largest"
-    of_results = False
-    present = "numel"
-    slots = (Slot(name="largest_code", merge="max", kind="float32", unit="1", doc="largest code"),)
-    derived: dict[str, object] = {}  # noqa: RUF012  # read only
-
-    def partial(self, pair: Pair) -> dict[str, torch.Tensor]:
-        return {"largest_code": pair.data.amax()}
-
-
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let tensors on a CPU take the way of those on a GPU, by the interpreter, with one more metric registered."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(dispatch, "takes_kernels", lambda x: True)
-        monkeypatch.setattr(dispatch, "on_device", lambda x: nullcontext())
-    METRICS.add(Largest.name, Largest())  # type: ignore[arg-type]  # derived is empty
-    yield
-    del METRICS._items[Largest.name]
+    with by_kernels_with(Largest("largest_code", lambda pair: pair.data, of_results=False), dispatch, monkeypatch):
+        yield
 
 
 @pytest.mark.usefixtures("by_kernels")

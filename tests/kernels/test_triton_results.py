@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,14 +20,13 @@ from fp8debug.kernels.observe_results import DAMAGE, LINES, RESULT, Found, compa
 from fp8debug.kernels.sample import MIN_WIDE, SHARE_BLOCK, SHARE_GROUP, Sample
 from fp8debug.kernels.triton_launch import OPERAND
 from fp8debug.kernels.words import HISTOGRAM, Layout
-from fp8debug.metrics import METRICS, Pair, Source
-from fp8debug.metrics.base import Slot
+from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.table import Table
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
-from tests.kernels.twins import NEEDS_TWINS
+from tests.kernels.twins import NEEDS_TWINS, Largest, by_kernels_with
 
 pytestmark = [
     NEEDS_TWINS,
@@ -307,28 +305,10 @@ def test_columns_of_a_sample() -> None:
     assert torch.equal(columns_of(x[:, :132].contiguous(), groups, 4), x[:, groups])
 
 
-class Largest:
-    """A metric that no kernel knows."""
-
-    name = "largest"
-    of_results = True
-    present = "numel"
-    slots = (Slot(name="largest_actual", merge="max", kind="float32", unit="x", doc="largest actual value"),)
-    derived: dict[str, object] = {}  # noqa: RUF012  # read only
-
-    def partial(self, pair: Pair) -> dict[str, torch.Tensor]:
-        return {"largest_actual": pair.y.amax()}
-
-
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let tensors on a CPU take the way of those on a GPU, by the interpreter, with one more metric registered."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(results, "takes_kernels", lambda x: True)
-        monkeypatch.setattr(results, "on_device", lambda x: nullcontext())
-    METRICS.add(Largest.name, Largest())  # type: ignore[arg-type]  # derived is empty
-    yield
-    METRICS.remove(Largest.name)
+    with by_kernels_with(Largest("largest_actual", lambda pair: pair.y, of_results=True), results, monkeypatch):
+        yield
 
 
 @pytest.mark.usefixtures("by_kernels")
