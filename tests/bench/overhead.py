@@ -11,6 +11,9 @@ N-th step has N steps, one of them sampled. The first step of every case, which 
 
 ``--peer te`` runs the same layers with Transformer Engine's Linear and its debug tools, and then with a watch instead of these,
 one process a case, as they want it.
+
+``--turns`` compares each watched model with an unwatched one beside it, twenty steps of each in turn, so that a clock that drifts
+does not come into a difference of tenths of a percent; of a block's ratios the smallest and the largest are told too.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ import fp8debug
 from tests.bench.backends import RECIPES, convert_layers, layers, missing
 
 NOT_SAMPLING = 10**9
+#: Steps of a model before it is the other one's turn.
+TURN = 20
 #: The peer's statistics that come nearest to ours, on its three tensors of every Linear.
 FP8_STATS = ["underflows%", "scale_inv_min", "scale_inv_max", "mse"]
 TENSOR_STATS = ["min", "max", "mean", "std", "l1_norm", "cur_amax"]
@@ -124,21 +129,8 @@ def measure(case: Case, blocks: int) -> Found:
         steps = 5 if case.every in (None, 1) else case.every
         found = job.milliseconds(steps, blocks if steps < 50 else 1)
         return Found(found, torch.cuda.max_memory_allocated() / 2**30)
-    calls: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
-        with fp8debug.watch(job.model, Path(folder, "run"), every=case.every) as watch:
-
-            def after(loss: torch.Tensor) -> None:
-                sampled = watch.current_step % int(case.every or 1) == 0
-                start = time.perf_counter()
-                watch.step(loss=loss)
-                calls[sampled].append((time.perf_counter() - start) * 1e3)
-
-            job.after = after
-            for _ in range(2 if case.every == 1 else 1):  # step 0 is sampled: it compiles
-                job.step()
-            for times in calls.values():
-                times.clear()
+        with watching(case, job, Path(folder, "run")) as calls:
             steps = 5 if case.every in (1, NOT_SAMPLING) else case.every
             ms = job.milliseconds(steps, blocks if steps < 50 else 2)
         rows = num_rows(Path(folder, "run"))
@@ -146,6 +138,42 @@ def measure(case: Case, blocks: int) -> Found:
         raise RuntimeError(f"{case}: nothing was recorded")
     peak = torch.cuda.max_memory_allocated() / 2**30
     return Found(ms, peak, max(calls[True], default=0.0), max(calls[False], default=0.0), rows)
+
+
+@contextlib.contextmanager
+def watching(case: Case, job: Job, run: Path) -> Iterator[dict[bool, list[float]]]:
+    """Watch a job, warm; yield what ``Watch.step`` takes at sampled and other steps, ms, which grows as the job goes on."""
+    calls: dict[bool, list[float]] = {True: [], False: []}
+    with fp8debug.watch(job.model, run, every=case.every) as watch:
+
+        def after(loss: torch.Tensor) -> None:
+            sampled = watch.current_step % int(case.every or 1) == 0
+            start = time.perf_counter()
+            watch.step(loss=loss)
+            calls[sampled].append((time.perf_counter() - start) * 1e3)
+
+        job.after = after
+        for _ in range(2 if case.every == 1 else 1):  # step 0 is sampled: it compiles
+            job.step()
+        for times in calls.values():
+            times.clear()
+        yield calls
+
+
+def in_turns(case: Case, blocks: int) -> list[float]:
+    """Return, for each block of steps, the ratio of what a watched model and an unwatched one beside it take."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    plain, watched = Job(case._replace(every=None)), Job(case)
+    turns = max(1, min(int(case.every or 1), 100) // TURN)
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder, watching(case, watched, Path(folder, "run")):
+        for job in (plain, watched):
+            job.milliseconds(TURN, 1)
+        for _ in range(blocks):
+            times = [(plain.milliseconds(TURN, 1), watched.milliseconds(TURN, 1)) for _ in range(turns)]
+            ratios.append(sum(of[1] for of in times) / sum(of[0] for of in times))
+    return sorted(ratios)
 
 
 def num_rows(run: Path) -> int:
@@ -178,19 +206,24 @@ def fitting(case: Case) -> Case:
     return case
 
 
-def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool) -> None:
+def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool, turns: bool = False) -> None:
     """Print the rows of one model."""
     fits = fitting(case)
     note = f", width {fits.width} because {case.gigabytes:.0f} GB at {case.width} do not fit" if fits != case else ""
     recipe = fits.recipe.partition(":")[2]
     print(f"\n{fits.layers} layers, width {fits.width}, SwiGLU {fits.hidden}, {fits.tokens} tokens, {recipe}{note}")
+    names = {every: "attached, not sampling" if every == NOT_SAMPLING else f"watched, every {every}" for every in everies}
+    if turns:
+        for every, name in names.items():
+            ratios = [100 * (ratio - 1) for ratio in in_turns(fits._replace(every=every), blocks)]
+            print(f"{name:44} {ratios[len(ratios) // 2]:+8.2f} %  ({ratios[0]:+.2f} to {ratios[-1]:+.2f})", flush=True)
+        return
     bf16 = measure(fits._replace(recipe="bf16"), blocks) if with_bf16 else None
     if bf16:
         show("BF16", bf16)
     plain = measure(fits, blocks)
     show("FP8, unwatched", plain, bf16=bf16)
-    for every in everies:
-        name = "attached, not sampling" if every == NOT_SAMPLING else f"watched, every {every}"
+    for every, name in names.items():
         show(name, measure(fits._replace(every=every), blocks), plain)
 
 
@@ -277,6 +310,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--backends", nargs="*", choices=list(RECIPES), help="all that are installed unless some are named")
     parser.add_argument("--peer", choices=["te"])
+    parser.add_argument("--turns", action="store_true", help="only of Fp8Linear: watched and unwatched, turn by turn")
     parser.add_argument("--only-peer", action="store_true", help="with --peer, leave ours out")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -303,7 +337,7 @@ def main() -> None:
     for tokens in () if options.only_peer else options.tokens:
         for num in nums:
             case = Case(num, options.width, tokens, f"native:{options.recipe}")
-            ours(case, options.blocks, everies, with_bf16=with_bf16)
+            ours(case, options.blocks, everies, with_bf16=with_bf16, turns=options.turns)
             with_bf16 = False
     if options.peer:
         peer(first, options.blocks, [e for e in everies if e != NOT_SAMPLING])

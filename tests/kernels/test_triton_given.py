@@ -38,7 +38,7 @@ def sample(kind: str = "plain", shape: tuple[int, int] = SHAPE, dtype: torch.dty
     x = torch.randn(shape, generator=generator) * torch.logspace(-3, 2, shape[0])[:, None]
     x[1::7] = 0
     x[:, 5::9] = 0
-    x[:, 128:160] = 0
+    x[:, 128:256] = 0
     if kind == "nonfinite":
         x[2, 7], x[2, 8], x[-1, 9] = float("nan"), float("inf"), -float("inf")
         x[4] = float("nan")
@@ -211,7 +211,9 @@ def test_large_tensors(granularity: str) -> None:
     wanted = {name: value.cpu() for name, value in reference.statistics(reference.operand_pair(x, cast, q), "log2_hist").items()}
     for data in (q.data, turned(q.data)):
         found = slots_of(describe(Source(x), cast, Quantized(data, q.scale_inv)))
+        assert found.keys() == wanted.keys()
         for name, want in wanted.items():
-            tolerance = 1e-6 if slots()[name].kind == "float64" else 0.0 if slots()[name].kind == "int64" else 2e-7
+            tolerance = {"float64": 1e-6, "float32": 2e-7}.get(slots()[name].kind, 0.0) if name in slots() else 0.0
+            tolerance = 1e-6 if name == "worst_block_nmse" else tolerance  # a quotient of FP32 sums
             atol = 1e-9 * x.numel() if name in ("sum_x", "sum_err") else 0.0
             torch.testing.assert_close(found[name].double(), want.double(), rtol=tolerance, atol=atol, msg=name)
