@@ -7,7 +7,7 @@ is one asynchronous copy of it into pinned memory; it is read when it has arrive
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -306,10 +306,12 @@ class Arriving:
     """A CUDA tensor on its way to the host, such as the tokens of experts."""
 
     def __init__(self, value: Tensor) -> None:
-        value = value.detach()
-        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        self._host.copy_(value, non_blocking=True)
-        self._done = _event(value.device)
+        self._send(value.detach(), *_landing(value.shape, value.dtype))
+
+    def _send(self, value: Tensor, host: Tensor, done: torch.cuda.Event) -> None:
+        self._host, self._done = host, done
+        host.copy_(value, non_blocking=True)
+        done.record(torch.cuda.current_stream(value.device))
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
@@ -322,14 +324,26 @@ class Arriving:
 
 
 class Scalar(Arriving):
-    """A CUDA scalar on its way to the host, such as the loss."""
+    """A CUDA scalar on its way to the host, such as the loss; where it arrives is the next one's place once it is read."""
+
+    _spare: ClassVar[dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, torch.cuda.Event]]]] = {}
 
     def __init__(self, value: Tensor) -> None:
-        super().__init__(value.reshape(()))
+        self._number: float | None = None
+        self._free = self._spare.setdefault((value.device, value.dtype), [])
+        self._send(value.detach().view(()), *(self._free.pop() if self._free else _landing((), value.dtype)))
 
     def read(self) -> float:
         """Return the value; waits if it must."""
-        return float(self.host())
+        if self._number is None:
+            self._number = float(self.host())
+            self._free.append((self._host, self._done))
+        return self._number
+
+
+def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
+    """Return where a CUDA tensor arrives on the host, and what tells when it has."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 
 
 def _aligned(dtype: torch.dtype, rows: int, width: int) -> int:

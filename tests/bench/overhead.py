@@ -165,7 +165,7 @@ def in_turns(case: Case, blocks: int) -> list[float]:
     gc.collect()
     torch.cuda.empty_cache()
     plain, watched = Job(case._replace(every=None)), Job(case)
-    turns = max(1, min(int(case.every or 1), 100) // TURN)
+    turns = 1 if case.every == NOT_SAMPLING else max(1, int(case.every or 1) // TURN)
     ratios = []
     with tempfile.TemporaryDirectory() as folder, watching(case, watched, Path(folder, "run")):
         for job in (plain, watched):

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 import fp8debug
+from fp8debug import table as tables
 from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.leftovers import AT_ONCE, MAX_STEPS
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
 from fp8debug.probe import Probe
 from fp8debug.recipes import get_recipe
-from fp8debug.table import Table
+from fp8debug.table import Scalar, Table
 from tests.slots import slots_of
 
 CPU = torch.device("cpu")
@@ -69,6 +70,30 @@ def test_a_tensor_is_worked_on_once_as_long_as_it_is_the_same() -> None:
     assert once(torch.randn(8, 4)) == 6  # it may lie where the old one lay
     seen.start_step(1)
     assert once(torch.randn(8, 4)) == 7
+
+
+class Arrived:
+    """Stands for an event on the CPU, where a copy is done at once."""
+
+    def record(self, stream: object) -> None:
+        """There is no stream."""
+
+    def synchronize(self) -> None:
+        """Nothing is waited for."""
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_a_scalar_has_its_place_on_the_host_until_it_is_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(Scalar, "_spare", {})
+        monkeypatch.setattr(tables, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    first = [Scalar(torch.tensor(float(i), device=device)) for i in range(3)]
+    other = Scalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
+    assert [one.read() for one in reversed(first)] == [2.0, 1.0, 0.0]
+    second = [Scalar(torch.tensor(float(i), device=device)) for i in (7, 8)]
+    assert {id(one._host) for one in second} < {id(one._host) for one in first}
+    assert [one.read() for one in (*first, *second, other)] == [0.0, 1.0, 2.0, 7.0, 8.0, 2.5]
 
 
 def test_sampled_rows_are_those_of_the_step() -> None:
