@@ -117,6 +117,7 @@ class Observer:
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
         self.on_end_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []  # called once, when the step under way has ended
         self._sink = sink
         self._tables: dict[torch.device, Table] = {}
         self._filled: dict[torch.device, tuple[Table, dict[int, RowInfo]]] = {}
@@ -250,7 +251,8 @@ class Observer:
         self._samples = {}
         self.leftovers.take(self.touched, self.known)
         self.touched, self.known = [], {}
-        for forget in self.on_end_step:
+        after, self.after_step = self.after_step, []
+        for forget in (*self.on_end_step, *after):
             forget()
 
     def turn_off(self) -> None:

@@ -199,6 +199,7 @@ class Probe(Shielded):
             output: ``[M, N]``; None when FP8 is only tried, and the exact GEMM stands for it.
             bias: what the GEMM added to the output; it is no part of what is compared.
         """
+        self.observer.relieve(x.device)
         source, tried = Source(x), Tried()
         self._gradients.weight = weight
         self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
@@ -223,6 +224,7 @@ class Probe(Shielded):
             wgrad: grad_output and input as wgrad reads them, and grad_weight ``[N, K]``; None when it did not run.
             kept: what :meth:`fprop` returned.
         """
+        self.observer.relieve(grad_output.device)
         source, tried = Source(grad_output), Tried()
         if dgrad is not None:
             a, b, result = dgrad

@@ -62,7 +62,6 @@ class Ears(Hooks, Probe):
         self._listener = listener_of(observer)
         self._unfinished: list[Call] = []
         self._reported: set[str] = set()
-        observer.on_end_step.append(self._end_step)
 
     def listen(self, module: nn.Module) -> Callable[[], None]:
         """Hook the module and return what undoes it.
@@ -136,6 +135,8 @@ class Ears(Hooks, Probe):
         call.x = weakly(x)  # a strong reference could keep what the module itself does not
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
+        if not self._unfinished:
+            self.observer.after_step.append(self._end_step)
         self._unfinished.append(call)
 
         def before(grads: Any) -> None:

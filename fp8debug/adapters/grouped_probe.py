@@ -47,7 +47,6 @@ class GroupProbe(PartProbe):
         self._empty: set[int] = set()
         self._counts: tuple[int, Tensor] | None = None
         self._pending: list[tuple[int, Arriving | Tensor]] = []
-        observer.on_end_step.append(self._settle)
 
     @guarded
     def take_fprop(self, x: Tensor, weight: Tensor, heard: HeardGroup) -> GroupLine:
@@ -176,6 +175,8 @@ class GroupProbe(PartProbe):
     def _tokens(self, offs: Tensor) -> None:
         """Count the tokens of each expert, over the microbatches of a step."""
         counts = offs.diff(prepend=offs.new_zeros(1))
+        if self._counts is None and not self._pending:
+            self.observer.after_step.append(self._settle)
         before = None if self._counts is None else self._counts[1]
         self._counts = self.observer.step, counts if before is None else before + counts
 
@@ -188,6 +189,7 @@ class GroupProbe(PartProbe):
         while self._pending:
             step, arriving = self._pending[0]
             if isinstance(arriving, Arriving) and not arriving.ready():
+                self.observer.after_step.append(self._settle)
                 return
             self._pending.pop(0)
             tokens = (arriving.host() if isinstance(arriving, Arriving) else arriving).tolist()

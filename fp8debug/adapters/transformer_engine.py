@@ -184,7 +184,7 @@ class ModuleEars(Hooks):
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
-        observer.on_end_step.append(self._end_step)
+        self._is_called_back = False  # when the step ends
         self._check = ScaleCheck(lambda fqn, text: observer.report(fqn, text, True))
 
     def detach(self, number: int) -> None:
@@ -196,9 +196,16 @@ class ModuleEars(Hooks):
             _EARS.pop(self.module, None)
             self._end_step()
 
+    def _call_back(self) -> None:
+        if not self._is_called_back:
+            self._is_called_back = True
+            self.observer.after_step.append(self._end_step)
+
     def _end_step(self) -> None:
+        self._is_called_back = False
         GEMMS.done(self)
-        self._check.settle()
+        if not self._check.settle():
+            self._call_back()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.module or torch.compiler.is_compiling():
@@ -210,6 +217,7 @@ class ModuleEars(Hooks):
         call = None
         if observed and isinstance(x, Tensor):
             call = Call(module, observed, x)
+            self._call_back()
             first = next(iter(observed.values()))
             first.guard(GEMMS.listen, self)
             first.guard(self._check.look, first.module, module)

@@ -55,14 +55,15 @@ class ScaleCheck:
         if times is not None and fqn not in self._told:
             self._pending.append((fqn, Scalar(times) if times.is_cuda else float(times)))
 
-    def settle(self) -> None:
-        """Report what has arrived."""
+    def settle(self) -> bool:
+        """Report what has arrived, and return whether that is all."""
         while self._pending:
             fqn, number = self._pending[0]
             if isinstance(number, Scalar) and not number.ready():
-                return
+                return False
             self._pending.pop(0)
             times = number.read() if isinstance(number, Scalar) else number
             if times > TOLERANCE and fqn not in self._told:
                 self._told.add(fqn)
                 self._report(fqn, f"recorded, but a delayed scale of it is {times:.3g} times what its amax history allows")
+        return True

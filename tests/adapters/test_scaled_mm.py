@@ -18,6 +18,7 @@ from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import measure
 from fp8debug.metrics.rows import Rows
+from fp8debug.observer import Observer
 from fp8debug.recipes import Cast
 from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
 from tests.recording.test_watch import NINE
@@ -122,6 +123,22 @@ def test_microbatches_a_module_called_twice_and_evaluation(tmp_path: Path) -> No
         watch.step()
     found = rows(fp8debug.Run(tmp_path / "run"), "module = '0' AND reference = 'shadow'")
     assert {row["gemm"]: row["num_tensors"] for row in found} == {"fprop": 4, "dgrad": 2, "wgrad": 4}
+
+
+def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are joined from the hooks on, and the end of a step asks nothing of a module that was not recorded in it."""
+    relieved: list[int] = []
+    monkeypatch.setattr(Observer, "relieve", lambda self, device: relieved.append(self.step))
+    net = nn.ModuleList([model(), ScaledLinear(32, 32)])  # of which the second is not called
+    with fp8debug.watch(net, tmp_path, every=2) as watch:
+        observer, ends = watch._observer, []
+        for step in range(4):
+            loss = net[0](batch(step)).square().mean()
+            ends.append(len(observer.after_step))
+            loss.backward()
+            watch.step(loss=loss)
+            assert not observer.after_step
+    assert ends == [2, 0, 2, 0] and relieved == [0] * 4 + [2] * 4, "two modules, forward and backward"
 
 
 def test_a_frozen_weight_has_no_wgrad(tmp_path: Path) -> None:

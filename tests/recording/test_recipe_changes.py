@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters.changes import APART, LOOKED_AT, RecipeChanges
+from fp8debug.adapters.changes import APART, HEARD_AT, LOOKED_AT, RecipeChanges
 from fp8debug.adapters.targets import candidates_of
 from fp8debug.fallback import Fallback
 from fp8debug.store.writer import RunWriter
@@ -151,15 +151,15 @@ def test_the_bf16_steps_of_a_schedule_are_events_and_leave_the_manifest_alone() 
 
 
 def test_other_backends_are_looked_at_in_turn() -> None:
-    model = wide(3 * LOOKED_AT)
+    model = wide(3 * HEARD_AT)
     changes, kept, _ = changes_of(model)
-    assert len(changes.look()) == len(changes.look()) == 3 * LOOKED_AT, "all, until nothing has changed twice"
-    model[LOOKED_AT + 2].recipe = fp8debug.get_recipe("bf16")  # as a backend that tells nobody
+    assert len(changes.look()) == len(changes.look()) == 3 * HEARD_AT, "all, until nothing has changed twice"
+    model[HEARD_AT + 2].recipe = fp8debug.get_recipe("bf16")  # as a backend that tells nobody
     assert changes.look()[0].fqn == "0" and not kept.manifests
-    assert changes.look()[0].fqn == f"{LOOKED_AT}"
+    assert changes.look()[0].fqn == f"{HEARD_AT}"
     (manifest,) = kept.manifests
-    assert not manifest[f"{LOOKED_AT + 2}"]["fp8"]
-    assert len(changes.look()) == 3 * LOOKED_AT
+    assert not manifest[f"{HEARD_AT + 2}"]["fp8"]
+    assert len(changes.look()) == 3 * HEARD_AT
 
 
 @pytest.mark.parametrize("explicit", [True, False])
