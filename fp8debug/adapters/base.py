@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 from torch import nn
 
 from fp8debug.observer import Observer
-from fp8debug.recipes import Recipe
+from fp8debug.recipes import Cast, Recipe
 from fp8debug.registry import Registry
+
+#: A cast of these attributes, the same object every time: what is known of a cast at a site is found by its identity.
+same_cast = lru_cache(maxsize=1024)(Cast)
 
 
 class Adapter(Protocol):

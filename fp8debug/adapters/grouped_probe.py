@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
 from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
 from fp8debug.kernels.dispatch import describe, statistics
@@ -14,7 +15,6 @@ from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.probe import Tried
-from fp8debug.recipes import Cast
 from fp8debug.shielding import guarded
 from fp8debug.table import Arriving
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
@@ -108,8 +108,8 @@ class GroupProbe(PartProbe):
         name: str = "rowwise",
     ) -> None:
         """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
-        cast = Cast(format=_FORMATS[codes.dtype], granularity="rowwise")
-        named = Cast(format=cast.format, granularity=name)
+        cast = same_cast(format=_FORMATS[codes.dtype], granularity="rowwise")
+        named = same_cast(format=cast.format, granularity=name)
         CASTS.setdefault(self.part, {})[site] = named
         q = Quantized(codes, scales.reshape(-1, 1).contiguous())
         if tried is not None:

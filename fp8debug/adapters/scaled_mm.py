@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import ADAPTERS, class_of
+from fp8debug.adapters.base import ADAPTERS, class_of, same_cast
 from fp8debug.adapters.ears import Ears
 from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
 from fp8debug.formats import GRANULARITIES, block_shape
@@ -136,7 +136,7 @@ class ScaledMm:
 
         def cast_of(which: Gemm, role: TensorRole, number_format: str, granularity: str) -> Cast:
             assert granularity in GRANULARITIES
-            cast = Cast(format=number_format, granularity=granularity)
+            cast = same_cast(format=number_format, granularity=granularity)
             _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = cast
             return cast
 

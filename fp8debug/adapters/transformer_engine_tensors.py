@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.listening import Side
 from fp8debug.recipes import Cast
 
@@ -83,9 +84,11 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
         if algo not in ("max", "most_recent"):
             raise ValueError("an amax_compute_algo of the user's has no name as a cast")
         history, margin = getattr(recipe, "amax_history_len", 1024), getattr(recipe, "margin", 0)
-        return Cast(format=number_format, scaling="delayed", granularity="tensorwise", history=history, algo=algo, margin=margin)
+        return same_cast(
+            format=number_format, scaling="delayed", granularity="tensorwise", history=history, algo=algo, margin=margin
+        )
     pow2 = bool(getattr(quantizer, "force_pow_2_scales", False)) or granularity in ("1x32", "32x1")
-    return Cast(
+    return same_cast(
         format=number_format,
         granularity=granularity,
         scale_rounding="pow2_ceil" if pow2 else "none",
