@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -97,3 +98,34 @@ def test_rows_of_every_backend_and_of_one_that_fails(monkeypatch: pytest.MonkeyP
         *(row.removesuffix(f" {tail}") for row in watched),
     ]
     assert {case._replace(recipe="", every=None, by_peer=False) for case in asked} == {Case(2, 4096, 8192, "")}
+
+
+def test_turns_of_a_watched_and_an_unwatched_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[bool, int]] = []
+
+    class Small(Job):
+        def __init__(self, case: Case) -> None:
+            super().__init__(case, "cpu")
+            self.is_watched = case.every is not None
+
+        def milliseconds(self, steps: int, blocks: int) -> float:
+            self.step()
+            taken.append((self.is_watched, steps))
+            return 10.0 + self.is_watched * len(taken)
+
+    monkeypatch.setattr(overhead, "Job", Small)
+    ratios = overhead.in_turns(Case(1, 128, 64, "native:blockwise", every=2 * overhead.TURN), 2)
+    one = [(False, overhead.TURN), (True, overhead.TURN)]
+    assert taken == one * 5, "one to be warm, and two blocks of two turns each"
+    assert ratios == [(14 + 16) / 20, (18 + 20) / 20]
+
+
+def test_how_long_a_step_held_the_training(tmp_path: Path) -> None:
+    job = Job(Case(1, 128, 64, "native:blockwise", every=2), "cpu")
+    with overhead.watching(Case(1, 128, 64, "native:blockwise", every=2), job, tmp_path / "run") as calls:
+        for _ in range(4):
+            job.step()
+        num_callbacks = len(gc.callbacks)
+    assert len(calls[True]) == len(calls[False]) == 2 and all(ms > 0 for times in calls.values() for ms in times)
+    assert len(gc.callbacks) == num_callbacks - 1
+    assert num_rows(tmp_path / "run") == 24 * len(LINEARS)

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from tests.bench.backends import RECIPES, convert_layers, layers, missing
+from tests.bench.stall import Clock
 
 NOT_SAMPLING = 10**9
 #: Steps of a model before it is the other one's turn.
@@ -71,7 +72,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Milliseconds a step, peak GiB, and for a watched model what ``Watch.step`` took of the training thread, in ms."""
+    """Milliseconds a step, peak GiB, and for a watched model the longest ``Watch.step``, less collections by Python, in ms."""
 
     ms: float
     peak_gib: float
@@ -144,20 +145,24 @@ def measure(case: Case, blocks: int) -> Found:
 def watching(case: Case, job: Job, run: Path) -> Iterator[dict[bool, list[float]]]:
     """Watch a job, warm; yield what ``Watch.step`` takes at sampled and other steps, ms, which grows as the job goes on."""
     calls: dict[bool, list[float]] = {True: [], False: []}
+    clock = Clock()
+    gc.callbacks.append(clock.collector)
     with fp8debug.watch(job.model, run, every=case.every) as watch:
 
         def after(loss: torch.Tensor) -> None:
             sampled = watch.current_step % int(case.every or 1) == 0
-            start = time.perf_counter()
-            watch.step(loss=loss)
-            calls[sampled].append((time.perf_counter() - start) * 1e3)
+            step(loss=loss)
+            seconds, collected = clock.spans["step"][-1]
+            calls[sampled].append((seconds - collected) * 1e3)
 
+        step = clock.timed("step", watch.step)
         job.after = after
         for _ in range(2 if case.every == 1 else 1):  # step 0 is sampled: it compiles
             job.step()
         for times in calls.values():
             times.clear()
         yield calls
+    gc.callbacks.remove(clock.collector)
 
 
 def in_turns(case: Case, blocks: int) -> list[float]:
