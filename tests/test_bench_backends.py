@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 import fp8debug
 from tests.adapters.linears import sites
-from tests.bench import backends, overhead
+from tests.bench import backends, overhead, replay
 from tests.bench.overhead import Case, Found, Job, num_rows
 from tests.recording.test_watch import NINE
 
@@ -60,10 +61,26 @@ def test_what_is_not_installed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["overhead.py", "--backends", "scaled_mm"])
+@pytest.mark.parametrize("command", [["overhead.py", "--backends", "scaled_mm"], ["replay.py"]])
+def test_without_a_gpu_it_says_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="this bench times a GPU, and torch finds none"):
-        overhead.main()
+        (replay if command == ["replay.py"] else overhead).main()
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_only_steps_that_are_not_sampled_are_replayed(every: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    replayed: list[int] = []
+    monkeypatch.setattr(replay.Loop, "_replay", lambda loop: replayed.append(0))
+    options = argparse.Namespace(layers=1, width=128, tokens=64, device="cpu")
+    loop = replay.Loop(options, "blockwise", True, every, tmp_path / "run")
+    for _ in range(4):
+        loop.step()
+    assert len(replayed) == (4 if every is None else 2)
+    if every is not None:
+        loop.watch.close()
+        steps = fp8debug.Run(tmp_path / "run").sql("SELECT step, count(*) AS rows FROM stats GROUP BY step ORDER BY step")
+        assert steps.to_pylist() == [{"step": step, "rows": 24 * len(LINEARS)} for step in (0, 2)]
 
 
 def test_rows_of_every_backend_and_of_one_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
