@@ -331,7 +331,11 @@ class Scalar(Arriving):
     def __init__(self, value: Tensor) -> None:
         self._number: float | None = None
         self._free = self._spare.setdefault((value.device, value.dtype), [])
-        self._send(value.detach().view(()), *(self._free.pop() if self._free else _landing((), value.dtype)))
+        try:
+            landing = self._free.pop()
+        except IndexError:  # of no use to ask before: watches of other threads take from it too
+            landing = _landing((), value.dtype)
+        self._send(value.detach().view(()), *landing)
 
     def read(self) -> float:
         """Return the value; waits if it must."""

@@ -16,7 +16,7 @@ from fp8debug.store.writer import RunWriter
 from fp8debug.types import OPERAND_SITES, Gemm
 
 #: Modules of a large model that are looked at in one step where nothing says that any has changed: recipes of Fp8Linears, and
-#: at sampled steps what other backends run, of whose casts a recipe is made first (14 us a module).
+#: at sampled steps what other backends run, of whose casts a recipe is made first.
 LOOKED_AT, HEARD_AT = 32, 8
 #: Steps between two writings of the manifest because of what was set: describing 560 modules takes 15 ms.
 APART = 10

@@ -118,7 +118,7 @@ class Gemms:
 
 
 def by_name(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Return what names the arguments of a call that went well, its defaults among them, at a tenth of ``bind``'s cost."""
+    """Return what names the arguments of a call that went well, its defaults among them, at less cost than ``bind``."""
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
