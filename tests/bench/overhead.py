@@ -147,7 +147,7 @@ def watching(case: Case, job: Job, run: Path) -> Iterator[dict[bool, list[float]
     calls: dict[bool, list[float]] = {True: [], False: []}
     clock = Clock()
     gc.callbacks.append(clock.collector)
-    with fp8debug.watch(job.model, run, every=case.every) as watch:
+    with fp8debug.watch(job.model, run, every=case.every or 1) as watch:
 
         def after(loss: torch.Tensor) -> None:
             sampled = watch.current_step % int(case.every or 1) == 0
