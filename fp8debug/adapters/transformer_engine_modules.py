@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fp8debug.adapters.parts import Part, chosen
-from fp8debug.adapters.transformer_engine_tensors import is_of_debug_tools, unwrapped
+from fp8debug.adapters.transformer_engine_tensors import is_of_debug_tools, names_of, unwrapped
 
 _PACKAGE = "transformer_engine.pytorch.module."
 #: Modules that are read, by class.
@@ -155,7 +155,7 @@ def is_fused(storage: Any, by: str, module: Any) -> bool:
     """
     if is_of_debug_tools(storage):
         return False
-    names = {c.__name__ for c in type(getattr(unwrapped(storage, False), "_quantizer", None)).__mro__}
+    names = names_of(getattr(unwrapped(storage, False), "_quantizer", None))
     if by == "norm":
         return "Float8Quantizer" in names
     return bool(names & {"Float8Quantizer", "MXFP8Quantizer"}) and (by == "activation" or module.activation in PLAIN)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fp8debug.adapters.listening import Side
 from fp8debug.adapters.parts import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
@@ -76,7 +77,7 @@ class TeProbe(PartProbe):
         later = None
         if self._trains():
             later = self._operand_of(Gemm.WGRAD, TensorRole.INPUT, a)
-        operands = self._operands(gemm, place, x, weight)
+        operands = self._operands(gemm, place, weight, (first, second))
         if operands is not None:
             kept = self.fprop(x, weight, *operands, later, result, bias)
             find = call.find_input(self.part.index) if later is None and self._trains() else None
@@ -93,7 +94,7 @@ class TeProbe(PartProbe):
             self.report_once(f"not recorded in full: {gemm.odd or 'its gradient in high precision is not to be had'}")
             return
         line.grad_output = grad = self._plain(grad, "grad_output")
-        operands = self._operands(gemm, place, grad, line.weight)
+        operands = self._operands(gemm, place, line.weight)
         if operands is None:
             return
         rows = operands[0] if isinstance(operands[0], Tensor) else operands[0][0].data
@@ -147,11 +148,20 @@ class TeProbe(PartProbe):
         self.report_once(f"recorded, but {gemm.which}'s result {why}: the exact GEMM of its operands stands for it")
         return None
 
-    def _operands(self, gemm: HeardGemm, place: int, first: Tensor, weight: Tensor) -> tuple[Operand, Operand] | None:
-        """Return both operands of a GEMM; one that exists in FP8 alone counts as what it is in high precision."""
+    def _operands(
+        self, gemm: HeardGemm, place: int, weight: Tensor, sides: tuple[Side | None, Side | None] = (None, None)
+    ) -> tuple[Operand, Operand] | None:
+        """Return both operands of a GEMM; a weight that exists in FP8 alone counts as what it is in high precision.
+
+        Args:
+            gemm: what was heard.
+            place: which of its GEMMs.
+            weight: in high precision.
+            sides: of both operands, where they are known.
+        """
         found = []
-        for role, storage in zip(OPERANDS[gemm.which], (gemm.first[place], gemm.second[place]), strict=True):
-            operand = self._operand_of(gemm.which, role, storage)
+        for role, storage, side in zip(OPERANDS[gemm.which], (gemm.first[place], gemm.second[place]), sides, strict=True):
+            operand = self._operand_of(gemm.which, role, storage, side)
             if operand is None:
                 self.report_once(f"not recorded in full: {gemm.which} reads its {role} in a direction that is not there")
                 return None
@@ -162,9 +172,8 @@ class TeProbe(PartProbe):
             FAST.setdefault(self.part, set()).add(gemm.which)
         return found[0], found[1]
 
-    def _operand_of(self, which: Gemm, role: TensorRole, storage: Any) -> Operand | None:
-        columnwise = (which, role) in CONTRACTS_ROWS
-        side = side_of_storage(storage, columnwise)
+    def _operand_of(self, which: Gemm, role: TensorRole, storage: Any, side: Side | None = None) -> Operand | None:
+        side = side_of_storage(storage, (which, role) in CONTRACTS_ROWS) if side is None else side
         if side is None or side.scale_inv is None:
             return None if side is None else side.values
         cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))

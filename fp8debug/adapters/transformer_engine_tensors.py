@@ -27,26 +27,34 @@ from fp8debug.recipes import Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _BLOCK, _MX_BLOCK = 128, 32
+_NAMES: dict[type, frozenset[str]] = {}
+
+
+def names_of(what: object) -> frozenset[str]:
+    """Return the names of an object's class and its bases, by which the library's are told apart without importing it."""
+    kind = type(what)
+    if kind not in _NAMES:
+        _NAMES[kind] = frozenset(c.__name__ for c in kind.__mro__)
+    return _NAMES[kind]
 
 
 def unwrapped(tensor: Any, columnwise: bool) -> Any:
     """Return what a GEMM really reads of an operand: one direction of a hybrid tensor or of a debug tool's wrapper."""
-    names = {c.__name__ for c in type(tensor).__mro__}
     if is_of_debug_tools(tensor):
         return unwrapped(tensor.get_tensor(columnwise), columnwise)
-    if "HybridQuantizedTensorStorage" in names:
+    if "HybridQuantizedTensorStorage" in names_of(tensor):
         return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
     return tensor
 
 
 def is_of_debug_tools(tensor: Any) -> bool:
     """Return whether the library's debug tools are on, and have wrapped an operand."""
-    return any(c.__name__ == "DebugQuantizedTensor" for c in type(tensor).__mro__)
+    return "DebugQuantizedTensor" in names_of(tensor)
 
 
 def is_quantized(tensor: Any) -> bool:
     """Return whether it is a tensor in any of the library's narrow formats; a plain tensor or nothing is not."""
-    return any(c.__name__ == "QuantizedTensorStorage" for c in type(tensor).__mro__)
+    return "QuantizedTensorStorage" in names_of(tensor)
 
 
 def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
@@ -58,7 +66,7 @@ def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
     tensor = unwrapped(tensor, columnwise)
     if not is_quantized(tensor):
         return None if tensor is None else Side(tensor.detach().reshape(-1, tensor.shape[-1]))
-    names = {c.__name__ for c in type(tensor).__mro__}
+    names = names_of(tensor)
     if "Float8TensorStorage" in names:
         return _tensorwise(tensor, columnwise)
     if "Float8BlockwiseQTensorStorage" in names:
@@ -77,8 +85,7 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
     tensor = unwrapped(tensor, granularity in ("128x1", "32x1"))
     quantizer = getattr(tensor, "_quantizer", None)
     number_format = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}[_dtype(tensor)]
-    kind = {c.__name__ for c in type(quantizer).__mro__}
-    is_delayed = "Float8Quantizer" in kind or (quantizer is None and hasattr(recipe, "amax_history_len"))
+    is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))
     if granularity == "tensorwise" and is_delayed:
         algo = getattr(recipe, "amax_compute_algo", "max")
         if algo not in ("max", "most_recent"):
