@@ -24,8 +24,9 @@ from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.history import Use
-from fp8debug.probe import Kept, Probe, Product
+from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.second_look import Kept
 from fp8debug.selectors import matching
 from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.shielding import unseen

@@ -8,7 +8,6 @@ their MSE, cosine and SQNR estimate those of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from weakref import ref
 
 import torch
@@ -34,28 +33,15 @@ from fp8debug.lines import Lines
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
-from fp8debug.second_look import RunningSum, reread
+from fp8debug.second_look import HISTOGRAM, Kept, RunningSum, Tried, reread
 from fp8debug.sharding import Layout
 from fp8debug.shielding import Shielded, guarded, is_capturing, is_overheard, shielded
 from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
 
-#: Slots of one tensor by the cast's name.
-Tried = dict[str, Slots]
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
 
-HISTOGRAM = "log2_hist"
 _ORDER = {which: i for i, which in enumerate(Gemm)}
-
-
-@dataclass
-class Kept:
-    """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor."""
-
-    output: OutputError
-    columns: Sample
-    input_columns: Tensor
-    tried: Tried = field(default_factory=dict)  # the what-if casts of the input
 
 
 class Probe(Shielded):
@@ -209,7 +195,7 @@ class Probe(Shielded):
         error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
         self._ridden.clear()
         columns = self._part(Gemm.WGRAD, x)
-        return Kept(error, columns, self._columns(x, columns), tried)
+        return Kept(error, columns, self._columns(x, columns), tried, source.shared.get(HISTOGRAM))
 
     @guarded
     def backward(

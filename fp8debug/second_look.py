@@ -1,11 +1,14 @@
-"""What a probe sees of a tensor beyond its first read in a step: a second read, a sum over microbatches."""
+"""What a probe sees of a tensor beyond its first read in a step: in the backward pass, a second read, a sum over microbatches."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots
+from fp8debug.kernels.results import OutputError
 from fp8debug.kernels.sample import Sample
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.gradient_sum import GradientSum
@@ -16,6 +19,35 @@ from fp8debug.types import Quantized
 #: Columns of weight.grad whose sum over microbatches is checked.
 SUMMED_COLUMNS = 16
 _REREAD, _GRADIENT_SUM = Reread(), GradientSum()
+HISTOGRAM = "log2_hist"
+#: Slots of one tensor by the cast's name.
+Tried = dict[str, Slots]
+
+
+@dataclass
+class Kept:
+    """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor.
+
+    Attributes:
+        output: fprop's error.
+        columns: which columns of the input.
+        input_columns: these.
+        tried: the what-if casts of the input.
+        histogram: of the input, if it is known.
+    """
+
+    output: OutputError
+    columns: Sample
+    input_columns: Tensor
+    tried: Tried = field(default_factory=dict)
+    histogram: Tensor | None = None
+
+    def source(self, x: Tensor) -> Source:
+        """Return the input as what a cast of it is recorded by that was made in the backward pass."""
+        found = Source(x)
+        if self.histogram is not None:
+            found.shared[HISTOGRAM] = self.histogram
+        return found
 
 
 def reread(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:

@@ -14,10 +14,10 @@ from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
 from fp8debug.adapters.parts import CALLED, Hooks, is_new
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.metrics import Source
 from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, Product
+from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast
+from fp8debug.second_look import Kept
 from fp8debug.sharding import layout_by_marks
 from fp8debug.shielding import guarded
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
@@ -207,7 +207,7 @@ class Ears(Hooks, Probe):
                 self.report_once("not recorded in full: its input in high precision is gone before wgrad, whose cast has no row")
             else:
                 flat = self._reference(x.detach()).reshape(-1, x.shape[-1])
-                self._operand(Gemm.WGRAD, TensorRole.INPUT, Source(flat), wgrad[1], kept.tried)
+                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), wgrad[1], kept.tried)
         self.backward(grad_output, weight, products.get(Gemm.DGRAD), wgrad, kept)
 
     def _product(self, which: Gemm, heard: Heard) -> Product:
@@ -246,10 +246,11 @@ def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | N
     first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
     if heard.bias is not None and which is not Gemm.FPROP:
         return None
-    for way in (heard, heard.t()) if heard.bias is None else (heard,):
-        if way.first.values.shape == first and way.second.values.shape == second:
-            return way
-    return None
+    left, right = heard.first.values.shape, heard.second.values.shape
+    if left == first and right == second:
+        return heard
+    is_turned = heard.bias is None and right[::-1] == first and left[::-1] == second
+    return heard.t() if is_turned else None
 
 
 def weakly(x: Tensor) -> Callable[[], Tensor | None]:

@@ -14,7 +14,7 @@ from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
-from fp8debug.probe import Tried
+from fp8debug.second_look import Tried
 from fp8debug.shielding import guarded
 from fp8debug.table import Arriving
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole

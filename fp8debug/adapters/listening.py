@@ -182,10 +182,15 @@ class Listener(TorchDispatchMode):
         return result
 
 
+#: Names of an op's arguments in their order; its schema makes them anew each time.
+_ARGUMENTS: dict[Any, list[str]] = {}
+
+
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name; trailing defaults are left out of ``args``."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    if func not in _ARGUMENTS:
+        _ARGUMENTS[func] = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:

@@ -17,8 +17,9 @@ from fp8debug.adapters.parts import Hooks
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
-from fp8debug.probe import Kept, Probe, Product
+from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Recipe
+from fp8debug.second_look import Kept
 from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.shielding import guarded
 from fp8debug.types import Gemm, TensorRole

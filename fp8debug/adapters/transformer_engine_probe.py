@@ -13,8 +13,8 @@ from fp8debug.adapters.parts import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine_gemms import HeardGemm
 from fp8debug.adapters.transformer_engine_tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.metrics import Source as Tensors
-from fp8debug.probe import Kept, Product
+from fp8debug.probe import Product
+from fp8debug.second_look import Kept
 from fp8debug.shielding import guarded
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
@@ -115,7 +115,8 @@ class TeProbe(PartProbe):
         if x is None or line.kept is None:
             self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
             return
-        self._operand(Gemm.WGRAD, TensorRole.INPUT, Tensors(x.detach().reshape(-1, x.shape[-1])), operand, line.kept.tried)
+        source = line.kept.source(x.detach().reshape(-1, x.shape[-1]))
+        self._operand(Gemm.WGRAD, TensorRole.INPUT, source, operand, line.kept.tried)
 
     @guarded
     def finish(self, line: Line) -> None:

@@ -13,10 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from fp8debug import probe
 from fp8debug.adapters.listening import DECODERS
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.errors import AttachError
+from fp8debug.kernels.dispatch import describe as describe_operand
 from fp8debug.kernels.dispatch import measure
+from fp8debug.metrics import Source
 from fp8debug.metrics.rows import Rows
 from fp8debug.observer import Observer
 from fp8debug.recipes import Cast
@@ -64,6 +67,22 @@ def test_recorded_operands_are_those_of_the_reference(tmp_path: Path) -> None:
                 assert row[name] == pytest.approx(expected, rel=1e-6), name
             elif isinstance(expected, int) and name not in OF_ROWS:  # a count of results is not recorded of an operand
                 assert (row[name] or 0) == expected, name
+
+
+def test_an_input_that_two_gemms_read_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[bool] = []
+
+    def describe(source: Source, *operand: Any) -> Any:
+        counted.append("log2_hist" in source.shared)
+        return describe_operand(source, *operand)
+
+    monkeypatch.setattr(probe, "describe", describe)
+    run = record(tmp_path, model(), 1, what_if=("tensorwise_delayed",))
+    assert counted == [True] * 10, "of six operands of a Linear; the first has no dgrad and two operands less"
+    for module in ("0", "2"):
+        first, second = rows(run, f"module = '{module}' AND tensor = 'input'")
+        assert (first["gemm"], second["gemm"]) == ("fprop", "wgrad")
+        assert sum(first["log2_hist"]) > 0 and second["log2_hist"] == first["log2_hist"]
 
 
 def test_a_bias_inside_the_gemm_is_none_of_its_error(tmp_path: Path) -> None:
