@@ -13,15 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from fp8debug import probe
 from fp8debug.adapters.listening import DECODERS
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.errors import AttachError
-from fp8debug.kernels.dispatch import describe as describe_operand
 from fp8debug.kernels.dispatch import measure
-from fp8debug.metrics import Source
 from fp8debug.metrics.rows import Rows
-from fp8debug.observer import Observer
 from fp8debug.recipes import Cast
 from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
 from tests.recording.test_watch import NINE
@@ -67,22 +63,6 @@ def test_recorded_operands_are_those_of_the_reference(tmp_path: Path) -> None:
                 assert row[name] == pytest.approx(expected, rel=1e-6), name
             elif isinstance(expected, int) and name not in OF_ROWS:  # a count of results is not recorded of an operand
                 assert (row[name] or 0) == expected, name
-
-
-def test_an_input_that_two_gemms_read_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[bool] = []
-
-    def describe(source: Source, *operand: Any) -> Any:
-        counted.append("log2_hist" in source.shared)
-        return describe_operand(source, *operand)
-
-    monkeypatch.setattr(probe, "describe", describe)
-    run = record(tmp_path, model(), 1, what_if=("tensorwise_delayed",))
-    assert counted == [True] * 10, "of six operands of a Linear; the first has no dgrad and two operands less"
-    for module in ("0", "2"):
-        first, second = rows(run, f"module = '{module}' AND tensor = 'input'")
-        assert (first["gemm"], second["gemm"]) == ("fprop", "wgrad")
-        assert sum(first["log2_hist"]) > 0 and second["log2_hist"] == first["log2_hist"]
 
 
 def test_a_bias_inside_the_gemm_is_none_of_its_error(tmp_path: Path) -> None:
@@ -142,22 +122,6 @@ def test_microbatches_a_module_called_twice_and_evaluation(tmp_path: Path) -> No
         watch.step()
     found = rows(fp8debug.Run(tmp_path / "run"), "module = '0' AND reference = 'shadow'")
     assert {row["gemm"]: row["num_tensors"] for row in found} == {"fprop": 4, "dgrad": 2, "wgrad": 4}
-
-
-def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are joined from the hooks on, and the end of a step asks nothing of a module that was not recorded in it."""
-    relieved: list[int] = []
-    monkeypatch.setattr(Observer, "relieve", lambda self, device: relieved.append(self.step))
-    net = nn.ModuleList([model(), ScaledLinear(32, 32)])  # of which the second is not called
-    with fp8debug.watch(net, tmp_path, every=2) as watch:
-        observer, ends = watch._observer, []
-        for step in range(4):
-            loss = net[0](batch(step)).square().mean()
-            ends.append(len(observer.after_step))
-            loss.backward()
-            watch.step(loss=loss)
-            assert not observer.after_step
-    assert ends == [2, 0, 2, 0] and relieved == [0] * 4 + [2] * 4, "two modules, forward and backward"
 
 
 def test_a_frozen_weight_has_no_wgrad(tmp_path: Path) -> None:

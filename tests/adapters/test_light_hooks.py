@@ -1,0 +1,48 @@
+"""What hooks on modules of other makes, and a step's end, leave to others or do once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import fp8debug
+from fp8debug import probe
+from fp8debug.kernels.dispatch import describe as describe_operand
+from fp8debug.metrics import Source
+from fp8debug.observer import Observer
+from tests.adapters.linears import ScaledLinear, batch, model, record, rows
+
+
+def test_an_input_that_two_gemms_read_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[bool] = []
+
+    def describe(source: Source, *operand: Any) -> Any:
+        counted.append("log2_hist" in source.shared)
+        return describe_operand(source, *operand)
+
+    monkeypatch.setattr(probe, "describe", describe)
+    run = record(tmp_path, model(), 1, what_if=("tensorwise_delayed",))
+    assert counted == [True] * 10, "of six operands of a Linear; the first has no dgrad and two operands less"
+    for module in ("0", "2"):
+        first, second = rows(run, f"module = '{module}' AND tensor = 'input'")
+        assert (first["gemm"], second["gemm"]) == ("fprop", "wgrad")
+        assert sum(first["log2_hist"]) > 0 and second["log2_hist"] == first["log2_hist"]
+
+
+def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are joined from the hooks on, and the end of a step asks nothing of a module that was not recorded in it."""
+    relieved: list[int] = []
+    monkeypatch.setattr(Observer, "relieve", lambda self, device: relieved.append(self.step))
+    net = nn.ModuleList([model(), ScaledLinear(32, 32)])  # of which the second is not called
+    with fp8debug.watch(net, tmp_path, every=2) as watch:
+        observer, ends = watch._observer, []
+        for step in range(4):
+            loss = net[0](batch(step)).square().mean()
+            ends.append(len(observer.after_step))
+            loss.backward()
+            watch.step(loss=loss)
+            assert not observer.after_step
+    assert ends == [2, 0, 2, 0] and relieved == [0] * 4 + [2] * 4, "two modules, forward and backward"
