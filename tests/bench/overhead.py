@@ -107,15 +107,20 @@ class Job:
         self.after(loss)
 
     def milliseconds(self, steps: int, blocks: int) -> float:
-        times = []
-        for _ in range(blocks):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(steps):
-                self.step()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3 / steps)
-        return sorted(times)[len(times) // 2]
+        return block_median(self.step, steps, blocks)
+
+
+def block_median(step: Callable[[], None], steps: int, blocks: int) -> float:
+    """Return the median over blocks of a block's wall-clock time over its steps, ms, the device idle before and after."""
+    times = []
+    for _ in range(blocks):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3 / steps)
+    return sorted(times)[len(times) // 2]
 
 
 def measure(case: Case, blocks: int) -> Found:
@@ -146,8 +151,7 @@ def watching(case: Case, job: Job, run: Path) -> Iterator[dict[bool, list[float]
     """Watch a job, warm; yield what ``Watch.step`` takes at sampled and other steps, ms, which grows as the job goes on."""
     calls: dict[bool, list[float]] = {True: [], False: []}
     clock = Clock()
-    gc.callbacks.append(clock.collector)
-    with fp8debug.watch(job.model, run, every=case.every or 1) as watch:
+    with clock.collecting(), fp8debug.watch(job.model, run, every=case.every or 1) as watch:
 
         def after(loss: torch.Tensor) -> None:
             sampled = watch.current_step % int(case.every or 1) == 0
@@ -162,7 +166,6 @@ def watching(case: Case, job: Job, run: Path) -> Iterator[dict[bool, list[float]
         for times in calls.values():
             times.clear()
         yield calls
-    gc.callbacks.remove(clock.collector)
 
 
 def in_turns(case: Case, blocks: int) -> list[float]:
@@ -211,25 +214,38 @@ def fitting(case: Case) -> Case:
     return case
 
 
-def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool, turns: bool = False) -> None:
-    """Print the rows of one model."""
+def name_of(every: int) -> str:
+    """Return how a row is called."""
+    return "attached, not sampling" if every == NOT_SAMPLING else f"watched, every {every}"
+
+
+def fitted(case: Case) -> Case:
+    """Print what a model is, and return the one of it that fits."""
     fits = fitting(case)
     note = f", width {fits.width} because {case.gigabytes:.0f} GB at {case.width} do not fit" if fits != case else ""
     recipe = fits.recipe.partition(":")[2]
     print(f"\n{fits.layers} layers, width {fits.width}, SwiGLU {fits.hidden}, {fits.tokens} tokens, {recipe}{note}")
-    names = {every: "attached, not sampling" if every == NOT_SAMPLING else f"watched, every {every}" for every in everies}
-    if turns:
-        for every, name in names.items():
-            ratios = [100 * (ratio - 1) for ratio in in_turns(fits._replace(every=every), blocks)]
-            print(f"{name:44} {ratios[len(ratios) // 2]:+8.2f} %  ({ratios[0]:+.2f} to {ratios[-1]:+.2f})", flush=True)
-        return
+    return fits
+
+
+def differences(case: Case, blocks: int, everies: list[int]) -> None:
+    """Print what watching adds to one model, in turns with one that is not watched."""
+    fits = fitted(case)
+    for every in everies:
+        found = [100 * (ratio - 1) for ratio in in_turns(fits._replace(every=every), blocks)]
+        print(f"{name_of(every):44} {found[len(found) // 2]:+8.2f} %  ({found[0]:+.2f} to {found[-1]:+.2f})", flush=True)
+
+
+def ours(case: Case, blocks: int, everies: list[int], *, with_bf16: bool) -> None:
+    """Print the rows of one model."""
+    fits = fitted(case)
     bf16 = measure(fits._replace(recipe="bf16"), blocks) if with_bf16 else None
     if bf16:
         show("BF16", bf16)
     plain = measure(fits, blocks)
     show("FP8, unwatched", plain, bf16=bf16)
-    for every, name in names.items():
-        show(name, measure(fits._replace(every=every), blocks), plain)
+    for every in everies:
+        show(name_of(every), measure(fits._replace(every=every), blocks), plain)
 
 
 def peer(case: Case, blocks: int, everies: list[int]) -> None:
@@ -342,7 +358,10 @@ def main() -> None:
     for tokens in () if options.only_peer else options.tokens:
         for num in nums:
             case = Case(num, options.width, tokens, f"native:{options.recipe}")
-            ours(case, options.blocks, everies, with_bf16=with_bf16, turns=options.turns)
+            if options.turns:
+                differences(case, options.blocks, everies)
+                continue
+            ours(case, options.blocks, everies, with_bf16=with_bf16)
             with_bf16 = False
     if options.peer:
         peer(first, options.blocks, [e for e in everies if e != NOT_SAMPLING])

@@ -12,7 +12,6 @@ import argparse
 import gc
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from tests.bench.backends import convert_layers, layers
-from tests.bench.overhead import NOT_SAMPLING, TURN
+from tests.bench.overhead import NOT_SAMPLING, TURN, block_median
 
 
 class Loop:
@@ -77,15 +76,8 @@ class Loop:
 
     def milliseconds(self, blocks: int) -> float:
         """Return the median over blocks, after a block's worth of steps that compile, capture and get warm."""
-        times = []
-        for _ in range(1 + blocks):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(TURN):
-                self.step()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3 / TURN)
-        return sorted(times[1:])[blocks // 2]
+        block_median(self.step, TURN, 1)
+        return block_median(self.step, TURN, blocks)
 
 
 def main() -> None:

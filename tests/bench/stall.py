@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -58,6 +59,15 @@ class Clock:
         self._collected += 0.0 if phase == "start" else now - self._since
         self._since = now
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Hear of the garbage collector's turns."""
+        gc.callbacks.append(self.collector)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self.collector)
+
     def timed(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             collected, start = self._collected, time.perf_counter()
@@ -86,9 +96,9 @@ def measure(options: argparse.Namespace, loop: str) -> None:
     """Print what one loop of one model takes."""
     clock, is_gpu = Clock(), torch.cuda.is_available()
     job = (Job if is_gpu else SmallJob)(options, options.recipe)
-    gc.callbacks.append(clock.collector)
     patches = [patch.object(Probe, name, clock.timed(name, getattr(Probe, name))) for name in HOOKS]
-    with tempfile.TemporaryDirectory() as folder, fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
+    where = tempfile.TemporaryDirectory()
+    with clock.collecting(), where as folder, fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
         timed = Timed(watch, clock, job)
         for one in patches:
             one.start()
@@ -100,7 +110,6 @@ def measure(options: argparse.Namespace, loop: str) -> None:
                 torch.cuda.synchronize()
         for one in patches:
             one.stop()
-    gc.callbacks.remove(clock.collector)
     for name in ("Watch.step()", *HOOKS, "launch"):
         spans = sorted(clock.spans[name])
         median, p99, longest = (1e3 * spans[int(share * (len(spans) - 1))][0] for share in (0.5, 0.99, 1.0))
