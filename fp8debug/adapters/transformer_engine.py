@@ -219,9 +219,12 @@ class ModuleEars(Hooks):
             call = Call(module, observed, x)
             self._call_back()
             first = next(iter(observed.values()))
-            first.guard(GEMMS.listen, self)
-            first.guard(self._check.look, first.module, module)
+            first.guard(self._listen, first.module)
         GEMMS.calls.append(call)
+
+    def _listen(self, name: str) -> None:
+        GEMMS.listen(self)
+        self._check.look(name, self.module)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self.module or torch.compiler.is_compiling() or not GEMMS.calls:
@@ -235,8 +238,11 @@ class ModuleEars(Hooks):
         output = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
-        weights = [p for p in self.module.parameters(recurse=False)]
-        node = next((n for n in nodes_between(output, *args, *weights) if n.name().startswith(_NODES)), None)
+        node = output.grad_fn  # which it nearly always is
+        is_own = node is not None and node.name().startswith(_NODES)
+        if not is_own or any(isinstance(x, Tensor) and x.grad_fn is node for x in args):
+            weights = [p for p in self.module.parameters(recurse=False)]
+            node = next((n for n in nodes_between(output, *args, *weights) if n.name().startswith(_NODES)), None)
         if node is None:
             for number in call.lines:
                 call.probes[number].report_once("not recorded in full: its backward pass is not the library's own (compiled?)")

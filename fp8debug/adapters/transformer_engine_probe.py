@@ -144,7 +144,8 @@ class TeProbe(PartProbe):
         """Return what a GEMM gave; None where that is not to be seen, and the exact GEMM of its operands stands for it."""
         result = gemm.results[place]
         if isinstance(result, Tensor) and not is_quantized(result) and result.element_size() > 1:
-            return result.detach().reshape(-1, result.shape[-1])
+            result = result.detach() if result.requires_grad else result
+            return result if result.dim() == 2 else result.reshape(-1, result.shape[-1])
         why = "is added to what was there" if result is None else "leaves the GEMM in FP8"
         self.report_once(f"recorded, but {gemm.which}'s result {why}: the exact GEMM of its operands stands for it")
         return None
@@ -179,4 +180,4 @@ class TeProbe(PartProbe):
             return None if side is None else side.values
         cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))
         CASTS.setdefault(self.part, {})[which, role] = cast
-        return Quantized(side.values, side.scale_inv.float().contiguous()), cast
+        return Quantized(side.values, side.scale_inv.float()), cast

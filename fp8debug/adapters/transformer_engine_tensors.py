@@ -26,7 +26,9 @@ from fp8debug.adapters.listening import Side
 from fp8debug.recipes import Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 _BLOCK, _MX_BLOCK = 128, 32
+_KNOWN_DTYPES: dict[Any, torch.dtype] = {}  # by the library's own
 _NAMES: dict[type, frozenset[str]] = {}
 
 
@@ -40,9 +42,10 @@ def names_of(what: object) -> frozenset[str]:
 
 def unwrapped(tensor: Any, columnwise: bool) -> Any:
     """Return what a GEMM really reads of an operand: one direction of a hybrid tensor or of a debug tool's wrapper."""
-    if is_of_debug_tools(tensor):
+    names = names_of(tensor)
+    if "DebugQuantizedTensor" in names:
         return unwrapped(tensor.get_tensor(columnwise), columnwise)
-    if "HybridQuantizedTensorStorage" in names_of(tensor):
+    if "HybridQuantizedTensorStorage" in names:
         return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
     return tensor
 
@@ -64,13 +67,13 @@ def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
         ValueError: the storage is of a kind that is not read.
     """
     tensor = unwrapped(tensor, columnwise)
-    if not is_quantized(tensor):
-        return None if tensor is None else Side(tensor.detach().reshape(-1, tensor.shape[-1]))
     names = names_of(tensor)
-    if "Float8TensorStorage" in names:
-        return _tensorwise(tensor, columnwise)
+    if "QuantizedTensorStorage" not in names:
+        return None if tensor is None else Side(tensor.detach().reshape(-1, tensor.shape[-1]))
     if "Float8BlockwiseQTensorStorage" in names:
         return _blockwise(tensor, columnwise)
+    if "Float8TensorStorage" in names:
+        return _tensorwise(tensor, columnwise)
     if "MXFP8TensorStorage" in names:
         return _mxfp8(tensor, columnwise)
     raise ValueError(f"{type(tensor).__name__} is not read")
@@ -84,7 +87,7 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
     """
     tensor = unwrapped(tensor, granularity in ("128x1", "32x1"))
     quantizer = getattr(tensor, "_quantizer", None)
-    number_format = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}[_dtype(tensor)]
+    number_format = _FORMATS[_dtype(tensor)]
     is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))
     if granularity == "tensorwise" and is_delayed:
         algo = getattr(recipe, "amax_compute_algo", "max")
@@ -104,16 +107,29 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
 
 
 def _dtype(tensor: Any) -> torch.dtype:
-    name = str(getattr(tensor._fp8_dtype, "name", tensor._fp8_dtype))
-    if name not in _DTYPES:
-        raise ValueError(f"data in {name} are not read")
-    return _DTYPES[name]
+    found = _KNOWN_DTYPES.get(tensor._fp8_dtype)
+    if found is None:
+        name = str(getattr(tensor._fp8_dtype, "name", tensor._fp8_dtype))
+        if name not in _DTYPES:
+            raise ValueError(f"data in {name} are not read")
+        found = _KNOWN_DTYPES[tensor._fp8_dtype] = _DTYPES[name]
+    return found
 
 
 def _codes(data: Tensor, dtype: torch.dtype, *, is_transposed: bool = False) -> Tensor:
     """Return bytes as FP8 ``[M, K]``, another tensor on the same memory: the library empties its own when it is done."""
-    data = data.detach().view(dtype)
-    return data.reshape(data.shape[0], -1).t() if is_transposed else data.reshape(-1, data.shape[-1])
+    data = data.view(dtype)
+    if data.dim() != 2:
+        data = data.reshape(data.shape[0], -1) if is_transposed else data.reshape(-1, data.shape[-1])
+    return data.t() if is_transposed else data
+
+
+def _scales(scale_inv: Tensor, rows: int, columns: int, *, is_transposed: bool = False) -> Tensor:
+    """Return scales ``[rows, columns]`` of what is perhaps transposed, without their padding; another tensor, too."""
+    found = scale_inv.t() if is_transposed else scale_inv
+    if found.shape != (rows, columns):
+        return found[:rows, :columns]
+    return found if is_transposed else found.detach()
 
 
 def _tensorwise(tensor: Any, columnwise: bool) -> Side | None:
@@ -124,7 +140,7 @@ def _tensorwise(tensor: Any, columnwise: bool) -> Side | None:
     if data is None:
         return None
     codes = _codes(data, _dtype(tensor), is_transposed=data is transpose)
-    return Side(codes, tensor._scale_inv.detach().float().reshape(1, 1), "tensorwise")
+    return Side(codes, tensor._scale_inv.view(1, 1), "tensorwise")
 
 
 def _blockwise(tensor: Any, columnwise: bool) -> Side | None:
@@ -134,13 +150,12 @@ def _blockwise(tensor: Any, columnwise: bool) -> Side | None:
         return None
     codes = _codes(data, _dtype(tensor), is_transposed=columnwise)
     rows, columns = codes.shape
+    down, across = -(-rows // _BLOCK), -(-columns // _BLOCK)
     if tensor._is_2D_scaled:
-        grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
-        scale_inv = scale_inv[: grid[1], : grid[0]].t() if columnwise else scale_inv[: grid[0], : grid[1]]
-        return Side(codes, scale_inv, "128x128")
+        return Side(codes, _scales(scale_inv, down, across, is_transposed=columnwise), "128x128")
     if columnwise:
-        return Side(codes, scale_inv[: -(-rows // _BLOCK), :columns], "128x1")
-    return Side(codes, scale_inv[: -(-columns // _BLOCK), :rows].t(), "1x128")
+        return Side(codes, _scales(scale_inv, down, columns), "128x1")
+    return Side(codes, _scales(scale_inv, rows, across, is_transposed=True), "1x128")
 
 
 def _mxfp8(tensor: Any, columnwise: bool) -> Side | None:

@@ -18,8 +18,9 @@ from fp8debug.kernels import triton_cast as tc
 from fp8debug.kernels import triton_given as tg
 from fp8debug.kernels.observe_pool import GIVEN, pool
 from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.triton_given_common import NUM_COLUMNS
 from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel, address, keep_plan
+from fp8debug.kernels.triton_run import Kernel, keep_plan
 from fp8debug.kernels.words import Layout, Row
 from fp8debug.metrics.base import Source
 from fp8debug.recipes import Cast
@@ -43,7 +44,9 @@ class _Plan(NamedTuple):
     item: tuple[int, ...]
 
 
-_PLANS: dict[Any, _Plan | None] = {}
+#: With the cast, by whose identity it is found.
+_PLANS: dict[Any, tuple[Cast, _Plan | None]] = {}
+_PLAIN = Tensor, nn.Parameter
 
 
 def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | None:
@@ -58,32 +61,35 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | No
         None where the kernel does not take them.
     """
     x, data, scale_inv = source.x, q.data, q.scale_inv
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (x, data, scale_inv)) or data.numel() != x.numel():
+    if type(x) not in _PLAIN or type(data) not in _PLAIN or type(scale_inv) not in _PLAIN:
         return None
-    if data.shape != x.shape:
-        data = data.reshape(x.shape)
+    shape = x.shape
+    if data.shape != shape:
+        if data.numel() != x.numel():
+            return None
+        data = data.reshape(shape)
+    x_at, data_at, scale_at = x.data_ptr(), data.data_ptr(), scale_inv.data_ptr()
     key = (
-        x.shape, x.stride(), data.stride(), scale_inv.shape, scale_inv.stride(), x.dtype, data.dtype, scale_inv.dtype,
-        x.data_ptr() & 15, data.data_ptr() & 15, scale_inv.data_ptr() & 15, x.device, data.device, scale_inv.device,
-        cast.format, cast.granularity, cast.amax_eps, cast.scaling,
+        id(cast), shape, x.stride(), data.stride(), scale_inv.shape, scale_inv.stride(), x.dtype, data.dtype, scale_inv.dtype,
+        x_at & 15, data_at & 15, scale_at & 15, x.get_device(), data.get_device(), scale_inv.get_device(),
     )  # fmt: skip
-    if key in _PLANS:
-        plan = _PLANS[key]
-    else:
-        plan = keep_plan(_PLANS, key, _plan(x, data, scale_inv, cast))
+    found = _PLANS.get(key)
+    if found is None:
+        found = keep_plan(_PLANS, key, (cast, _plan(x, data, scale_inv, cast)))
+    plan = found[1]
     if plan is None:
         return None
     memory = pool(x.device)
-    parts, place = memory.space(plan.programs * tg.NUM_COLUMNS)
-    codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
-    plan.kernel((plan.programs, 1, 1), address(x), codes, address(scale_inv), parts, *plan.numbers)
+    parts, place = memory.space(plan.programs * NUM_COLUMNS)
+    at = (x, data.view(torch.int8), scale_inv) if INTERPRETED else (x_at, data_at, scale_at)
+    plan.kernel((plan.programs, 1, 1), *at, parts, *plan.numbers)
     row = memory.take()
     memory.later(GIVEN, (place, row.address, *plan.item))
     return {OPERAND: row}
 
 
 class _Cut(NamedTuple):
-    """How a tensor is cut: tiles of ``rows`` and ``blocks`` times ``width`` columns; see ``triton_given``."""
+    """How a tensor is cut: tiles of ``rows`` and ``blocks`` times ``width`` columns; see ``triton_given``, for pieces too."""
 
     kind: int
     rows: int
@@ -93,6 +99,8 @@ class _Cut(NamedTuple):
     steps: int
     across: int
     units: int
+    pieces: int = 0
+    shares: int = 1
 
 
 def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _Plan | None:
@@ -102,29 +110,27 @@ def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _Plan | Non
     known = getattr(torch, FORMATS[cast.format].torch_dtype), torch.float32
     if x.dtype not in DTYPES or dtypes != known or scale_inv.shape != grid or len(devices) > 1:
         return None
-    turn = slice(None, None, -1 if x.stride(0) == 1 and x.stride(1) != 1 else 1)  # neighbours in memory lie in a row
+    turn = slice(None, None, -1 if data.stride(0) == 1 and data.stride(1) != 1 else 1)  # neighbouring codes lie in a row
     granularity = TRANSPOSED[cast.granularity] if turn.step == -1 else cast.granularity
     rows, columns = x.shape[turn]
-    cut = _cut(rows, columns, granularity, num_sms(x.device), data.stride()[turn][0] == 1)
-    warps = cut.rows * cut.blocks * cut.width // 256
+    cut = _cut(rows, columns, granularity, num_sms(x.device))
+    cut = _whole(cut, rows, columns, 64 if x.stride()[turn][0] == 1 else 32)
+    warps = cut.rows // cut.shares * cut.blocks * cut.width // 256
     registers = 168 if cut.kind == tc.KIND_COLUMN.value else 128
     programs = min(cut.units, num_sms(x.device) * (WARPS[registers] // warps))
     lift_below = _lift_below(cast)
     strides = (*x.stride()[turn], *data.stride()[turn], *scale_inv.stride()[turn])
     sizes = rows, columns, cut.units, cut.across, cut.height, cut.steps
     numbers = *sizes, *strides, x.numel(), grid[0] * grid[1], lift_below
-    constants = cut.kind, cast.format == "e5m2", cut.rows, cut.blocks, cut.width, is_native(x.device)
+    constants = cut.kind, cast.format == "e5m2", cut.rows, cut.blocks, cut.width, is_native(x.device), cut.pieces, cut.shares
     types = x.dtype, torch.int8, torch.float32, torch.float64, *[None] * len(numbers)
-    kernel = Kernel(tg.given_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers)
+    kernel = Kernel(tg.given_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
     bits = int(np.float32(lift_below).view(np.int32))
     return _Plan(kernel, programs, numbers, (programs, int(cut.kind == tc.KIND_TENSOR.value), bits))
 
 
-def _cut(rows: int, columns: int, granularity: str, sms: int, is_turned: bool) -> _Cut:
-    """Return units that hold their blocks whole, and where these are long, as many units as keep every multiprocessor busy.
-
-    ``is_turned``: neighbours in a column are neighbours in the memory of the codes.
-    """
+def _cut(rows: int, columns: int, granularity: str, sms: int) -> _Cut:
+    """Return units that hold their blocks whole, and where these are long, as many units as keep every multiprocessor busy."""
     block_rows, block_columns = GRANULARITIES[granularity]
     if block_rows is None and block_columns is None:
         down, across = -(-rows // 16), -(-columns // 128)
@@ -141,11 +147,28 @@ def _cut(rows: int, columns: int, granularity: str, sms: int, is_turned: bool) -
         down, across = -(-rows // 16), -(-columns // 128)
         return _Cut(tc.KIND_ROW.value, 16, 128 // block_columns, block_columns, 16, 1, across, down * across)
     kind, height, width = tc.KIND_TILE.value, 16, 128
-    if block_columns == 1:  # in a wide tile a block is one thread's; the codes of a column may be read together only
-        width = 32 if is_turned else max(32, min(SMALL_TILE, 1 << (columns - 1).bit_length()))
+    if block_columns == 1:  # in a wide tile a block is one thread's
+        width = max(32, min(SMALL_TILE, 1 << (columns - 1).bit_length()))
         kind, height = tc.KIND_COLUMN.value, SMALL_TILE // width
     down, across = -(-rows // block_rows), -(-columns // width)
     return _Cut(kind, height, 1, width, block_rows, -(-min(block_rows, rows) // height), across, down * across)
+
+
+def _whole(cut: _Cut, rows: int, columns: int, piece: int) -> _Cut:
+    """Return the cut with what the fast pass takes at once, or as it is where not all tiles are whole.
+
+    ``piece``: columns of a row's block that it takes at once.
+    """
+    if columns % (cut.blocks * cut.width) or rows % cut.height or cut.height % cut.rows:
+        return cut
+    if cut.kind == tc.KIND_ROW.value:
+        if cut.steps > 1 or rows % (2 * cut.rows):
+            return cut._replace(pieces=1)
+        whole = cut._replace(pieces=max(1, cut.width // piece), shares=4)
+        return whole._replace(rows=2 * cut.rows, height=2 * cut.height, units=cut.units // 2)
+    if cut.kind == tc.KIND_TENSOR.value and rows % 64 == 0:
+        cut = cut._replace(height=64, steps=4, units=cut.units // 4)
+    return cut._replace(pieces=2 - cut.steps % 2)
 
 
 def _lift_below(cast: Cast) -> float:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.triton_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR, KIND_TILE, is_finite, log2_parts, over
-from fp8debug.kernels.triton_common import FLOAT32_MAX, INF, bits_of, decode, float_of, load_one
+from fp8debug.kernels.triton_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR, KIND_TILE, is_finite, log2_parts
+from fp8debug.kernels.triton_common import INF, bits_of, float_of
+from fp8debug.kernels.triton_given_common import COLUMNS, added, load_both, per_block, store_part
+from fp8debug.kernels.triton_given_fast import fast_units
 from fp8debug.kernels.triton_statistics import finish_slots
 
-#: Columns of a part, and parts that are joined at once.
-NUM_COLUMNS = 32
-COLUMNS = tl.constexpr(NUM_COLUMNS)
+#: Parts that are joined at once.
 CHUNK = tl.constexpr(64)
 #: Neighbouring columns that are reduced to one first, inside a thread.
 FOLD = tl.constexpr(8)
@@ -58,34 +58,6 @@ def gathered(v, KIND: tl.constexpr, OP: tl.constexpr):
 
 
 @triton.jit
-def per_block(v, KIND: tl.constexpr, OP: tl.constexpr):
-    """Reduce what was gathered of a unit over each block, or over all of it where it has one; the dimensions stay."""
-    if KIND != KIND_COLUMN:
-        v = over(v, 2, OP)
-    if KIND != KIND_ROW:
-        v = over(over(v, 1, OP), 0, OP)
-    return v
-
-
-@triton.jit
-def added(v, KIND: tl.constexpr, OP: tl.constexpr):
-    """Reduce what blocks came to: over a unit's columns, of which one thread has many, where each has a block."""
-    if KIND == KIND_COLUMN:
-        return over(v, 2, OP)
-    else:
-        return v
-
-
-@triton.jit
-def decoded(code, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """Turn FP8 codes (int8) into FP32."""
-    if NATIVE:
-        return code.to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return decode(code.to(tl.int32) & 0xFF, E5M2)
-
-
-@triton.jit
 def saturated_above(inv, E5M2: tl.constexpr):
     """Return the largest FP32 t with fl(t / inv) <= max * (1 + 2^-20), without a division.
 
@@ -107,22 +79,12 @@ def log2_of(inv):
 
 
 @triton.jit
-def given_kernel(
+def exact_units(
     x, codes, scale, parts, rows, columns, num_units, across, height, steps, x_row, x_column, code_row, code_column, scale_row,
     scale_column, numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr,
-    BW: tl.constexpr, NATIVE: tl.constexpr,
+    BW: tl.constexpr, NATIVE: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Program p leaves part p ``[32]`` of what its units add to every slot.
-
-    Args:
-        x: ``[rows, columns]``.
-        codes: FP8 as int8, of the same shape.
-        scale: FP32, one for each block.
-        parts: ``[programs, 32]``.
-        num_units: of them ``across`` lie side by side, of ``height`` rows each.
-        steps: tiles of a unit: beside each other for KIND_ROW, else below.
-        lift_below: a nonzero block of a smaller amax counts in ``num_eps_blocks``.
-    """
+    """Store this program's part, in FP64 with masks throughout; see :func:`given_kernel`."""
     f64: tl.constexpr = tl.float64
     top: tl.constexpr = 57344.0 if E5M2 else 448.0
     least_normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
@@ -138,10 +100,12 @@ def given_kernel(
     zero_blocks, lifted, strange = one, one, one
     log2s, worst, widest = one.to(f64), one.to(f64) + float("-inf"), one.to(f64)
     head, inv_max, inv_min = one.to(tl.float32) - INF, one.to(tl.float32) - INF, one.to(tl.float32) + INF
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+    num_done = (num_units - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+    for share in range(num_done * SHARES):
+        unit = tl.program_id(0) + share // SHARES * tl.num_programs(0)
         unit_row = unit // across
         unit_column = unit % across
-        first_row = unit_row * height
+        first_row = unit_row * height + share % SHARES * BR
         first_block = unit_column * NB
         if KIND == KIND_ROW:
             scale_at, block = first_row + r, first_block + b
@@ -169,10 +133,8 @@ def given_kernel(
                 row += step * BR
             inside = (row < rows) & (column < columns)
             row, column = row.to(tl.int64), column.to(tl.int64)
-            code = tl.load(codes + row * code_row + column * code_column, inside, 0)
-            v = load_one(x + row * x_row + column * x_column, inside)
-            # Nothing is added, but what is made of the codes alone takes x's place in the threads: codes move, and no numbers.
-            d = decoded(code | ((bits_of(v).to(tl.uint32, bitcast=True) >> 31) & 2).to(tl.int8), E5M2, NATIVE)
+            at = codes + row * code_row + column * code_column
+            v, d = load_both(x + row * x_row + column * x_column, at, E5M2, NATIVE, inside)
             y = d * inv_of_all
             x_ok, y_ok = is_finite(v), is_finite(y)
             valid = x_ok & y_ok
@@ -225,36 +187,46 @@ def given_kernel(
             worst = tl.maximum(worst, added(tl.where(block_signal > 0.0, nmse, float("-inf")), KIND, 1))
             low = tl.where(something, per_block(least, KIND, 2), 1.0)
             widest = tl.maximum(widest, added(high.to(f64) / low.to(f64), KIND, 1))
-    at = parts + tl.program_id(0) * COLUMNS
-    once = tl.where(tl.program_id(0) == 0, 1.0, 0.0).to(f64)
-    tl.store(at, once * numel)
-    tl.store(at + 1, tl.sum(zeros).to(f64))
-    tl.store(at + 2, tl.sum(nans).to(f64))
-    tl.store(at + 3, tl.sum(infs).to(f64))
-    tl.store(at + 4, tl.sum(made).to(f64))
-    tl.store(at + 5, tl.sum(underflow).to(f64))
-    tl.store(at + 6, tl.sum(small - underflow).to(f64))
-    tl.store(at + 7, tl.sum(saturated).to(f64))
-    tl.store(at + 8, once * num_blocks)
-    tl.store(at + 9, tl.sum(zero_blocks).to(f64))
-    tl.store(at + 10, tl.sum(lifted).to(f64))
-    tl.store(at + 11, once)
-    tl.store(at + 12, tl.sum(sx))
-    tl.store(at + 13, tl.sum(sx2))
-    tl.store(at + 14, tl.sum(sy2))
-    tl.store(at + 15, tl.sum(sxy))
-    tl.store(at + 16, tl.sum(se))
-    tl.store(at + 17, tl.sum(se2))
-    tl.store(at + 18, tl.sum(log2s))
-    tl.store(at + 19, tl.max(strange).to(f64))
-    tl.store(at + 20, tl.max(amax).to(f64))
-    tl.store(at + 21, tl.max(emax).to(f64))
-    tl.store(at + 22, tl.max(inv_max).to(f64))
-    tl.store(at + 23, tl.minimum(tl.div_rn(tl.max(head), tl.full([], top, tl.float32)), FLOAT32_MAX).to(f64))
-    tl.store(at + 24, tl.max(worst))
-    tl.store(at + 25, tl.max(widest))
-    tl.store(at + 26, -tl.min(amin).to(f64))
-    tl.store(at + 27, -tl.min(inv_min).to(f64))
+    store_part(
+        parts, numel, num_blocks, tl.sum(zeros).to(f64), tl.sum(nans).to(f64), tl.sum(infs).to(f64), tl.sum(made).to(f64),
+        tl.sum(underflow).to(f64), tl.sum(small - underflow).to(f64), tl.sum(saturated).to(f64), tl.sum(zero_blocks).to(f64),
+        tl.sum(lifted).to(f64), tl.sum(sx), tl.sum(sx2), tl.sum(sy2), tl.sum(sxy), tl.sum(se), tl.sum(se2), tl.sum(log2s),
+        tl.max(strange).to(f64), tl.max(amax), tl.max(emax), tl.max(inv_max), tl.max(head), tl.max(worst), tl.max(widest),
+        tl.min(amin), tl.min(inv_min), E5M2,
+    )  # fmt: skip
+
+
+@triton.jit
+def given_kernel(
+    x, codes, scale, parts, rows, columns, num_units, across, height, steps, x_row, x_column, code_row, code_column, scale_row,
+    scale_column, numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr,
+    BW: tl.constexpr, NATIVE: tl.constexpr, PIECES: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Program p leaves part p ``[32]`` of what its units add to every slot.
+
+    Args:
+        x: ``[rows, columns]``.
+        codes: FP8 as int8, of the same shape.
+        scale: FP32, one for each block.
+        parts: ``[programs, 32]``.
+        num_units: of them ``across`` lie side by side, of ``height`` rows each.
+        steps: tiles of a unit: beside each other for KIND_ROW, else below.
+        lift_below: a nonzero block of a smaller amax counts in ``num_eps_blocks``.
+        PIECES: tiles, or of KIND_ROW parts of a tile, that the fast pass takes at once; 0 where not all tiles are whole, and
+            there is none.
+        SHARES: of a tile's rows, which the exact pass takes one after the other.
+    """
+    again = True
+    if PIECES:
+        again = fast_units(
+            x, codes, scale, parts, num_units, across, height, steps, x_row, x_column, code_row, code_column, scale_row,
+            scale_column, numel, num_blocks, lift_below, KIND, E5M2, BR, NB, BW, NATIVE, PIECES,
+        )  # fmt: skip
+    if again:
+        exact_units(
+            x, codes, scale, parts, rows, columns, num_units, across, height, steps, x_row, x_column, code_row, code_column,
+            scale_row, scale_column, numel, num_blocks, lift_below, KIND, E5M2, BR // SHARES, NB, BW, NATIVE, SHARES,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.formats import FORMATS, block_shape
-from fp8debug.kernels import dispatch, reference
+from fp8debug.kernels import dispatch, reference, triton_given
 from fp8debug.kernels.observe_given import describe
 from fp8debug.kernels.observe_pool import flush
+from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND
 from fp8debug.metrics import Source, slots
 from fp8debug.metrics.base import spread
@@ -30,6 +31,8 @@ BLOCKS = ("1x128", "128x1", "128x128", "1x32", "32x1", "tensorwise", "rowwise", 
 #: Scales: the block's own, far too large and too small ones, and such as no cast would choose beside any codes.
 SCALES = ("own", "large", "small", "any")
 SHAPE = (37, 131) if DEVICE == "cpu" else (1040, 1328)
+#: Where every cast has whole tiles alone.
+WHOLE = (128, 128) if DEVICE == "cpu" else (1024, 2048)
 
 
 def sample(kind: str = "plain", shape: tuple[int, int] = SHAPE, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -97,6 +100,21 @@ def check(x: torch.Tensor, cast: Cast, q: Quantized, layout: str = "") -> dict[s
     return found
 
 
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether programs went over their units in FP64; nothing on a GPU, where nobody can tell."""
+    taken: list[bool] = []
+    exact = triton_given.exact_units
+
+    def noted(*arguments: object) -> object:
+        taken.append(True)
+        return exact(*arguments)
+
+    if INTERPRETED:
+        monkeypatch.setattr(triton_given, "exact_units", noted)
+    return taken
+
+
 def slots_of(found: object) -> dict[str, torch.Tensor]:
     """A row that waits, on the CPU."""
     assert isinstance(found, dict) and list(found) == [OPERAND]
@@ -136,6 +154,57 @@ def test_special_values(kind: str, dtype: torch.dtype) -> None:
     cast = Cast(granularity=granularity)
     found = check(x, cast, given(x, cast))
     assert int(found["num_nan"]) + int(found["num_inf"]) == int((~x.isfinite()).sum())
+
+
+@pytest.mark.parametrize("granularity", BLOCKS)
+@pytest.mark.parametrize("layout", ["", "d", "x", "xd"])
+def test_whole_tiles_take_the_fast_pass(granularity: str, layout: str, again: list[bool]) -> None:
+    """In turn all dtypes, formats and roundings of scales."""
+    number = BLOCKS.index(granularity) + len(layout)
+    number_format, rounding = (("e4m3fn", "none"), ("e5m2", "pow2_ceil"))[number % 2]
+    cast = Cast(granularity=granularity, format=number_format, scale_rounding=rounding, amax_eps=1e-2)
+    x = sample(shape=WHOLE, dtype=torch.float32)
+    x[::2, 3:5] *= torch.tensor([3e-4, 1e-7])  # codes below the smallest normal, and none, of E4M3
+    x = x.to((torch.bfloat16, torch.float16, torch.float32)[number % 3])
+    found = check(x, cast, given(x, cast), layout)
+    assert not again
+    assert int(found["num_zero"]) > 100
+    assert number_format == "e5m2" or (int(found["num_underflow"]) and int(found["num_subnormal"]))
+
+
+def nan(x: torch.Tensor) -> None:
+    x[2, 7] = float("nan")
+
+
+def infinite(x: torch.Tensor) -> None:
+    x[2, 7] = -float("inf")
+
+
+def constant_and_small(x: torch.Tensor) -> None:
+    x[:] = 1.1e-13
+
+
+#: What the fast pass must leave to the exact one: how a tensor is changed, and the scales of ``given``.
+ODD: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "nan": (nan, "own"),
+    "inf": (infinite, "own"),
+    "above 2^60": (lambda x: x.mul_(1e20), "own"),
+    "a square below FP32's normal numbers": (lambda x: x.mul_(1e-25), "own"),
+    "errors that are roundings of FP32": (constant_and_small, "own"),
+    "saturated": (lambda x: x, "small"),
+    "most of the energy lost": (lambda x: x, "large"),
+    "codes and scales of no cast": (lambda x: x, "any"),
+}
+
+
+@pytest.mark.parametrize("granularity", ["1x128", "32x1", "128x128", "tensorwise"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_the_fast_pass_leaves_to_the_exact_one(kind: str, granularity: str, again: list[bool]) -> None:
+    change, scales = ODD[kind]
+    x, cast = sample(shape=WHOLE, dtype=torch.float32), Cast(granularity=granularity)
+    change(x)
+    check(x, cast, given(x, cast, scales), "d" if granularity == "128x128" else "")
+    assert again or not INTERPRETED
 
 
 @pytest.mark.parametrize("scale_inv", [1.0, 0.0, float("inf"), float("nan")])
