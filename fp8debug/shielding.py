@@ -8,7 +8,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack
+from torch._C import (
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _pop_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -71,7 +76,7 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @wraps(method)
     def unheard(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_grad_enabled() and not is_overheard():
+        if not torch.is_grad_enabled() and not _len_torch_dispatch_stack():
             return method(probe, *args, **kwargs)
         with torch.no_grad(), unseen():
             return method(probe, *args, **kwargs)
@@ -109,13 +114,26 @@ def is_overheard() -> bool:
     return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
 
 
+class _Aside:
+    """Takes modes of ours off the stack: what we compute is not for them, and an op that is heard takes far longer."""
+
+    def __enter__(self) -> None:
+        self._modes = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
+
+    def __exit__(self, *_: object) -> None:
+        for mode in reversed(self._modes):
+            _push_on_torch_dispatch_stack(mode)
+
+
 def unseen() -> AbstractContextManager[Any]:
-    """Let no mode hear the ops that follow, where one that is not ours would.
+    """Let no mode hear the ops that follow.
 
     Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
     once more: one of ours, which does not run again, would hand the training another tensor.
     """
-    return _disable_current_modes() if is_overheard() else nullcontext()
+    if not _len_torch_dispatch_stack():
+        return nullcontext()
+    return _disable_current_modes() if is_overheard() else _Aside()
 
 
 def is_capturing() -> bool:

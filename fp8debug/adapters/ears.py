@@ -221,7 +221,7 @@ class Ears(Hooks, Probe):
         if side.scale_inv is None:
             return side.values
         cast = self._cast_of(which, role, _FORMATS[side.values.dtype], side.granularity)
-        return Quantized(side.values, side.scale_inv.float().contiguous()), cast
+        return Quantized(side.values, side.scale_inv.float()), cast
 
     def report_once(self, text: str) -> None:
         """Report something of this module, the first time in the life of the watch."""

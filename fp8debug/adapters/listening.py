@@ -193,9 +193,17 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     return {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
 
 
+#: Whether an op has no others inside that we may hear; its name is put together anew each time that it is asked for.
+_IS_WHOLE: dict[Any, bool] = {}
+_WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug")
+
+
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:
     """Return the key under which a user's custom op runs its own ops; None for torch's, which have no others inside."""
-    if getattr(func, "namespace", "aten") in ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug"):
+    is_whole = _IS_WHOLE.get(func)
+    if is_whole is None:
+        is_whole = _IS_WHOLE[func] = getattr(func, "namespace", "aten") in _WHOLE
+    if is_whole:
         return None
     device = next((a.device.type for a in args if isinstance(a, Tensor)), None)
     key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device or "")

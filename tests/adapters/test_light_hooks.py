@@ -6,13 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
 import fp8debug
 from fp8debug import probe
+from fp8debug.adapters.transformer_engine_tensors import side_of_storage
+from fp8debug.kernels.dispatch import dequantize
 from fp8debug.kernels.dispatch import describe as describe_operand
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
+from fp8debug.recipes import Cast
+from fp8debug.types import Quantized
+from tests.adapters.engine_tensors import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from tests.adapters.linears import ScaledLinear, batch, model, record, rows
 
 
@@ -30,6 +37,39 @@ def test_an_input_that_two_gemms_read_is_counted_once(tmp_path: Path, monkeypatc
         first, second = rows(run, f"module = '{module}' AND tensor = 'input'")
         assert (first["gemm"], second["gemm"]) == ("fprop", "wgrad")
         assert sum(first["log2_hist"]) > 0 and second["log2_hist"] == first["log2_hist"]
+
+
+def test_modes_of_ours_do_not_hear_what_a_hook_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are back for the next module, and after an error of ours too."""
+    heard: list[int] = []
+
+    def describe(source: Source, *operand: Any) -> Any:
+        heard.append(_len_torch_dispatch_stack())
+        if len(heard) == 1:
+            raise ValueError("a fault of ours")
+        return describe_operand(source, *operand)
+
+    monkeypatch.setattr(probe, "describe", describe)
+    run = record(tmp_path, model(), 1, what_if=())
+    assert heard == [0] * 7, "one operand of the first Linear, six of the second"
+    assert {row["module"] for row in rows(run)} == {"2"}
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize(
+    "quantizer", [Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=2), Float8CurrentScalingQuantizer()]
+)
+def test_operands_of_transformer_engine_are_not_copied(quantizer: Any, columnwise: bool) -> None:
+    """Codes and scales are there when the library has emptied its own tensors, and where they were."""
+    storage = quantizer(torch.randn(256, 384))
+    values = storage.values(columnwise)
+    held = {tensor.data_ptr() for tensor in vars(storage).values() if isinstance(tensor, Tensor)}
+    side = side_of_storage(storage, columnwise)
+    assert side is not None and side.scale_inv is not None
+    assert {side.values.data_ptr(), side.scale_inv.data_ptr()} <= held
+    storage.clear()
+    q = Quantized(side.values, side.scale_inv)
+    assert torch.equal(dequantize(q, Cast(granularity=side.granularity)), values)
 
 
 def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
