@@ -1,7 +1,7 @@
 """Describes an operand beside codes and scales of another library from one read of all; importable only where Triton is.
 
 The twin of ``reference.statistics`` for an operand whose codes and scales are given, equal in counts and extremes. Sums agree to
-1e-12 of the sum of magnitudes, that of logarithms to 1e-6 a block; a slot of a scale is NaN where the reference's is. The row is
+1e-6 of the sum of magnitudes, that of logarithms to 1e-6 a block; a slot of a scale is NaN where the reference's is. The row is
 filled by the next ``observe_pool.flush``.
 """
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""The statistics of an operand beside codes and scales that another library made, in FP64 with masks throughout.
+"""The statistics of an operand beside codes and scales that another library made, in FP64 with masks where the fast pass may not.
 
 Nothing is assumed of a scale: it may be far from the block's own, zero, infinite or NaN. A *unit* is what a program does at once:
 tiles ``[BR, NB, BW]`` of BR rows and NB times BW columns, one below or beside the other until their blocks are whole. A tensor
