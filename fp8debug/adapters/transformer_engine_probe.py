@@ -144,7 +144,7 @@ class TeProbe(PartProbe):
         """Return what a GEMM gave; None where that is not to be seen, and the exact GEMM of its operands stands for it."""
         result = gemm.results[place]
         if isinstance(result, Tensor) and not is_quantized(result) and result.element_size() > 1:
-            result = result.detach() if result.requires_grad else result
+            result = result.detach()  # another tensor on the same memory, should the library empty its own
             return result if result.dim() == 2 else result.reshape(-1, result.shape[-1])
         why = "is added to what was there" if result is None else "leaves the GEMM in FP8"
         self.report_once(f"recorded, but {gemm.which}'s result {why}: the exact GEMM of its operands stands for it")
