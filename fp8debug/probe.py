@@ -162,7 +162,11 @@ class Probe(Shielded):
         if place is not None and place in self.observer.known:
             q, found = quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
         else:
-            q, found = quantize_observed(x, cast, scale_inv, contracts_rows=rows, where=where, later=True)
+            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if takes_kernels(x) else []
+            bins = self.observer.table(x.device).bins if tried else None
+            q, found = quantize_observed(
+                x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
+            )  # fmt: skip
             if place is not None:
                 self.observer.known[place] = found
         if found is not None:

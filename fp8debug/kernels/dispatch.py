@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -100,6 +100,8 @@ def quantize_observed(
     contracts_rows: bool = False,
     where: Where = (),
     later: bool = False,
+    bins: Any = None,
+    casts: Sequence[Cast] = (),
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
 
@@ -110,13 +112,16 @@ def quantize_observed(
         contracts_rows: as for :func:`quantize`.
         where: as for :func:`quantize`.
         later: the slots may be filled as late as when they are joined to a table: many at once.
+        bins: from :func:`new_bins`, which is to count the tensor in the same pass where a kernel can.
+        casts: what will be wanted of the counts.
 
     Returns:
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
     if scale_inv is None and x.is_cuda and (plan := _plan(x, cast, contracts_rows, True)) is not None:
         with on_device(x):
-            made, row = plan(x, later)
+            found = bins.beside(x, casts, partial(plan.counting, x, later)) if casts and plan.counting else None
+            made, row = found or plan(x, later)
         return Quantized(*made), {twin("triton_launch").OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):

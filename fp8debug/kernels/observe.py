@@ -1,8 +1,9 @@
 """The statistics of several casts of one tensor in as few reads as their blocks allow; for GEMMs that are not ours.
 
-One launch reads the tensor once and fills all slots of up to three casts whose blocks fit one tile: every 1x128, 128x1,
-128x128 and tensorwise cast; 1x32 and 32x1 each take a launch of their own. A tensorwise or rowwise cast under current
-scaling needs one read more, for its amax. Importable only where Triton is.
+A 1x128 cast of whole tiles of BF16 takes one read together with casts of one scale and the exponent histogram
+(``observe_counted``). Otherwise one launch reads the tensor once and fills all slots of up to three casts whose blocks fit one
+tile: every 1x128, 128x1, 128x128 and tensorwise cast; 1x32 and 32x1 each take a launch of their own. A tensorwise or rowwise cast
+under current scaling then needs one read more, for its amax. Importable only where Triton is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.observe_counted import observe_counted, plan_for
 from fp8debug.kernels.quantize import parse
 from fp8debug.kernels.triton_execute import run
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
@@ -23,6 +25,9 @@ from fp8debug.recipes import Cast
 def _observe_now(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
     names = casts.split("; ")
     jobs = [Job(parse(name), "", True, scale) for name, scale in zip(names, scale_invs, strict=True)]
+    plan = plan_for(x, jobs, histogram) if x.numel() else None
+    if plan is not None:
+        return list(observe_counted(x, jobs, histogram, *plan))
     groups = _groups(jobs)
     if len(groups) == 1 and x.numel() and (not histogram or tile_of(jobs).warps == HISTOGRAM_WARPS):
         return list(run(x, jobs, histogram)[1] or ())

@@ -7,7 +7,7 @@ works out the slots of all that is listed in two launches. What ``add`` returns 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +39,11 @@ def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
     fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
     return fits and x.numel() % 2 == 0 and 0 < x.numel() < 2**31 and plain
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """Return what no other tensor has as long as this one's storage lives and is not written to."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x._version
 
 
 def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
@@ -81,11 +86,11 @@ class Bins:
 
     def begin(self) -> None:
         """Start a new list, once the tasks of the one before are started."""
-        if self._paddings:
+        if self._numels:
             self._new_list()
 
     def _new_list(self) -> None:
-        self._paddings: list[int] = []
+        self._numels: list[int] = []  # elements of each table's tensor
         self._num_items = 0
         self._ints: list[int] = []
         self._reals: list[float] = []
@@ -121,26 +126,49 @@ class Bins:
         busy = any((history := self._placed.get((place, c))) is not None and history.row in self._busy for c in casts)
         if busy or self._num_items + len(casts) > 3 * MAX_TABLES:
             self.flush()
-        storage = x.untyped_storage()
-        same = storage._cdata, x.storage_offset(), x.shape, x._version
-        seen = self._seen.get(same)
+        seen = self._seen.get(_identity(x))
         if seen is not None:
             return seen
-        if len(self._paddings) == MAX_TABLES:
-            self.flush()
-        table = len(self._paddings)
+        to = self._next_table()
         num_words = x.numel() // 2
-        self._follow()
         counting = self._counting.get(num_words)
         if counting is None:
             counting = self._counting[num_words] = self._new_counting(num_words)
         kernel, tiles, programs = counting
-        self._paddings.append(2 * (tiles * _BLOCK - num_words))
         words = x.detach().view(-1).view(torch.int32) if INTERPRETED else x.data_ptr()
-        to = self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
         kernel((programs, 1, 1), words, to, num_words, tiles)
-        self._seen[same] = table
-        self._storages.append(storage._weak_ref())
+        return self._keep(x)
+
+    def beside(self, x: Tensor, casts: Sequence[Cast], read: Callable[[Any], Any]) -> Any:
+        """Have a kernel that reads a tensor anyway count it; a :meth:`count` of it then starts none.
+
+        Args:
+            x: a tensor.
+            casts: what may be added of it.
+            read: starts the kernel, given the address of a table of zeros.
+
+        Returns:
+            what ``read`` returns, or None where it was not called: the tensor is counted already, or no cast can be worked out.
+        """
+        if _identity(x) in self._seen or not any(takes(x, [cast]) for cast in casts):
+            return None
+        found = read(self._next_table())
+        self._keep(x)
+        return found
+
+    def _next_table(self) -> Any:
+        """Return the next table as a kernel on the current stream takes it."""
+        if len(self._numels) == MAX_TABLES:
+            self.flush()
+        self._follow()
+        table = len(self._numels)
+        return self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
+
+    def _keep(self, x: Tensor) -> int:
+        """Note that a tensor was counted in the next table, which is returned."""
+        table = self._seen[_identity(x)] = len(self._numels)
+        self._numels.append(x.numel())
+        self._storages.append(x.untyped_storage()._weak_ref())
         return table
 
     def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:
@@ -174,7 +202,7 @@ class Bins:
             calls = calls if calls < cast.history else cast.history + calls % cast.history
         item = self._num_items
         self._num_items += 1
-        self._ints += (table, self._paddings[table], *ints, scaling, row, cast.history, calls)
+        self._ints += (table, self._numels[table], *ints, scaling, row, cast.history, calls)
         self._reals += reals
         return {OPERAND: Row(self._words, item, self._words.data_ptr() + 8 * WORDS * item)}
 
@@ -204,7 +232,7 @@ class Bins:
     def tasks(self) -> list[Task]:
         """Return what works out all that is listed; a new list is to :meth:`begin` once it was started."""
         self._follow()  # another stream may have worked out what is read next
-        if not self._paddings:
+        if not self._numels:
             return []
         packed = array("f", self._reals + self._reals[: len(self._reals) % 2])  # two in eight bytes
         return [([*self._ints, *array("q", packed.tobytes())], self._start)]
@@ -218,8 +246,8 @@ class Bins:
             ints, skip = numbers, len(self._ints)
             reals = ints[skip:].view(torch.float32) if INTERPRETED else ints + 8 * skip
             kernel((self._num_items, 1, 1), address(self._tables), address(self._histories), ints, reals, address(self._words))
-        self._exponents((len(self._paddings), 1, 1), address(self._tables), address(self._hist))
-        self._tables[: len(self._paddings)].zero_()
+        self._exponents((len(self._numels), 1, 1), address(self._tables), address(self._hist))
+        self._tables[: len(self._numels)].zero_()
 
     def _new_finish(self, longest: int) -> Kernel:
         types = torch.int32, torch.float32, torch.int64, torch.float32, torch.int64

@@ -7,7 +7,8 @@ and works out, for each tensor and cast, the amax, the scale (of this tensor, or
 ``exponents_kernel`` the exponent histogram. Counts are integers: the same in any order, and exact.
 
 On the GPU a program counts in shared memory: 40 binades around what a sample of the tensor has, with signs, and the zeros;
-what lies outside goes to device memory at once, slower and as exact. A table is ``[32768 magnitudes, 2 signs]``, int32.
+what lies outside goes to device memory at once, slower and as exact. A table is ``[32768 magnitudes, 2 signs]``, int32; how many
+zeros there are follows from the number of elements, so that who counts may leave them out (``triton_window``).
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def pattern_top(word):
 
 @triton.jit
 def count_kernel(x_ptr, table, num_words, num_tiles, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
-    """Count the values of ``x [num_words]``, two to a word; ``table [65536]`` was zero. Tiles' padding counts as zeros."""
+    """Count the values of ``x [num_words]``, two to a word; ``table [65536]`` was zero.
+
+    Its number of zeros is of no use: tiles' padding counts as zeros.
+    """
     lane = tl.arange(0, BLOCK)
     if NATIVE:
         thread = tl.arange(0, 1024)
@@ -140,17 +144,77 @@ def counts_at(table, magnitude):
 
 
 @triton.jit
+def effects(magnitude, positive, negative, scale, inv, e5m2):
+    """What a cast does to magnitudes, FP64 of their shape; ``positive`` and ``negative`` say how often each is there.
+
+    Counts made nonfinite, of underflow, of subnormal codes, saturated; sums x, x^2, y^2, xy, err, err^2; the largest abs err.
+    """
+    both = positive + negative
+    top = tl.where(e5m2, 57344.0546875, 448.00042724609375)  # what rounds to the largest code, or above
+    x = float_of(magnitude << 16)
+    finite = magnitude < NONFINITE
+    v = tl.where(finite, tl.minimum(x * scale, FLOAT32_MAX), x)
+    code = tl.where(e5m2, encode(v, True), encode(v, False))
+    d = tl.where(e5m2, decode(code, True), decode(code, False))
+    y = d * inv
+    y_ok = is_finite(y)
+    made = tl.where(finite & (y_ok == 0), both, 0.0)
+    under = tl.where((magnitude > 0) & (code == 0), both, 0.0)
+    subnormal = tl.where(finite & (code > 0) & (code < tl.where(e5m2, 4, 8)), both, 0.0)
+    clipped = finite & (tl.div_rn(x, inv + x * 0.0) > top) & (code == tl.where(e5m2, 0x7B, 0x7E))
+    saturated = tl.where(clipped, both, 0.0)
+    valid = finite & y_ok
+    x64 = tl.where(valid, x, 0.0).to(tl.float64)
+    y64 = tl.where(valid, y, 0.0).to(tl.float64)
+    e64 = y64 - x64
+    signs = positive - negative
+    worst = tl.where(both > 0.0, tl.abs(e64), 0.0)
+    return (made, under, subnormal, saturated, signs * x64, both * (x64 * x64), both * (y64 * y64), both * (x64 * y64),
+            signs * e64, both * (e64 * e64), worst)  # fmt: skip
+
+
+@triton.jit
+def store_counts(at, numel, zeros, nans, infs, made, under, subnormal, saturated, empty, lifted):
+    """Store the counts of a cast with one scale at ``words`` of its row."""
+    n = tl.arange(0, 16)
+    c = tl.where(n == 0, numel, tl.where(n == 1, zeros, tl.where(n == 2, nans, tl.where(n == 3, infs, 0))))
+    c = tl.where(n == 4, made, tl.where(n == 5, under, tl.where(n == 6, subnormal, tl.where(n == 7, saturated, c))))
+    c = tl.where((n == 8) | (n == 11), 1, tl.where(n == 9, empty.to(tl.int64), tl.where(n == 10, lifted.to(tl.int64), c)))
+    tl.store(at + n, c, n < 12)
+
+
+@triton.jit
+def store_reals(at, amax, amin, inv, worst, sum_x2, sum_err2, e5m2):
+    """Store the maxima and minima of such a cast, and the logarithm of its scale_inv; ``amin`` is Inf where there is none."""
+    empty = amax == 0.0
+    tl.store(at.to(tl.pointer_type(tl.float64)) + 18, tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64))))
+    at = at.to(tl.pointer_type(tl.float32)) + 40
+    tl.store(at, amax)
+    tl.store(at + 1, worst.to(tl.float32))
+    tl.store(at + 2, tl.where(empty, -INF, inv))
+    top = tl.where(e5m2, 57344.0, 448.0)
+    head = tl.minimum(tl.div_rn(tl.div_rn(amax, inv), top + amax * 0.0), FLOAT32_MAX)
+    tl.store(at + 3, tl.where(empty, -INF, head))
+    nmse = sum_err2 / tl.where(sum_x2 == 0.0, 1.0, sum_x2)
+    tl.store(at + 4, tl.where(sum_x2 == 0.0, float("-inf"), nmse).to(tl.float32))
+    span = amax.to(tl.float64) / tl.where(empty, 1.0, amin).to(tl.float64)
+    tl.store(at + 5, tl.where(empty, float("-inf"), tl.math.log2(tl.where(empty, 1.0, span))).to(tl.float32))
+    tl.store(at + 6, amin)
+    tl.store(at + 7, tl.where(empty, INF, inv))
+
+
+@triton.jit
 def finish_kernel(
     tables, histories, ints, reals, words, CHUNK: tl.constexpr, LENGTH: tl.constexpr
 ):  # fmt: skip
     """One program per tensor and cast, which fills a row of ``words [programs, 24]`` as ``triton_launch.OPERAND`` says.
 
-    ``ints``: table, padding, e5m2, rounding, scaling, history, its length, calls before this one. ``reals``: eps, margin,
+    ``ints``: table, elements, e5m2, rounding, scaling, history, its length, calls before this one. ``reals``: eps, margin,
     static scale_inv. ``histories [n, 1 + LENGTH]``: scale_inv, amaxes by ring position.
     """
     item = tl.program_id(0)
     table = tables + tl.load(ints + item * INTS) * TABLE
-    padding = tl.load(ints + item * INTS + 1)
+    numel = tl.load(ints + item * INTS + 1)
     e5m2 = tl.load(ints + item * INTS + 2) != 0
     rounding = tl.load(ints + item * INTS + 3)
     scaling = tl.load(ints + item * INTS + 4)
@@ -158,24 +222,22 @@ def finish_kernel(
     margin = tl.load(reals + item * REALS + 1)
     n = tl.arange(0, CHUNK)
     wide = tl.zeros([CHUNK], tl.float64)
-    numel, zeros, nans, infs = wide, wide, wide, wide
+    nonzero, nans, infs = wide, wide, wide
     largest = tl.zeros([CHUNK], tl.int32)
     smallest = tl.full([CHUNK], NONFINITE, tl.int32)
     for start in range(0, MAGNITUDES, CHUNK):
         magnitude = start + n
         positive, negative = counts_at(table, magnitude)
-        both = positive + negative
-        numel += both
-        zeros += tl.where(magnitude == 0, both, 0.0)
+        both = tl.where(magnitude > 0, positive + negative, 0.0)
+        nonzero += both
         infs += tl.where(magnitude == NONFINITE, both, 0.0)
         nans += tl.where(magnitude > NONFINITE, both, 0.0)
         there = (both > 0.0) & (magnitude < NONFINITE)
         largest = tl.maximum(largest, tl.where(there, magnitude, 0))
-        smallest = tl.minimum(smallest, tl.where(there & (magnitude > 0), magnitude, NONFINITE))
+        smallest = tl.minimum(smallest, tl.where(there, magnitude, NONFINITE))
     last, first = tl.max(largest, axis=0), tl.min(smallest, axis=0)
     amax = float_of(last << 16)
     amin = float_of(first << 16)  # Inf where there is none
-    empty = amax == 0.0
 
     scale, inv, lifted = scale_now(amax, eps, margin, e5m2, rounding)
     if scaling == SCALING_MAX or scaling == SCALING_RECENT:
@@ -199,69 +261,37 @@ def finish_kernel(
 
     made, under, subnormal, saturated = wide, wide, wide, wide
     sx, sx2, sy2, sxy, se, se2, emax = wide, wide, wide, wide, wide, wide, wide
-    top = tl.where(e5m2, 57344.0, 448.0)
-    limit = tl.where(e5m2, 57344.0546875, 448.00042724609375)
     for start in range(first // CHUNK * CHUNK, last + 1, CHUNK):  # the others hold nothing, or zeros and what is not finite
         magnitude = start + n
         positive, negative = counts_at(table, magnitude)
-        both = positive + negative
-        x = float_of(magnitude << 16)
-        finite = magnitude < NONFINITE
-        v = tl.where(finite, tl.minimum(x * scale, FLOAT32_MAX), x)
-        code = tl.where(e5m2, encode(v, True), encode(v, False))
-        d = tl.where(e5m2, decode(code, True), decode(code, False))
-        y = d * inv
-        y_ok = is_finite(y)
-        made += tl.where(finite & (y_ok == 0), both, 0.0)
-        under += tl.where((magnitude > 0) & (code == 0), both, 0.0)
-        subnormal += tl.where(finite & (code > 0) & (code < tl.where(e5m2, 4, 8)), both, 0.0)
-        clipped = finite & (tl.div_rn(x, inv + x * 0.0) > limit) & (code == tl.where(e5m2, 0x7B, 0x7E))
-        saturated += tl.where(clipped, both, 0.0)
-        valid = finite & y_ok
-        x64 = tl.where(valid, x, 0.0).to(tl.float64)
-        y64 = tl.where(valid, y, 0.0).to(tl.float64)
-        e64 = y64 - x64
-        sx += (positive - negative) * x64
-        sx2 += both * (x64 * x64)
-        sy2 += both * (y64 * y64)
-        sxy += both * (x64 * y64)
-        se += (positive - negative) * e64
-        se2 += both * (e64 * e64)
-        emax = tl.maximum(emax, tl.where(both > 0.0, tl.abs(e64), 0.0))
+        here = effects(magnitude, positive, negative, scale, inv, e5m2)
+        made += here[0]
+        under += here[1]
+        subnormal += here[2]
+        saturated += here[3]
+        sx += here[4]
+        sx2 += here[5]
+        sy2 += here[6]
+        sxy += here[7]
+        se += here[8]
+        se2 += here[9]
+        emax = tl.maximum(emax, here[10])
     sum_x2, sum_err2 = tl.sum(sx2, axis=0), tl.sum(se2, axis=0)
     at = words + item * 24
-    tl.store(at, tl.sum(numel, axis=0).to(tl.int64) - padding)
-    tl.store(at + 1, tl.sum(zeros, axis=0).to(tl.int64) - padding)
-    tl.store(at + 2, tl.sum(nans, axis=0).to(tl.int64))
-    tl.store(at + 3, tl.sum(infs, axis=0).to(tl.int64))
-    tl.store(at + 4, tl.sum(made, axis=0).to(tl.int64))
-    tl.store(at + 5, tl.sum(under, axis=0).to(tl.int64))
-    tl.store(at + 6, tl.sum(subnormal, axis=0).to(tl.int64))
-    tl.store(at + 7, tl.sum(saturated, axis=0).to(tl.int64))
-    tl.store(at + 8, tl.full([], 1, tl.int64))
-    tl.store(at + 9, empty.to(tl.int64))
-    tl.store(at + 10, lifted.to(tl.int64))
-    tl.store(at + 11, tl.full([], 1, tl.int64))
-    at = words.to(tl.pointer_type(tl.float64)) + item * 24 + 12
-    tl.store(at, tl.sum(sx, axis=0))
-    tl.store(at + 1, sum_x2)
-    tl.store(at + 2, tl.sum(sy2, axis=0))
-    tl.store(at + 3, tl.sum(sxy, axis=0))
-    tl.store(at + 4, tl.sum(se, axis=0))
-    tl.store(at + 5, sum_err2)
-    tl.store(at + 6, tl.where(empty, 0.0, tl.math.log2(inv.to(tl.float64))))
-    at = words.to(tl.pointer_type(tl.float32)) + item * 48 + 40
-    tl.store(at, amax)
-    tl.store(at + 1, tl.max(emax, axis=0).to(tl.float32))
-    tl.store(at + 2, tl.where(empty, -INF, inv))
-    head = tl.minimum(tl.div_rn(tl.div_rn(amax, inv), top + amax * 0.0), FLOAT32_MAX)
-    tl.store(at + 3, tl.where(empty, -INF, head))
-    nmse = sum_err2 / tl.where(sum_x2 == 0.0, 1.0, sum_x2)
-    tl.store(at + 4, tl.where(sum_x2 == 0.0, float("-inf"), nmse).to(tl.float32))
-    span = amax.to(tl.float64) / tl.where(empty, 1.0, amin).to(tl.float64)
-    tl.store(at + 5, tl.where(empty, float("-inf"), tl.math.log2(tl.where(empty, 1.0, span))).to(tl.float32))
-    tl.store(at + 6, amin)
-    tl.store(at + 7, tl.where(empty, INF, inv))
+    i64: tl.constexpr = tl.int64
+    store_counts(
+        at, numel, numel - tl.sum(nonzero, axis=0).to(i64), tl.sum(nans, axis=0).to(i64), tl.sum(infs, axis=0).to(i64),
+        tl.sum(made, axis=0).to(i64), tl.sum(under, axis=0).to(i64), tl.sum(subnormal, axis=0).to(i64),
+        tl.sum(saturated, axis=0).to(i64), amax == 0.0, lifted,
+    )  # fmt: skip
+    sums = at.to(tl.pointer_type(tl.float64)) + 12
+    tl.store(sums, tl.sum(sx, axis=0))
+    tl.store(sums + 1, sum_x2)
+    tl.store(sums + 2, tl.sum(sy2, axis=0))
+    tl.store(sums + 3, tl.sum(sxy, axis=0))
+    tl.store(sums + 4, tl.sum(se, axis=0))
+    tl.store(sums + 5, sum_err2)
+    store_reals(at, amax, amin, inv, tl.max(emax, axis=0), sum_x2, sum_err2, e5m2)
 
 
 @triton.jit

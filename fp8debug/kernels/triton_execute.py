@@ -58,6 +58,9 @@ class Plan:
         reduction: arguments of the second stage that are no tensors; None without statistics.
     """
 
+    #: Unlike the fast kernel it never counts.
+    counting = None
+
     def __init__(
         self,
         x: Tensor,
@@ -140,6 +143,15 @@ def _fast(key: Any, x: Tensor, job: Job) -> FastPlan | None:
     if plan is not None:
         keep_plan(_PLANS, key, plan)
     return plan
+
+
+def fast_plan_of(x: Tensor, job: Job) -> FastPlan | None:
+    """Return how the fast kernel does a job on tensors like this one; None where it does not."""
+    if job.scale_inv is not None:
+        return None
+    key = _key(x, job)
+    plan = _PLANS.get(key) or _fast(key, x, job)
+    return plan if isinstance(plan, FastPlan) else None
 
 
 def _key(x: Tensor, job: Job) -> Any:

@@ -15,6 +15,7 @@ from fp8debug.kernels import triton_ptx as ptx
 from fp8debug.kernels.triton_cast import KIND_ROW, KIND_TILE
 from fp8debug.kernels.triton_common import INF, LOAD_TRANSPOSED, ROUND_POW2_CEIL, bits_of, float_of
 from fp8debug.kernels.triton_tile import OUT_NONE
+from fp8debug.kernels.triton_window import WINDOW, count_words, start_window, stop_window
 
 LOAD_ROWS_OF = tl.constexpr(ptx.load_rows())
 LOAD_COLUMNS_OF = tl.constexpr(ptx.load_columns())
@@ -146,10 +147,13 @@ def described(v, scale, at, inv, few, rest, E5M2: tl.constexpr, STORE: tl.conste
 
 @triton.jit
 def fast_tiles(
-    x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC: tl.constexpr, R: tl.constexpr,
-    HALVES: tl.constexpr, LOAD: tl.constexpr,
+    x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, table, SPEC: tl.constexpr, R: tl.constexpr,
+    HALVES: tl.constexpr, LOAD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Do every tile of this program; return counts, sums and maxima as ``triton_cast.summary`` does."""
+    """Do every tile of this program; return counts, sums and maxima as ``triton_cast.summary`` does.
+
+    ``COUNTED``: every bit pattern too, but for zeros, in the table of ``triton_bins``; of blocks that are rows, with HALVES 1.
+    """
     kind: tl.constexpr = SPEC[0]
     e5m2: tl.constexpr = SPEC[2]
     store: tl.constexpr = SPEC[4] != OUT_NONE
@@ -194,6 +198,8 @@ def fast_tiles(
     tile_column = tl.program_id(0) % tile_columns
     if HALVES == 1:
         w = load_words(first + (tile_row * down + tile_column * across), pitch, LOAD)
+    if COUNTED:
+        window = start_window(x_ptr, stride, rows, columns, r * 4 + lane, 4 * R)
     for tile in range(tl.program_id(0), num_tiles, step):
         if HALVES == 2:  # enough programs wait for each other's loads
             here = first + (tile_row * down + tile_column * across)
@@ -281,7 +287,11 @@ def fast_tiles(
             emax = tl.maximum(emax, most)
             zeros += counts
             subnormal += below
-            low = float_of(tl.where(few, nonzero_least, least) << 16)
+            smallest_here = tl.where(few, nonzero_least, least + none)
+            if COUNTED:
+                outside = ((smallest_here < window) | ((found & 0xFFFF) >= window + WINDOW)) & (zero == 0)
+                count_words(v, window + none, outside.to(tl.int32), table.to(tl.int64) + none)
+            low = float_of(smallest_here << 16)
             amin = tl.minimum(amin, low)
             span = tl.maximum(span, quotient(amax + real, low))
             seen = tl.maximum(seen, found & 0xFFFF)
@@ -298,6 +308,8 @@ def fast_tiles(
             log2e += (bits >> 23) - 127
             mantissa = float_of((bits & 0x7FFFFF) | 0x3F800000)
             log2m += tl.inline_asm_elementwise(LOG2, "=f,f", [mantissa], dtype=tl.float32, is_pure=True, pack=1)
+    if COUNTED:
+        stop_window(window + none, table.to(tl.int64) + none, 4 * R)
     part: tl.constexpr = 0.25 if kind == KIND_ROW else 0.25 / R  # a block counts in each of its threads
     num_done = (num_tiles - tl.program_id(0) + step - 1) // step
     if statistics:
@@ -306,7 +318,6 @@ def fast_tiles(
              blocks >> 16),
             None, add_all,
         )  # fmt: skip
-        x1 = x1 * 0.25
         logs = logs * part
         most, headroom, worst, widest, least, smallest, greatest = tl.reduce(
             (emax, head, nmse, span, amin, small + real, seen + none), None, extremes_of

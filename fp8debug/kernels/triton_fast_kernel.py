@@ -72,8 +72,8 @@ def join_parts(partials, words, tickets):
 
 @triton.jit
 def fast_kernel(
-    x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, words, tickets, SPEC: tl.constexpr,
-    R: tl.constexpr, HALVES: tl.constexpr, LOAD: tl.constexpr,
+    x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, words, tickets, table,
+    SPEC: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, LOAD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics partials ``[programs, 3 casts, 24]``.
 
@@ -86,7 +86,7 @@ def fast_kernel(
     top: tl.constexpr = 57344.0 if SPEC[2] else 448.0
     (num_done, x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
      smallest, amax) = fast_tiles(
-        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, SPEC, R, HALVES, LOAD
+        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, eps, table, SPEC, R, HALVES, LOAD, COUNTED
     )  # fmt: skip
     if statistics:
         bad = (amax < SAFE_ABOVE) == 0

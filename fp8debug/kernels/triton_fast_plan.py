@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8debug.kernels import triton_common as common
 from fp8debug.kernels.observe_pool import OPERANDS, pool
+from fp8debug.kernels.observe_tickets import NUM_TICKETS, tickets
 from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW, KIND_TILE
 from fp8debug.kernels.triton_fast_kernel import fast_kernel
 from fp8debug.kernels.triton_launch import ROUNDINGS, Job, is_native, kind_of, new_outputs, num_sms
@@ -23,7 +24,7 @@ _TURNED = (("128x1", "columns"), ("128x1", ""), ("128x128", "columns"))
 _MAX_EPS = 1e15
 #: Programs whose parts are joined first, and of a launch at most: as many groups are joined then.
 GROUP = 32
-MAX_PROGRAMS = GROUP * GROUP
+MAX_PROGRAMS = GROUP * (NUM_TICKETS - 1)
 #: Rows of a thread of a program with statistics: it counts the zeros among 32 elements of each in 15 bits.
 MAX_TILES = 0x7FFF // 32
 
@@ -55,22 +56,12 @@ SHAPES = {
     (True, True, False): Shape(128, 1, 2, 64),
     (True, True, True): Shape(128, 2, 2, 128),
 }
-_TICKETS: dict[tuple[torch.device, int], Tensor] = {}
+#: With every value counted too, which blocks of rows take: fewer programs have fewer windows to add to the table.
+COUNTING = Shape(64, 1, 2, 128)
 
 
-def _tickets(device: torch.device) -> Tensor:
-    """Return the counters of programs that are done, zero between the launches of a stream."""
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _TICKETS.get(key)
-    if found is None:
-        found = torch.zeros(1 + MAX_PROGRAMS // GROUP, dtype=torch.int32, device=device)
-        if not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
-            _TICKETS[key] = found
-    return found
-
-
-def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
-    """Return how the fast kernel does a job on tensors like this one; None where it does not."""
+def fast_plan(x: Tensor, job: Job, counting: bool = False) -> FastPlan | None:
+    """Return how the fast kernel does a job on tensors like this one, and counts every value; None where it does not."""
     cast, layout = job.cast, (job.cast.granularity, job.out)
     plain = (
         cast.scaling == "current" and job.scale_inv is None and ROUNDINGS[cast.scale_rounding] < 2 and cast.amax_eps <= _MAX_EPS
@@ -80,7 +71,9 @@ def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or not 0 < x.numel() < 2**31:
         return None
     tile, turned = kind_of(cast) == KIND_TILE.value, layout in _TURNED
-    shape = SHAPES[tile, turned, job.statistics]
+    if counting and (tile or turned or not job.statistics):
+        return None
+    shape = COUNTING if counting else SHAPES[tile, turned, job.statistics]
     rows, columns = x.shape[::-1] if turned else x.shape
     if rows % shape.rows or columns % 128:
         return None
@@ -88,7 +81,7 @@ def fast_plan(x: Tensor, job: Job) -> FastPlan | None:
     programs = min(num_tiles, num_sms(x.device) * shape.per_sm, MAX_PROGRAMS)
     if job.statistics and -(-num_tiles // programs) * shape.halves > MAX_TILES:
         return None
-    return FastPlan(x, job, shape, tile, turned, programs)
+    return FastPlan(x, job, shape, tile, turned, counting, programs)
 
 
 class FastPlan:
@@ -100,10 +93,11 @@ class FastPlan:
         shape: of the launch.
         tile: whether a block is a whole tile.
         turned: whether the kernel works on the transpose.
+        counting: whether it counts every value in a table.
         programs: of the launch.
     """
 
-    def __init__(self, x: Tensor, job: Job, shape: Shape, tile: bool, turned: bool, programs: int) -> None:
+    def __init__(self, x: Tensor, job: Job, shape: Shape, tile: bool, turned: bool, counting: bool, programs: int) -> None:
         cast = job.cast
         rows, columns = x.shape[::-1] if turned else x.shape
         tile_columns = columns // 128
@@ -122,16 +116,30 @@ class FastPlan:
         spec = kind.value, FROM_TILE.value, e5m2, rounding, out.value, int(job.statistics), 0
         load = common.LOAD_TRANSPOSED if turned else common.LOAD_BF16
         f32, f64 = torch.float32, torch.float64
-        types = x.dtype, *[None] * 5, f64, data.dtype, f32, None, torch.int64, torch.int32
+        types = x.dtype, *[None] * 5, f64, data.dtype, f32, None, torch.int64, torch.int32, torch.int32
         self._kernel = Kernel(
-            fast_kernel, x.device.index, types, (spec, shape.rows // shape.halves, shape.halves, load.value),
+            fast_kernel, x.device.index, types, (spec, shape.rows // shape.halves, shape.halves, load.value, counting),
             num_warps=shape.rows // shape.halves // 8,
             enable_fp_fusion=False, maxnreg=shape.registers,
         )  # fmt: skip
         self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0
+        #: How the same is done and every value counted; None where it is not.
+        self.counting = None if counting else fast_plan(x, job, True)
 
-    def __call__(self, x: Tensor, later: bool = False) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
-        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says; ``later``: filled by a flush."""
+    def __call__(
+        self, x: Tensor, later: bool = False, table: int = 0, into: Row | None = None
+    ) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
+        """Quantize or describe a tensor.
+
+        Args:
+            x: the tensor.
+            later: its row is filled by a flush of the pool.
+            table: where the values are counted, of a plan that counts: the address of int32 ``[65536]`` (``triton_bins``).
+            into: the row that is filled; a new one otherwise.
+
+        Returns:
+            (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says.
+        """
         made, to = None, (0, 0)
         if self._made is not None:
             (size, turned), dtype, (blocks, blocks_turned) = self._made
@@ -139,13 +147,13 @@ class FastPlan:
             to = data.data_ptr(), scale_inv.data_ptr()
             made = data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv
         if not self._statistics:
-            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0)
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0, 0)
             return made, None
         memory = pool(x.device)
         parts, start = memory.space(self._size)
-        row = memory.take()
-        words, tickets = (0, 0) if later else (row.address, _tickets(x.device).data_ptr())
-        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, tickets)
+        row = memory.take() if into is None else into
+        words, done = (0, 0) if later else (row.address, tickets(x.device))
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, done, table)
         if later:
             memory.later(OPERANDS, (start, row.address, *self._item))
         return made, row

@@ -28,6 +28,8 @@ from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
+from fp8debug.kernels.triton_execute import fast_plan_of
+from fp8debug.kernels.triton_launch import Job
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
@@ -148,16 +150,27 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         report(f"describe {cast.granularity} (codes of another library), 24 at once", full, floor, "of floor")
 
     bins, many = Bins(x.device), [inputs[i % ROTATE].clone() for i in range(MANY)]  # the same tensor is not counted twice
-    full = queued(partial(_observed, bins, many), bins.flush)
-    report("the same as in a watched step: counted, 24 tensors worked out at once", full, floor, "of floor")
+    end = partial(flush, x.device, [bins])
+    full = queued(partial(_beside, bins, many, "rows"), end)
+    report("quantize 1x128 + statistics, what-if and histogram, as in a watched step", full, floor, "of floor")
+    full = queued(partial(_beside, bins, many, ""), end)
+    report("observe 1x128 + delayed what-if + histogram, as in a watched step", full, floor, "of floor")
+    full = queued(partial(_counted, bins, many), end)
+    report("delayed what-if and histogram of a tensor that no kernel of ours reads, likewise", full, floor, "of floor")
 
 
 def _described(x: list[torch.Tensor], cast: Cast, made: list[Quantized], i: int) -> object:
     return describe(Source(x[i % ROTATE]), cast, made[i % ROTATE])
 
 
-def _observed(bins: Bins, x: list[torch.Tensor], i: int) -> None:
-    observe(x[i], [TILE])
+def _beside(bins: Bins, x: list[torch.Tensor], out: str, i: int) -> None:
+    plan = fast_plan_of(x[i], Job(TILE, out, True))
+    assert plan is not None and plan.counting is not None
+    bins.beside(x[i], [DELAYED], partial(plan.counting, x[i], True))
+    _counted(bins, x, i)
+
+
+def _counted(bins: Bins, x: list[torch.Tensor], i: int) -> None:
     table = bins.count(x[i], [DELAYED], i)
     bins.add(table, DELAYED, i)
     bins.histogram(table)

@@ -46,6 +46,7 @@ from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_execute import plan_of
 from fp8debug.kernels.triton_launch import OPERAND
+from fp8debug.kernels.triton_run import address
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
@@ -160,6 +161,9 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
     if plan is not None:
         for later in (False, True, True) if statistics else (False,):
             plan(x, later)
+        if plan.counting is not None:
+            for _ in range(2):
+                plan.counting(x, True, address(empty(1 << 16, dtype=torch.int32)))
 
 
 def operands(which: Gemm, sizes: tuple[int, int, int], recipe: Recipe) -> tuple[list[Tensor], list[Any]]:
@@ -247,6 +251,8 @@ def usual() -> None:
             casts(x, cast, layout, statistics=statistics)
     casts(empty(37, 131), Cast(), statistics=True)
     counted(x)
+    for _ in range(2):
+        observe(x, [TILE, Cast(scaling="delayed")], [None, torch.ones(1)], histogram=True)
     for cast, transposed in ((TILE, False), (Cast(granularity="128x1"), True), (BLOCK, False)):
         given(x, cast, transposed=transposed)
     flush(CPU)

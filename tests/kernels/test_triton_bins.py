@@ -109,14 +109,14 @@ def test_the_same_tensor_is_counted_once() -> None:
     assert bins.count(x.view(66, 40).view(40, 66), [CURRENT], "b") == table
     x.add_(1)
     assert bins.count(x, [CURRENT], "a") == table + 1 == bins.count(x.detach(), [CURRENT], "a")
-    assert Bins(DEVICE).count(x.clone(), [CURRENT], "a") == 0 and len(bins._paddings) == 2
+    assert Bins(DEVICE).count(x.clone(), [CURRENT], "a") == 0 and len(bins._numels) == 2
 
 
 def test_more_tensors_than_tables() -> None:
     bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
     for x in tensors:
         bins.histogram(bins.count(x, [], "here"))
-    assert len(bins._paddings) == 1
+    assert len(bins._numels) == 1
 
 
 def test_takes_whole_bf16_alone() -> None:
