@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.kernels.reference import Operand
-from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, shift_of, size_of_groups, spread_lines
+from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
 from fp8debug.leftovers import Forgetful, Leftovers
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
@@ -50,8 +50,8 @@ class Settings:
 
     Attributes:
         every: a step is sampled when its number is a multiple.
-        shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs, of which a share is
-            compared where the result is wide (see ``kernels/sample.py``); None is all.
+        shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs; of a wide input fewer,
+            and of a wide result a share is compared (see ``kernels/sample.py``); None is all.
         what_if: recipes whose casts are recorded beside the running one.
         plain_recipe: recipe that a plain nn.Linear is tried under.
         check_finite: whether steps that are not sampled are searched for the first NaN or Inf of their forward pass too;
@@ -175,6 +175,7 @@ class Observer:
         count = self.settings.shadow_rows
         if count is None:
             return Sample()
+        count = num_columns(count, length) if columns else count
         share = shift_of(self.step, SHARE_BLOCK // SHARE_GROUP)
         if count >= length:
             return Sample(shift=share)

@@ -71,7 +71,8 @@ def watch(
         target: a module, a list of modules (pipeline chunks), or a trainer (docs/trainers.md), which then tells of its steps.
         path: the run directory; it must not hold a run yet.
         every: statistics are taken at steps 0, every, 2 * every, ...; loss and learning rate at all.
-        shadow_rows: rows or columns in the shadow and exact GEMMs of a sampled step.
+        shadow_rows: rows or columns in the shadow and exact GEMMs of a sampled step; fewer columns of a wide input
+            (docs/numerics.md).
         what_if: recipes whose casts are recorded beside the running one.
         include: FQN globs of the modules to watch.
         exclude: FQN globs of those not to.

@@ -22,8 +22,8 @@ from fp8debug.kernels.words import WORDS, Row
 
 #: Rows that are allocated together.
 ROWS = 256
-#: FP64 numbers of the space for parts: 8 MiB.
-SPACE = 1 << 10 if INTERPRETED else 1 << 20
+#: FP64 numbers of the space for parts: 4 MiB.
+SPACE = 1 << 10 if INTERPRETED else 1 << 19
 
 
 #: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.

@@ -17,6 +17,9 @@ SHARE_BLOCK, SHARE_GROUP = 128, 16
 MIN_WIDE = 1024
 #: Sampled columns of an input lie in groups of at most so many, of which there are at least ``MIN_GROUPS``.
 MAX_GROUP, MIN_GROUPS = 16, 16
+#: Sampled columns of an input are kept until its backward pass: of a wide one they are one in so many, and at least the second
+#: number's share of what was asked for.
+MAX_KEPT, MIN_KEPT = 32, 4
 #: Of the sampled rows or columns the exact GEMM has one in so many, at least as many as this: it measures an accumulator's loss,
 #: of which each row holds thousands of samples, and no rows that differ.
 EXACT_SHARE, MIN_EXACT = 4, 64
@@ -74,6 +77,11 @@ class Sample(NamedTuple):
 def num_exact(num_sampled: int) -> int:
     """Return how many of the sampled rows or columns of a result the exact GEMM works out: the first ones."""
     return min(num_sampled, max(MIN_EXACT, num_sampled // EXACT_SHARE))
+
+
+def num_columns(count: int, length: int) -> int:
+    """Return how many columns are sampled of an input with ``length``, where ``count`` were asked for."""
+    return min(count, length if length < MIN_WIDE else max(count // MIN_KEPT, length // MAX_KEPT))
 
 
 def spread_lines(count: int, length: int, size: int, device: torch.device) -> Tensor:

@@ -60,7 +60,7 @@ def join_parts(partials, words, tickets):
     if tl.atomic_add(tickets + 1 + group, 1, sem="acq_rel") == size - 1:
         total, most = joined(partials, group * 32, size, 32)
         tl.store(tickets + 1 + group, 0)
-        at = partials + (tl.num_programs(0) + group) * 72 + n
+        at = partials + (tl.num_programs(0) + group) * 32 + n
         tl.store(at, tl.where(n < 20, total, most))
         tl.debug_barrier()
         if tl.atomic_add(tickets, 1, sem="acq_rel") == num_groups - 1:
@@ -75,7 +75,7 @@ def fast_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, words, tickets, table,
     SPEC: tl.constexpr, R: tl.constexpr, HALVES: tl.constexpr, LOAD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics partials ``[programs, 3 casts, 24]``.
+    """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics finished parts ``[programs, 32]``.
 
     The last programs join the parts to a row of ``words``, unless that is no address: then somebody else does. ``tickets`` are
     zero between launches.
@@ -132,7 +132,7 @@ def fast_kernel(
             )  # fmt: skip
             c, s, m = summary(amaxes, amins, zeros, nans, infs, acc, SPEC[0])
             p = safe_part(c, s, m, elements, num_blocks, first, eps, SPEC)
-        at = partials + tl.program_id(0) * 72 + n
+        at = partials + tl.program_id(0) * 32 + n
         tl.store(at, p)
         if words.to(tl.int64) != 0:
             join_parts(partials, words, tickets)

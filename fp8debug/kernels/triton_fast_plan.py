@@ -109,7 +109,7 @@ class FastPlan:
         self._numbers = stride, rows, columns, num_tiles, tile_columns
         self._eps = float(cast.amax_eps)
         self._statistics = job.statistics
-        self._size = (programs + GROUP) * 72
+        self._size = (programs + GROUP) * 32
         e5m2, rounding = int(cast.format == "e5m2"), ROUNDINGS[cast.scale_rounding]
         out = OUT_NONE if not job.out else OUT_TURNED if turned else OUT_ROWS
         kind = KIND_TILE if tile else KIND_ROW

@@ -9,8 +9,9 @@ Columns of a partial, FP64, in which counts below 2^53 are exact:
     maxima  16 amax  17 abs err  18 amax  19 scaled magnitude  20 block nmse  21 block amax / amin
             22 minus the smallest block amax above 0  23 minus amin
 
-The tiles' padding counts as zeros; the host knows how much there is. A finished part (of the fast kernel) holds slots instead:
-counts in 0 to 11, sums in 12 to 18, maxima in 20 to 25 (the block range as amax / amin), minima negated in 26 and 27.
+The tiles' padding counts as zeros; the host knows how much there is. A finished part, of the fast kernel, ``[programs, 32]``,
+holds slots instead: counts in 0 to 11, sums in 12 to 18, maxima in 20 to 25 (the block range as amax / amin) and minima
+negated in 26 and 27.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def joined(partials, first, count, CHUNK: tl.constexpr):
     most = tl.full([CHUNK, 32], float("-inf"), tl.float64)
     for start in range(0, count, CHUNK):
         part = tl.expand_dims(start + tl.arange(0, CHUNK), 1)
-        values = tl.load(partials + (first + part) * 72 + n, (part < count) & (n < 28), 0.0)
+        values = tl.load(partials + (first + part) * 32 + n, (part < count) & (n < 28), 0.0)
         total += tl.where(n < 19, values, 0.0)
         most = tl.maximum(most, tl.where(part < count, values, float("-inf")))
     return tl.sum(total, axis=0), tl.max(most, axis=0)

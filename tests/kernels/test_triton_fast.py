@@ -104,9 +104,9 @@ def test_no_more_tiles_a_program_than_its_counters_hold(granularity: str, layout
 
 @NEEDS_TWINS
 def test_finished_parts_are_summed_and_compared() -> None:
-    parts = torch.randint(1, 100, (21, 3, 24), device=DEVICE).double()
-    parts[:, 1, 1], parts[3, 1, 1] = 4.0, 8.0  # column 25 of a part of 28: amax / amin
-    slots = parts.reshape(21, 72)[:, :28]
+    parts = torch.randint(1, 100, (21, 32), device=DEVICE).double()
+    parts[:, 25], parts[3, 25] = 4.0, 8.0  # amax / amin
+    slots = parts[:, :28]
     row, nothing = torch.zeros(24, dtype=torch.int64, device=DEVICE), torch.ones(1, device=DEVICE)
     into = [group.of(row) for group in OPERAND.groups]
     numbers = [1, 1, 1, FINISHED.value, 1, 1, 0.0, 0.0, 0.0, 448.0, 448.0, 448.0, 0, 0, 0, 1.0, 1.0, 1.0]

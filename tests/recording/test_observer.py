@@ -109,16 +109,16 @@ def test_sampled_rows_are_those_of_the_step() -> None:
 
 def test_sampled_columns_lie_in_groups_and_reach_every_column() -> None:
     seen, found = Observer(Settings(shadow_rows=256, plain_recipe=get_recipe("blockwise")), _ignore, _ignore), set[int]()
-    for step in range(0, 400, 10):
+    for step in range(0, 800, 10):
         seen.start_step(step)
-        sample = seen.sample(4096, CPU, columns=True)
+        sample = seen.sample(8192, CPU, columns=True)
         assert isinstance(sample.lines, torch.Tensor) and sample.size == 16 and len(sample.lines.unique()) == 256
         groups = sample.lines.view(16, 16)
         assert torch.equal(groups, groups[:, :1] + torch.arange(16)) and (groups[:, 0] % 16 == 0).all()
-        assert torch.equal(groups[:, 0].sort().values.diff(), torch.full((15,), 256)) and groups[0, 0] == sample.start
-        assert torch.equal(groups[:4, 0].sort().values.diff(), torch.full((3,), 1024))  # those of the exact GEMM
+        assert torch.equal(groups[:, 0].sort().values.diff(), torch.full((15,), 512)) and groups[0, 0] == sample.start
+        assert torch.equal(groups[:4, 0].sort().values.diff(), torch.full((3,), 2048))  # those of the exact GEMM
         found |= set(sample.lines.tolist())
-    assert len(found) == 4096
+    assert len(found) == 8192
     assert seen.sample(250, CPU, columns=True).lines is None
     assert (
         Observer(Settings(shadow_rows=30, plain_recipe=get_recipe("blockwise")), _ignore, _ignore)

@@ -105,3 +105,23 @@ def test_neighbouring_modules_gemms_and_steps_have_different_shares() -> None:
         assert len(set(shares.values())) == 6
     for one in seen.values():
         assert one[0] != one[1] and len(set(one)) == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "columns"),
+    [
+        *((256, width, n) for width, n in ((64, 64), (1023, 256), (1024, 64), (4096, 128), (8192, 256), (14336, 256))),
+        *((1024, width, n) for width, n in ((1000, 1000), (4096, 256), (65536, 1024))),
+        *((8, width, n) for width, n in ((4, 4), (4096, 8), (1024, 8))),
+        (1, 4096, 1),
+    ],
+)  # fmt: skip
+def test_of_a_wide_input_few_columns_are_kept_until_the_backward_pass(rows: int, width: int, columns: int) -> None:
+    observer = Observer(Settings(shadow_rows=rows, plain_recipe=get_recipe("blockwise")), lambda f: None, lambda *a: None)
+    probe, x = Probe(observer, "one"), torch.zeros(2, width, dtype=torch.bfloat16)
+    part = probe._part(Gemm.WGRAD, x)
+    assert (width if part.lines is None else len(set(part.lines.tolist()))) == columns
+    kept = probe._columns(x, part)
+    assert kept.shape == (2, columns) and kept.untyped_storage().nbytes() == 4 * columns
+    lines = probe._part(Gemm.FPROP, torch.zeros(4096, 2)).lines
+    assert lines is not None and len(lines) == rows
