@@ -6,6 +6,9 @@ holds the cast that training needs anyway. ``reads``: a loop that reads the loss
 GPU; ``runs``: one that waits for nothing, where launches block once CUDA's queue is full, watched or not. ``launch``: one of
 torch's right before ``Watch.step()``. ``less gc``: the longest without what Python's garbage collector took. The first five
 steps are left out. No times are asserted.
+
+On a GPU the same model then trains without a watch, for what such a loop makes of any code: ``forward`` is a call of an
+Fp8Linear, ``launches`` as many small kernels as ``Watch.step()`` starts kernels and copies, by torch's profiler, in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +31,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
+from fp8debug.linear import Fp8Linear
 from fp8debug.probe import Probe
 from tests.bench.step import Job, Layer
 
@@ -92,30 +96,73 @@ class Timed:
         self._step(loss=loss)
 
 
+class Counted(Timed):
+    """The same for a step whose launches are counted."""
+
+    launches = 0
+
+    def step(self, loss: torch.Tensor) -> None:
+        with torch.profiler.profile(acc_events=True) as found:
+            super().step(loss)
+        starts = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+        self.launches = sum(event.count for event in found.key_averages() if event.key.startswith(starts)) - 1
+
+
+class Launches:
+    """Stands for a watch, and starts as many kernels."""
+
+    def __init__(self, count: int, clock: Clock, job: Job) -> None:
+        self._count, self._one = count, torch.zeros(1, device=job.x.device)
+        self.step = clock.timed("launches", self._start)
+
+    def _start(self, loss: torch.Tensor) -> None:
+        for _ in range(self._count):
+            self._one.zero_()
+
+
+def run(
+    options: argparse.Namespace, job: Job, watch: Any, clock: Clock, of: type, names: tuple[str, ...], reads: bool
+) -> None:  # fmt: skip
+    """Train, and leave the times of all but the first steps; of methods of a class too."""
+    patches = [patch.object(of, name, clock.timed(name, getattr(of, name))) for name in names]
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        for step in range(WARM_UP + options.steps):
+            if step == WARM_UP:
+                clock.spans.clear()
+            job.step(watch)
+            if reads:
+                torch.cuda.synchronize()
+
+
 def measure(options: argparse.Namespace, loop: str) -> None:
     """Print what one loop of one model takes."""
     clock, is_gpu = Clock(), torch.cuda.is_available()
     job = (Job if is_gpu else SmallJob)(options, options.recipe)
-    patches = [patch.object(Probe, name, clock.timed(name, getattr(Probe, name))) for name in HOOKS]
-    where = tempfile.TemporaryDirectory()
-    with clock.collecting(), where as folder, fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
-        timed = Timed(watch, clock, job)
-        for one in patches:
-            one.start()
-        for step in range(WARM_UP + options.steps):
-            if step == WARM_UP:
-                clock.spans.clear()
-            job.step(timed)
-            if loop == "reads" and is_gpu:
-                torch.cuda.synchronize()
-        for one in patches:
-            one.stop()
-    for name in ("Watch.step()", *HOOKS, "launch"):
+    reads, launches = loop == "reads" and is_gpu, 0
+    with clock.collecting(), tempfile.TemporaryDirectory() as folder:
+        with fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
+            timed = Timed(watch, clock, job)
+            run(options, job, timed, clock, Probe, HOOKS, reads)
+            show(options, loop, clock, ("Watch.step()", *HOOKS, "launch"), timed.rows)
+            if is_gpu:
+                counted = Counted(watch, clock, job)
+                job.step(counted)
+                launches = counted.launches
+        if is_gpu:
+            run(options, job, Launches(launches, clock, job), clock, Fp8Linear, ("forward",), reads)
+            show(options, loop, clock, ("forward", "launches"), launches)
+
+
+def show(options: argparse.Namespace, loop: str, clock: Clock, names: tuple[str, ...], rows: int) -> None:
+    """Print a row of each name."""
+    for name in names:
         spans = sorted(clock.spans[name])
         median, p99, longest = (1e3 * spans[int(share * (len(spans) - 1))][0] for share in (0.5, 0.99, 1.0))
         less = 1e3 * max(seconds - collected for seconds, collected in spans)
-        row = f"{options.layers:6} {timed.rows:6} {loop:5} {name:12} {len(spans):7}"
-        print(f"{row} {median:8.3f} {p99:8.3f} {longest:8.3f} {less:8.3f}")
+        row = f"{options.layers:6} {rows:6} {loop:5} {name:12} {len(spans):7}"
+        print(f"{row} {median:8.3f} {p99:8.3f} {longest:8.3f} {less:8.3f}", flush=True)
 
 
 def main() -> None:
