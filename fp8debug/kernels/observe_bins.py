@@ -41,9 +41,9 @@ def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
     return fits and x.numel() % 2 == 0 and 0 < x.numel() < 2**31 and plain
 
 
-def _identity(x: Tensor) -> tuple[Any, ...]:
-    """Return what no other tensor has as long as this one's storage lives and is not written to."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x._version
+def _identity(x: Tensor) -> tuple[Any, ...] | None:
+    """Return what no other tensor has as long as this one's storage lives and is not written to; None where nobody could tell."""
+    return None if x.is_inference() else (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x._version)
 
 
 def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
@@ -150,7 +150,8 @@ class Bins:
         Returns:
             what ``read`` returns, or None where it was not called: the tensor is counted already, or no cast can be worked out.
         """
-        if _identity(x) in self._seen or not any(takes(x, [cast]) for cast in casts):
+        identity = _identity(x)
+        if identity is None or identity in self._seen or not any(takes(x, [cast]) for cast in casts):
             return None
         found = read(self._next_table())
         self._keep(x)
@@ -166,9 +167,11 @@ class Bins:
 
     def _keep(self, x: Tensor) -> int:
         """Note that a tensor was counted in the next table, which is returned."""
-        table = self._seen[_identity(x)] = len(self._numels)
+        table, identity = len(self._numels), _identity(x)
         self._numels.append(x.numel())
-        self._storages.append(x.untyped_storage()._weak_ref())
+        if identity is not None:
+            self._seen[identity] = table
+            self._storages.append(x.untyped_storage()._weak_ref())
         return table
 
     def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:

@@ -112,6 +112,17 @@ def test_the_same_tensor_is_counted_once() -> None:
     assert Bins(DEVICE).count(x.clone(), [CURRENT], "a") == 0 and len(bins._numels) == 2
 
 
+def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
+    bins = Bins(DEVICE)
+    with torch.inference_mode():
+        x = sample("plain").clone()
+    assert bins.beside(x, [CURRENT], lambda table: "read") is None
+    first = bins.add(bins.count(x, [CURRENT], "a"), CURRENT, "a")
+    assert bins.count(x, [CURRENT], "a") == 1
+    bins.flush()
+    assert_same(first, x, CURRENT)
+
+
 def test_more_tensors_than_tables() -> None:
     bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
     for x in tensors:
