@@ -17,7 +17,7 @@ from fp8debug.kernels.observe_counted import observe_counted, plan_for
 from fp8debug.kernels.quantize import parse
 from fp8debug.kernels.triton_execute import run
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
-from fp8debug.kernels.triton_launch import MAX_CASTS, Job, Statistics, empty_statistics, tile_of, together
+from fp8debug.kernels.triton_launch import MAX_CASTS, Job, Statistics, apart, empty_statistics, tile_of, together
 from fp8debug.kernels.triton_run import eager
 from fp8debug.recipes import Cast
 
@@ -52,7 +52,9 @@ def _observe_now(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogr
     return list(merged)
 
 
-_observe = torch.library.custom_op("fp8debug::observe", _observe_now, mutates_args=())
+@torch.library.custom_op("fp8debug::observe", mutates_args=())
+def _observe(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
+    return apart(_observe_now(x, casts, scale_invs, histogram))
 
 
 @_observe.register_fake

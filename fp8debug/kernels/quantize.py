@@ -18,6 +18,7 @@ from fp8debug.kernels.triton_launch import (
     DOWN,
     Job,
     Statistics,
+    apart,
     cut,
     empty_statistics,
     new_outputs,
@@ -54,7 +55,12 @@ def _quantize_now(
     return [*tensors, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
 
 
-_quantize = torch.library.custom_op("fp8debug::quantize", _quantize_now, mutates_args=())
+@torch.library.custom_op("fp8debug::quantize", mutates_args=())
+def _quantize(
+    x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
+) -> list[Tensor]:
+    found = _quantize_now(x, row_cast, column_cast, scale_inv, statistics, histogram)
+    return [*found[:-5], *apart(found[-5:])] if statistics else found
 
 
 @_quantize.register_fake

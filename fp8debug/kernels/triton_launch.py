@@ -5,6 +5,7 @@ Nothing here reads a value back from the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -247,6 +248,11 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     if block[0] == 1 and columns > block[1]:
         return data, x.new_empty(grid[::-1], dtype=torch.float32).t()
     return data, x.new_empty(grid, dtype=torch.float32)
+
+
+def apart(found: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of statistics, which may be parts of one tensor: an op of torch.library must not return such."""
+    return [tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
 
 
 def empty_statistics(x: Tensor, num_casts: int, histogram: bool) -> Statistics:

@@ -201,11 +201,15 @@ def test_same_bits_in_every_run() -> None:
 
 
 def test_fake_matches_real() -> None:
-    x = sample("plain", (64, 256) if ALL else (32, WIDTH))
+    x = sample("plain", (64, 256) if ALL else (8, 128))
     tile, down = "e4m3fn 1x128 current", "e4m3fn 128x1 current"
-    for arguments in ((tile, down, None, True, False), (tile, "", None, False, False)):
-        operator = torch.ops.fp8debug.quantize.default
+    operator = torch.ops.fp8debug.quantize.default
+    for arguments in ((tile, down, None, True, False), (tile, "", None, False, False), (tile, "", None, True, False)):
         torch.library.opcheck(operator, (x, *arguments), test_utils=("test_schema", "test_faketensor"))
+    scale, delayed = torch.tensor(0.01, device=DEVICE), Cast(scaling="delayed")
+    for casts, scales, histogram in ((tile, [None], False), (f"{tile}; {delayed}", [None, scale], True)):
+        operator = torch.ops.fp8debug.observe.default
+        torch.library.opcheck(operator, (x, casts, scales, histogram), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("statistics", [False, True])
