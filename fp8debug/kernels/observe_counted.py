@@ -56,11 +56,15 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
         specs.append((source.value, int(job.cast.format == "e5m2"), ROUNDINGS[job.cast.scale_rounding]))
     missing = ts.MAX_CASTS - len(others)
     memory = _memory(x.device)
-    plan(x, table=memory.table.data_ptr(), into=Row(words, 0, words.data_ptr()))
     arguments = (
         memory.table, words, memory.parts, log2_hist, x.numel(), *given, *[words] * missing, *epsilons, *[0.0] * missing
     )  # fmt: skip
-    launch(ts.spread_kernel, (ts.NUM_PROGRAMS,), arguments, (*specs, *[(ts.NONE.value, 0, 0)] * missing), num_warps=4)
+    try:
+        plan(x, table=memory.table.data_ptr(), into=Row(words, 0, words.data_ptr()))
+        launch(ts.spread_kernel, (ts.NUM_PROGRAMS,), arguments, (*specs, *[(ts.NONE.value, 0, 0)] * missing), num_warps=4)
+    except BaseException:
+        _OF_STREAM.clear()  # the table may hold counts
+        raise
     order = [0 if i == blocks else 1 + i - (i > blocks) for i in range(len(jobs))]
     rows = words[: len(jobs)] if order == sorted(order) else words[order]
     counts, sums, maxima, minima = (group.of(rows) for group in OPERAND.groups)
