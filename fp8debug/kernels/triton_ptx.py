@@ -161,7 +161,7 @@ def element_pass(e5m2: bool, store: bool, statistics: bool) -> str:
 
 def start_counting(threads: int) -> str:
     """Declare the counters of the window, and clear them; $1 is not used."""
-    end = 4 * (_COUNTERS + _COUNTERS % 4)
+    end = 4 * (_COUNTERS + -_COUNTERS % 4)
     return (
         f".shared .align 16 .b8 fp8debug_window[{end}];\n{{ .reg .b32 a, n, z; .reg .pred p; mov.u32 n, %tid.x; shl.b32 n, n, 4;"
         f" mov.u32 a, fp8debug_window; add.u32 a, a, n; mov.b32 z, 0; FP8DEBUG_CLEAR: setp.lt.u32 p, n, {end};"

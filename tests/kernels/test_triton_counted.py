@@ -44,7 +44,7 @@ def same(found: Statistics, x: torch.Tensor, casts: list[Cast], scales: list[tor
 
 
 @NEEDS_TWINS
-@pytest.mark.parametrize("kind", KINDS if ALL else ["nonfinite", "subnormal", "zero"])
+@pytest.mark.parametrize("kind", KINDS if ALL else ["nonfinite"])
 def test_one_tensor_by_many_programs(kind: str) -> None:
     """Whose counts and 1x128 cast are there already; three casts and the histogram, and then the histogram alone."""
     x, given = sample(kind, (16, 128)), torch.tensor([0.01], device=DEVICE)
@@ -56,7 +56,7 @@ def test_one_tensor_by_many_programs(kind: str) -> None:
     parts = torch.empty(triton_spread.PARTS_SIZE, dtype=torch.float64, device=DEVICE)
     kinds = (triton_spread.GIVEN.value, 0, 0), (triton_spread.CURRENT.value, 1, 0), (triton_spread.CURRENT.value, 0, 2)
     nothing = (triton_spread.NONE.value, 0, 0)
-    for specs in (kinds, (nothing,) * 3)[: 2 if ALL or kind == "nonfinite" else 1]:
+    for specs in (kinds, (nothing,) * 3):
         memory[: 1 << 16] = table_of(x)
         hist.fill_(-1)
         arguments = memory, words, parts, hist, x.numel(), given, given, given, 0.0, 0.0, 1e-3
