@@ -36,6 +36,8 @@ def plan_for(x: Tensor, jobs: list[Job], histogram: bool) -> tuple[FastPlan, int
     others = len(jobs) - len(blocks)
     if len(blocks) != 1 or others > ts.MAX_CASTS or not (others or histogram):
         return None
+    if any(job.cast.scaling == "delayed" and job.scale_inv is None for job in jobs):
+        return None  # its margin is the general way's
     plan = fast_plan_of(x, jobs[blocks[0]])
     return None if plan is None or plan.counting is None else (plan.counting, blocks[0])
 
@@ -65,10 +67,13 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
     except BaseException:
         _OF_STREAM.clear()  # the table may hold counts
         raise
-    order = [0 if i == blocks else 1 + i - (i > blocks) for i in range(len(jobs))]
-    rows = words[: len(jobs)] if order == sorted(order) else words[order]
-    counts, sums, maxima, minima = (group.of(rows) for group in OPERAND.groups)
+    counts, sums, maxima, minima = (group.of(in_order(words, blocks, len(jobs))) for group in OPERAND.groups)
     return Statistics(counts, sums, maxima, minima, log2_hist if histogram else log2_hist[:0])
+
+
+def in_order(words: Tensor, blocks: int, count: int) -> Tensor:
+    """Return the rows of ``count`` jobs, the first of ``words`` at ``blocks``; a list of indices would make the host wait."""
+    return torch.cat([words[1 : 1 + blocks], words[:1], words[1 + blocks : count]])
 
 
 def _memory(device: torch.device) -> Memory:

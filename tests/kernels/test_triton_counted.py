@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,7 +136,12 @@ def test_casts_of_one_scale_and_the_histogram_from_one_read(kind: str, monkeypat
     x, scale = odd(kind, SHAPE), torch.tensor(0.01, device="cuda")
     taken: list[int] = []
     own = observe_counted.observe_counted
-    monkeypatch.setattr(observe_module, "observe_counted", lambda *arguments: taken.__iadd__([1]) and own(*arguments))
+
+    def noted(*arguments: Any) -> Statistics:
+        taken.append(1)
+        return own(*arguments)
+
+    monkeypatch.setattr(observe_module, "observe_counted", noted)
     wanted: list[tuple[list[Cast], list[torch.Tensor | None], bool]] = [
         ([TILE, DELAYED], [None, scale], True),
         ([E5M2, TILE, STATIC, FLOOR], [None] * 4, True),
@@ -182,3 +188,18 @@ def test_casts_with_other_blocks_or_without_one_go_the_general_way() -> None:
         jobs = [Job(cast, "", True) for cast in casts]
         assert observe_counted.plan_for(x, jobs, False) is None
     assert observe_counted.plan_for(x[:250], [Job(TILE, "", True), Job(CURRENT, "", True)], True) is None
+
+
+def test_rows_stand_in_the_order_of_the_casts() -> None:
+    words = torch.arange(4)[:, None].expand(4, 24)
+    found = [observe_counted.in_order(words, blocks, 4)[:, 0].tolist() for blocks in range(4)]
+    assert found == [[0, 1, 2, 3], [1, 0, 2, 3], [1, 2, 0, 3], [1, 2, 3, 0]]
+    assert observe_counted.in_order(words, 1, 2)[:, 0].tolist() == [1, 0]
+
+
+def test_a_delayed_cast_without_its_scale_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its margin holds for the scale of its own amax too."""
+    monkeypatch.setattr(observe_counted, "fast_plan_of", lambda x, job: SimpleNamespace(counting="plan"))
+    x, scale, tile = torch.empty(64, 128), torch.ones(1), Job(TILE, "", True)
+    assert observe_counted.plan_for(x, [tile, Job(DELAYED, "", True, scale)], False) is not None
+    assert observe_counted.plan_for(x, [tile, Job(DELAYED, "", True)], False) is None
