@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels
+from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
 from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
 
@@ -49,11 +49,12 @@ def layout() -> tuple[dict[str, Place], dict[Group, int]]:
 
 
 class Buffers(NamedTuple):
-    """A table's state on the host: one piece of memory, and each group's part of it, which NumPy sees too."""
+    """A table's state on the host: one piece of memory, each group's part of it, which NumPy sees too, and when it has come."""
 
     memory: Tensor
     state: dict[Group, Tensor]
     parts: dict[Group, np.ndarray[Any, Any]]
+    done: torch.cuda.Event | None
 
 
 class Table:
@@ -84,7 +85,9 @@ class Table:
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._bins: Any = None
         columns = {name: place.start for name, place in self.places.items()}
-        self._joiner = new_joiner(self._state, columns) if takes_kernels(next(iter(self._state.values()))) else None
+        has_kernels = takes_kernels(self._all)
+        self._joiner = new_joiner(self._state, columns) if has_kernels else None
+        self._send = twin("observe_leaving").StateSender(self._all, self._neutral) if has_kernels else self._copy
 
     @property
     def bins(self) -> Any:
@@ -110,8 +113,8 @@ class Table:
         return self._buffers(self._new(pin_memory=True))
 
     def _buffers(self, memory: Tensor) -> Buffers:
-        state = self._cut(memory)
-        return Buffers(memory, state, {group: part.numpy() for group, part in state.items()})
+        state, done = self._cut(memory), _new_event() if self.device.type == "cuda" else None
+        return Buffers(memory, state, {group: part.numpy() for group, part in state.items()}, done)
 
     def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
         """Join one tensor's contributions to a row, each slot by its own rule.
@@ -236,17 +239,23 @@ class Table:
         self._join()
         if self.device.type == "cuda":
             buffers = self._free.pop() if self._free else self._pinned()
-            buffers.memory.copy_(self._all, non_blocking=True)
-            snapshot = Snapshot(self.places, buffers, _event(self.device), self._free.append)
-            self._all.copy_(self._neutral)
-            return snapshot
+            assert buffers.done is not None
+            with on_device(self._all):
+                self._send(buffers.memory)
+                buffers.done.record()
+            return Snapshot(self.places, buffers, self._free.append)
         assert self._here is not None
-        snapshot = Snapshot(self.places, self._here, None, self._clear)
+        snapshot = Snapshot(self.places, self._here, self._clear)
         self._here = self._free.pop() if self._free else self._buffers(self._neutral.clone())
         self._all, self._state = self._here.memory, self._here.state
         if self._joiner is not None:
             self._joiner.join_to(self._state)
         return snapshot
+
+    def _copy(self, host: Tensor) -> None:
+        """Start copying the state to pinned memory, and set it back to neutral; where no kernel does it."""
+        host.copy_(self._all, non_blocking=True)
+        self._all.copy_(self._neutral)
 
     def _clear(self, buffers: Buffers) -> None:
         """Set a state on the host back to neutral, for a later step; in the thread that read it, without threads of torch's."""
@@ -266,7 +275,6 @@ class Snapshot:
     Args:
         places: where the slots lie.
         buffers: what they are copied to.
-        done: when they have arrived; None for now.
         give_back: called with the buffers once they have been read.
     """
 
@@ -274,24 +282,33 @@ class Snapshot:
         self,
         places: dict[str, Place],
         buffers: Buffers,
-        done: torch.cuda.Event | None,
         give_back: Callable[[Buffers], None],
     ) -> None:
         self.places = places
         self._buffers: Buffers | None = buffers
-        self._done = done
+        self._done = buffers.done  # None: they are there
         self._give_back = give_back
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def take(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> dict[Group, np.ndarray[Any, Any]]:
-        """Return some rows of each group, ``[len(rows), columns]``; ``places`` says where its slots lie. Waits if it must."""
+    def take(
+        self, rows: Sequence[int] | np.ndarray[Any, Any], breathe: Callable[[], None] = lambda: None
+    ) -> dict[Group, np.ndarray[Any, Any]]:
+        """Return some rows of each group, ``[len(rows), columns]``; ``places`` says where its slots lie. Waits if it must.
+
+        Args:
+            rows: their numbers.
+            breathe: called now and then, to let other threads have the interpreter.
+        """
         if self._done is not None:
             self._done.synchronize()
         assert self._buffers is not None
-        groups = {group: part.take(rows, axis=0) for group, part in self._buffers.parts.items()}
+        groups = {}
+        for group, part in self._buffers.parts.items():
+            breathe()
+            groups[group] = part.take(rows, axis=0)
         self.discard()
         return groups
 
@@ -306,12 +323,9 @@ class Arriving:
     """A CUDA tensor on its way to the host, such as the tokens of experts."""
 
     def __init__(self, value: Tensor) -> None:
-        self._send(value.detach(), *_landing(value.shape, value.dtype))
-
-    def _send(self, value: Tensor, host: Tensor, done: torch.cuda.Event) -> None:
-        self._host, self._done = host, done
-        host.copy_(value, non_blocking=True)
-        done.record(torch.cuda.current_stream(value.device))
+        self._host, self._done = _landing(value.shape, value.dtype)
+        self._host.copy_(value.detach(), non_blocking=True)
+        self._done.record(torch.cuda.current_stream(value.device))
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
@@ -326,16 +340,19 @@ class Arriving:
 class Scalar(Arriving):
     """A CUDA scalar on its way to the host, such as the loss; where it arrives is the next one's place once it is read."""
 
-    _spare: ClassVar[dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, torch.cuda.Event]]]] = {}
+    _spare: ClassVar[dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]]] = {}
 
     def __init__(self, value: Tensor) -> None:
         self._number: float | None = None
-        self._free = self._spare.setdefault((value.device, value.dtype), [])
+        self._free = self._spare.setdefault(value.device, [])
         try:
-            landing = self._free.pop()
+            self._host, self._done = self._free.pop()
         except IndexError:  # of no use to ask before: watches of other threads take from it too
-            landing = _landing((), value.dtype)
-        self._send(value.detach().view(()), *landing)
+            self._host, self._done = _landing((), torch.float64)
+        with on_device(value):
+            if not (takes_kernels(value) and twin("observe_leaving").send_number(value, self._host)):
+                self._host.copy_(value.detach().view(()), non_blocking=True)
+            self._done.record()
 
     def read(self) -> float:
         """Return the value; waits if it must."""
@@ -347,7 +364,7 @@ class Scalar(Arriving):
 
 def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
     """Return where a CUDA tensor arrives on the host, and what tells when it has."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True), torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    return torch.empty(shape, dtype=dtype, pin_memory=True), _new_event()
 
 
 def _aligned(dtype: torch.dtype, rows: int, width: int) -> int:
@@ -355,8 +372,5 @@ def _aligned(dtype: torch.dtype, rows: int, width: int) -> int:
     return -(-dtype.itemsize * rows * width // 16) * 16
 
 
-def _event(device: torch.device) -> torch.cuda.Event:
-    """Return an event recorded on the device's current stream."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's

@@ -149,8 +149,8 @@ def stats_columns(
         breathe: called now and then, to let other threads have the interpreter.
     """
     rows, names, operand = described(filled, first_call)
+    packing, groups = described.packing(snapshot.places), snapshot.take(rows, breathe)
     breathe()
-    packing, groups = described.packing(snapshot.places), snapshot.take(rows)
     columns: dict[str, Any] = {"step": finished.step, **names}
     passed = packing.valid(groups, operand)
     for group, (slots, at, tests) in packing.groups.items():

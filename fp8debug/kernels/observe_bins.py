@@ -249,8 +249,7 @@ class Bins:
             ints, skip = numbers, len(self._ints)
             reals = ints[skip:].view(torch.float32) if INTERPRETED else ints + 8 * skip
             kernel((self._num_items, 1, 1), address(self._tables), address(self._histories), ints, reals, address(self._words))
-        self._exponents((len(self._numels), 1, 1), address(self._tables), address(self._hist))
-        self._tables[: len(self._numels)].zero_()
+        self._exponents((len(self._numels), 1, 1), address(self._tables), address(self._hist))  # which clears the tables
 
     def _new_finish(self, longest: int) -> Kernel:
         types = torch.int32, torch.float32, torch.int64, torch.float32, torch.int64

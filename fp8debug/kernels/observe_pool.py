@@ -7,7 +7,9 @@ to be joined. The parts of many kernels are joined in one launch: when the space
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +26,8 @@ from fp8debug.kernels.words import WORDS, Row
 ROWS = 256
 #: FP64 numbers of the space for parts: 4 MiB.
 SPACE = 1 << 10 if INTERPRETED else 1 << 19
+#: Integers that an envelope holds at least: what a step of the usual model leaves for its end.
+ENVELOPE = 1 << 12
 
 
 #: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
@@ -41,10 +45,51 @@ class Listed(Protocol):
         """Start a new list."""
 
 
+class Envelope:
+    """Pinned memory that integers are sent from; one belongs to a device.
+
+    Args:
+        size: integers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self._array = self._memory.numpy()
+        self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+
+    def is_free(self) -> bool:
+        """Return whether what was sent last has left, without waiting for it."""
+        return bool(self._left.query())  # type: ignore[no-untyped-call]  # torch's
+
+    def send(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return integers on the device, which is the current one; behind them may lie others."""
+        self._array[: len(numbers)] = array("q", numbers)
+        found = torch.empty(self.size, dtype=torch.int64, device=device)
+        found.copy_(self._memory, non_blocking=True)
+        self._left.record()
+        return found
+
+
+#: Those of each device, the one that was sent first in front.
+_ENVELOPES: dict[torch.device, deque[Envelope]] = {}
+
+
 def to_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Return integers as int64 on a device, without waiting for it."""
-    found = torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    """Return integers as int64 on a device, which is the current one, without waiting for it; behind them may lie others."""
+    if device.type != "cuda":
+        return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    envelopes, envelope = _ENVELOPES.setdefault(device, deque()), None
+    with suppress(IndexError):
+        envelope = envelopes.popleft()  # no other thread has it meanwhile
+    if envelope is not None and not envelope.is_free():  # nor are those behind it
+        envelopes.appendleft(envelope)
+        envelope = None
+    if envelope is None or envelope.size < len(numbers):
+        envelope = Envelope(max(ENVELOPE, 1 << (len(numbers) - 1).bit_length()))
+    found = envelope.send(numbers, device)
+    envelopes.append(envelope)
+    return found
 
 
 def start(tasks: Sequence[Task], device: torch.device) -> None:

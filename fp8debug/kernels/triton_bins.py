@@ -23,6 +23,7 @@ from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 COUNT_WARPS = 32
 TABLE = tl.constexpr(65536)
 MAGNITUDES = tl.constexpr(32768)
+CLEARED = tl.constexpr(4096)  # counters that a program clears at once
 NONFINITE = tl.constexpr(0x7F80)  # the magnitude of Inf; NaN lie above
 #: Counters of the window, in patterns: 256 a binade.
 _WINDOW = 40 * 256
@@ -296,7 +297,7 @@ def finish_kernel(
 
 @triton.jit
 def exponents_kernel(tables, log2_hist):
-    """The exponent histogram of every table, ``[tables, 64]``: nonzero finite values by exponent."""
+    """The exponent histogram of every table, ``[tables, 64]``: nonzero finite values by exponent. The table is zeros then."""
     table = tables + tl.program_id(0).to(tl.int64) * TABLE
     out = log2_hist + tl.program_id(0) * BINS
     pattern = tl.arange(0, 256)  # of one binade, with signs
@@ -313,3 +314,6 @@ def exponents_kernel(tables, log2_hist):
         high += tl.load(table + field * 256 + pattern).to(tl.int64)
     counted = tl.where(bin == 0, tl.sum(low, axis=0), tl.where(bin == BINS - 1, tl.sum(high, axis=0), counted))
     tl.store(out + bin, counted)
+    tl.debug_barrier()  # every warp has read what others clear
+    for first in range(0, TABLE, CLEARED):
+        tl.store(table + first + tl.arange(0, CLEARED), tl.zeros([CLEARED], tl.int32))

@@ -35,6 +35,7 @@ def record_batch(
     Raises:
         ValueError: a column that the schema has not, or columns of different lengths.
     """
+    breathe()
     unknown = columns.keys() - set(schema.names)
     if unknown:
         raise ValueError(f"columns {', '.join(sorted(unknown))} are not in the schema of {_table(schema)}")
@@ -60,6 +61,7 @@ def record_batch(
             if known is not None and isinstance(values, list):
                 known[field.name] = values, array
         arrays.append(array)
+    breathe()
     return pa.record_batch(arrays, schema=schema)
 
 

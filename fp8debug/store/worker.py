@@ -10,7 +10,7 @@ from collections.abc import Callable
 Job = Callable[[], object]
 _LOOK_S = 0.1
 #: How long a job lets other threads run, how long it works before, and how much longer while so many jobs wait.
-_BREATH_S, _WORK_S, _BREATHLESS, _LONGER = 2e-4, 3e-4, 4, 4
+_BREATH_S, _WORK_S, _BREATHLESS, _LONGER = 2e-4, 1.5e-4, 4, 4
 
 
 class Worker:

@@ -40,6 +40,7 @@ from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_bins import Bins
 from fp8debug.kernels.observe_given import describe
 from fp8debug.kernels.observe_join import KINDS, Joiner
+from fp8debug.kernels.observe_leaving import StateSender, send_number
 from fp8debug.kernels.observe_pool import flush, pool
 from fp8debug.kernels.observe_results import compare, damage, row_slots
 from fp8debug.kernels.quantize import quantize, quantize_both
@@ -242,6 +243,17 @@ def joined() -> None:
         joiner([n for i, row in enumerate(taken) for n in (row.address, i, joiner.number(OPERAND))])
 
 
+def leaving() -> None:
+    """A step's state and numbers, twice."""
+    state = empty(1 << 12, dtype=torch.uint8)
+    sender, host = StateSender(state, state.clone()), empty(1, dtype=torch.float64)
+    for _ in range(2):
+        sender(state.clone())
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            for value in empty(2, dtype=dtype):
+                assert send_number(value, host)
+
+
 def usual() -> None:
     """What a watched step of a large layer launches, and some of every other kernel."""
     m, n, _ = LARGE
@@ -257,6 +269,7 @@ def usual() -> None:
         given(x, cast, transposed=transposed)
     flush(CPU)
     joined()
+    leaving()
     for which in (Gemm.FPROP, Gemm.WGRAD):
         result(which, LARGE, "blockwise")
     result(Gemm.FPROP, LARGE, "blockwise", has_bias=True)

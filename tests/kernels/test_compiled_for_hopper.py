@@ -36,7 +36,7 @@ REGISTERS, SHARED = 65536, 227 << 10
 #: how often, at most.
 SPILLING, RELOADS = ("fast_kernel", "tile_kernel", "given_kernel"), 2
 #: Kernels that are started more than once.
-AGAIN = ("fast_kernel", "given_kernel", "sample_kernel", "join_kernel")
+AGAIN = ("fast_kernel", "given_kernel", "sample_kernel", "join_kernel", "state_kernel", "number_kernel")
 
 
 @cache

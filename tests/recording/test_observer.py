@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_tensor_is_worked_on_once_as_long_as_it_is_the_same() -> None:
 class Arrived:
     """Stands for an event on the CPU, where a copy is done at once."""
 
-    def record(self, stream: object) -> None:
+    def record(self) -> None:
         """There is no stream."""
 
     def synchronize(self) -> None:
@@ -87,7 +88,7 @@ def test_a_scalar_has_its_place_on_the_host_until_it_is_read(device: str, monkey
     if device == "cpu":
         monkeypatch.setattr(Scalar, "_spare", {})
         monkeypatch.setattr(tables, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(tables, "on_device", lambda x: nullcontext())
     first = [Scalar(torch.tensor(float(i), device=device)) for i in range(3)]
     other = Scalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
     assert [one.read() for one in reversed(first)] == [2.0, 1.0, 0.0]
