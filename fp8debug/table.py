@@ -1,7 +1,7 @@
 """The device side of a recording: one row of slots per (site, cast, reference), merged in place without synchronizing.
 
 int64 counts, float64 sums and float32 extremes live in one piece of memory, a part for each (kind, merge rule). A snapshot
-is one asynchronous copy of it into pinned memory; it is read when it has arrived, and nobody waits for it.
+is what one kernel writes of it into pinned memory; it is read when it has arrived, and nobody waits for it.
 """
 
 from __future__ import annotations

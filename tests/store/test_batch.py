@@ -28,7 +28,7 @@ def test_the_same_list_is_the_same_array() -> None:
     assert first["module"].to_pylist() == again["module"].to_pylist() == names
     assert first["module"].buffers()[2].address == again["module"].buffers()[2].address
     assert other["module"].to_pylist() == [name.upper() for name in names]
-    assert again["step"].to_pylist() == [2] * 20 and len(pauses) == 5  # one for each column that is made, one before and one behind
+    assert again["step"].to_pylist() == [2] * 20 and len(pauses) == 5  # at the start, for each column that is made, at the end
 
 
 def test_a_long_list_becomes_one_array_in_pieces() -> None:
