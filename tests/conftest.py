@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.interpreter import patch_language_once
+
 # Before torch is imported, and for child processes: on small tensors, two threads that wait for each other on a busy
 # machine take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +20,10 @@ if not Path("/dev/nvidiactl").exists():
 
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def pytest_collection_finish() -> None:
+    patch_language_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

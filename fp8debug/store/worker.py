@@ -28,6 +28,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_done = 0
         self._breathed = 0.0
+        self._awaited: list[None] = []  # one for each thread that waits
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -48,9 +49,10 @@ class Worker:
     def breathe(self) -> None:
         """Let other threads have the interpreter, where the caller is a job that has worked for a while; else do nothing.
 
-        A thread that wants the interpreter is given it after 5 ms otherwise, which is long for the step of a training.
+        A thread that wants the interpreter is given it after 5 ms otherwise, which is long for the step of a training. A job
+        that somebody waits for does not keep him waiting.
         """
-        if self.is_current:
+        if self.is_current and not self._awaited:
             is_pressed = self._jobs.qsize() >= _BREATHLESS
             if time.perf_counter() - self._breathed >= _WORK_S * (_LONGER if is_pressed else 1):
                 time.sleep(_BREATH_S)
@@ -73,14 +75,18 @@ class Worker:
 
     def _waited(self, is_over: Callable[[float], bool], patience_s: float) -> bool:
         seen, since = self._num_done, time.monotonic()
-        while not is_over(_LOOK_S):
-            if not self._thread.is_alive():
-                return is_over(0)
-            if self._num_done != seen:
-                seen, since = self._num_done, time.monotonic()
-            elif time.monotonic() - since > patience_s:
-                return False
-        return True
+        self._awaited.append(None)
+        try:
+            while not is_over(_LOOK_S):
+                if not self._thread.is_alive():
+                    return is_over(0)
+                if self._num_done != seen:
+                    seen, since = self._num_done, time.monotonic()
+                elif time.monotonic() - since > patience_s:
+                    return False
+            return True
+        finally:
+            self._awaited.pop()
 
     def _work(self) -> None:
         try:

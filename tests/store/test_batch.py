@@ -43,12 +43,12 @@ def test_a_long_list_becomes_one_array_in_pieces() -> None:
 
 
 def test_a_job_breathes_once_it_has_worked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer before where many jobs wait; whoever is no job never does."""
+    """For longer before where many jobs wait; whoever is no job never does, nor one that is waited for."""
     slept: list[float] = []
     now = [100.0]
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    go, started = threading.Event(), threading.Event()
+    go, started, done = threading.Event(), threading.Event(), threading.Event()
     jobs = Worker("test", lambda error: None, lambda: None, 60.0)
     jobs.breathe()  # not a job
 
@@ -58,7 +58,8 @@ def test_a_job_breathes_once_it_has_worked_for_a_while(monkeypatch: pytest.Monke
             now[0] += 0.7 * worker._WORK_S
 
     jobs.put(work)
-    assert jobs.wait(10) and len(slept) == 2
+    jobs.put(done.set)
+    assert done.wait(10) and len(slept) == 2
 
     def late() -> None:
         started.set()
@@ -71,5 +72,16 @@ def test_a_job_breathes_once_it_has_worked_for_a_while(monkeypatch: pytest.Monke
     assert started.wait(10)
     for _ in range(10):
         jobs.put(lambda: None)
+    jobs.put(done.set)
+    done.clear()
     go.set()
+    assert done.wait(10) and len(slept) == 3
+    go.clear()
+
+    def awaited() -> None:
+        go.wait(10)
+        work()
+
+    jobs.put(awaited)
+    threading.Timer(0.2, go.set).start()
     assert jobs.end(10) and len(slept) == 3
