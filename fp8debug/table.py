@@ -305,7 +305,7 @@ class Snapshot:
         if self._done is not None:
             self._done.synchronize()
         assert self._buffers is not None
-        groups = {}
+        groups: dict[Group, np.ndarray[Any, Any]] = {}
         for group, part in self._buffers.parts.items():
             breathe()
             groups[group] = part.take(rows, axis=0)
@@ -313,8 +313,13 @@ class Snapshot:
         return groups
 
     def discard(self) -> None:
-        """Give the buffers back; the rows are not read any more."""
+        """Give the buffers back; the rows are not read any more.
+
+        What a kernel still writes to must not become somebody else's memory: it waits if it must, as when training is over.
+        """
         if self._buffers is not None:
+            if self._done is not None and not self.ready():
+                self._done.synchronize()
             buffers, self._buffers = self._buffers, None
             self._give_back(buffers)
 
@@ -341,6 +346,7 @@ class Scalar(Arriving):
     """A CUDA scalar on its way to the host, such as the loss; where it arrives is the next one's place once it is read."""
 
     _spare: ClassVar[dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]]] = {}
+    _kept: ClassVar[list[Tensor]] = []  # never freed, for nobody but the kernel knows that it writes there
 
     def __init__(self, value: Tensor) -> None:
         self._number: float | None = None
@@ -349,6 +355,7 @@ class Scalar(Arriving):
             self._host, self._done = self._free.pop()
         except IndexError:  # of no use to ask before: watches of other threads take from it too
             self._host, self._done = _landing((), torch.float64)
+            self._kept.append(self._host)
         with on_device(value):
             if not (takes_kernels(value) and twin("observe_leaving").send_number(value, self._host)):
                 self._host.copy_(value.detach().view(()), non_blocking=True)

@@ -1,7 +1,8 @@
 """Starts what writes into the host's pinned memory, in place of copies; importable only where Triton is.
 
-A copy costs the thread that starts it two to five times what a small kernel does. What a kernel wrote is there for the host
-once an event that was recorded after it has come, as with a copy.
+A small kernel costs the thread that starts it less than a copy does. What it wrote is there for the host once an event that was
+recorded after it has come, as with a copy. Of a copy torch's allocator knows, and does not give pinned memory to anybody else
+while it is under way; of a kernel it does not, so that who calls this keeps the memory until the event has come.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels import observe_pool
 from fp8debug.kernels.observe_leaving import BLOCK, StateSender, send_number
 from fp8debug.kernels.observe_pool import ENVELOPE, to_device
-from fp8debug.table import Scalar
+from fp8debug.table import Buffers, Scalar, Snapshot
 from tests.kernels.twins import NEEDS_TWINS
 from tests.recording.test_gpu_recording import no_synchronizing
 
@@ -127,3 +127,29 @@ def test_an_envelope_is_used_again_once_it_has_left(monkeypatch: pytest.MonkeyPa
     large: Any = to_device([1] * (ENVELOPE + 1), device)  # takes the place of the one that is too small
     assert large is Sent.made[4] and large.size == 2 * ENVELOPE
     assert list(observe_pool._ENVELOPES[device]) == [found[0], found[1], Sent.made[3], large]
+
+
+class Late:
+    """Stands for the event of a kernel that has not run."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def query(self) -> bool:
+        return bool(self.waits)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_memory_that_a_kernel_still_writes_to_is_not_given_back(is_read: bool) -> None:
+    done: Any = Late()
+    memory, given_back = torch.zeros(8, dtype=torch.uint8), list[int]()
+    snapshot = Snapshot({}, Buffers(memory, {}, {}, done), lambda buffers: given_back.append(done.waits))
+    assert not snapshot.ready()
+    if is_read:
+        snapshot.take([])
+    snapshot.discard()
+    snapshot.discard()
+    assert given_back == [1]
