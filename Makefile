@@ -18,9 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# A file at a time on every core, in the order of tests/conftest.py; then the pages, whose waits want the machine for themselves.
+# A file at a time on every core; then the pages, whose waits want the machine for themselves.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m 'not browser' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser' $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 lint: $(STAMP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,11 @@ if not Path("/dev/nvidiactl").exists():
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
 
-#: Files of few tests that take long: one that begins last is waited for by an idle core.
-LONG = (
-    "test_parallel.py",
-    "test_examples.py",
-    "test_run_torchrun.py",
-    "test_compiled_for_hopper.py",
-    "test_store_kills.py",
-    "test_processes.py",
-    "test_megatron_core.py",
-)
-
-
 def pytest_collection_finish() -> None:
     patch_language_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    sizes = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in LONG, -sizes[item.path]))
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         missing["gpu"] = "no CUDA device"
