@@ -67,7 +67,8 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
     except BaseException:
         _OF_STREAM.clear()  # the table may hold counts
         raise
-    counts, sums, maxima, minima = (group.of(in_order(words, blocks, len(jobs))) for group in OPERAND.groups)
+    rows = in_order(words, blocks, len(jobs))
+    counts, sums, maxima, minima = (group.of(rows) for group in OPERAND.groups)
     return Statistics(counts, sums, maxima, minima, log2_hist if histogram else log2_hist[:0])
 
 
