@@ -4,7 +4,7 @@ The twin of ``reference.gemm`` for operands in FP8. Both operands must be contra
 ``quantize(layout=...)`` stores them: input, grad_output and fprop's weight by rows, the other three by columns.
 
     backend "triton"   own kernel: promotion to FP32 every 128 of K, any M and N, K padded to 16
-    backend "cublas"   torch's blockwise ``F.scaled_mm`` on Hopper: M, N and K divisible by 128 and 16 as it demands
+    backend "cublas"   torch's ``F.scaled_mm`` on Hopper: blockwise, per row or per tensor, sizes divisible as ``fastest`` asks
 """
 
 from __future__ import annotations
@@ -27,10 +27,21 @@ from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 BLOCK_K = 128
-#: Results that cuBLAS's blockwise GEMMs have.
+#: Results that cuBLAS's GEMMs of two FP8 operands have.
 CUBLAS_DTYPES = (torch.bfloat16, torch.float32)
-#: (BM, BN, warps, stages, programs per multiprocessor, tile rows of a group, registers) by the second operand's scale kind.
-CONFIGS = dict.fromkeys((0, 1, 2), (64, 128, 4, 3, 3, 8, 168))
+#: Tile, warps, stages, programs per multiprocessor, tile rows of a group and registers of a thread of the own kernel.
+BLOCK_M, BLOCK_N, WARPS, STAGES, PER_SM, GROUP, REGISTERS = 64, 128, 4, 3, 3, 8, 168
+#: M * N * K below which the own kernel is faster than cuBLAS's with scales per row; see docs/performance.md.
+ROWWISE_PRODUCTS = 2**32
+#: Scale kinds of a whole row or tensor; the kernel reads a tensor's one scale as every row's.
+_LINES = (tg.SCALE_ROWS.value, tg.SCALE_TENSOR.value)
+#: Scale kinds by granularity, of an operand that is contracted last.
+_KINDS: dict[str, int] = {
+    "1x128": tg.SCALE_TILES.value,
+    "128x128": tg.SCALE_BLOCKS.value,
+    "rowwise": tg.SCALE_ROWS.value,
+    "tensorwise": tg.SCALE_TENSOR.value,
+}
 
 
 def _turned(q: Quantized, cast: Cast, rows_contract: bool) -> tuple[Tensor, Tensor, int]:
@@ -43,13 +54,11 @@ def _turned(q: Quantized, cast: Cast, rows_contract: bool) -> tuple[Tensor, Tens
     if rows_contract:
         data, scale_inv = data.t(), scale_inv.t()
     granularity = TRANSPOSED[cast.granularity] if rows_contract else cast.granularity
-    if granularity in ("tensorwise", "rowwise"):
-        return data, scale_inv.expand(data.shape[0], scale_inv.shape[1]), tg.SCALE_ROWS.value
-    if granularity in ("1x128", "128x128"):
-        return data, scale_inv, (tg.SCALE_TILES if granularity == "1x128" else tg.SCALE_BLOCKS).value
-    raise UsageError(
-        f"no FP8 GEMM for an operand quantized {cast}: scales must be per row, or per 128 of the contracted dimension"
-    )
+    if granularity not in _KINDS:
+        raise UsageError(
+            f"no FP8 GEMM for an operand quantized {cast}: scales must be per row, or per 128 of the contracted dimension"
+        )
+    return data, scale_inv, _KINDS[granularity]
 
 
 def _aligned(data: Tensor) -> Tensor:
@@ -108,16 +117,21 @@ def _launch(
             out.zero_()
         return
     a, b = _aligned(a), _aligned(b)
-    block_m, block_n, warps, stages, per_sm, group, registers = CONFIGS[b_kind]
-    if INTERPRETED:
-        block_m, block_n = 32, 32
+    block_m, block_n = (32, 32) if INTERPRETED else (BLOCK_M, BLOCK_N)
+    a_kind, a_strides = _rows_of(a_scale, a_kind)
+    b_kind, b_strides = _rows_of(b_scale, b_kind)
     tiles = -(-m // block_m) * -(-n // block_n)
-    tg.gemm_kernel[(min(tiles, num_sms(a.device) * per_sm),)](
+    tg.gemm_kernel[(min(tiles, num_sms(a.device) * PER_SM),)](
         TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]),
         TensorDescriptor.from_tensor(b, [block_n, BLOCK_K]),
-        out, a_scale, b_scale, m, n, k, out.stride(0), *a_scale.stride(), *b_scale.stride(), a_kind, b_kind, fast_accum,
-        accumulate, block_m, block_n, BLOCK_K, group, num_warps=warps, num_stages=stages, maxnreg=registers,
+        out, a_scale, b_scale, m, n, k, out.stride(0), *a_strides, *b_strides, a_kind, b_kind, fast_accum,
+        accumulate, block_m, block_n, BLOCK_K, GROUP, num_warps=WARPS, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
+
+
+def _rows_of(scale: Tensor, kind: int) -> tuple[int, tuple[int, ...]]:
+    """Return the kernel's scale kind and strides: a tensor's one scale is that of every row."""
+    return (tg.SCALE_ROWS.value, (0, 0)) if kind == tg.SCALE_TENSOR.value else (kind, scale.stride())
 
 
 def gemm(
@@ -150,8 +164,7 @@ def gemm(
     roles = OPERANDS[which]
     a, a_scale, a_kind = _turned(*first, (which, roles[0]) in CONTRACTS_ROWS)
     b, b_scale, b_kind = _turned(*second, (which, roles[1]) in CONTRACTS_ROWS)
-    rows = tg.SCALE_ROWS.value
-    if (a_kind == rows) != (b_kind == rows) or (fast_accum and a_kind != rows):
+    if (a_kind in _LINES) != (b_kind in _LINES) or (fast_accum and a_kind not in _LINES):
         raise UsageError(
             f"no FP8 GEMM of {first[1]} by {second[1]}{' with fast_accum' if fast_accum else ''}:"
             " both operands need scales per 128 of the contracted dimension, or both per row or tensor"
@@ -175,11 +188,15 @@ def _recipes() -> dict[int, Any]:
         tg.SCALE_TILES.value: ScalingType.BlockWise1x128,
         tg.SCALE_BLOCKS.value: ScalingType.BlockWise128x128,
         tg.SCALE_ROWS.value: ScalingType.RowWise,
+        tg.SCALE_TENSOR.value: ScalingType.TensorWise,
     }
 
 
 def _outer_major(scale: Tensor, kind: int) -> Tensor:
-    """Return scales as cuBLAS wants them: 1x128 with the rows contiguous, 128x128 with blocks of K padded to 4."""
+    """Return scales as cuBLAS wants them: 1x128 with the rows contiguous, 128x128 with blocks of K padded to 4.
+
+    Those of rows, and the one of a tensor, are a column with strides of 1, for which ``contiguous`` alone does not care.
+    """
     if kind == tg.SCALE_TILES.value:
         return scale if scale.stride(0) == 1 else scale.t().contiguous().t()
     if kind == tg.SCALE_BLOCKS.value and scale.shape[1] % 4 == 0:
@@ -188,7 +205,7 @@ def _outer_major(scale: Tensor, kind: int) -> Tensor:
         padded = scale.new_zeros(scale.shape[0], -(-scale.shape[1] // 4) * 4)
         padded[:, : scale.shape[1]] = scale
         return padded.t()
-    return scale.contiguous()
+    return scale.reshape(-1).contiguous().unsqueeze(1)
 
 
 def _cublas(
@@ -289,10 +306,14 @@ def fastest(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized,
     device = first[0].data.device
     if not hasattr(torch.nn.functional, "scaled_mm") or torch.cuda.get_device_capability(device) != (9, 0):
         return "triton"
-    a, b = (TRANSPOSED[c.granularity] if (which, r) in CONTRACTS_ROWS else c.granularity
-            for (_, c), r in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
-    blockwise = a == "1x128" and b in ("1x128", "128x128")
-    sizes = {*first[0].data.shape, *second[0].data.shape}
-    whole = all(size and size % 128 == 0 for size in sizes)
-    formats = {first[1].format, second[1].format}
-    return "cublas" if blockwise and whole and formats != {"e5m2"} and dtype in CUBLAS_DTYPES else "triton"
+    roles = OPERANDS[which]
+    a, _, a_kind = _turned(*first, (which, roles[0]) in CONTRACTS_ROWS)
+    b, _, b_kind = _turned(*second, (which, roles[1]) in CONTRACTS_ROWS)
+    if {first[1].format, second[1].format} == {"e5m2"} or dtype not in CUBLAS_DTYPES or not (a.numel() and b.numel()):
+        return "triton"
+    if a_kind == b_kind and a_kind in _LINES:
+        takes = not (b.shape[0] % 16 or b.shape[1] % 16)
+        pays = a_kind == tg.SCALE_TENSOR.value or a.shape[0] * b.numel() >= ROWWISE_PRODUCTS
+        return "cublas" if takes and pays else "triton"
+    blockwise = a_kind == tg.SCALE_TILES.value and b_kind in (tg.SCALE_TILES.value, tg.SCALE_BLOCKS.value)
+    return "cublas" if blockwise and not any(size % 128 for size in (*a.shape, *b.shape)) else "triton"

@@ -12,10 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# How an operand is scaled: per row and 128 of K, per 128 rows and 128 of K, or per row over all of K.
+# How an operand is scaled: per row and 128 of K, per 128 rows and 128 of K, per row over all of K, or by one scale, which the
+# kernel takes for that of every row.
 SCALE_TILES = tl.constexpr(0)
 SCALE_BLOCKS = tl.constexpr(1)
 SCALE_ROWS = tl.constexpr(2)
+SCALE_TENSOR = tl.constexpr(3)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.errors import UsageError
-from fp8debug.kernels import reference
-from fp8debug.kernels.gemm import gemm
+from fp8debug.kernels import dispatch, reference
+from fp8debug.kernels.gemm import fastest, gemm, prepared
 from fp8debug.kernels.quantize import quantize
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.recipes import Cast, Recipe, get_recipe
@@ -87,11 +87,58 @@ def test_nothing_to_contract() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(512, 256, 384), (48, 176, 144), (37, 64, 32), (1, 16, 16)], ids=str)
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "tensorwise_delayed", "rowwise"])
 @pytest.mark.parametrize("which", list(Gemm), ids=str)
-def test_cublas_agrees(which: Gemm) -> None:
-    first, second = operands(which, 512, 256, 384, get_recipe("blockwise"))
-    own = gemm(which, first, second)
-    assert sqnr_db(gemm(which, first, second, backend="cublas"), own) > 55
+def test_cublas_agrees(which: Gemm, recipe: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cuBLAS is chosen for it multiplies, as the own kernel does, at once and when it is prepared."""
+    monkeypatch.setattr("fp8debug.kernels.gemm.ROWWISE_PRODUCTS", 0)
+    first, second = operands(which, *sizes, get_recipe(recipe))
+    for dtype in (torch.bfloat16, torch.float32):
+        if fastest(which, first, second, dtype) != "cublas":
+            assert recipe == "blockwise" or sizes[0] % 16 or sizes[0] == 1
+            continue
+        for fast in (False, True)[: 1 if recipe == "blockwise" else 2]:
+            own = gemm(which, first, second, dtype=dtype, fast_accum=fast)
+            assert sqnr_db(gemm(which, first, second, dtype=dtype, fast_accum=fast, backend="cublas"), own) > 55
+            for _ in range(2):
+                assert sqnr_db(dispatch.gemm(which, first, second, dtype=dtype, fast_accum=fast), own) > 55
+            assert prepared(which, first, second, dtype, fast) is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "dtype", "chosen"),
+    [
+        ("blockwise", (512, 256, 384), torch.bfloat16, "cublas"),
+        ("blockwise", (512, 256, 384), torch.float32, "cublas"),
+        ("blockwise", (512, 256, 384), torch.float16, "triton"),
+        ("blockwise", (512, 256, 144), torch.bfloat16, "triton"),
+        ("e5m2", (512, 256, 384), torch.bfloat16, "triton"),
+        ("tensorwise_current", (48, 176, 144), torch.bfloat16, "cublas"),
+        ("tensorwise_current", (48, 176, 140), torch.bfloat16, "triton"),
+        ("tensorwise_current", (0, 176, 144), torch.bfloat16, "triton"),
+        ("tensorwise_delayed", (48, 176, 144), torch.float32, "cublas"),
+        ("rowwise", (512, 256, 384), torch.bfloat16, "triton"),
+        ("rowwise", (2048, 2048, 1024), torch.bfloat16, "cublas"),
+    ],
+)
+def test_the_faster_backend(
+    recipe: str, sizes: tuple[int, int, int], dtype: torch.dtype, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS where it is on a Hopper and its sizes are whole; the own kernel elsewhere."""
+    m, n, k = sizes
+    shapes = {TensorRole.INPUT: (m, k), TensorRole.WEIGHT: (n, k), TensorRole.GRAD_OUTPUT: (m, n)}
+    casts = (get_recipe("blockwise").replace(format="e5m2") if recipe == "e5m2" else get_recipe(recipe)).casts
+    for capability in ((9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        for which in Gemm:
+            first, second = (_unfilled(shapes[role], cast) for role in OPERANDS[which] if (cast := casts[which, role]))
+            assert fastest(which, first, second, dtype) == (chosen if capability == (9, 0) else "triton")
+
+
+def _unfilled(shape: tuple[int, int], cast: Cast) -> tuple[Quantized, Cast]:
+    data = torch.empty(shape, device="meta", dtype=torch.float8_e5m2 if cast.format == "e5m2" else torch.float8_e4m3fn)
+    return Quantized(data, torch.empty(1, 1, device="meta")), cast
 
 
 @pytest.mark.gpu
