@@ -39,6 +39,7 @@ from fp8debug.kernels.triton_launch import (
     scale_memory,
     tile_of,
 )
+from fp8debug.kernels.triton_lines import finish_lines
 from fp8debug.kernels.triton_run import Kernel, address, keep_plan, launch
 from fp8debug.kernels.words import Row
 from fp8debug.metrics.histogram import NUM_BINS
@@ -321,22 +322,7 @@ def _reduce(
     )
     for i, (job, spec) in enumerate(zip(jobs, specs, strict=False)):
         if spec[0] > tc.KIND_TENSOR.value:
-            _reduce_lines(found, i, job.cast, memories[i], inverses[i], rows if spec[0] == 4 else columns)
+            lines = rows if spec[0] == tc.KIND_ROWS.value else columns
+            slots = found.counts[i], found.sums[i], found.maxima[i], found.minima[i]
+            finish_lines(memories[i], inverses[i], lines, float(job.cast.amax_eps), FORMATS[job.cast.format].max, slots)
     return before, after
-
-
-def _reduce_lines(found: Statistics, i: int, cast: Cast, memory: Tensor, scale_inv: Tensor, n: int) -> None:
-    """Fill the slots of blocks where each row or column of the tensor is one; a handful of torch ops on ``[n]``."""
-    amax, scale_inv = memory[:n], scale_inv.reshape(-1)[:n]
-    parts = memory[n:].reshape(-1, 3, n)
-    signal, noise, amin = parts[:, 0].double().sum(0), parts[:, 1].double().sum(0), parts[:, 2].amin(0)
-    inf, zero, top = float("inf"), amax == 0, FORMATS[cast.format].max
-    lifted = ((amax < cast.amax_eps) | (top / amax).isinf()) & ~zero
-    found.counts[i, 9] = zero.sum()
-    found.counts[i, 10] = lifted.sum()
-    found.sums[i, 6] = scale_inv.double().log2().masked_fill(zero, 0.0).sum()
-    found.maxima[i, 2] = scale_inv.masked_fill(zero, -inf).amax()
-    found.maxima[i, 3] = (amax / scale_inv).masked_fill(zero, -inf).amax() / top
-    found.maxima[i, 4] = (noise / signal).masked_fill(signal == 0, -inf).amax()
-    found.maxima[i, 5] = (amax.double() / amin.double()).log2().masked_fill(zero, -inf).amax()
-    found.minima[i, 1] = scale_inv.masked_fill(zero, inf).amin()

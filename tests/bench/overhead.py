@@ -4,7 +4,7 @@ The same of every backend: ``python tests/bench/overhead.py --backends [native t
 
 Llama-like layers (``step.py``) in BF16 with SGD, 1x128 and 128x128 blocks; asserts no times. A time is the median over blocks of
 steps of a block's wall-clock time over its steps, the device idle before and after; a block of a model that is watched every
-N-th step has N steps, one of them sampled. The first step of every case, which compiles, is not in a block.
+N-th step has N steps, one of them sampled. The first steps of every case, which compile, and a first block are not counted.
 
 ``--backends`` runs two of these layers in eager with Fp8Linear, torchao's Float8Linear, a Linear over ``torch._scaled_mm`` and
 ``--peer te``, all that are installed unless some are named; each case in a process of its own, so that its memory is its own.
@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,8 @@ from tests.bench.backends import RECIPES, convert_layers, layers, missing
 from tests.bench.stall import Clock
 
 NOT_SAMPLING = 10**9
-#: Steps of a model before it is the other one's turn.
-TURN = 20
+#: Steps of a model before it is the other one's turn; of a block that is long enough for what is slow once not to matter.
+TURN, LONG_BLOCK = 20, 50
 #: The peer's statistics that come nearest to ours, on its three tensors of every Linear.
 FP8_STATS = ["underflows%", "scale_inv_min", "scale_inv_max", "mse"]
 TENSOR_STATS = ["min", "max", "mean", "std", "l1_norm", "cur_amax"]
@@ -109,6 +110,13 @@ class Job:
     def milliseconds(self, steps: int, blocks: int) -> float:
         return block_median(self.step, steps, blocks)
 
+    def settled(self, steps: int, blocks: int) -> float:
+        """The same after a block that is not counted, unless it is a long one."""
+        if steps >= LONG_BLOCK:
+            return self.milliseconds(steps, min(blocks, 2))
+        self.milliseconds(steps, 1)
+        return self.milliseconds(steps, blocks)
+
 
 def block_median(step: Callable[[], None], steps: int, blocks: int) -> float:
     """Return the median over blocks of a block's wall-clock time over its steps, ms, the device idle before and after."""
@@ -120,7 +128,7 @@ def block_median(step: Callable[[], None], steps: int, blocks: int) -> float:
             step()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3 / steps)
-    return sorted(times)[len(times) // 2]
+    return median(times)
 
 
 def measure(case: Case, blocks: int) -> Found:
@@ -133,12 +141,12 @@ def measure(case: Case, blocks: int) -> Found:
         for _ in range(1 if case.every else 3):
             job.step()
         steps = 5 if case.every in (None, 1) else case.every
-        found = job.milliseconds(steps, blocks if steps < 50 else 1)
+        found = job.settled(steps, blocks)
         return Found(found, torch.cuda.max_memory_allocated() / 2**30)
     with tempfile.TemporaryDirectory() as folder:
         with watching(case, job, Path(folder, "run")) as calls:
             steps = 5 if case.every in (1, NOT_SAMPLING) else case.every
-            ms = job.milliseconds(steps, blocks if steps < 50 else 2)
+            ms = job.settled(steps, blocks)
         rows = num_rows(Path(folder, "run"))
     if not rows:
         raise RuntimeError(f"{case}: nothing was recorded")

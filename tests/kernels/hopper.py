@@ -262,6 +262,7 @@ def usual() -> None:
         for statistics in (False, True):
             casts(x, cast, layout, statistics=statistics)
     casts(empty(37, 131), Cast(), statistics=True)
+    casts(x, Cast(granularity="rowwise"), statistics=True)
     counted(x)
     for _ in range(2):
         observe(x, [TILE, Cast(scaling="delayed")], [None, torch.ones(1)], histogram=True)
