@@ -11,7 +11,8 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.fp8debug
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+# Python compiles a module when it is first imported: all of torch's at once take longer than torch takes to arrive.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 .PHONY: demo test lint types docs audit clean
 
@@ -21,7 +22,7 @@ demo: $(STAMP)
 # A file at a time on every core; then the pages, whose waits want the machine for themselves.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m browser -o testpaths=tests/dashboard $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,6 +50,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "fp8debug needs Python 3.10 or newer; choose one with make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --quiet --upgrade -c constraints.txt pip
 	$(PIP) $(TORCH)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || $(PIP) $(TRITON)
 	$(PIP) -c constraints.txt -e '.[dev]'

@@ -18,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+#: Where tests in a browser are.
+PAGES = Path(__file__).parent / "dashboard"
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -33,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if CHROMIUM is None:
         missing["browser"] = "no Chromium found; install chromium or set CHROMIUM"
     for item in items:
+        if item.get_closest_marker("browser") and item.path.parent != PAGES:
+            raise pytest.UsageError(f"{item.nodeid}: tests in a browser lie in tests/dashboard, where make test looks for them")
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
