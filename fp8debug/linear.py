@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
-from fp8debug.kernels.dispatch import AmaxHistory, Operand, finite_amax, gemm, lies_as_read, quantize
+from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.history import Use
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe

@@ -13,8 +13,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.delayed import AmaxHistory
 from fp8debug.kernels.dispatch import (
-    AmaxHistory,
     Operand,
     Slots,
     countable,

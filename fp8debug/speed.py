@@ -19,8 +19,8 @@ from torch import Tensor
 from fp8debug import __version__
 from fp8debug.energy import EnergyMeter
 from fp8debug.errors import UsageError
+from fp8debug.kernels.delayed import AmaxHistory
 from fp8debug.kernels.dispatch import (
-    AmaxHistory,
     Operand,
     finite_amax,
     gemm,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fp8debug.kernels import history, reference
 from fp8debug.kernels.accumulator import short_gemm
-from fp8debug.kernels.history import AmaxHistory
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
 from fp8debug.kernels.words import Layout
 from fp8debug.metrics import Metric, Pair, Source
@@ -28,7 +27,6 @@ from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 __all__ = [
-    "AmaxHistory",
     "Operand",
     "Slots",
     "countable",

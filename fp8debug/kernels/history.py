@@ -54,6 +54,15 @@ class AmaxHistory:
                 f"no CUDA graph can hold the cast '{self.cast}': its history advances on the host; use current scaling in"
                 " captured steps"
             )
+        scale_inv = self._of_earlier(amax, use != "evaluate")
+        if use != "evaluate":
+            self._scale_inv = scale_inv
+            self._recent.append((amax, scale_inv))
+            self.num_calls += 1
+        return scale_inv
+
+    def _of_earlier(self, amax: Tensor, put: bool) -> Tensor:
+        """Return the scale_inv that the ring gives, and ``put`` the call's amax into it."""
         if self.num_calls == 0:
             known = amax
         elif self.cast.algo == "most_recent":
@@ -62,13 +71,9 @@ class AmaxHistory:
             known = self._amaxes.amax()
         usable = (known > 0) & known.isfinite()
         scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
-        if use == "evaluate":
-            return scale_inv
-        self._scale_inv = scale_inv
-        self._amaxes[self.num_calls % self.cast.history] = amax
-        self._recent.append((amax, scale_inv))
-        self.num_calls += 1
-        return self._scale_inv
+        if put:
+            self._amaxes[self.num_calls % self.cast.history] = amax
+        return scale_inv
 
     def _scale_inv_of(self, amax: Tensor) -> Tensor:
         """Return the scale_inv of the last call with that amax, which recomputation meets again; else the last one."""

@@ -46,6 +46,7 @@ from fp8debug.kernels.observe_results import compare, damage, row_slots
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_execute import plan_of
+from fp8debug.kernels.triton_history import next_scale_inv
 from fp8debug.kernels.triton_launch import OPERAND
 from fp8debug.kernels.triton_run import address
 from fp8debug.metrics import Source
@@ -271,6 +272,9 @@ def usual() -> None:
     flush(CPU)
     joined()
     leaving()
+    ring = empty(16, dtype=torch.float32)
+    for num_calls, put in ((0, True), (1, True), (17, True), (2, False)):
+        next_scale_inv(Cast(scaling="delayed", history=16), ring[0], ring, ring[0], num_calls, put=put)
     for which in (Gemm.FPROP, Gemm.WGRAD):
         result(which, LARGE, "blockwise")
     result(Gemm.FPROP, LARGE, "blockwise", has_bias=True)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8debug.errors import UsageError
-from fp8debug.kernels.dispatch import AmaxHistory, finite_amax
+from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.dispatch import finite_amax
 from fp8debug.recipes import Cast
 
 CPU = torch.device("cpu")
