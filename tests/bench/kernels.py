@@ -213,6 +213,27 @@ def gemms() -> None:
     print(f"own GEMM over cuBLAS blockwise, geometric mean: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
 
 
+def lines() -> None:
+    """Own GEMM against cuBLAS with one scale for a tensor, and one for a row."""
+    for recipe in ("tensorwise_current", "rowwise"):
+        for tokens, n, k in (*SHAPES, (2048, 2048, 1024), (2048, 1024, 1024), (1024, 1024, 1024)):
+            words = []
+            for which in Gemm:
+                shapes = {TensorRole.INPUT: (tokens, k), TensorRole.WEIGHT: (n, k), TensorRole.GRAD_OUTPUT: (tokens, n)}
+                pairs = [
+                    [
+                        _operand(which, role, torch.randn(shapes[role], device="cuda").bfloat16(), recipe)
+                        for role in OPERANDS[which]
+                    ]
+                    for _ in range(ROTATE)
+                ]
+                own, peer = (microseconds(partial(_gemm, which, pairs, name), inner=2) for name in ("triton", "cublas"))
+                speeds = [2.0 * tokens * n * k / time / 1e6 for time in (own, peer)]
+                same = float((gemm(which, *pairs[0]) == gemm(which, *pairs[0], backend="cublas")).float().mean())
+                words.append(f"{which} {speeds[0]:.0f}, {speeds[1]:.0f} ({peer / own:.2f}; equal {same:.4f})")
+            print(f"{recipe} {tokens}x{n}x{k}: TFLOP/s own, cublas: {'; '.join(words)}", flush=True)
+
+
 def _gemm(which: Gemm, pairs: list[Any], backend: str, i: int) -> torch.Tensor:
     return gemm(which, *pairs[i], backend=backend)
 
@@ -246,8 +267,8 @@ def samples() -> None:
         report(f"count bf16[8192, 4096], {name}", microseconds(partial(_count, bins, words)))
 
 
-def _operand(which: Gemm, role: TensorRole, x: torch.Tensor) -> Any:
-    cast = get_recipe("blockwise").casts[which, role]
+def _operand(which: Gemm, role: TensorRole, x: torch.Tensor, recipe: str = "blockwise") -> Any:
+    cast = get_recipe(recipe).casts[which, role]
     assert cast is not None
     return quantize(x, cast, layout="columns" if (which, role) in CONTRACTS_ROWS else "rows")[0], cast
 
@@ -292,5 +313,6 @@ if __name__ == "__main__":
         casts()
     if "gemm" in chosen:
         gemms()
+        lines()
     if "samples" in chosen:
         samples()
