@@ -11,7 +11,9 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.fp8debug
-# Python compiles a module when it is first imported: all of torch's at once take longer than torch takes to arrive.
+# Python compiles a module when it is first imported, and keeps it: all of torch's at once take longer than torch takes to
+# arrive. The tests import torch in a hundred processes, so nothing may keep Python from keeping.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
 .PHONY: demo test lint types docs audit clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,8 @@ def test_a_job_breathes_once_it_has_worked_for_a_while(monkeypatch: pytest.Monke
     """For longer before where many jobs wait; whoever is no job never does, nor one that is waited for."""
     slept: list[float] = []
     now = [100.0]
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    own = SimpleNamespace(sleep=slept.append, perf_counter=lambda: now[0], monotonic=time.monotonic)
+    monkeypatch.setattr(worker, "time", own)  # and nobody else's: other threads of the tests sleep too
     go, started, done = threading.Event(), threading.Event(), threading.Event()
     jobs = Worker("test", lambda error: None, lambda: None, 60.0)
     jobs.breathe()  # not a job
