@@ -301,7 +301,8 @@ def supports(a: Cast | str, b: Cast | str) -> bool:
 def fastest(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> str:
     """Return the backend that is faster among those that take these operands; see docs/performance.md.
 
-    cuBLAS has blockwise GEMMs on Hopper alone, and none of two E5M2 operands.
+    cuBLAS has blockwise GEMMs on Hopper alone, of whole blocks, and none of two E5M2 operands; with one scale a row or tensor
+    it takes sizes divisible by 16, and for few products the own kernel is faster where rows have scales.
     """
     device = first[0].data.device
     if not hasattr(torch.nn.functional, "scaled_mm") or torch.cuda.get_device_capability(device) != (9, 0):
@@ -312,7 +313,7 @@ def fastest(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized,
     if {first[1].format, second[1].format} == {"e5m2"} or dtype not in CUBLAS_DTYPES or not (a.numel() and b.numel()):
         return "triton"
     if a_kind == b_kind and a_kind in _LINES:
-        takes = not (b.shape[0] % 16 or b.shape[1] % 16)
+        takes = not any(size % 16 for size in (*a.shape, *b.shape))
         pays = a_kind == tg.SCALE_TENSOR.value or a.shape[0] * b.numel() >= ROWWISE_PRODUCTS
         return "cublas" if takes and pays else "triton"
     blockwise = a_kind == tg.SCALE_TILES.value and b_kind in (tg.SCALE_TILES.value, tg.SCALE_BLOCKS.value)

@@ -96,7 +96,7 @@ def test_cublas_agrees(which: Gemm, recipe: str, sizes: tuple[int, int, int], mo
     first, second = operands(which, *sizes, get_recipe(recipe))
     for dtype in (torch.bfloat16, torch.float32):
         if fastest(which, first, second, dtype) != "cublas":
-            assert recipe == "blockwise" or sizes[0] % 16 or sizes[0] == 1
+            assert recipe == "blockwise" or sizes[0] % 16
             continue
         for fast in (False, True)[: 1 if recipe == "blockwise" else 2]:
             own = gemm(which, first, second, dtype=dtype, fast_accum=fast)
@@ -116,6 +116,7 @@ def test_cublas_agrees(which: Gemm, recipe: str, sizes: tuple[int, int, int], mo
         ("e5m2", (512, 256, 384), torch.bfloat16, "triton"),
         ("tensorwise_current", (48, 176, 144), torch.bfloat16, "cublas"),
         ("tensorwise_current", (48, 176, 140), torch.bfloat16, "triton"),
+        ("tensorwise_current", (37, 176, 144), torch.bfloat16, "triton"),
         ("tensorwise_current", (0, 176, 144), torch.bfloat16, "triton"),
         ("tensorwise_delayed", (48, 176, 144), torch.float32, "cublas"),
         ("rowwise", (512, 256, 384), torch.bfloat16, "triton"),
