@@ -16,6 +16,7 @@ from fp8debug.recipes import Cast
 
 #: Amaxes that are loaded at once.
 CHUNK = 1024
+#: A place that is none; those that are one are above it, and odd too.
 NOWHERE = tl.constexpr(3)
 
 

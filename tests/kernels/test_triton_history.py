@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fp8debug.kernels import delayed, history
+from fp8debug.kernels import delayed, history, triton_history, triton_run
 from fp8debug.recipes import Cast
 from tests.kernels.twins import NEEDS_TWINS
 
@@ -35,15 +36,22 @@ def kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_the_same_scales_and_ring(cast: Cast) -> None:
-    """Training and evaluations in turn, amaxes of nothing and of no number among them."""
-    chosen = random.Random(0)
+def test_the_same_scales_and_ring(cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluations in turn, amaxes of nothing and of no number among them; one launch a call."""
+    chosen, launches = random.Random(0), list[Any]()
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        launches.append(arguments)
+        triton_run.launch(*arguments, **options)
+
+    monkeypatch.setattr(triton_history, "launch", launch)
     ours, theirs = delayed.AmaxHistory(cast, DEVICE), history.AmaxHistory(cast, DEVICE)
     for _ in range(40):
         amax = torch.tensor(chosen.choice(AMAXES), device=DEVICE)
         use: history.Use = chosen.choice(["train", "train", "evaluate"])
         assert same(ours.next_scale_inv(amax, use), theirs.next_scale_inv(amax, use))
         assert same(ours.state(), theirs.state())
+    assert len(launches) == 40
     assert same(ours.next_scale_inv(amax, "recompute"), theirs.next_scale_inv(amax, "recompute"))
 
 
