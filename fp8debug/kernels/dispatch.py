@@ -277,8 +277,8 @@ def gemm(
             if first.dtype == second.dtype == dtype and dtype in (torch.bfloat16, torch.float16):
                 return _matmul(which, first, second)
         else:
-            if isinstance(first, tuple) and isinstance(second, tuple) and why_no_twins() is None:
-                prepared = twin("gemm").prepared(which, first, second, dtype, fast_accum)
+            if isinstance(first, tuple) and isinstance(second, tuple) and not fast_accum and why_no_twins() is None:
+                prepared = twin("gemm").prepared(which, first, second, dtype)
                 if prepared is not None:
                     with on_device(first[0].data):
                         again: Tensor = prepared(first[0], second[0])
@@ -287,9 +287,9 @@ def gemm(
             if reason is None:
                 own = twin("gemm")
                 with on_device(_first_tensor(first)):
-                    backend = own.fastest(which, first, second, dtype)
+                    backend = own.fastest(which, first, second, dtype, fast_accum)
                     product: Tensor = own.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
-                    own.prepare(which, first, second, dtype, fast_accum, backend)
+                    own.prepare(which, first, second, dtype, backend)
                     return product
             text = f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}"
             _say(text, where)

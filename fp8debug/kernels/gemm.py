@@ -228,13 +228,11 @@ def _cublas(
 class _Prepared:
     """A GEMM by cuBLAS for operands of one layout, for which nothing has to be asked any more."""
 
-    def __init__(
-        self, which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast: bool
-    ) -> None:
+    def __init__(self, which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> None:
         self._turned = [(which, role) in CONTRACTS_ROWS for role in OPERANDS[which]]
         self._kinds = [_turned(*o, t)[2] for o, t in zip((first, second), self._turned, strict=True)]
         self._recipes = [_recipes()[kind] for kind in self._kinds]
-        self._options: dict[str, Any] = {"output_dtype": dtype, "use_fast_accum": fast}
+        self._dtype = dtype
         self.casts = first[1], second[1]  # kept, so that no other cast has their identity
 
     def __call__(self, first: Quantized, second: Quantized) -> Tensor:
@@ -248,7 +246,7 @@ class _Prepared:
             b = b.t()
         a_scale, b_scale = _outer_major(a_scale, self._kinds[0]), _outer_major(b_scale, self._kinds[1])
         product: Tensor = torch.nn.functional.scaled_mm(
-            a, b, a_scale, self._recipes[0], b_scale, self._recipes[1], **self._options
+            a, b, a_scale, self._recipes[0], b_scale, self._recipes[1], output_dtype=self._dtype
         )
         return product
 
@@ -258,36 +256,26 @@ _PREPARED: dict[Any, _Prepared] = {}
 MAX_PREPARED = 4096
 
 
-def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: Any, fast: bool) -> Any:
+def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> Any:
     (a, _), (b, _) = first[0], second[0]
     aligned = (a.data_ptr() | b.data_ptr()) % 16 == 0
     casts = id(first[1]), id(second[1])
-    return (which, casts, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, dtype, fast, aligned)
+    return (which, casts, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, dtype, aligned)
 
 
-def prepared(
-    which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast_accum: bool
-) -> _Prepared | None:
+def prepared(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> _Prepared | None:
     """Return what :func:`prepare` made for operands like these."""
-    return _PREPARED.get(_layout_of(which, first, second, dtype, fast_accum))
+    return _PREPARED.get(_layout_of(which, first, second, dtype))
 
 
-def prepare(
-    which: Gemm,
-    first: tuple[Quantized, Cast],
-    second: tuple[Quantized, Cast],
-    dtype: torch.dtype,
-    fast_accum: bool,
-    backend: str,
-) -> None:
-    """Keep how operands like these are multiplied, where cuBLAS takes them as they lie."""
+def prepare(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, backend: str) -> None:
+    """Keep how operands like these are multiplied with promotion, where cuBLAS takes them as they lie."""
     a, b = ((q.data.t() if (which, role) in CONTRACTS_ROWS else q.data)
             for (q, _), role in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
     if backend == "cublas" and all(_aligned(data) is data for data in (a, b)):
         if len(_PREPARED) == MAX_PREPARED:
             _PREPARED.clear()
-        key = _layout_of(which, first, second, dtype, fast_accum)
-        _PREPARED[key] = _Prepared(which, first, second, dtype, fast_accum)
+        _PREPARED[_layout_of(which, first, second, dtype)] = _Prepared(which, first, second, dtype)
 
 
 def supports(a: Cast | str, b: Cast | str) -> bool:
@@ -298,14 +286,21 @@ def supports(a: Cast | str, b: Cast | str) -> bool:
     return set(names) <= lines or set(names) <= blocks
 
 
-def fastest(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> str:
-    """Return the backend that is faster among those that take these operands; see docs/performance.md.
+def fastest(
+    which: Gemm,
+    first: tuple[Quantized, Cast],
+    second: tuple[Quantized, Cast],
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> str:
+    """Return the backend that is faster among those that take these operands, and correct; see docs/performance.md.
 
     cuBLAS has blockwise GEMMs on Hopper alone, of whole blocks, and none of two E5M2 operands; with one scale a row or tensor
-    it takes sizes divisible by 16, and for few products the own kernel is faster where rows have scales.
+    it takes sizes divisible by 16, and for few products the own kernel is faster where rows have scales. ``fast_accum`` is
+    one sum over all of the contracted dimension, which cuBLAS splits where a result has few tiles.
     """
     device = first[0].data.device
-    if not hasattr(torch.nn.functional, "scaled_mm") or torch.cuda.get_device_capability(device) != (9, 0):
+    if fast_accum or not hasattr(torch.nn.functional, "scaled_mm") or torch.cuda.get_device_capability(device) != (9, 0):
         return "triton"
     roles = OPERANDS[which]
     a, _, a_kind = _turned(*first, (which, roles[0]) in CONTRACTS_ROWS)
