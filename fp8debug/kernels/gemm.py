@@ -287,11 +287,7 @@ def supports(a: Cast | str, b: Cast | str) -> bool:
 
 
 def fastest(
-    which: Gemm,
-    first: tuple[Quantized, Cast],
-    second: tuple[Quantized, Cast],
-    dtype: torch.dtype,
-    fast_accum: bool = False,
+    which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast_accum: bool = False
 ) -> str:
     """Return the backend that is faster among those that take these operands, and correct; see docs/performance.md.
 

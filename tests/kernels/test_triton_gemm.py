@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -149,6 +154,35 @@ def _unfilled(shape: tuple[int, int], cast: Cast) -> tuple[Quantized, Cast]:
     return Quantized(data, torch.empty(1, 1, device="meta")), cast
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise_current", "rowwise"])
+def test_a_promoted_gemm_of_the_same_operands_leaves_fast_accum_alone(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS takes the promoted one, at once and when it is prepared; what it prepared is not used for the other."""
+    products: list[Tensor] = []
+
+    def by_cublas(a: Tensor, b: Tensor, *_: Any, output_dtype: torch.dtype, **options: Any) -> Tensor:
+        assert not options.get("use_fast_accum")
+        products.append(torch.full((a.shape[0], b.shape[1]), 7.0, dtype=output_dtype, device=a.device))
+        return products[-1]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_cublas)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("fp8debug.kernels.gemm.ROWWISE_PRODUCTS", 0)
+    monkeypatch.setattr(dispatch, "_first_tensor", lambda _: SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(dispatch, "why_no_twins", lambda: None)
+    monkeypatch.setattr(dispatch, "on_device", lambda _: nullcontext())
+    for which in Gemm:
+        products.clear()
+        first, second = operands(which, 48, 64, 32, get_recipe(recipe))
+        for num in (1, 2):
+            assert dispatch.gemm(which, first, second, dtype=torch.float32) is products[-1] and len(products) == num
+        assert prepared(which, first, second, torch.float32) is not None
+        for _ in range(2):
+            found = dispatch.gemm(which, first, second, dtype=torch.float32, fast_accum=True)
+            assert torch.equal(found, gemm(which, first, second, dtype=torch.float32, fast_accum=True))
+        assert len(products) == 2
+
+
 @pytest.mark.gpu
 def test_fast_accum_loses_what_promotion_keeps() -> None:
     """numerics.md, 2: uniform operands, the error of a short accumulator grows with K."""
@@ -160,5 +194,9 @@ def test_fast_accum_loses_what_promotion_keeps() -> None:
         for fast in (True, False):
             found = gemm(Gemm.FPROP, first, second, dtype=torch.float32, fast_accum=fast)
             errors[k, fast] = float(((found - wanted) / wanted).abs().max())
+        for fast in (False, True, False, True):  # as a Linear does it, whatever was multiplied before
+            found = dispatch.gemm(Gemm.FPROP, first, second, dtype=torch.float32, fast_accum=fast)
+            error = float(((found - wanted) / wanted).abs().max())
+            assert error == errors[k, True] if fast else error < 2e-3
     assert errors[4096, True] > 0.01 and errors[16384, True] > 2 * errors[4096, True]
     assert errors[4096, False] < 2e-3 and errors[16384, False] < 2e-3
