@@ -293,24 +293,12 @@ class Snapshot:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def take(
-        self, rows: Sequence[int] | np.ndarray[Any, Any], breathe: Callable[[], None] = lambda: None
-    ) -> dict[Group, np.ndarray[Any, Any]]:
-        """Return some rows of each group, ``[len(rows), columns]``; ``places`` says where its slots lie. Waits if it must.
-
-        Args:
-            rows: their numbers.
-            breathe: called now and then, to let other threads have the interpreter.
-        """
+    def parts(self) -> dict[Group, np.ndarray[Any, Any]]:
+        """Return each group, ``[rows, columns]``, to be read until :meth:`discard`. Waits if it must."""
         if self._done is not None:
             self._done.synchronize()
         assert self._buffers is not None
-        groups: dict[Group, np.ndarray[Any, Any]] = {}
-        for group, part in self._buffers.parts.items():
-            breathe()
-            groups[group] = part.take(rows, axis=0)
-        self.discard()
-        return groups
+        return self._buffers.parts
 
     def discard(self) -> None:
         """Give the buffers back; the rows are not read any more.

@@ -12,8 +12,9 @@ from fp8debug.table import Snapshot
 
 def slots_of(snapshot: Snapshot, rows: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``."""
-    groups, found = snapshot.take(rows), {}
+    parts, found = snapshot.parts(), {}
     for name, (group, start, stop) in snapshot.places.items():
-        values = groups[group][:, start:stop]
+        values = parts[group][list(rows), start:stop]
         found[name] = values if stop - start > 1 else values[:, 0]
+    snapshot.discard()
     return found

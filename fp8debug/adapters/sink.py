@@ -11,15 +11,10 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
 from fp8debug.adapters.changes import RecipeChanges
-from fp8debug.adapters.rows import (
-    Described,
-    by_execution,
-    first_nonfinite,
-    numbers_of_slots,
-    stats_columns,
-    unsampled_nonfinite,
-)
+from fp8debug.adapters.rows import Described, by_execution, stats_batch, unsampled_nonfinite
 from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
@@ -44,7 +39,7 @@ class StepSink:
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
-        self._described = Described(writer.breathe)
+        self._described = Described(writer.rank, writer.breathe)
 
     @property
     def decides(self) -> bool:
@@ -55,23 +50,24 @@ class StepSink:
         """Take one step, whose copies have arrived."""
         for snapshot, filled in finished.tables:
             make = partial(self._rows, finished, snapshot, filled)
-            if not (self._writer.stats(make(), len(filled)) if self.decides else self._writer.stats(make, len(filled))):
+            rows = _own(make()) if self.decides else make
+            if not self._writer.stats(rows, len(filled)):
                 snapshot.discard()
         step = partial(self._step, finished, datetime.now(timezone.utc))
         self._writer.steps(step() if self.decides else step)
 
-    def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> dict[str, Any]:
+    def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
-        first = first_call(min(self.stages, default=0))
-        columns = stats_columns(finished, snapshot, filled, self._described, first, self._writer.breathe)
+        sheet = self._described.sheet(filled, snapshot.places, first_call(min(self.stages, default=0)))
+        batch = stats_batch(finished, snapshot, sheet)
         self._writer.breathe()
         if self._changes.has_guard:
-            self._changes.see(finished.step, numbers_of_slots(columns))
-        for module, message in first_nonfinite(columns, self._nonfinite, self._writer.breathe):
+            self._changes.see(finished.step, sheet.columns())
+        for module, message in sheet.first_nonfinite(self._nonfinite):
             self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)
             self._found.append((module, message))
-        return columns
+        return batch
 
     def _step(self, finished: FinishedStep, now: datetime) -> Mapping[str, Any]:
         if self._dumper is not None:
@@ -84,3 +80,8 @@ class StepSink:
             message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
             self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
         return {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
+
+
+def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch in memory of its own: it may wait, and the next step writes over that of this one."""
+    return pa.ipc.read_record_batch(batch.serialize(), batch.schema)

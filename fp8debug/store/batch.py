@@ -10,10 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.store.packed import packed_lists
+from fp8debug.store.packed import Lists
 
-#: Lists that became arrays, by column: the same list, which nobody changes, becomes the same array.
-Known = dict[str, tuple[list[Any], pa.Array]]
 #: Items of a list that become an array before others may run.
 _PIECE = 1024
 
@@ -21,24 +19,20 @@ _PIECE = 1024
 def record_batch(
     schema: pa.Schema,
     columns: Mapping[str, Any],
-    known: Known | None = None,
     breathe: Callable[[], None] = lambda: None,
 ) -> pa.RecordBatch:
     """Return the columns as a batch.
 
     Args:
         schema: schema of the batch; a column that is missing in ``columns`` is null.
-        columns: equally long lists or arrays, of NumPy or of Arrow, by name, or one value for all rows.
-        known: lists of the batch before, and of this one afterwards.
+        columns: equally long lists or arrays by name, or one value for all rows.
         breathe: called now and then, to let other threads have the interpreter.
 
     Raises:
         ValueError: a column that the schema has not, or columns of different lengths.
     """
     breathe()
-    unknown = columns.keys() - set(schema.names)
-    if unknown:
-        raise ValueError(f"columns {', '.join(sorted(unknown))} are not in the schema of {_table(schema)}")
+    _refuse_unknown(schema, columns)
     lengths = {name: len(value) for name, value in columns.items() if _is_column(value)}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"the columns of {_table(schema)} differ in length: {lengths}")
@@ -47,22 +41,32 @@ def record_batch(
     arrays = []
     for field in schema:
         values = columns.get(field.name)
-        before = known.get(field.name) if known else None
-        if before is not None and before[0] is values:
-            array = before[1]
-        elif isinstance(values, pa.Array):
-            array = values if values.type == field.type else values.cast(field.type)
-        elif not _is_column(values):
+        if not _is_column(values):
             array = pa.nulls(num_rows, field.type) if values is None else pa.repeat(pa.scalar(values, field.type), num_rows)
         else:
             breathe()
             is_list = pa.types.is_list(field.type)
             array = _lists(values, field) if is_list else _array(values, field, is_statistic=is_statistic, breathe=breathe)
-            if known is not None and isinstance(values, list):
-                known[field.name] = values, array
         arrays.append(array)
     breathe()
     return pa.record_batch(arrays, schema=schema)
+
+
+def row_batch(schema: pa.Schema, row: Mapping[str, Any]) -> pa.RecordBatch:
+    """Return one row as a batch of the schema, in fewer calls than its columns take; what is missing in ``row`` is null.
+
+    Raises:
+        ValueError: a column that the schema has not.
+    """
+    _refuse_unknown(schema, row)
+    made = pa.RecordBatch.from_struct_array(pa.array([row], type=pa.struct(list(schema))))
+    return made.replace_schema_metadata(schema.metadata)
+
+
+def _refuse_unknown(schema: pa.Schema, columns: Mapping[str, Any]) -> None:
+    unknown = columns.keys() - set(schema.names)
+    if unknown:
+        raise ValueError(f"columns {', '.join(sorted(unknown))} are not in the schema of {_table(schema)}")
 
 
 def _table(schema: pa.Schema) -> str:
@@ -70,7 +74,7 @@ def _table(schema: pa.Schema) -> str:
 
 
 def _is_column(values: Any) -> bool:
-    return isinstance(values, (list, tuple, np.ndarray, pa.Array))
+    return isinstance(values, (list, tuple, np.ndarray))
 
 
 def _array(values: Any, field: pa.Field, *, is_statistic: bool, breathe: Callable[[], None]) -> pa.Array:
@@ -110,6 +114,8 @@ def _without_neutral(array: pa.Array, merge: str) -> pa.Array:
 def _lists(values: Any, field: pa.Field) -> pa.Array:
     """Return a list column from a list of (sequence | None) or an array ``[rows, size]``; a masked row is null."""
     if isinstance(values, np.ndarray) and values.ndim == 2:
-        is_missing = np.all(np.ma.getmaskarray(values), axis=1)
-        return packed_lists(np.ma.getdata(values), np.logical_not(is_missing)).cast(field.type)
+        num_rows, size = values.shape
+        lists = Lists(num_rows, size, values.dtype)
+        lists.fill(np.ma.getdata(values), np.logical_not(np.all(np.ma.getmaskarray(values), axis=1)))
+        return lists.array.cast(field.type)
     return pa.array([None if v is None else np.asarray(v) for v in values], type=field.type)

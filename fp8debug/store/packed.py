@@ -1,4 +1,4 @@
-"""Columns of one type as Arrow arrays, all at once: what is done column by column takes a hundred calls of Python a step."""
+"""Columns of Arrow over memory of NumPy's, which is written to once for all of a kind and not column by column."""
 
 from __future__ import annotations
 
@@ -8,41 +8,44 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from fp8debug.store.numbers import numbers_of
 
+def columns_over(values: npt.NDArray[Any], bits: npt.NDArray[np.uint8] | None = None) -> list[pa.Array]:
+    """Return columns over memory that may be written to later; how many null they have is not counted before it is asked.
 
-def packed(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> list[pa.Array]:
-    """Return numbers as Arrow arrays that share their memory.
+    Once it was, Arrow keeps the number: before each time that the memory was written to, take a slice of what holds them.
 
     Args:
-        values: ``[columns, rows]``, not to be changed any more.
-        valid: of that shape; what is not is null.
+        values: ``[columns, rows]``, contiguous.
+        bits: for each column a bit a row, the lowest first, which says that a number is data; contiguous. None: all are.
     """
-    num_rows = values.shape[1]
-    bits = np.packbits(valid, axis=1, bitorder="little")
-    data, masks = pa.py_buffer(np.ascontiguousarray(values)), pa.py_buffer(bits)
-    size, width, kind = num_rows * values.itemsize, bits.shape[1], pa.from_numpy_dtype(values.dtype)
-    nulls = (num_rows - np.count_nonzero(valid, axis=1)).tolist()
+    num_rows, kind = values.shape[1], pa.from_numpy_dtype(values.dtype)
+    data, size = pa.py_buffer(values), num_rows * values.itemsize
+    masks, width = (None, 0) if bits is None else (pa.py_buffer(bits), bits.shape[1])
     return [
-        pa.Array.from_buffers(kind, num_rows, [masks.slice(i * width, width) if null else None, data.slice(i * size, size)], null)
-        for i, null in enumerate(nulls)
+        pa.Array.from_buffers(kind, num_rows, [masks and masks.slice(i * width, width), data.slice(i * size, size)])
+        for i in range(len(values))
     ]
 
 
-def packed_lists(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> pa.Array:
-    """Return lists of equal length ``[rows, size]`` as an Arrow array; a row that is not valid is null."""
-    ends = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum(valid * np.int32(values.shape[1]), out=ends[1:])
-    (flat,) = packed(values[valid].reshape(1, -1), np.ones((1, int(ends[-1])), dtype=bool))
-    masks = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-    return pa.Array.from_buffers(pa.list_(flat.type), len(values), [masks, pa.py_buffer(ends)], children=[flat])
+class Lists:
+    """A column of lists of equal length over memory that may be written to later, as :func:`columns_over` says.
 
+    Args:
+        num_rows: lists.
+        size: numbers of each.
+        dtype: of the numbers.
+    """
 
-def numbers_or(column: pa.Array, missing: float) -> npt.NDArray[Any]:
-    """Return the numbers of a column of one width, ``missing`` for null."""
-    numbers = numbers_of(column, column.type.to_pandas_dtype())
-    masks = column.buffers()[0]
-    if masks is None or not column.null_count:
-        return numbers
-    bits = np.unpackbits(np.frombuffer(masks, np.uint8), bitorder="little")[column.offset : column.offset + len(column)]
-    return np.where(bits, numbers, numbers.dtype.type(missing))
+    def __init__(self, num_rows: int, size: int, dtype: npt.DTypeLike) -> None:
+        self._ends = np.zeros(num_rows + 1, dtype=np.int32)
+        self._flat = np.zeros(num_rows * size, dtype=dtype)
+        self._bits = np.zeros(-(-num_rows // 8), dtype=np.uint8)
+        (flat,) = columns_over(self._flat[None])
+        buffers = [pa.py_buffer(self._bits), pa.py_buffer(self._ends)]
+        self.array = pa.Array.from_buffers(pa.list_(flat.type), num_rows, buffers, children=[flat])
+
+    def fill(self, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_]) -> None:
+        """Write lists ``[rows, size]``; one that is not valid is null."""
+        np.cumsum(valid * np.int32(values.shape[1]), out=self._ends[1:])
+        self._flat[: self._ends[-1]] = values[valid].reshape(-1)
+        self._bits[:] = np.packbits(valid, bitorder="little")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
-from fp8debug.store.batch import Known, record_batch
+from fp8debug.store.batch import record_batch, row_batch
 from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
 from fp8debug.store.places import refuse_to_write
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
@@ -36,6 +36,7 @@ CLOSE_PATIENCE_S = 60.0
 OPEN_PATIENCE_S = 30.0
 
 Columns = Mapping[str, "Sequence[Any] | np.ndarray[Any, Any]"]
+Content: TypeAlias = "Columns | pa.RecordBatch | Callable[[], Columns | pa.RecordBatch]"
 
 
 class RunWriter:
@@ -88,7 +89,6 @@ class RunWriter:
         self._lock: Lock | None = None
         self._streams: dict[str, stream.Stream] = {}
         self._schemas: dict[str, pa.Schema] = {}
-        self._arrays: dict[str, Known] = {}
         self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
         self._counting = threading.Lock()
         self._closed = False
@@ -104,6 +104,7 @@ class RunWriter:
             **(rank_manifest or {}),
             "ended": None,
         }
+        pa.array([0])  # imports pandas where it is installed, for which training would wait while the thread did it
         self._worker = Worker("fp8debug-writer", self._failed, self._beat, HEARTBEAT_S)
         self._begin(resume)
         atexit.register(self.close)
@@ -165,14 +166,15 @@ class RunWriter:
             self._write_json(self._root / "manifest.json", self._manifest)
         self._worker.put(self._sync_manifests)  # which nobody waits for
 
-    def stats(self, columns: Columns | Callable[[], Columns], num_rows: int | None = None) -> bool:
+    def stats(self, columns: Content, num_rows: int | None = None) -> bool:
         """Append the rows of one sampled step.
 
         Args:
             columns: equally long lists or arrays by column name; the caller must not change them any more. ``rank`` may
                 be left out. A missing column is null; so are None, masked elements, and in slots NaN and the neutral
                 infinity of an extreme. ``log2_hist`` is a list of 64 counts or None per row, or an array
-                ``[rows, 64]``. Or a function that returns them, which is called in the writer's thread.
+                ``[rows, 64]``. Or a batch of them all, or a function that returns either, which is called in the writer's
+                thread, when those before are written.
             num_rows: how many rows a function will return.
 
         Returns:
@@ -188,20 +190,25 @@ class RunWriter:
         Args:
             row: by column, or a function that returns it, which is called in the writer's thread.
         """
-        now = datetime.now(timezone.utc)
+        full = {"rank": self.rank, "time": datetime.now(timezone.utc), **({} if callable(row) else row)}
 
-        def columns() -> Columns:
-            full = {"time": now, **(row() if callable(row) else row)}
-            return {name: [value] for name, value in full.items()}
+        def batch() -> pa.RecordBatch:
+            return row_batch(self._schema("steps"), {**full, **row()} if callable(row) else full)
 
-        self._append("steps", columns if callable(row) else columns())
+        self._append("steps", batch)
 
     def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
         """Append one event; see the ``events`` table for the kinds."""
+        event = self._event(step, kind, module, message)
         if self._worker.is_current:
-            self._put_event(_event(step, kind, module, message))
+            self._put("events", event())
         else:
-            self._append("events", _event(step, kind, module, message))
+            self._append("events", event)
+
+    def _event(self, step: int | None, kind: str, module: str | None, message: str) -> Callable[[], pa.RecordBatch]:
+        now = datetime.now(timezone.utc)
+        row = {"step": step, "rank": self.rank, "time": now, "kind": kind, "module": module, "message": message}
+        return lambda: row_batch(self._schema("events"), row)
 
     def update_manifest(self, changes: Mapping[str, Any], *, add: bool = False) -> None:
         """Change top-level keys of ``manifest.json``, which rank 0 writes; elsewhere the own manifest's, new ones by ``add``."""
@@ -240,7 +247,7 @@ class RunWriter:
     def _is_open(self) -> bool:
         return os.getpid() == self._pid and not self._closed
 
-    def _append(self, table: str, columns: Columns | Callable[[], Columns], num_rows: int = 0) -> bool:
+    def _append(self, table: str, content: Content, num_rows: int = 0) -> bool:
         if not self._is_open() or self.stopped:
             return False
         if not self._worker.is_alive:
@@ -255,7 +262,7 @@ class RunWriter:
                 return False
             self._waiting[table] += 1
             self._waiting_rows += num_rows
-        self._worker.put(partial(self._store, table, columns, num_rows))
+        self._worker.put(partial(self._store, table, content, num_rows))
         return True
 
     def _beat(self) -> None:
@@ -268,34 +275,32 @@ class RunWriter:
         if self.stopped is None:
             self._stop(reason or (str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"))
             with contextlib.suppress(Exception):
-                self._put_event(_event(self._last_step, "recording", None, f"recording stopped: {self.stopped}"))
+                self._put("events", self._event(self._last_step, "recording", None, f"recording stopped: {self.stopped}")())
 
     def _stop(self, reason: str, what: str = "recording stopped") -> None:
         if self.stopped is None:
             self.stopped = reason
             _say(f"{what}: {reason}")
 
-    def _store(self, table: str, columns: Columns | Callable[[], Columns], num_rows: int) -> None:
+    def _schema(self, table: str) -> pa.Schema:
+        return self._schemas.get(table) or self._schemas.setdefault(table, arrow_schema(table))
+
+    def _store(self, table: str, content: Content, num_rows: int) -> None:
         try:
             if self.stopped is None:
-                if table not in self._schemas:
-                    self._schemas[table] = arrow_schema(table)
-                full = {"rank": self.rank, **(columns() if callable(columns) else columns)}
-                batch = record_batch(self._schemas[table], full, self._arrays.setdefault(table, {}), self.breathe)
+                batch = content() if callable(content) else content
+                if not isinstance(batch, pa.RecordBatch):
+                    batch = record_batch(self._schema(table), {"rank": self.rank, **batch}, self.breathe)
                 if table != "events" and batch.num_rows:
                     self._last_step = batch["step"][0].as_py()
                     if self._must_tell_resume:
                         self._must_tell_resume = False
-                        text = "recording goes on in a folder that held a run"
-                        self._put_event(_event(self._last_step, "resume", None, text))
+                        self.event(self._last_step, "resume", None, "recording goes on in a folder that held a run")
                 self._put(table, batch)
         finally:
             with self._counting:
                 self._waiting[table] -= 1
                 self._waiting_rows -= num_rows
-
-    def _put_event(self, event: Columns) -> None:
-        self._put("events", record_batch(arrow_schema("events"), {"rank": self.rank, **event}))
 
     def _put(self, table: str, batch: pa.RecordBatch) -> None:
         current = self._streams.get(table)
@@ -325,12 +330,12 @@ class RunWriter:
             self._is_full = True
             text = f"no more statistics of rank {self.rank}: they take {self.num_bytes / 1e9:.3g} GB, near the budget"
             _say(f"{text}; loss and events are still recorded")
-            self._put_event(_event(self._last_step, "recording", None, text))
+            self.event(self._last_step, "recording", None, text)
 
     def _finish_all(self) -> None:
         if self.num_dropped and self.stopped is None:
             text = f"{self.num_dropped} writings were dropped because the disk was too slow"
-            self._put_event(_event(self._last_step, "recording", None, text))
+            self.event(self._last_step, "recording", None, text)
         for table in TABLES:  # events last: finishing the others may make some
             if table in self._streams:
                 self._finish(table)
@@ -376,11 +381,6 @@ def _compact_leftover(path: Path, part: Path) -> None:
     """Finish what a killed process left; what is no stream stays as it is, and the reader names it."""
     with contextlib.suppress(pa.ArrowException):
         stream.compact(path, part)
-
-
-def _event(step: int | None, kind: str, module: str | None, message: str) -> dict[str, list[Any]]:
-    row = {"step": step, "time": datetime.now(timezone.utc), "kind": kind, "module": module, "message": message}
-    return {name: [value] for name, value in row.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def alone() -> list[float]:
         (Table, "snapshot", "recording stopped: RuntimeError: the moon is full"),
         (Observer, "start_step", "recording stopped: RuntimeError: the moon is full"),
         (Observer, "next_call_index", None),
-        (sink, "stats_columns", "recording stopped: RuntimeError: the moon is full\nand more"),
-        (writer, "record_batch", "recording stopped: RuntimeError: the moon is full\nand more"),
+        (sink, "stats_batch", "recording stopped: RuntimeError: the moon is full\nand more"),
+        (writer, "row_batch", "recording stopped: RuntimeError: the moon is full\nand more"),
     ],
 )
 def test_an_exception_of_ours(
@@ -75,7 +75,7 @@ def test_an_exception_of_ours(
     assert err.count("the moon is full") == (2 if name in ("merge", "next_call_index") else 1), err  # two modules
     run = fp8debug.Run(tmp_path / "run")
     assert run.sql("SELECT max(loss) AS loss FROM steps").to_pylist()[0]["loss"] == max(alone[:3])
-    if name != "record_batch":  # without it no event can be made either
+    if name != "row_batch":  # without it no event can be made either
         kinds = run.sql("SELECT kind FROM events WHERE message LIKE '%the moon is full%'").to_pydict()["kind"]
         assert len(kinds) == (2 if name in ("merge", "next_call_index") else 1)
 
@@ -95,13 +95,13 @@ def test_a_slow_disk_drops_steps_and_gives_their_memory_back(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, alone: list[float]
 ) -> None:
     monkeypatch.setitem(writer.MAX_WAITING, "stats", 1)
-    go, real = threading.Event(), rows.stats_columns
+    go, real = threading.Event(), rows.stats_batch
 
     def slow(*args: Any) -> Any:
         go.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(sink, "stats_columns", slow)
+    monkeypatch.setattr(sink, "stats_batch", slow)
     assert train(tmp_path / "run", lambda step: go.set() if step == NUM_STEPS - 1 else None) == alone
     assert "fp8debug: a step was not recorded: " in capfd.readouterr().err
     run = fp8debug.Run(tmp_path / "run")

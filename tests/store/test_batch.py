@@ -1,9 +1,10 @@
-"""Rows that are described as those before become arrays once, and the writer's thread lets others run in between."""
+"""Lists become arrays in pieces, a row becomes a batch at once, and the writer's thread lets others run in between."""
 
 from __future__ import annotations
 
 import threading
 import time
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from fp8debug.store import batch, worker
-from fp8debug.store.batch import Known, record_batch
+from fp8debug.store.batch import record_batch, row_batch
 from fp8debug.store.schema import arrow_schema
 from fp8debug.store.worker import Worker
 
@@ -20,23 +21,33 @@ def columns(step: int, names: list[str]) -> dict[str, Any]:
     return {"step": np.full(len(names), step), "rank": 0, "module": names, "numel": np.arange(len(names))}
 
 
-def test_the_same_list_is_the_same_array() -> None:
-    schema, known, names = arrow_schema("stats"), Known(), [f"layer.{i}" for i in range(20)]
+def test_others_may_run_at_each_list_that_is_made() -> None:
     pauses: list[int] = []
-    first = record_batch(schema, columns(1, names), known, lambda: pauses.append(1))
-    again = record_batch(schema, columns(2, names), known)
-    other = record_batch(schema, columns(3, [name.upper() for name in names]), known)
-    assert first["module"].to_pylist() == again["module"].to_pylist() == names
-    assert first["module"].buffers()[2].address == again["module"].buffers()[2].address
-    assert other["module"].to_pylist() == [name.upper() for name in names]
-    assert again["step"].to_pylist() == [2] * 20 and len(pauses) == 5  # at the start, for each column that is made, at the end
+    made = record_batch(arrow_schema("stats"), columns(2, list("abc")), lambda: pauses.append(1))
+    assert made["module"].to_pylist() == list("abc") and made["step"].to_pylist() == [2] * 3
+    assert len(pauses) == 5  # at the start, for each column that is made, at the end
+
+
+@pytest.mark.parametrize("table", ["steps", "events"])
+def test_a_row_becomes_the_batch_that_its_columns_become(table: str) -> None:
+    now = datetime.now(timezone.utc)
+    steps = {"step": 3, "rank": 1, "time": now, "sampled": True, "loss": np.float32(2.5), "grad_norm": float("nan"), "tokens": 7}
+    events = {"step": None, "rank": 0, "time": now, "kind": "nonfinite", "module": None, "message": "of \u03b1"}
+    rows: dict[str, dict[str, Any]] = {"steps": steps, "events": events}
+    row, schema = rows[table], arrow_schema(table)
+    made, expected = row_batch(schema, row), record_batch(schema, {name: [value] for name, value in row.items()})
+    made.validate(full=True)
+    assert made.schema.equals(schema, check_metadata=True)
+    assert str(made.to_pylist()) == str(expected.to_pylist())  # NaN is not NaN, but both are written nan
+    with pytest.raises(ValueError, match=f"columns moon are not in the schema of {table}"):
+        row_batch(schema, {**row, "moon": 1})
 
 
 def test_a_long_list_becomes_one_array_in_pieces() -> None:
     schema, names, pauses = arrow_schema("stats"), [f"layer.{i}" for i in range(2 * batch._PIECE + 3)], list[int]()
     pauses_of = {}
     for count in (1, len(names)):
-        made = record_batch(schema, columns(1, names[:count]), None, lambda: pauses.append(1))
+        made = record_batch(schema, columns(1, names[:count]), lambda: pauses.append(1))
         pauses_of[count] = len(pauses)
         pauses.clear()
         assert made["module"].to_pylist() == names[:count] and made["rank"].to_pylist() == [0] * count

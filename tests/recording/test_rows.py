@@ -1,0 +1,148 @@
+"""A sheet that is filled in again holds what its step has, and nothing of the step before."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fp8debug.adapters.rows import Described, Sheet
+from fp8debug.metrics import METRICS, slots
+from fp8debug.observer import RowInfo, RowKey
+from fp8debug.store.schema import arrow_schema
+from fp8debug.table import Group, layout
+from fp8debug.types import Gemm, Reference, TensorRole
+from tests.store.recording import python
+
+RANDOM = np.random.default_rng(0)
+PLACES, WIDTHS = layout()
+KEYS = [
+    RowKey(Gemm.FPROP, TensorRole.INPUT, "e4m3 1x128", Reference.OPERAND, True),
+    RowKey(Gemm.FPROP, TensorRole.OUTPUT, "e4m3 1x128 @ e4m3 128x128", Reference.SHADOW, True),
+    RowKey(Gemm.DGRAD, TensorRole.WEIGHT, "e4m3 tensorwise", Reference.OPERAND, False),
+]
+NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+Parts = dict[Group, np.ndarray[Any, Any]]
+
+
+def infos(rows: list[int], first: int = 0) -> dict[int, RowInfo]:
+    return {row: RowInfo(f"layer.{row // 3}", first + row // 3, KEYS[row % 3]) for row in rows}
+
+
+def filled(num_rows: int, odd: float) -> Parts:
+    """A table of which that share of the numbers is 0, not finite, or what nobody has touched."""
+    parts: Parts = {}
+    for (kind, merge), width in WIDTHS.items():
+        values = RANDOM.integers(1, 1000, (num_rows, width)).astype(kind)
+        strange = [0, 0] if kind == "int64" else [0.0, NEUTRAL[merge], math.nan, math.inf, -math.inf]
+        parts[kind, merge] = np.where(RANDOM.random(values.shape) < odd, RANDOM.choice(strange, values.shape), values)
+        parts[kind, merge] = parts[kind, merge].astype(kind)
+    return parts
+
+
+def expected(parts: Parts, rows: list[int], name: str) -> list[Any]:
+    """The column of a slot by the rules in words: one number after another."""
+
+    def number(slot: str, row: int) -> Any:
+        group, start, stop = PLACES[slot]
+        found = parts[group][row, start:stop].tolist()
+        return found if stop - start > 1 else found[0]
+
+    metric = next((metric for metric in METRICS if name in {slot.name for slot in metric.slots}), None)
+    found = []
+    for row in rows:
+        value = number(name, row)
+        has_data = metric is None or metric.of_results or KEYS[row % 3].reference is Reference.OPERAND
+        if metric is not None and metric.present != "numel":
+            has_data = has_data and number(metric.present, row) != 0
+        if isinstance(value, list):
+            has_data = has_data and sum(value) > 0
+        elif PLACES[name].group[0] == "float32":
+            has_data = has_data and math.isfinite(value)
+        elif PLACES[name].group[0] == "float64":
+            has_data = has_data and not math.isnan(value) and (PLACES[name].group[1] == "sum" or math.isfinite(value))
+        found.append(value if has_data else None)
+    return found
+
+
+def check(batch: pa.RecordBatch, step: int, parts: Parts, rows: list[int]) -> None:
+    batch = pa.ipc.read_record_batch(batch.serialize(), arrow_schema("stats"))
+    batch.validate(full=True)
+    assert batch["step"].to_pylist() == [step] * len(rows)
+    for name in ("num_tensors", *slots()):
+        assert batch[name].to_pylist() == expected(parts, rows, name), name
+        assert batch[name].null_count == batch[name].to_pylist().count(None), name
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 65])
+def test_each_step_has_its_own_numbers(num_rows: int) -> None:
+    rows = sorted(RANDOM.choice(2 * num_rows, num_rows, replace=False).tolist())
+    described = Described(rank=5)
+    sheets: list[Sheet] = []
+    for step, odd in enumerate((0.5, 0.0, 0.2, 1.0, 0.0)):
+        parts = filled(2 * num_rows, odd)
+        sheets.append(described.sheet(infos(rows[::-1]), PLACES))
+        batch = sheets[-1].fill(step, parts)
+        check(batch, step, parts, rows)
+        columns = sheets[-1].columns()
+        for name in ("amax", "num_nan", "sum_err2", "num_damage_rows"):
+            numbers = [math.nan if value is None else value for value in expected(parts, rows, name)]
+            np.testing.assert_array_equal(columns[name], numbers)
+        assert columns["module"] == batch["module"].to_pylist() == [f"layer.{row // 3}" for row in rows]
+        assert batch["rank"].to_pylist() == [5] * num_rows
+        assert batch["reference"].to_pylist() == [KEYS[row % 3].reference.value for row in rows]
+    assert len(set(map(id, sheets))) == 1
+
+
+def test_other_rows_get_another_sheet() -> None:
+    described, parts = Described(), filled(12, 0.1)
+    first = described.sheet(infos([0, 1, 2]), PLACES)
+    for rows, call, places in (([0, 1, 3], 0, PLACES), ([0, 1, 3], 4, PLACES), ([0, 1, 3], 4, dict(PLACES))):
+        sheet = described.sheet(infos(rows), places, call)
+        assert sheet is not first and described.sheet(infos(rows), places, call) is sheet
+        batch = sheet.fill(1, parts)
+        check(batch, 1, parts, rows)
+        assert batch["call_index"].to_pylist() == [call + row // 3 for row in rows]
+        first = sheet
+    assert described.sheet(infos([0, 1, 3], 7), PLACES, 4) is not first, "a module was called elsewhere in the step"
+
+
+def test_the_first_nan_of_each_site_is_told_once() -> None:
+    sheet, parts = Described().sheet(infos([0, 1, 2]), PLACES), filled(3, 0.0)
+    for name in ("num_nan", "num_inf", "num_actual_nonfinite"):
+        group, start, _ = PLACES[name]
+        parts[group][:, start] = 0
+    seen: set[tuple[str, str, str]] = set()
+    sheet.fill(0, parts)
+    assert sheet.first_nonfinite(seen) == []
+    (group, nan, _), (_, made, _) = PLACES["num_nan"], PLACES["num_actual_nonfinite"]
+    parts[group][0, nan], parts[group][1, made] = 3, 2
+    sheet.fill(1, parts)
+    assert sheet.first_nonfinite(seen) == [
+        ("layer.0", "fprop input: first NaN or Inf, in the high-precision tensor: 3"),
+        ("layer.0", "fprop output: first NaN or Inf, made by the cast or GEMM: 2"),
+    ]
+    assert sheet.first_nonfinite(seen) == []
+
+
+def test_nothing_is_imported_while_training_runs(tmp_path: Path) -> None:
+    """pyarrow imports pandas with its first array: a third of a second in which another thread has the interpreter at times."""
+    code = (
+        "import sys, torch, fp8debug\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(128, 128))\n"
+        "fp8debug.convert(model, 'blockwise')\n"
+        "watch = fp8debug.watch(model, path, every=1)\n"
+        "model(torch.ones(8, 128)).sum().backward()\n"  # what the kernels need, the training's thread imports
+        "before = set(sys.modules)\n"
+        "for _ in range(3):\n"
+        "    watch.step(loss=1.0)\n"
+        "    model(torch.ones(8, 128)).sum().backward()\n"
+        "watch.close()\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    done = python(code, tmp_path / "run")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
