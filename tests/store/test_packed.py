@@ -21,7 +21,7 @@ def test_columns_are_those_of_arrow(num_rows: int, dtype: Any) -> None:
     held = pa.record_batch(columns_over(values, bits), names=list("abcde"))
     for share in SHARES:
         values[:] = 1000 * RANDOM.standard_normal(values.shape)
-        valid = RANDOM.random(values.shape) >= share
+        valid: Any = RANDOM.random(values.shape) >= share
         bits[:] = np.packbits(valid, axis=1, bitorder="little")
         batch = held.slice(0)
         batch.validate(full=True)
