@@ -6,6 +6,7 @@ most the message in flight and a forked child has nothing to flush.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -87,8 +88,12 @@ def read_stream(path: Path) -> pa.Table:
         pa.ArrowException: the file is no Arrow stream.
         OSError: it cannot be read.
     """
-    data = path.read_bytes()
-    reader = pa.ipc.open_stream(pa.py_buffer(data))
+    data = pa.py_buffer(path.read_bytes())
+    with contextlib.suppress(pa.ArrowException, OSError):
+        table = pa.ipc.open_stream(data).read_all()  # at once: between its batches the training would wait for the interpreter
+        table.validate(full=True)
+        return table.combine_chunks()
+    reader = pa.ipc.open_stream(data)
     batches: list[pa.RecordBatch] = []
     while True:
         try:
@@ -107,7 +112,7 @@ def write_part(table: pa.Table, path: Path) -> None:
     strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
     floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
     try:
-        with temporary.open("wb") as file:
+        with pa.OSFile(str(temporary), "wb") as file:  # Arrow's own: a file of Python's takes the interpreter for each piece
             pq.write_table(
                 table,
                 file,
@@ -116,11 +121,19 @@ def write_part(table: pa.Table, path: Path) -> None:
                 column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
                 row_group_size=ROWS_PER_GROUP,
             )
-            file.flush()
-            os.fsync(file.fileno())
+        sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def compact(path: Path, part: Path) -> None:

@@ -355,9 +355,9 @@ class RunWriter:
                 self._lock.release()
 
     def _sync_manifests(self) -> None:
-        _sync(self._folder / "manifest.json")
+        stream.sync(self._folder / "manifest.json")
         if self.rank == 0:
-            _sync(self._root / "manifest.json")
+            stream.sync(self._root / "manifest.json")
 
     def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
         temporary = path.with_name(f".{path.name}.{self._pid}.tmp")
@@ -366,15 +366,6 @@ class RunWriter:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Have a file on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _compact_leftover(path: Path, part: Path) -> None:
