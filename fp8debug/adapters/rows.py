@@ -27,8 +27,18 @@ from fp8debug.types import Gemm, Reference, TensorRole
 _PIECE = 256
 
 
+class _Known(NamedTuple):
+    """A sheet, and what it was made for."""
+
+    places: Mapping[str, Place]
+    first_call: int
+    order: list[int]
+    infos: list[RowInfo]
+    sheet: Sheet
+
+
 class Described:
-    """The batch of the step before, which serves as long as rows are the same.
+    """The sheets of the step before, one for each device's table; a sheet serves as long as its rows are the same.
 
     Args:
         rank: global rank.
@@ -37,30 +47,26 @@ class Described:
 
     def __init__(self, rank: int = 0, breathe: Callable[[], None] = lambda: None) -> None:
         self._rank, self._breathe = rank, breathe
-        self._order: list[int] = []
-        self._infos: list[RowInfo] = []
-        self._first_call = 0
-        self._places: Mapping[str, Place] = {}
-        self._sheet: Sheet | None = None
+        self._known: dict[int, _Known] = {}
 
     def sheet(self, filled: Mapping[int, RowInfo], places: Mapping[str, Place], first_call: int = 0) -> Sheet:
-        """Return the batch for such rows.
+        """Return the sheet for such rows.
 
         Args:
             filled: what rows are, by their numbers.
-            places: where slots lie in the rows' table.
+            places: where slots lie in the rows' table; the same object at every step.
             first_call: what a rank's places in execution order begin with.
         """
         order = list(filled)
         self._breathe()
         infos = list(filled.values())
-        is_known = (first_call, order) == (self._first_call, self._order) and infos == self._infos and places is self._places
-        if self._sheet is None or not is_known:
+        known = self._known.get(id(places))
+        if known is None or known[:4] != (places, first_call, order, infos):
             rows = sorted(order)
             described = self._describe([filled[row] for row in rows], first_call)
-            self._sheet = Sheet(rows, described, places, self._rank, self._breathe)
-            self._order, self._infos, self._first_call, self._places = order, infos, first_call, places
-        return self._sheet
+            sheet = Sheet(rows, described, places, self._rank, self._breathe)
+            known = self._known[id(places)] = _Known(places, first_call, order, infos, sheet)
+        return known.sheet
 
     def _describe(self, infos: list[RowInfo], first_call: int) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {name: [] for name in _DESCRIPTION}

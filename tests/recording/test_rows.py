@@ -108,7 +108,9 @@ def test_other_rows_get_another_sheet() -> None:
         check(batch, 1, parts, rows)
         assert batch["call_index"].to_pylist() == [call + row // 3 for row in rows]
         first = sheet
-    assert described.sheet(infos([0, 1, 3], 7), PLACES, 4) is not first, "a module was called elsewhere in the step"
+    other = described.sheet(infos([0, 1, 3], 7), places, 4)
+    assert other is not first, "a module was called elsewhere in the step"
+    assert described.sheet(infos([0, 1, 3]), PLACES, 4) is not other is described.sheet(infos([0, 1, 3], 7), places, 4)
 
 
 def test_the_first_nan_of_each_site_is_told_once() -> None:
