@@ -271,7 +271,7 @@ class RunWriter:
 
     def _failed(self, error: BaseException) -> None:
         """Stop after an error in the thread, and try to leave an event of it."""
-        reason = error.strerror if isinstance(error, OSError) else None
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else None  # Arrow's texts say more
         if self.stopped is None:
             self._stop(reason or (str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"))
             with contextlib.suppress(Exception):

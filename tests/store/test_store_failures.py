@@ -50,6 +50,19 @@ class TestDisk:
         assert Run(tmp_path / "run").steps_range == (0, 1)
         assert events(tmp_path / "run") == [(2, "recording", text)]
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+    def test_a_disk_that_is_full_when_a_part_is_written_is_said_alike(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        opened = record(tmp_path / "run", range(2))
+        part = tmp_path / "run" / "rank=00000" / "stats" / "part-00000.parquet"
+        part.parent.mkdir()
+        part.with_name(f".{part.name}.tmp").symlink_to("/dev/full")
+        opened.close()
+        assert capfd.readouterr().err == f"fp8debug: recording stopped: {os.strerror(errno.ENOSPC)}\n"
+        assert Run(tmp_path / "run").steps_range == (0, 1), "its stream is left"
+        assert not list(part.parent.iterdir())
+
     def test_a_disk_that_hangs_holds_up_nobody(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
