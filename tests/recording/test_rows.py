@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+from torch import nn
 
+import fp8debug
 from fp8debug.adapters.rows import Described, Sheet
 from fp8debug.metrics import METRICS, slots
 from fp8debug.observer import RowInfo, RowKey
@@ -131,39 +135,61 @@ def test_the_first_nan_of_each_site_is_told_once() -> None:
     assert sheet.first_nonfinite(seen) == []
 
 
+#: A watched model, of which every step is sampled, and a step of it.
+WATCHED = """
+import gc, torch, fp8debug
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(16)])
+fp8debug.convert(model, "blockwise")
+watch = fp8debug.watch(model, path, every=1)
+def train():
+    model(torch.ones(128, 64)).sum().backward()
+    watch.step(loss=1.0)
+"""
+
+
+def check_nothing_printed(code: str, path: Path) -> None:
+    """What the code collects in ``found``, until the watch is closed, is nothing."""
+    done = python(f"{WATCHED}{code}watch.close()\nprint(found() if callable(found) else found)\n", path)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_nothing_is_imported_while_training_runs(tmp_path: Path) -> None:
     """pyarrow imports pandas with its first array: a third of a second in which another thread has the interpreter at times."""
     code = (
-        "import sys, torch, fp8debug\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(128, 128))\n"
-        "fp8debug.convert(model, 'blockwise')\n"
-        "watch = fp8debug.watch(model, path, every=1)\n"
-        "model(torch.ones(8, 128)).sum().backward()\n"  # what the kernels need, the training's thread imports
+        "model(torch.ones(128, 64)).sum().backward()\n"  # what the hooks need, the training's thread imports
         "before = set(sys.modules)\n"
-        "for _ in range(3):\n"
-        "    watch.step(loss=1.0)\n"
-        "    model(torch.ones(8, 128)).sum().backward()\n"
-        "watch.close()\n"
-        "print(sorted(set(sys.modules) - before))\n"
+        "found = lambda: sorted(set(sys.modules) - before)\n"
+        "for _ in range(3): train()\n"
     )
-    done = python(code, tmp_path / "run")
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    check_nothing_printed(code, tmp_path / "run")
 
 
 def test_no_full_garbage_collection_falls_into_the_first_steps(tmp_path: Path) -> None:
     """What watch() makes would cause one: 0.1 to 0.2 s, with everything that torch has loaded."""
     code = (
-        "import gc, torch, fp8debug\n"
-        "model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(16)])\n"
-        "fp8debug.convert(model, 'blockwise')\n"
-        "watch = fp8debug.watch(model, path, every=1)\n"
-        "full = []\n"
-        "gc.callbacks.append(lambda phase, info: full.append(step) if (phase, info['generation']) == ('start', 2) else None)\n"
-        "for step in range(10):\n"
-        "    model(torch.ones(128, 64)).sum().backward()\n"
-        "    watch.step(loss=1.0)\n"
-        "print(full)\n"
-        "watch.close()\n"
+        "found = []\n"
+        "def heard(phase, info):\n"
+        "    if (phase, info['generation']) == ('start', 2): found.append(step)\n"
+        "gc.callbacks.append(heard)\n"
+        "for step in range(10): train()\n"
+        "gc.callbacks.remove(heard)\n"
     )
-    done = python(code, tmp_path / "run")
-    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    check_nothing_printed(code, tmp_path / "run")
+
+
+def test_rows_that_wait_are_not_written_over(tmp_path: Path) -> None:
+    """With a dump rows are made at once and may wait for the disk, while their memory serves the next step."""
+    go, sums = threading.Event(), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    fp8debug.convert(model, "blockwise")
+    with fp8debug.watch(model, tmp_path / "run", every=1, dump=("on-finding",)) as watch:
+        watch._writer._worker.put(go.wait)
+        for step in range(4):
+            x = (step + 1) * torch.ones(8, 32)
+            model(x).sum().backward()
+            watch.step(loss=1.0)
+            sums.append(float(x.double().square().sum()))
+        go.set()
+    query = "SELECT sum_x2 FROM raw WHERE gemm = 'fprop' AND tensor = 'input' AND actual ORDER BY step"
+    assert fp8debug.Run(tmp_path / "run").sql(query).to_pydict()["sum_x2"] == sums
