@@ -48,12 +48,50 @@ def layout() -> tuple[dict[str, Place], dict[Group, int]]:
     return places, widths
 
 
+class Span(NamedTuple):
+    """Where a group lies in a table's memory: its first byte, the bytes of a number, and how many numbers a row has."""
+
+    begin: int
+    itemsize: int
+    width: int
+
+
+class Shape:
+    """How a table lies in memory.
+
+    Args:
+        num_rows: capacity.
+
+    Attributes:
+        places: where the slots lie.
+        spans: where the groups lie.
+        num_bytes: of all of it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self.num_bytes = num_rows, 0
+        self.places, widths = layout()
+        self.spans: dict[Group, Span] = {}
+        for group, width in widths.items():
+            itemsize = getattr(torch, group[0]).itemsize
+            self.spans[group] = Span(self.num_bytes, itemsize, width)
+            self.num_bytes += -(-itemsize * num_rows * width // 16) * 16
+
+    def cut(self, memory: Tensor) -> dict[Group, Tensor]:
+        """Return the tensor ``[rows, columns]`` of each group in memory of ``num_bytes``."""
+        found = {}
+        for group, (begin, itemsize, width) in self.spans.items():
+            part = memory[begin : begin + itemsize * self._num_rows * width]
+            found[group] = part.view(getattr(torch, group[0])).view(self._num_rows, width)
+        return found
+
+
 class Buffers(NamedTuple):
-    """A table's state on the host: one piece of memory, each group's part of it, which NumPy sees too, and when it has come."""
+    """A table's state on the host: one piece of memory, which NumPy sees too, each group's part of it, and when it has come."""
 
     memory: Tensor
     state: dict[Group, Tensor]
-    parts: dict[Group, np.ndarray[Any, Any]]
+    words: np.ndarray[Any, np.dtype[np.uint8]]
     done: torch.cuda.Event | None
 
 
@@ -66,11 +104,9 @@ class Table:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.device = device
-        self.places, widths = layout()
-        self._sizes = {(kind, merge): (getattr(torch, kind), num_rows, width) for (kind, merge), width in widths.items()}
-        self._all = self._new()
-        self._state = self._cut(self._all)
+        self.device, self.shape = device, Shape(num_rows)
+        self._all = torch.empty(self.shape.num_bytes, dtype=torch.uint8, device=device)
+        self._state = self.shape.cut(self._all)
         for (_, merge), state in self._state.items():
             state.fill_(_NEUTRAL[merge])
         self._neutral = self._all.clone()
@@ -84,7 +120,7 @@ class Table:
         self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._bins: Any = None
-        columns = {name: place.start for name, place in self.places.items()}
+        columns = {name: place.start for name, place in self.shape.places.items()}
         has_kernels = takes_kernels(self._all)
         self._joiner = new_joiner(self._state, columns) if has_kernels else None
         self._send = twin("observe_leaving").StateSender(self._all, self._neutral) if has_kernels else self._copy
@@ -96,25 +132,12 @@ class Table:
             self._bins = new_bins(self.device)
         return self._bins
 
-    def _new(self, **options: Any) -> Tensor:
-        """Return memory for all groups, which one copy moves."""
-        size = sum(_aligned(dtype, rows, width) for dtype, rows, width in self._sizes.values())
-        return torch.empty(size, dtype=torch.uint8, **(options or {"device": self.device}))
-
-    def _cut(self, memory: Tensor) -> dict[Group, Tensor]:
-        """Return the tensor ``[rows, columns]`` of each group in such memory."""
-        found, start = {}, 0
-        for group, (dtype, rows, width) in self._sizes.items():
-            found[group] = memory[start : start + dtype.itemsize * rows * width].view(dtype).view(rows, width)
-            start += _aligned(dtype, rows, width)
-        return found
-
     def _pinned(self) -> Buffers:
-        return self._buffers(self._new(pin_memory=True))
+        return self._buffers(torch.empty(self.shape.num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _buffers(self, memory: Tensor) -> Buffers:
-        state, done = self._cut(memory), _new_event() if self.device.type == "cuda" else None
-        return Buffers(memory, state, {group: part.numpy() for group, part in state.items()}, done)
+        done = _new_event() if self.device.type == "cuda" else None
+        return Buffers(memory, self.shape.cut(memory), memory.numpy(), done)
 
     def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
         """Join one tensor's contributions to a row, each slot by its own rule.
@@ -218,7 +241,7 @@ class Table:
                 self._rows_at.clear()
             self._rows_at[rows] = self._index(rows)[:, None]
         if names not in self._columns_at:
-            places = [self.places[name] for name in names]
+            places = [self.shape.places[name] for name in names]
             columns = tuple(c for place in places for c in range(place.start, place.stop))
             self._columns_at[names] = places[0].group, self._index(columns)[None, :]
         group, columns_at = self._columns_at[names]
@@ -243,9 +266,9 @@ class Table:
             with on_device(self._all):
                 self._send(buffers.memory)
                 buffers.done.record()
-            return Snapshot(self.places, buffers, self._free.append)
+            return Snapshot(self.shape, buffers, self._free.append)
         assert self._here is not None
-        snapshot = Snapshot(self.places, self._here, self._clear)
+        snapshot = Snapshot(self.shape, self._here, self._clear)
         self._here = self._free.pop() if self._free else self._buffers(self._neutral.clone())
         self._all, self._state = self._here.memory, self._here.state
         if self._joiner is not None:
@@ -259,7 +282,7 @@ class Table:
 
     def _clear(self, buffers: Buffers) -> None:
         """Set a state on the host back to neutral, for a later step; in the thread that read it, without threads of torch's."""
-        np.copyto(buffers.memory.numpy(), self._neutral.numpy())
+        np.copyto(buffers.words, self._neutral.numpy())
         self._free.append(buffers)
 
     def discard(self) -> None:
@@ -273,18 +296,18 @@ class Snapshot:
     """A table's rows on their way to the host.
 
     Args:
-        places: where the slots lie.
-        buffers: what they are copied to.
+        shape: how the table lies in memory.
+        buffers: what it is copied to.
         give_back: called with the buffers once they have been read.
     """
 
     def __init__(
         self,
-        places: dict[str, Place],
+        shape: Shape,
         buffers: Buffers,
         give_back: Callable[[Buffers], None],
     ) -> None:
-        self.places = places
+        self.shape = shape
         self._buffers: Buffers | None = buffers
         self._done = buffers.done  # None: they are there
         self._give_back = give_back
@@ -293,12 +316,11 @@ class Snapshot:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def parts(self) -> dict[Group, np.ndarray[Any, Any]]:
-        """Return each group, ``[rows, columns]``, to be read until :meth:`discard`. Waits if it must."""
-        if self._done is not None:
-            self._done.synchronize()
+    def words(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the table's memory, to be read until :meth:`discard`. Waits if it must."""
         assert self._buffers is not None
-        return self._buffers.parts
+        self._wait()
+        return self._buffers.words
 
     def discard(self) -> None:
         """Give the buffers back; the rows are not read any more.
@@ -306,10 +328,13 @@ class Snapshot:
         What a kernel still writes to must not become somebody else's memory: it waits if it must, as when training is over.
         """
         if self._buffers is not None:
-            if self._done is not None and not self.ready():
-                self._done.synchronize()
+            self._wait()
             buffers, self._buffers = self._buffers, None
             self._give_back(buffers)
+
+    def _wait(self) -> None:
+        if self._done is not None and not self.ready():  # to wait is to let go of the interpreter, even where it takes no time
+            self._done.synchronize()
 
 
 class Arriving:
@@ -360,11 +385,6 @@ class Scalar(Arriving):
 def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
     """Return where a CUDA tensor arrives on the host, and what tells when it has."""
     return torch.empty(shape, dtype=dtype, pin_memory=True), _new_event()
-
-
-def _aligned(dtype: torch.dtype, rows: int, width: int) -> int:
-    """Return the bytes of a group, up to a multiple of 16."""
-    return -(-dtype.itemsize * rows * width // 16) * 16
 
 
 def _new_event() -> torch.cuda.Event:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from fp8debug.table import Snapshot
 
 
 def slots_of(snapshot: Snapshot, rows: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``."""
-    parts, found = snapshot.parts(), {}
-    for name, (group, start, stop) in snapshot.places.items():
-        values = parts[group][list(rows), start:stop]
+    parts, found = snapshot.shape.cut(torch.from_numpy(snapshot.words())), {}
+    for name, (group, start, stop) in snapshot.shape.places.items():
+        values = parts[group].numpy()[list(rows), start:stop]
         found[name] = values if stop - start > 1 else values[:, 0]
     snapshot.discard()
     return found

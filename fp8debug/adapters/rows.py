@@ -1,12 +1,13 @@
 """From a finished step to a record batch of the ``stats`` table.
 
-The rows of a step are mostly those of the step before, so what they are stays, and their numbers are written over: a few calls
-of NumPy for each kind of number. What is made a column at a time takes a hundred calls, and at each one the training's thread
-and the writer's may have to wait for the interpreter in turn.
+The rows of a step are mostly those of the step before, so what they are stays, and their numbers are written over: a dozen calls
+of NumPy for all. A call lets go of the interpreter where it has much to do, and then the training's thread and the writer's may
+have to wait for each other, which costs more than the work; so what is small is done by bytes, which keep it.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from fp8debug.sharding import Piece
 from fp8debug.store.batch import record_batch
 from fp8debug.store.packed import Lists, columns_over
 from fp8debug.store.schema import arrow_schema
-from fp8debug.table import Group, Place, Snapshot
+from fp8debug.table import Group, Shape, Snapshot
 from fp8debug.types import Gemm, Reference, TensorRole
 
+#: Counts of what is not finite; the first numbers of a sheet.
+NONFINITE = ("num_nan", "num_inf", "num_actual_nonfinite")
 #: Rows that are described before others may run.
 _PIECE = 256
 
@@ -30,7 +33,7 @@ _PIECE = 256
 class _Known(NamedTuple):
     """A sheet, and what it was made for."""
 
-    places: Mapping[str, Place]
+    shape: Shape
     first_call: int
     order: list[int]
     infos: list[RowInfo]
@@ -49,23 +52,23 @@ class Described:
         self._rank, self._breathe = rank, breathe
         self._known: dict[int, _Known] = {}
 
-    def sheet(self, filled: Mapping[int, RowInfo], places: Mapping[str, Place], first_call: int = 0) -> Sheet:
+    def sheet(self, filled: Mapping[int, RowInfo], shape: Shape, first_call: int = 0) -> Sheet:
         """Return the sheet for such rows.
 
         Args:
             filled: what rows are, by their numbers.
-            places: where slots lie in the rows' table; the same object at every step.
+            shape: how the rows' table lies in memory; the same object at every step.
             first_call: what a rank's places in execution order begin with.
         """
         order = list(filled)
         self._breathe()
         infos = list(filled.values())
-        known = self._known.get(id(places))
-        if known is None or known[:4] != (places, first_call, order, infos):
+        known = self._known.get(id(shape))
+        if known is None or known[:4] != (shape, first_call, order, infos):
             rows = sorted(order)
             described = self._describe([filled[row] for row in rows], first_call)
-            sheet = Sheet(rows, described, places, self._rank, self._breathe)
-            known = self._known[id(places)] = _Known(places, first_call, order, infos, sheet)
+            sheet = Sheet(rows, described, shape, self._rank, self._breathe)
+            known = self._known[id(shape)] = _Known(shape, first_call, order, infos, sheet)
         return known.sheet
 
     def _describe(self, infos: list[RowInfo], first_call: int) -> dict[str, list[Any]]:
@@ -88,18 +91,33 @@ class Described:
 _DESCRIPTION = ("module", "gemm", "tensor", "cast_name", "reference", "actual", "call_index", "replicated", "shard")
 
 
-class _Kind(NamedTuple):
-    """The slots of one number that a group of a table has.
+class _Words:
+    """Numbers of one size that lie somewhere in a table's memory, brought together by one call.
 
-    Attributes:
-        at: where they lie in the group's memory, ``[slots, rows]``.
-        values: the numbers, ``[slots, rows]``.
-        places: theirs among all slots of one number.
+    Args:
+        itemsize: bytes of a number.
     """
 
-    at: npt.NDArray[np.intp]
-    values: npt.NDArray[Any]
-    places: slice
+    def __init__(self, itemsize: int) -> None:
+        self._kind = np.dtype(f"i{itemsize}")
+        self._at: list[npt.NDArray[np.intp]] = []
+        self._size = 0
+
+    def add(self, at: npt.NDArray[np.intp]) -> slice:
+        """Note where some numbers lie, counted in numbers of this size; return where they come to lie."""
+        self._at.append(at.reshape(-1))
+        start, self._size = self._size, self._size + at.size
+        return slice(start, self._size)
+
+    def close(self) -> npt.NDArray[Any]:
+        """Return the memory that they come to lie in."""
+        self._places = np.concatenate([np.zeros(0, dtype=np.intp), *self._at])
+        self._values = np.zeros(self._size, dtype=self._kind)
+        return self._values
+
+    def fill(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Bring them together."""
+        memory.view(self._kind).take(self._places, out=self._values, mode="clip")
 
 
 class Sheet:
@@ -111,7 +129,7 @@ class Sheet:
     Args:
         rows: their numbers in the table.
         described: the columns that say what they are.
-        places: where slots lie in the table.
+        shape: how the table lies in memory.
         rank: global rank.
         breathe: called now and then, to let other threads have the interpreter.
     """
@@ -120,95 +138,107 @@ class Sheet:
         self,
         rows: list[int],
         described: Mapping[str, list[Any]],
-        places: Mapping[str, Place],
+        shape: Shape,
         rank: int,
         breathe: Callable[[], None],
     ) -> None:
         self._described, self._breathe = described, breathe
-        self._rows = np.array(rows, dtype=np.intp)
-        self._step = np.zeros((1, len(rows)), dtype=np.int64)
+        self._rows, self._shape = np.array(rows, dtype=np.intp), shape
+        step = np.zeros((1, len(rows)), dtype=np.int64)
+        self._step = step.view(np.uint8)[0].data
         schema = arrow_schema("stats")
         fixed = record_batch(schema, {"rank": rank, "step": 0, **described}, breathe)
         arrays = dict(zip(schema.names, fixed.columns, strict=True))
-        arrays.update(self._new_slots(places, self._new_tests()), step=columns_over(self._step)[0])
+        arrays.update(self._new_slots(self._new_tests()), step=columns_over(step)[0])
         self._batch = pa.record_batch([arrays[name] for name in schema.names], schema=schema)
 
     def _new_tests(self) -> dict[str, int]:
         """Return by slot which test tells whether a row has data, and note these tests."""
         is_operand = np.array([reference == Reference.OPERAND.value for reference in self._described["reference"]], dtype=bool)
-        tests: list[tuple[str, bool]] = [("numel", True)]
-        tested = {"num_tensors": 0}
-        for metric in METRICS:
-            test = metric.present, metric.of_results
-            if test not in tests:
-                tests.append(test)
-            tested.update({slot.name: tests.index(test) for slot in metric.slots})
+        used = {("numel", True), *((metric.present, metric.of_results) for metric in METRICS)}
+        tests = sorted(used, key=lambda test: (test[0] != "numel", test))
         #: Rows that a metric applies to; of these, by a count that is not numel's, those that have data.
-        self._applies = np.array([is_operand | of_results for _, of_results in tests], dtype=bool)
-        self._passed = self._applies.copy()
-        self._counted = [(i, present) for i, (present, _) in enumerate(tests) if present != "numel"]
-        return tested
+        self._passed = np.array([is_operand | of_results for _, of_results in tests], dtype=bool)
+        self._counts = [present for present, _ in tests if present != "numel"]
+        self._counted = self._passed[len(tests) - len(self._counts) :]
+        self._applies = self._counted.astype(np.int64)
+        of_metrics = {slot.name: tests.index((metric.present, metric.of_results)) for metric in METRICS for slot in metric.slots}
+        return {"num_tensors": tests.index(("numel", True)), **of_metrics}
 
-    def _new_slots(self, places: Mapping[str, Place], tested: Mapping[str, int]) -> dict[str, pa.Array]:
+    def _new_slots(self, tested: Mapping[str, int]) -> dict[str, pa.Array]:
         """Return an array for each slot, and note how they are filled."""
-        num_rows = len(self._rows)
-        widths: dict[Group, int] = {}
-        for place in places.values():
-            widths[place.group] = max(widths.get(place.group, 0), place.stop)
-        names_of: dict[Group, list[str]] = {}
-        for name in tested:
-            if places[name].stop - places[name].start == 1:
-                names_of.setdefault(places[name].group, []).append(name)
-        single = [name for names in names_of.values() for name in names]
-        self._place_of = {name: i for i, name in enumerate(single)}
-        self._tested = np.array([tested[name] for name in single], dtype=np.intp)
-        self._valid = np.zeros((len(single), num_rows), dtype=bool)
-        self._bits = np.zeros((len(single), -(-num_rows // 8)), dtype=np.uint8)
-        self._kinds: dict[Group, _Kind] = {}
+        num_rows, spans, places = len(self._rows), self._shape.spans, self._shape.places
+        groups = sorted(spans, key=lambda group: (-spans[group].itemsize, group[0] != "int64", group[1] != "sum"))
+        names_of: dict[Group, list[str]] = {group: [] for group in groups}
+        lists = [name for name in tested if places[name].stop - places[name].start > 1]
+        for name in sorted(tested.keys() - lists, key=lambda name: (name not in NONFINITE, name)):
+            names_of[places[name].group].append(name)
+        self._words = {itemsize: _Words(itemsize) for itemsize in sorted({span.itemsize for span in spans.values()})}
+        single = {group: self._add(names) for group, names in names_of.items()}
+        counts, of_lists = self._add(self._counts), [self._add([name]) for name in lists]
+        memory = {itemsize: words.close() for itemsize, words in self._words.items()}
+
+        names = [name for of_group in names_of.values() for name in of_group]
+        self._place_of = {name: i for i, name in enumerate(names)}
+        self._tested = np.array([tested[name] for name in names], dtype=np.intp)
+        self._valid = np.zeros((len(names), num_rows), dtype=bool)
+        bits = np.zeros((len(names), -(-num_rows // 8)), dtype=np.uint8)
+        self._bits = bits.reshape(-1).data
+        self._num_there = memory[8][counts].reshape(len(self._counts), num_rows)
+        self._nonfinite = memory[8][: len(NONFINITE) * num_rows]
         self._values: list[npt.NDArray[Any]] = []
-        self._lists: list[tuple[Group, npt.NDArray[np.intp], int, Lists]] = []
+        self._sums: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]] = []
+        self._extremes: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]] = []
+        num_counts = sum(len(names_of[group]) for group in groups if group[0] == "int64")
+        self._floats = self._valid[num_counts:]
+        self._is_number = np.zeros_like(self._floats)
         arrays: dict[str, pa.Array] = {}
-        for group, names in names_of.items():
-            at = self._rows * widths[group] + np.array([[places[name].start] for name in names], dtype=np.intp)
-            values, first = np.zeros(at.shape, dtype=group[0]), len(self._values)
-            self._kinds[group] = _Kind(at, values, slice(first, first + len(names)))
+        for group, at in single.items():
+            first, stop = len(self._values), len(self._values) + len(names_of[group])
+            values = memory[spans[group].itemsize][at].view(group[0]).reshape(stop - first, num_rows)
             self._values += list(values)
-            arrays.update(zip(names, columns_over(values, self._bits[first : first + len(names)]), strict=True))
-        for name, test in tested.items():
+            arrays.update(zip(names_of[group], columns_over(values, bits[first:stop]), strict=True))
+            if group[0] != "int64" and stop > first:
+                kind = self._sums if group == ("float64", "sum") else self._extremes
+                kind.append((values, self._is_number[first - num_counts : stop - num_counts]))
+        self._lists: list[tuple[npt.NDArray[Any], int, Lists]] = []
+        for name, at in zip(lists, of_lists, strict=True):
             group, start, stop = places[name]
-            if name not in arrays:
-                lists = Lists(num_rows, stop - start, group[0])
-                at = self._rows[:, None] * widths[group] + np.arange(start, stop)
-                self._lists.append((group, at, test, lists))
-                arrays[name] = lists.array
+            values = memory[spans[group].itemsize][at].view(group[0]).reshape(num_rows, stop - start)
+            self._lists.append((values, tested[name], Lists(num_rows, stop - start, group[0])))
+            arrays[name] = self._lists[-1][2].array
         return arrays
 
-    def fill(self, step: int, parts: Mapping[Group, npt.NDArray[Any]]) -> pa.RecordBatch:
+    def _add(self, names: list[str]) -> slice:
+        """Have slots of one size brought together, ``[slots, rows]`` or of one list ``[rows, size]``."""
+        found = slice(0)
+        for i, name in enumerate(names):
+            group, start, stop = self._shape.places[name]
+            begin, itemsize, width = self._shape.spans[group]
+            at = self._words[itemsize].add(begin // itemsize + self._rows[:, None] * width + np.arange(start, stop))
+            found = slice(at.start if i == 0 else found.start, at.stop)
+        return found
+
+    def fill(self, step: int, memory: npt.NDArray[np.uint8]) -> pa.RecordBatch:
         """Return the batch of a step, which holds until the next one is filled in.
 
         Args:
             step: its number.
-            parts: the table's groups, ``[rows of the table, columns]``.
+            memory: the table's.
         """
-        self._step.fill(step)
-        memory = {group: part.reshape(-1) for group, part in parts.items()}
-        for group, kind in self._kinds.items():
-            memory[group].take(kind.at, out=kind.values, mode="clip")
-        for i, present in self._counted:
-            np.logical_and(self._applies[i], self._values[self._place_of[present]], out=self._passed[i])
+        self._step[:] = struct.pack("=q", step) * len(self._rows)
+        for words in self._words.values():
+            words.fill(memory)
+        np.logical_and(self._num_there, self._applies, out=self._counted)
         self._passed.take(self._tested, axis=0, out=self._valid, mode="clip")
-        for (dtype, merge), kind in self._kinds.items():
-            valid, values = self._valid[kind.places], kind.values
-            if dtype == "float32":
-                valid &= np.isfinite(values)
-            elif dtype == "float64":
-                valid &= ~np.isnan(values)
-                if merge != "sum":
-                    valid &= values != (-np.inf if merge == "max" else np.inf)
-        self._bits[:] = np.packbits(self._valid, axis=1, bitorder="little")
-        for group, at, test, lists in self._lists:
-            found = memory[group].take(at)
-            lists.fill(found, self._passed[test] & (found.sum(1) > 0))
+        for values, is_number in self._sums:
+            np.equal(values, values, out=is_number)
+        for values, is_number in self._extremes:
+            np.isfinite(values, out=is_number)
+        np.logical_and(self._floats, self._is_number, out=self._floats)
+        self._bits[:] = np.packbits(self._valid, axis=1, bitorder="little").reshape(-1).data
+        for values, test, lists in self._lists:
+            lists.fill(values, self._passed[test] & values.any(1))
         return self._batch.slice(0)  # Arrow keeps with an array how many null it has: of the slice it counts them
 
     def numbers(self, name: str) -> npt.NDArray[Any]:
@@ -222,10 +252,10 @@ class Sheet:
 
     def first_nonfinite(self, seen: set[tuple[str, str, str]]) -> list[tuple[str, str]]:
         """Return (module, message) for each site that shows its first NaN or Inf in these rows; ``seen`` is updated."""
+        if self._nonfinite.tobytes() == bytes(self._nonfinite.nbytes):
+            return []
         found = []
-        num_nan, num_inf, made_here = (
-            self._values[self._place_of[name]] for name in ("num_nan", "num_inf", "num_actual_nonfinite")
-        )
+        num_nan, num_inf, made_here = (self._values[self._place_of[name]] for name in NONFINITE)
         num_nonfinite = num_nan + num_inf
         for row in np.flatnonzero(num_nonfinite | made_here).tolist():
             self._breathe()
@@ -240,7 +270,7 @@ class Sheet:
 
 def stats_batch(finished: FinishedStep, snapshot: Snapshot, sheet: Sheet) -> pa.RecordBatch:
     """Return the rows of a step as a batch that holds until the next one; the snapshot is given back."""
-    batch = sheet.fill(finished.step, snapshot.parts())
+    batch = sheet.fill(finished.step, snapshot.words())
     snapshot.discard()
     return batch
 

@@ -6,7 +6,6 @@ from one time to the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -53,12 +52,18 @@ class StepSink:
             rows = _own(make()) if self.decides else make
             if not self._writer.stats(rows, len(filled)):
                 snapshot.discard()
-        step = partial(self._step, finished, datetime.now(timezone.utc))
-        self._writer.steps(step() if self.decides else step)
+        if self._dumper is not None:
+            reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
+            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
+            self._found = []
+        unseen, now = unsampled_nonfinite(finished), datetime.now(timezone.utc)
+        row = {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
+        is_later = (unseen or finished.tables) and not self.decides
+        self._writer.steps(partial(self._told, row) if is_later else self._told(row))
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
-        sheet = self._described.sheet(filled, snapshot.places, first_call(min(self.stages, default=0)))
+        sheet = self._described.sheet(filled, snapshot.shape, first_call(min(self.stages, default=0)))
         batch = stats_batch(finished, snapshot, sheet)
         self._writer.breathe()
         if self._changes.has_guard:
@@ -66,20 +71,17 @@ class StepSink:
         for module, message in sheet.first_nonfinite(self._nonfinite):
             self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)
-            self._found.append((module, message))
+            if self._dumper is not None:
+                self._found.append((module, message))
         return batch
 
-    def _step(self, finished: FinishedStep, now: datetime) -> Mapping[str, Any]:
-        if self._dumper is not None:
-            reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
-            self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
-        self._found = []
-        unseen = unsampled_nonfinite(finished)
-        if unseen and not self._nonfinite:
-            self._nonfinite.add((unseen["nonfinite_module"], "fprop", "output"))
-            message = f"first NaN or Inf, in a step that was not sampled; origin: {unseen['nonfinite_origin']}"
-            self._writer.event(finished.step, "nonfinite", unseen["nonfinite_module"], message)
-        return {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
+    def _told(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a step's row; where it was not sampled and has the first NaN or Inf there is, tell so."""
+        if "nonfinite_module" in row and not self._nonfinite:
+            self._nonfinite.add((row["nonfinite_module"], "fprop", "output"))
+            message = f"first NaN or Inf, in a step that was not sampled; origin: {row['nonfinite_origin']}"
+            self._writer.event(row["step"], "nonfinite", row["nonfinite_module"], message)
+        return row
 
 
 def _own(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fp8debug.store.packed import Message
+
 _NUMBER = re.compile(r"-(\d{5,})\.(?:arrows|parquet)$")
 ROWS_PER_GROUP = 65536
 
@@ -60,10 +62,10 @@ class Stream:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._write(schema.serialize())
 
-    def append(self, batch: pa.RecordBatch) -> None:
+    def append(self, found: pa.RecordBatch | Message) -> None:
         """Append one batch; on an error the file is cut back to the batches before it."""
-        self._write(batch.serialize())
-        self.num_rows += batch.num_rows
+        self._write(found.data if isinstance(found, Message) else found.serialize())
+        self.num_rows += found.num_rows
         self.num_batches += 1
 
     def close(self) -> None:

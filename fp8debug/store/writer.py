@@ -21,6 +21,7 @@ from fp8debug.errors import RecordError
 from fp8debug.store import stream
 from fp8debug.store.batch import record_batch, row_batch
 from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
+from fp8debug.store.packed import Message, OneRow
 from fp8debug.store.places import refuse_to_write
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
@@ -36,7 +37,7 @@ CLOSE_PATIENCE_S = 60.0
 OPEN_PATIENCE_S = 30.0
 
 Columns = Mapping[str, "Sequence[Any] | np.ndarray[Any, Any]"]
-Content: TypeAlias = "Columns | pa.RecordBatch | Callable[[], Columns | pa.RecordBatch]"
+Content: TypeAlias = "Columns | pa.RecordBatch | Callable[[], Columns | pa.RecordBatch | Message]"
 
 
 class RunWriter:
@@ -104,6 +105,7 @@ class RunWriter:
             **(rank_manifest or {}),
             "ended": None,
         }
+        self._step_row = OneRow(self._schema("steps"))
         pa.array([0])  # imports pandas where it is installed, for which training would wait while the thread did it
         self._worker = Worker("fp8debug-writer", self._failed, self._beat, HEARTBEAT_S)
         self._begin(resume)
@@ -188,14 +190,17 @@ class RunWriter:
         """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null.
 
         Args:
-            row: by column, or a function that returns it, which is called in the writer's thread.
+            row: by column, made what is written at once, or a function that returns it, which the writer's thread calls.
         """
-        full = {"rank": self.rank, "time": datetime.now(timezone.utc), **({} if callable(row) else row)}
+        full = {"rank": self.rank, "time": datetime.now(timezone.utc)}
+        if callable(row):
+            self._append("steps", lambda: self._message({**full, **row()}))
+        else:
+            full.update(row)
+            self._append("steps", self._step_row.message(full) or partial(self._message, full))
 
-        def batch() -> pa.RecordBatch:
-            return row_batch(self._schema("steps"), {**full, **row()} if callable(row) else full)
-
-        self._append("steps", batch)
+    def _message(self, row: Mapping[str, Any]) -> Message | pa.RecordBatch:
+        return self._step_row.message(row) or row_batch(self._schema("steps"), row)
 
     def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
         """Append one event; see the ``events`` table for the kinds."""
@@ -247,7 +252,7 @@ class RunWriter:
     def _is_open(self) -> bool:
         return os.getpid() == self._pid and not self._closed
 
-    def _append(self, table: str, content: Content, num_rows: int = 0) -> bool:
+    def _append(self, table: str, content: Content | Message, num_rows: int = 0) -> bool:
         if not self._is_open() or self.stopped:
             return False
         if not self._worker.is_alive:
@@ -285,29 +290,29 @@ class RunWriter:
     def _schema(self, table: str) -> pa.Schema:
         return self._schemas.get(table) or self._schemas.setdefault(table, arrow_schema(table))
 
-    def _store(self, table: str, content: Content, num_rows: int) -> None:
+    def _store(self, table: str, content: Content | Message, num_rows: int) -> None:
         try:
             if self.stopped is None:
-                batch = content() if callable(content) else content
-                if not isinstance(batch, pa.RecordBatch):
-                    batch = record_batch(self._schema(table), {"rank": self.rank, **batch}, self.breathe)
-                if table != "events" and batch.num_rows:
-                    self._last_step = batch["step"][0].as_py()
+                found = content() if callable(content) else content
+                if not isinstance(found, pa.RecordBatch | Message):
+                    found = record_batch(self._schema(table), {"rank": self.rank, **found}, self.breathe)
+                if table != "events" and found.num_rows:
+                    self._last_step = found.step if isinstance(found, Message) else found["step"][0].as_py()
                     if self._must_tell_resume:
                         self._must_tell_resume = False
                         self.event(self._last_step, "resume", None, "recording goes on in a folder that held a run")
-                self._put(table, batch)
+                self._put(table, found)
         finally:
             with self._counting:
                 self._waiting[table] -= 1
                 self._waiting_rows -= num_rows
 
-    def _put(self, table: str, batch: pa.RecordBatch) -> None:
+    def _put(self, table: str, found: pa.RecordBatch | Message) -> None:
         current = self._streams.get(table)
         if current is None:
             path = stream.stream_path(self._folder, table, self._numbers[table])
-            current = self._streams[table] = stream.Stream(path, batch.schema)
-        current.append(batch)
+            current = self._streams[table] = stream.Stream(path, self._schema(table))
+        current.append(found)
         max_bytes = PART_BYTES if self._max_bytes is None else min(PART_BYTES, self._max_bytes)
         if current.num_rows >= PART_ROWS or current.num_bytes >= max_bytes or current.num_batches >= PART_BATCHES:
             self._finish(table)

@@ -35,6 +35,7 @@ from fp8debug.adapters.sink import StepSink
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import FinishedStep
+from fp8debug.store.packed import Message
 from fp8debug.store.worker import Worker
 from fp8debug.store.writer import RunWriter
 from tests.kernels import hopper
@@ -88,9 +89,10 @@ class Fates:
                 snapshot.discard()
             return None
 
-        def put(writer: RunWriter, table: str, batch: Any) -> None:
-            if batch.num_rows and fates.of.get(batch["step"][0].as_py()) != "made":
-                fates._put(writer, table, batch)
+        def put(writer: RunWriter, table: str, found: Any) -> None:
+            step = found.step if isinstance(found, Message) else found["step"][0].as_py()
+            if fates.of.get(step) != "made":
+                fates._put(writer, table, found)
 
         def breathe(worker: Worker) -> None:
             before = worker._breathed

@@ -15,7 +15,7 @@ from torch import nn
 import fp8debug
 from fp8debug.adapters import rows, sink
 from fp8debug.observer import Observer
-from fp8debug.store import writer
+from fp8debug.store import packed, writer
 from fp8debug.table import Table
 from tests.store.recording import python
 
@@ -68,6 +68,8 @@ def test_an_exception_of_ours(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], alone: list[float], owner: Any, name: str, said: str | None
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        if name == "row_batch":  # which rows of numbers alone do without
+            patch.setattr(packed.OneRow, "message", lambda *_: None)
         assert train(tmp_path / "run", lambda step: patch.setattr(owner, name, failing) if step == 3 else None) == alone
     err = capfd.readouterr().err
     if said is not None:

@@ -18,12 +18,13 @@ from fp8debug.adapters.rows import Described, Sheet
 from fp8debug.metrics import METRICS, slots
 from fp8debug.observer import RowInfo, RowKey
 from fp8debug.store.schema import arrow_schema
-from fp8debug.table import Group, layout
+from fp8debug.table import Group, Shape
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.store.recording import python
 
 RANDOM = np.random.default_rng(0)
-PLACES, WIDTHS = layout()
+SHAPES = {num_rows: Shape(num_rows) for num_rows in (3, 12, *(2 * n for n in (1, 7, 8, 65)))}
+PLACES = SHAPES[3].places
 KEYS = [
     RowKey(Gemm.FPROP, TensorRole.INPUT, "e4m3 1x128", Reference.OPERAND, True),
     RowKey(Gemm.FPROP, TensorRole.OUTPUT, "e4m3 1x128 @ e4m3 128x128", Reference.SHADOW, True),
@@ -31,21 +32,22 @@ KEYS = [
 ]
 NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 Parts = dict[Group, np.ndarray[Any, Any]]
+Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def infos(rows: list[int], first: int = 0) -> dict[int, RowInfo]:
     return {row: RowInfo(f"layer.{row // 3}", first + row // 3, KEYS[row % 3]) for row in rows}
 
 
-def filled(num_rows: int, odd: float) -> Parts:
-    """A table of which that share of the numbers is 0, not finite, or what nobody has touched."""
-    parts: Parts = {}
-    for (kind, merge), width in WIDTHS.items():
-        values = RANDOM.integers(1, 1000, (num_rows, width)).astype(kind)
+def filled(num_rows: int, odd: float) -> tuple[Memory, Parts]:
+    """A table of which that share of the numbers is 0, not finite, or what nobody has touched: all of it, and its groups."""
+    memory = torch.zeros(SHAPES[num_rows].num_bytes, dtype=torch.uint8)
+    parts = {group: part.numpy() for group, part in SHAPES[num_rows].cut(memory).items()}
+    for (kind, merge), part in parts.items():
         strange = [0, 0] if kind == "int64" else [0.0, NEUTRAL[merge], math.nan, math.inf, -math.inf]
-        parts[kind, merge] = np.where(RANDOM.random(values.shape) < odd, RANDOM.choice(strange, values.shape), values)
-        parts[kind, merge] = parts[kind, merge].astype(kind)
-    return parts
+        is_strange = RANDOM.random(part.shape) < odd
+        part[:] = np.where(is_strange, RANDOM.choice(strange, part.shape), RANDOM.integers(1, 1000, part.shape))
+    return memory.numpy(), parts
 
 
 def expected(parts: Parts, rows: list[int], name: str) -> list[Any]:
@@ -88,9 +90,9 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
     described = Described(rank=5)
     sheets: list[Sheet] = []
     for step, odd in enumerate((0.5, 0.0, 0.2, 1.0, 0.0)):
-        parts = filled(2 * num_rows, odd)
-        sheets.append(described.sheet(infos(rows[::-1]), PLACES))
-        batch = sheets[-1].fill(step, parts)
+        memory, parts = filled(2 * num_rows, odd)
+        sheets.append(described.sheet(infos(rows[::-1]), SHAPES[2 * num_rows]))
+        batch = sheets[-1].fill(step, memory)
         check(batch, step, parts, rows)
         columns = sheets[-1].columns()
         for name in ("amax", "num_nan", "sum_err2", "num_damage_rows"):
@@ -103,31 +105,32 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
 
 
 def test_other_rows_get_another_sheet() -> None:
-    described, parts = Described(), filled(12, 0.1)
-    first = described.sheet(infos([0, 1, 2]), PLACES)
-    for rows, call, places in (([0, 1, 3], 0, PLACES), ([0, 1, 3], 4, PLACES), ([0, 1, 3], 4, dict(PLACES))):
-        sheet = described.sheet(infos(rows), places, call)
-        assert sheet is not first and described.sheet(infos(rows), places, call) is sheet
-        batch = sheet.fill(1, parts)
+    described, (memory, parts) = Described(), filled(12, 0.1)
+    first = described.sheet(infos([0, 1, 2]), SHAPES[12])
+    for call, shape in ((0, SHAPES[12]), (4, SHAPES[12]), (4, Shape(12))):
+        rows = [0, 1, 3]
+        sheet = described.sheet(infos(rows), shape, call)
+        assert sheet is not first and described.sheet(infos(rows), shape, call) is sheet
+        batch = sheet.fill(1, memory)
         check(batch, 1, parts, rows)
         assert batch["call_index"].to_pylist() == [call + row // 3 for row in rows]
         first = sheet
-    other = described.sheet(infos([0, 1, 3], 7), places, 4)
+    other = described.sheet(infos([0, 1, 3], 7), shape, 4)
     assert other is not first, "a module was called elsewhere in the step"
-    assert described.sheet(infos([0, 1, 3]), PLACES, 4) is not other is described.sheet(infos([0, 1, 3], 7), places, 4)
+    assert described.sheet(infos([0, 1, 3]), SHAPES[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), shape, 4)
 
 
 def test_the_first_nan_of_each_site_is_told_once() -> None:
-    sheet, parts = Described().sheet(infos([0, 1, 2]), PLACES), filled(3, 0.0)
+    sheet, (memory, parts) = Described().sheet(infos([0, 1, 2]), SHAPES[3]), filled(3, 0.0)
     for name in ("num_nan", "num_inf", "num_actual_nonfinite"):
         group, start, _ = PLACES[name]
         parts[group][:, start] = 0
     seen: set[tuple[str, str, str]] = set()
-    sheet.fill(0, parts)
+    sheet.fill(0, memory)
     assert sheet.first_nonfinite(seen) == []
     (group, nan, _), (_, made, _) = PLACES["num_nan"], PLACES["num_actual_nonfinite"]
     parts[group][0, nan], parts[group][1, made] = 3, 2
-    sheet.fill(1, parts)
+    sheet.fill(1, memory)
     assert sheet.first_nonfinite(seen) == [
         ("layer.0", "fprop input: first NaN or Inf, in the high-precision tensor: 3"),
         ("layer.0", "fprop output: first NaN or Inf, made by the cast or GEMM: 2"),

@@ -130,11 +130,36 @@ class TestValues:
         opened.steps({"step": 0, "loss": float("nan")})
         opened.steps({"step": 1, "loss": None, "sampled": True})
         opened.steps({"step": np.int64(2), "loss": np.float32(1.5), "tokens": 7})
+        opened.steps({"step": 3, "nonfinite_module": "mlp", "loss": 3.5})
+        opened.steps(lambda: {"step": 4, "loss": 4.5})
+        opened.steps(lambda: {"step": 5, "nonfinite_module": "mlp", "loss": 5.5})
         opened.close()
         assert opened.stopped is None
-        first, second, third = Run(tmp_path / "run").sql("SELECT * FROM steps ORDER BY step").to_pylist()
+        first, second, third, *texts = Run(tmp_path / "run").sql("SELECT * FROM steps ORDER BY step").to_pylist()
+        assert [(row["loss"], row["nonfinite_module"]) for row in texts] == [(3.5, "mlp"), (4.5, None), (5.5, "mlp")]
+        assert all(row["rank"] == 0 and row["time"] is not None for row in texts)
         assert np.isnan(first["loss"]) and second["loss"] is None and third["loss"] == 1.5 and third["tokens"] == 7
         assert first["rank"] == 0 and first["time"] is not None
+
+    @pytest.mark.parametrize("is_later", [False, True])
+    @pytest.mark.parametrize(
+        "row, reason",
+        [
+            ({"step": 1, "colour": 2}, "ValueError: columns colour are not in the schema of steps"),
+            ({"step": 1, "loss": "low"}, "ArrowInvalid: Could not convert 'low' with type str: tried to convert to double"),
+        ],
+    )
+    def test_a_wrong_row_stops_the_recording_and_says_so(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str], row: dict[str, Any], reason: str, is_later: bool
+    ) -> None:
+        opened = RunWriter(tmp_path / "run", manifest={})
+        opened.steps({"step": 0, "loss": 1.0})
+        opened.steps((lambda: row) if is_later else row)
+        opened.flush()
+        assert opened.stopped == reason
+        opened.close()
+        assert capfd.readouterr().err == f"fp8debug: recording stopped: {reason}\n"
+        assert Run(tmp_path / "run").sql("SELECT step, loss FROM steps").to_pylist() == [{"step": 0, "loss": 1.0}]
 
     @pytest.mark.parametrize(
         "columns, reason",
