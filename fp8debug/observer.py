@@ -238,7 +238,7 @@ class Observer:
                 self._tables.pop(device).discard()  # half joined; the next sampled step makes a new one
                 for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
                     self.report(module, f"not recorded at step {self.step}: out of memory; training goes on", number == 0)
-        self._filled, self._samples = {}, {}  # before a writer's thread waits for the interpreter, which a tensor's end lets go of
+        self._filled, self._samples = {}, {}  # a tensor's end lets go of the interpreter, for which nobody waits yet
         self._pending.append(finished)
         self.hand_over()
         self.start_step(self.step + 1)

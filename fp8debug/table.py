@@ -21,6 +21,9 @@ Group = tuple[str, str]  # (kind, merge rule)
 #: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below
 #: a millisecond, with torch ops a few. Of the former twice as many wait where no hook asks that has little to do itself.
 MAX_JOINED, MAX_WAITING = 128, 64
+#: Copies of the table in pinned memory: one is under way, one is written, and two wait for a writer that is held up. To make
+#: another takes 1.5 ms, for which training would wait.
+NUM_PINNED = 4
 #: Index tensors of rows that are kept.
 MAX_INDICES = 1024
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
@@ -117,7 +120,7 @@ class Table:
         self._held: list[Any] = []  # what lies at the addresses
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
-        self._free = [self._pinned() for _ in range(2)] if device.type == "cuda" else []
+        self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._bins: Any = None
         columns = {name: place.start for name, place in self.shape.places.items()}

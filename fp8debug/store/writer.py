@@ -22,6 +22,7 @@ from fp8debug.store import stream
 from fp8debug.store.batch import record_batch, row_batch
 from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
 from fp8debug.store.packed import Message, OneRow
+from fp8debug.store.parts import Parts
 from fp8debug.store.places import refuse_to_write
 from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
@@ -60,7 +61,6 @@ class RunWriter:
     Attributes:
         stopped: why recording stopped, or None.
         num_dropped: writings that were dropped because the disk was too slow.
-        num_bytes: what this rank's finished parts of ``stats`` take.
 
     Raises:
         RecordError: the folder holds a run already, or cannot be written.
@@ -80,7 +80,7 @@ class RunWriter:
         refuse_to_write(path)
         self.path, self.rank = Path(path), rank
         self.stopped: str | None = None
-        self.num_dropped = self.num_bytes = 0
+        self.num_dropped = 0
         self._max_bytes = max_bytes
         self._is_full = False
         self._root = self.path.absolute()  # the training script may change its directory
@@ -93,6 +93,7 @@ class RunWriter:
         self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
         self._counting = threading.Lock()
         self._closed = False
+        self._parts = Parts(lambda: self._worker.put(self._parts.check))
         self._must_tell_resume = False
         self._last_step: int | None = None
         self._manifest = {"schema_version": SCHEMA_VERSION, "name": self._root.name, "created": _now(), **manifest}
@@ -156,11 +157,10 @@ class RunWriter:
             self._manifest["created"] = earlier.get("created", self._manifest["created"])
             writings = earlier_own["writings"] if isinstance(earlier_own.get("writings"), list) else []
             self._must_tell_resume = bool(taken)
+        self._parts.num_bytes = sum(part.stat().st_size for part in stream.parts(self._folder, "stats").values())
         for table in TABLES:
             for number, path in stream.streams(self._folder, table).items():
-                part = stream.part_path(self._folder, table, number)
-                self._worker.put(partial(_compact_leftover, path, part))
-        self.num_bytes = sum(part.stat().st_size for part in stream.parts(self._folder, "stats").values())
+                self._parts.make(path, stream.part_path(self._folder, table, number), is_leftover=True)
         self._rank_manifest["writings"] = [*writings, {"first_part": self._number, "created": _now()}]
         self._numbers = dict.fromkeys(TABLES, self._number)
         self._write_json(self._folder / "manifest.json", self._rank_manifest)
@@ -235,6 +235,8 @@ class RunWriter:
         """Wait until all rows so far are with the operating system, as long as its disk gets anything done."""
         if self._is_open() and self.stopped is None:
             self._worker.wait(CLOSE_PATIENCE_S)
+            if self._parts.wait(CLOSE_PATIENCE_S):
+                self._worker.wait(CLOSE_PATIENCE_S)  # which hears of what went wrong there
 
     def close(self) -> None:
         """Write what waits, turn the streams into parts and end the thread; a second call does nothing."""
@@ -321,19 +323,18 @@ class RunWriter:
         current = self._streams.pop(table)
         current.close()
         if self.stopped is None:
-            part = stream.part_path(self._folder, table, self._numbers[table])
-            stream.compact(current.path, part)
+            self._parts.make(current.path, stream.part_path(self._folder, table, self._numbers[table]))
             self._numbers[table] += 1
-            if table == "stats" and part.exists():
-                self.num_bytes += part.stat().st_size
-                self._look_at_budget()
+            if table == "stats" and self._max_bytes is not None:
+                self._parts.wait()
+                self._look_at_budget(self._max_bytes)
 
-    def _look_at_budget(self) -> None:
+    def _look_at_budget(self, max_bytes: int) -> None:
         """Write no more statistics once the next part of like size would not fit into ``max_bytes``."""
-        num_parts = len(stream.parts(self._folder, "stats"))
-        if self._max_bytes is not None and self.num_bytes * (1 + 1 / num_parts) > self._max_bytes:
+        num_parts, num_bytes = len(stream.parts(self._folder, "stats")), self._parts.num_bytes
+        if num_parts and num_bytes * (1 + 1 / num_parts) > max_bytes:
             self._is_full = True
-            text = f"no more statistics of rank {self.rank}: they take {self.num_bytes / 1e9:.3g} GB, near the budget"
+            text = f"no more statistics of rank {self.rank}: they take {num_bytes / 1e9:.3g} GB, near the budget"
             _say(f"{text}; loss and events are still recorded")
             self.event(self._last_step, "recording", None, text)
 
@@ -344,6 +345,8 @@ class RunWriter:
         for table in TABLES:  # events last: finishing the others may make some
             if table in self._streams:
                 self._finish(table)
+        self._parts.wait()
+        self._parts.check()
 
     def _end(self) -> None:
         try:
@@ -352,6 +355,7 @@ class RunWriter:
                 self._rank_manifest["ended"] = _now()
                 self._write_json(self._folder / "manifest.json", self._rank_manifest)
         finally:
+            self._parts.end(OPEN_PATIENCE_S)
             self._release()
 
     def _release(self) -> None:
@@ -371,12 +375,6 @@ class RunWriter:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _compact_leftover(path: Path, part: Path) -> None:
-    """Finish what a killed process left; what is no stream stays as it is, and the reader names it."""
-    with contextlib.suppress(pa.ArrowException):
-        stream.compact(path, part)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_a_writer_that_reaches_its_share_goes_on_with_loss_and_events(
     opened.close()
     assert opened.stopped is None
     size = sum(path.stat().st_size for path in (tmp_path / "run/rank=00000/stats").iterdir())
-    assert 100_000 < size <= 200_000 and size == opened.num_bytes
+    assert 100_000 < size <= 200_000 and size == opened._parts.num_bytes
     assert not [name for name in names_below(tmp_path / "run") if name.endswith(".arrows")]
     run = Run(tmp_path / "run")
     assert run.sql("SELECT count(*) AS n FROM steps").to_pylist() == [{"n": 60}]
