@@ -7,6 +7,7 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +20,7 @@ from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, num_column
 from fp8debug.leftovers import Forgetful, Leftovers
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
-from fp8debug.table import Scalar, Snapshot, Table
+from fp8debug.table import MIN_JOINED, Scalar, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
 
 T = TypeVar("T")
@@ -160,6 +161,12 @@ class Observer:
         found = self._filled.get(device)
         if found is not None:
             found[0].relieve()
+
+    def relieve_all(self) -> None:
+        """Join what waits, where it pays, before the end of the step does: two short pauses of training for a long one."""
+        for table, _ in self._filled.values():
+            with suppress(torch.OutOfMemoryError, MemoryError):  # of which the end of the step hears again
+                table.relieve(MIN_JOINED)
 
     def sample(self, length: int, device: torch.device, *, columns: bool = False) -> Sample:
         """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step.

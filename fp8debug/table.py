@@ -21,6 +21,8 @@ Group = tuple[str, str]  # (kind, merge rule)
 #: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below
 #: a millisecond, with torch ops a few. Of the former twice as many wait where no hook asks that has little to do itself.
 MAX_JOINED, MAX_WAITING = 128, 64
+#: Rows for which it is worth the launches to join them before the end of the step does.
+MIN_JOINED = 32
 #: Copies of the table in pinned memory: one is under way, one is written, and two wait for a writer that is held up. To make
 #: another takes 1.5 ms, for which training would wait.
 NUM_PINNED = 4
@@ -190,9 +192,9 @@ class Table:
         self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
         return self._numbers[key]
 
-    def relieve(self) -> None:
+    def relieve(self, many: int | None = None) -> None:
         """Join what waits, where it is much; for a hook that has little to do itself."""
-        if len(self._held) >= MAX_JOINED:
+        if len(self._held) >= (MAX_JOINED if many is None else many):
             self._join_rows()
 
     def _join_rows(self) -> None:

@@ -32,6 +32,7 @@ from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
+from fp8debug.shielding import is_capturing
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
@@ -232,6 +233,11 @@ class Watch:
             self._end({}, settle=False, counted=True)  # no watched module ran in FP8 since: a warm-up in BF16
         self._optimizer = optimizer
         self._counted = True
+        try:
+            if self._observer.has_rows and not is_capturing():
+                self._observer.relieve_all()
+        except Exception as error:  # whatever it is, the user's step goes on
+            self._give_up(error)
         if self._before_next is not None:
             self._before_next()
 

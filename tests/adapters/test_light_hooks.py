@@ -12,6 +12,7 @@ from torch._C import _len_torch_dispatch_stack
 
 import fp8debug
 from fp8debug import probe
+from fp8debug.adapters import watching
 from fp8debug.adapters.transformer_engine_tensors import side_of_storage
 from fp8debug.kernels.dispatch import dequantize
 from fp8debug.kernels.dispatch import describe as describe_operand
@@ -86,3 +87,24 @@ def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
             watch.step(loss=loss)
             assert not observer.after_step
     assert ends == [2, 0, 2, 0] and relieved == [0] * 4 + [2] * 4, "two modules, forward and backward"
+
+
+def test_rows_are_joined_after_the_optimizers_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that is sampled, and not into a graph that is being captured; what goes wrong there ends the recording alone."""
+    joined: list[int] = []
+    monkeypatch.setattr(Observer, "relieve_all", lambda self: joined.append(self.step))
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with fp8debug.watch(net, tmp_path / "run", every=2) as watch:
+        for step in range(7):
+            monkeypatch.setattr(watching, "is_capturing", lambda step=step: step == 2)
+            if step == 6:
+                monkeypatch.setattr(Observer, "relieve_all", lambda self: 1 // 0)
+            loss = net(batch(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            watch.step(loss=loss)
+        assert watch._observer.is_off
+    assert joined == [0, 4]
+    (event,) = fp8debug.Run(tmp_path / "run").sql("SELECT step, message FROM events").to_pylist()
+    assert event == {"step": 6, "message": "recording stopped: ZeroDivisionError: integer division or modulo by zero"}

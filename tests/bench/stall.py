@@ -2,7 +2,7 @@
 
 The model of ``tests/bench/step.py``, every step watched with the defaults; on a CPU a small one, whose hooks are torch ops.
 Milliseconds by the host's clock, with nothing waited for around a call: ``Watch.step()``, and the hooks, of which ``quantize``
-holds the cast that training needs anyway. ``reads``: a loop that reads the loss of every step, so that no launch waits for the
+holds the cast that training needs anyway; ``optimizer`` is what a watch does after the optimizer's step. ``reads``: a loop that reads the loss of every step, so that no launch waits for the
 GPU; ``runs``: one that waits for nothing, where launches block once CUDA's queue is full, watched or not. ``launch``: one of
 torch's right before ``Watch.step()``. ``less gc``: the longest without what Python's garbage collector took. The first five
 steps are left out. No times are asserted.
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer import Observer
 from fp8debug.probe import Probe
 from tests.bench.step import Job, Layer
 
@@ -144,8 +145,9 @@ def measure(options: argparse.Namespace, loop: str) -> None:
     with clock.collecting(), tempfile.TemporaryDirectory() as folder:
         with fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
             timed = Timed(watch, clock, job)
-            run(options, job, timed, clock, Probe, HOOKS, reads)
-            show(options, loop, clock, ("Watch.step()", *HOOKS, "launch"), timed.rows)
+            with patch.object(Observer, "relieve_all", clock.timed("optimizer", Observer.relieve_all)):
+                run(options, job, timed, clock, Probe, HOOKS, reads)
+            show(options, loop, clock, ("Watch.step()", "optimizer", *HOOKS, "launch"), timed.rows)
             if is_gpu:
                 counted = Counted(watch, clock, job)
                 job.step(counted)

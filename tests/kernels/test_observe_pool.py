@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fp8debug import observer
 from fp8debug import table as tables
 from fp8debug.kernels import observe_pool
 from fp8debug.kernels.observe_pool import RESULTS, Pool, discard, flush, num_losses, pool
@@ -113,10 +114,11 @@ def test_space_for_one_large_tensor_is_given_back() -> None:
 
 
 @pytest.mark.usefixtures("joined")
-@pytest.mark.parametrize("when", ["in the step", "at its end"])
+@pytest.mark.parametrize("when", ["in the step", "after the optimizer's", "at its end"])
 def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[FinishedStep] = []
     said: list[str] = []
+    monkeypatch.setattr(observer, "MIN_JOINED", 1)
     settings = Settings(every=1, shadow_rows=8, plain_recipe=get_recipe("blockwise"))
     seen = Observer(settings, steps.append, lambda module, text, aloud: said.append(text))
     seen.num_modules = 1
@@ -128,6 +130,8 @@ def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pyt
             if step == 1 and when == "in the step":  # as at the next tensor that finds no space
                 with pytest.raises(torch.OutOfMemoryError):
                     pool(CPU).flush()
+            elif when == "after the optimizer's":
+                seen.relieve_all()
             else:
                 seen.end_step({})
         if seen.step == step:
@@ -183,6 +187,23 @@ def test_a_hook_with_little_to_do_joins_what_waits(monkeypatch: pytest.MonkeyPat
         seen.relieve(CPU)
         waiting.append(len(seen.table(CPU)._held))
     assert waiting == [1, 0, 1]
+    seen.turn_off()
+
+
+@pytest.mark.usefixtures("joined")
+def test_rows_are_joined_before_the_end_of_a_step_where_they_are_some() -> None:
+    """The optimizer's hook does so; what comes after is joined with the rest."""
+    seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
+    seen.num_modules = tables.MIN_JOINED
+    seen.relieve_all()  # nothing is recorded
+    waiting = []
+    for row in range(tables.MIN_JOINED + 1):
+        record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
+        seen.relieve_all()
+        waiting.append(len(seen.table(CPU)._held))
+    assert waiting == [*range(1, tables.MIN_JOINED), 0, 1]
+    found = slots_of(seen.table(CPU).snapshot(), range(tables.MIN_JOINED + 1))
+    assert found["damage"].tolist() == [5.0] * (tables.MIN_JOINED + 1)
     seen.turn_off()
 
 
