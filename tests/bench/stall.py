@@ -1,11 +1,11 @@
 """How long a watch holds the training thread: ``python tests/bench/stall.py [--layers 2 8] [--steps 40] [--loop reads runs]``.
 
 The model of ``tests/bench/step.py``, every step watched with the defaults; on a CPU a small one, whose hooks are torch ops.
-Milliseconds by the host's clock, with nothing waited for around a call: ``Watch.step()``, and the hooks, of which ``quantize``
-holds the cast that training needs anyway; ``optimizer`` is what a watch does after the optimizer's step. ``reads``: a loop that reads the loss of every step, so that no launch waits for the
-GPU; ``runs``: one that waits for nothing, where launches block once CUDA's queue is full, watched or not. ``launch``: one of
-torch's right before ``Watch.step()``. ``less gc``: the longest without what Python's garbage collector took. The first five
-steps are left out. No times are asserted.
+Milliseconds by the host's clock, with nothing waited for around a call: ``Watch.step()``; ``optimizer``, what a watch does after
+the optimizer's step; and the hooks, of which ``quantize`` holds the cast that training needs anyway. ``reads``: a loop that reads
+the loss of every step, so that no launch waits for the GPU; ``runs``: one that waits for nothing, where launches block once
+CUDA's queue is full, watched or not. ``launch``: one of torch's right before ``Watch.step()``. ``less gc``: the longest without
+what Python's garbage collector took. The first five steps are left out. No times are asserted.
 
 On a GPU the same model then trains without a watch, for what such a loop makes of any code: ``forward`` is a call of an
 Fp8Linear, ``launches`` as many small kernels as ``Watch.step()`` starts kernels and copies, by torch's profiler, in its place.
