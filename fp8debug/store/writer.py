@@ -244,9 +244,11 @@ class RunWriter:
             return
         self._closed = True
         atexit.unregister(self.close)
+        patience = CLOSE_PATIENCE_S if self.stopped is None else 1.0
         self._worker.put(self._finish_all)
+        is_done = self._worker.wait(patience) and self._parts.wait(patience)
         self._worker.put(self._end)
-        if not self._worker.end(CLOSE_PATIENCE_S if self.stopped is None else 1.0) and self.stopped is None:
+        if not (self._worker.end(patience if is_done else 0.0) or self.stopped):
             _say(f"gave up waiting for {self.path}: nothing got done; the last rows may be missing")
         elif self.num_dropped:
             _say(f"{self.num_dropped} writings were dropped because {self.path} is too slow")
@@ -345,12 +347,12 @@ class RunWriter:
         for table in TABLES:  # events last: finishing the others may make some
             if table in self._streams:
                 self._finish(table)
-        self._parts.wait()
-        self._parts.check()
 
     def _end(self) -> None:
         try:
+            self._parts.wait()
             if self.stopped is None:
+                self._parts.check()
                 self._beat()
                 self._rank_manifest["ended"] = _now()
                 self._write_json(self._folder / "manifest.json", self._rank_manifest)

@@ -68,6 +68,25 @@ def test_a_writer_is_closed_when_its_parts_are_made(tmp_path: Path, go: threadin
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fp8debug-")] == []
 
 
+def test_a_disk_that_makes_each_part_in_time_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(path: Path, part: Path) -> None:
+        time.sleep(0.4)
+        REAL(path, part)
+
+    monkeypatch.setattr(stream, "compact", slow)
+    monkeypatch.setattr(writer, "PART_ROWS", 10)
+    monkeypatch.setattr(writer, "CLOSE_PATIENCE_S", 1.0)
+    opened = writer.RunWriter(tmp_path / "run", manifest={"modules": []})
+    for step in range(20):
+        opened.stats(site_rows(step))
+    start = time.monotonic()
+    opened.close()
+    assert time.monotonic() - start > 1.5 and capfd.readouterr().err == ""
+    assert num_rows(tmp_path / "run") == 60 and not list((tmp_path / "run").rglob("*.arrows"))
+
+
 def test_a_disk_that_hangs_over_a_part_is_not_waited_for_longer_than_any(
     tmp_path: Path, go: threading.Event, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
