@@ -61,7 +61,7 @@ class Span(NamedTuple):
     width: int
 
 
-class Shape:
+class TableLayout:
     """How a table lies in memory.
 
     Args:
@@ -96,7 +96,7 @@ class Buffers(NamedTuple):
 
     memory: Tensor
     state: dict[Group, Tensor]
-    words: np.ndarray[Any, np.dtype[np.uint8]]
+    view: np.ndarray[Any, np.dtype[np.uint8]]
     done: torch.cuda.Event | None
 
 
@@ -109,9 +109,9 @@ class Table:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.device, self.shape = device, Shape(num_rows)
-        self._all = torch.empty(self.shape.num_bytes, dtype=torch.uint8, device=device)
-        self._state = self.shape.cut(self._all)
+        self.device, self.layout = device, TableLayout(num_rows)
+        self._all = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=device)
+        self._state = self.layout.cut(self._all)
         for (_, merge), state in self._state.items():
             state.fill_(_NEUTRAL[merge])
         self._neutral = self._all.clone()
@@ -125,7 +125,7 @@ class Table:
         self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
         self._bins: Any = None
-        columns = {name: place.start for name, place in self.shape.places.items()}
+        columns = {name: place.start for name, place in self.layout.places.items()}
         has_kernels = takes_kernels(self._all)
         self._joiner = new_joiner(self._state, columns) if has_kernels else None
         self._send = twin("observe_leaving").StateSender(self._all, self._neutral) if has_kernels else self._copy
@@ -138,11 +138,11 @@ class Table:
         return self._bins
 
     def _pinned(self) -> Buffers:
-        return self._buffers(torch.empty(self.shape.num_bytes, dtype=torch.uint8, pin_memory=True))
+        return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _buffers(self, memory: Tensor) -> Buffers:
         done = _new_event() if self.device.type == "cuda" else None
-        return Buffers(memory, self.shape.cut(memory), memory.numpy(), done)
+        return Buffers(memory, self.layout.cut(memory), memory.numpy(), done)
 
     def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
         """Join one tensor's contributions to a row, each slot by its own rule.
@@ -246,7 +246,7 @@ class Table:
                 self._rows_at.clear()
             self._rows_at[rows] = self._index(rows)[:, None]
         if names not in self._columns_at:
-            places = [self.shape.places[name] for name in names]
+            places = [self.layout.places[name] for name in names]
             columns = tuple(c for place in places for c in range(place.start, place.stop))
             self._columns_at[names] = places[0].group, self._index(columns)[None, :]
         group, columns_at = self._columns_at[names]
@@ -271,9 +271,9 @@ class Table:
             with on_device(self._all):
                 self._send(buffers.memory)
                 buffers.done.record()
-            return Snapshot(self.shape, buffers, self._free.append)
+            return Snapshot(self.layout, buffers, self._free.append)
         assert self._here is not None
-        snapshot = Snapshot(self.shape, self._here, self._clear)
+        snapshot = Snapshot(self.layout, self._here, self._clear)
         self._here = self._free.pop() if self._free else self._buffers(self._neutral.clone())
         self._all, self._state = self._here.memory, self._here.state
         if self._joiner is not None:
@@ -287,7 +287,7 @@ class Table:
 
     def _clear(self, buffers: Buffers) -> None:
         """Set a state on the host back to neutral, for a later step; in the thread that read it, without threads of torch's."""
-        np.copyto(buffers.words, self._neutral.numpy())
+        np.copyto(buffers.view, self._neutral.numpy())
         self._free.append(buffers)
 
     def discard(self) -> None:
@@ -301,18 +301,18 @@ class Snapshot:
     """A table's rows on their way to the host.
 
     Args:
-        shape: how the table lies in memory.
+        layout: how the table lies in memory.
         buffers: what it is copied to.
         give_back: called with the buffers once they have been read.
     """
 
     def __init__(
         self,
-        shape: Shape,
+        layout: TableLayout,
         buffers: Buffers,
         give_back: Callable[[Buffers], None],
     ) -> None:
-        self.shape = shape
+        self.layout = layout
         self._buffers: Buffers | None = buffers
         self._done = buffers.done  # None: they are there
         self._give_back = give_back
@@ -321,11 +321,11 @@ class Snapshot:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def words(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def memory(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the table's memory, to be read until :meth:`discard`. Waits if it must."""
         assert self._buffers is not None
         self._wait()
-        return self._buffers.words
+        return self._buffers.view
 
     def discard(self) -> None:
         """Give the buffers back; the rows are not read any more.

@@ -13,8 +13,8 @@ from fp8debug.table import Snapshot
 
 def slots_of(snapshot: Snapshot, rows: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the slots of some rows, ``[len(rows)]`` or for a list ``[len(rows), size]``."""
-    parts, found = snapshot.shape.cut(torch.from_numpy(snapshot.words())), {}
-    for name, (group, start, stop) in snapshot.shape.places.items():
+    parts, found = snapshot.layout.cut(torch.from_numpy(snapshot.memory())), {}
+    for name, (group, start, stop) in snapshot.layout.places.items():
         values = parts[group].numpy()[list(rows), start:stop]
         found[name] = values if stop - start > 1 else values[:, 0]
     snapshot.discard()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 BENCH = Path(__file__).parent / "bench" / "host.py"
 
 

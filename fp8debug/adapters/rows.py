@@ -21,7 +21,7 @@ from fp8debug.sharding import Piece
 from fp8debug.store.batch import record_batch
 from fp8debug.store.packed import Lists, columns_over
 from fp8debug.store.schema import arrow_schema
-from fp8debug.table import Group, Shape, Snapshot
+from fp8debug.table import Group, Snapshot, TableLayout
 from fp8debug.types import Gemm, Reference, TensorRole
 
 #: Counts of what is not finite; the first numbers of a sheet.
@@ -33,7 +33,7 @@ _PIECE = 256
 class _Known(NamedTuple):
     """A sheet, and what it was made for."""
 
-    shape: Shape
+    layout: TableLayout
     first_call: int
     order: list[int]
     infos: list[RowInfo]
@@ -52,23 +52,23 @@ class Described:
         self._rank, self._breathe = rank, breathe
         self._known: dict[int, _Known] = {}
 
-    def sheet(self, filled: Mapping[int, RowInfo], shape: Shape, first_call: int = 0) -> Sheet:
+    def sheet(self, filled: Mapping[int, RowInfo], layout: TableLayout, first_call: int = 0) -> Sheet:
         """Return the sheet for such rows.
 
         Args:
             filled: what rows are, by their numbers.
-            shape: how the rows' table lies in memory; the same object at every step.
+            layout: how the rows' table lies in memory; the same object at every step.
             first_call: what a rank's places in execution order begin with.
         """
         order = list(filled)
         self._breathe()
         infos = list(filled.values())
-        known = self._known.get(id(shape))
-        if known is None or known[:4] != (shape, first_call, order, infos):
+        known = self._known.get(id(layout))
+        if known is None or known[:4] != (layout, first_call, order, infos):
             rows = sorted(order)
             described = self._describe([filled[row] for row in rows], first_call)
-            sheet = Sheet(rows, described, shape, self._rank, self._breathe)
-            known = self._known[id(shape)] = _Known(shape, first_call, order, infos, sheet)
+            sheet = Sheet(rows, described, layout, self._rank, self._breathe)
+            known = self._known[id(layout)] = _Known(layout, first_call, order, infos, sheet)
         return known.sheet
 
     def _describe(self, infos: list[RowInfo], first_call: int) -> dict[str, list[Any]]:
@@ -129,7 +129,7 @@ class Sheet:
     Args:
         rows: their numbers in the table.
         described: the columns that say what they are.
-        shape: how the table lies in memory.
+        layout: how the table lies in memory.
         rank: global rank.
         breathe: called now and then, to let other threads have the interpreter.
     """
@@ -138,12 +138,12 @@ class Sheet:
         self,
         rows: list[int],
         described: Mapping[str, list[Any]],
-        shape: Shape,
+        layout: TableLayout,
         rank: int,
         breathe: Callable[[], None],
     ) -> None:
         self._described, self._breathe = described, breathe
-        self._rows, self._shape = np.array(rows, dtype=np.intp), shape
+        self._rows, self._layout = np.array(rows, dtype=np.intp), layout
         step = np.zeros((1, len(rows)), dtype=np.int64)
         self._step = step.view(np.uint8)[0].data
         schema = arrow_schema("stats")
@@ -167,7 +167,7 @@ class Sheet:
 
     def _new_slots(self, tested: Mapping[str, int]) -> dict[str, pa.Array]:
         """Return an array for each slot, and note how they are filled."""
-        num_rows, spans, places = len(self._rows), self._shape.spans, self._shape.places
+        num_rows, spans, places = len(self._rows), self._layout.spans, self._layout.places
         groups = sorted(spans, key=lambda group: (-spans[group].itemsize, group[0] != "int64", group[1] != "sum"))
         names_of: dict[Group, list[str]] = {group: [] for group in groups}
         lists = [name for name in tested if places[name].stop - places[name].start > 1]
@@ -213,8 +213,8 @@ class Sheet:
         """Have slots of one size brought together, ``[slots, rows]`` or of one list ``[rows, size]``."""
         found = slice(0)
         for i, name in enumerate(names):
-            group, start, stop = self._shape.places[name]
-            begin, itemsize, width = self._shape.spans[group]
+            group, start, stop = self._layout.places[name]
+            begin, itemsize, width = self._layout.spans[group]
             at = self._words[itemsize].add(begin // itemsize + self._rows[:, None] * width + np.arange(start, stop))
             found = slice(at.start if i == 0 else found.start, at.stop)
         return found
@@ -270,7 +270,7 @@ class Sheet:
 
 def stats_batch(finished: FinishedStep, snapshot: Snapshot, sheet: Sheet) -> pa.RecordBatch:
     """Return the rows of a step as a batch that holds until the next one; the snapshot is given back."""
-    batch = sheet.fill(finished.step, snapshot.words())
+    batch = sheet.fill(finished.step, snapshot.memory())
     snapshot.discard()
     return batch
 

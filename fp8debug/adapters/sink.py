@@ -63,7 +63,7 @@ class StepSink:
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
-        sheet = self._described.sheet(filled, snapshot.shape, first_call(min(self.stages, default=0)))
+        sheet = self._described.sheet(filled, snapshot.layout, first_call(min(self.stages, default=0)))
         batch = stats_batch(finished, snapshot, sheet)
         self._writer.breathe()
         if self._changes.has_guard:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels import observe_pool
 from fp8debug.kernels.observe_leaving import BLOCK, StateSender, send_number
 from fp8debug.kernels.observe_pool import ENVELOPE, to_device
-from fp8debug.table import Buffers, Scalar, Shape, Snapshot
+from fp8debug.table import Buffers, Scalar, Snapshot, TableLayout
 from tests.kernels.twins import NEEDS_TWINS
 from tests.recording.test_gpu_recording import no_synchronizing
 
@@ -146,10 +146,10 @@ class Late:
 def test_memory_that_a_kernel_still_writes_to_is_not_given_back(is_read: bool) -> None:
     done: Any = Late()
     memory, given_back = torch.zeros(8, dtype=torch.uint8), list[int]()
-    snapshot = Snapshot(Shape(0), Buffers(memory, {}, memory.numpy(), done), lambda buffers: given_back.append(done.waits))
+    snapshot = Snapshot(TableLayout(0), Buffers(memory, {}, memory.numpy(), done), lambda buffers: given_back.append(done.waits))
     assert not snapshot.ready()
     if is_read:
-        assert not snapshot.words().any()
+        assert not snapshot.memory().any()
     snapshot.discard()
     snapshot.discard()
     assert given_back == [1]

@@ -277,7 +277,7 @@ def test_rows_of_an_operand(granularity: str) -> None:
 def test_rows_of_words_join_the_state_by_their_rules() -> None:
     """By the joining kernel as by a table's torch ops, over two joins, one row with two kinds of observations."""
     table = Table(3, torch.device("cpu"))
-    columns = {name: place.start for name, place in table.shape.places.items()}
+    columns = {name: place.start for name, place in table.layout.places.items()}
     state = {group: tensor.clone().to(DEVICE) for group, tensor in table._state.items()}
     joiner, generator = Joiner(state, columns), torch.Generator().manual_seed(0)
     for _ in range(2):

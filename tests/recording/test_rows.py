@@ -18,13 +18,13 @@ from fp8debug.adapters.rows import Described, Sheet
 from fp8debug.metrics import METRICS, slots
 from fp8debug.observer import RowInfo, RowKey
 from fp8debug.store.schema import arrow_schema
-from fp8debug.table import Group, Shape
+from fp8debug.table import Group, TableLayout
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.store.recording import python
 
 RANDOM = np.random.default_rng(0)
-SHAPES = {num_rows: Shape(num_rows) for num_rows in (3, 12, *(2 * n for n in (1, 7, 8, 65)))}
-PLACES = SHAPES[3].places
+LAYOUTS = {num_rows: TableLayout(num_rows) for num_rows in (3, 12, *(2 * n for n in (1, 7, 8, 65)))}
+PLACES = LAYOUTS[3].places
 KEYS = [
     RowKey(Gemm.FPROP, TensorRole.INPUT, "e4m3 1x128", Reference.OPERAND, True),
     RowKey(Gemm.FPROP, TensorRole.OUTPUT, "e4m3 1x128 @ e4m3 128x128", Reference.SHADOW, True),
@@ -41,8 +41,8 @@ def infos(rows: list[int], first: int = 0) -> dict[int, RowInfo]:
 
 def filled(num_rows: int, odd: float) -> tuple[Memory, Parts]:
     """A table of which that share of the numbers is 0, not finite, or what nobody has touched: all of it, and its groups."""
-    memory = torch.zeros(SHAPES[num_rows].num_bytes, dtype=torch.uint8)
-    parts = {group: part.numpy() for group, part in SHAPES[num_rows].cut(memory).items()}
+    memory = torch.zeros(LAYOUTS[num_rows].num_bytes, dtype=torch.uint8)
+    parts = {group: part.numpy() for group, part in LAYOUTS[num_rows].cut(memory).items()}
     for (kind, merge), part in parts.items():
         strange = [0, 0] if kind == "int64" else [0.0, NEUTRAL[merge], math.nan, math.inf, -math.inf]
         is_strange = RANDOM.random(part.shape) < odd
@@ -91,7 +91,7 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
     sheets: list[Sheet] = []
     for step, odd in enumerate((0.5, 0.0, 0.2, 1.0, 0.0)):
         memory, parts = filled(2 * num_rows, odd)
-        sheets.append(described.sheet(infos(rows[::-1]), SHAPES[2 * num_rows]))
+        sheets.append(described.sheet(infos(rows[::-1]), LAYOUTS[2 * num_rows]))
         batch = sheets[-1].fill(step, memory)
         check(batch, step, parts, rows)
         columns = sheets[-1].columns()
@@ -106,8 +106,8 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
 
 def test_other_rows_get_another_sheet() -> None:
     described, (memory, parts) = Described(), filled(12, 0.1)
-    first = described.sheet(infos([0, 1, 2]), SHAPES[12])
-    for call, shape in ((0, SHAPES[12]), (4, SHAPES[12]), (4, Shape(12))):
+    first = described.sheet(infos([0, 1, 2]), LAYOUTS[12])
+    for call, shape in ((0, LAYOUTS[12]), (4, LAYOUTS[12]), (4, TableLayout(12))):
         rows = [0, 1, 3]
         sheet = described.sheet(infos(rows), shape, call)
         assert sheet is not first and described.sheet(infos(rows), shape, call) is sheet
@@ -117,11 +117,11 @@ def test_other_rows_get_another_sheet() -> None:
         first = sheet
     other = described.sheet(infos([0, 1, 3], 7), shape, 4)
     assert other is not first, "a module was called elsewhere in the step"
-    assert described.sheet(infos([0, 1, 3]), SHAPES[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), shape, 4)
+    assert described.sheet(infos([0, 1, 3]), LAYOUTS[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), shape, 4)
 
 
 def test_the_first_nan_of_each_site_is_told_once() -> None:
-    sheet, (memory, parts) = Described().sheet(infos([0, 1, 2]), SHAPES[3]), filled(3, 0.0)
+    sheet, (memory, parts) = Described().sheet(infos([0, 1, 2]), LAYOUTS[3]), filled(3, 0.0)
     for name in ("num_nan", "num_inf", "num_actual_nonfinite"):
         group, start, _ = PLACES[name]
         parts[group][:, start] = 0

@@ -11,6 +11,7 @@ import pytest
 
 from fp8debug.store import stream, writer
 from fp8debug.store.run import Run
+from fp8debug.store.writer import RunWriter
 from tests.store.recording import python, record, site_rows
 
 REAL = stream.compact
@@ -30,6 +31,14 @@ def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
+def begun(run: Path, num_steps: int) -> RunWriter:
+    """A writer that was handed three rows of each step, and not waited for."""
+    opened = RunWriter(run, manifest={"modules": []})
+    for step in range(num_steps):
+        opened.stats(site_rows(step))
+    return opened
+
+
 def num_rows(run: Path) -> int:
     return int(Run(run).sql("SELECT count(*) AS n FROM raw").to_pylist()[0]["n"])
 
@@ -37,7 +46,7 @@ def num_rows(run: Path) -> int:
 def test_rows_do_not_wait_for_a_part(tmp_path: Path, go: threading.Event) -> None:
     path, taken = tmp_path / "run", list[int]()
     folder = path / "rank=00000"
-    opened = writer.RunWriter(path, manifest={"modules": []})
+    opened = RunWriter(path, manifest={"modules": []})
 
     def rows(step: int) -> dict[str, Any]:
         taken.append(step)
@@ -58,9 +67,7 @@ def test_rows_do_not_wait_for_a_part(tmp_path: Path, go: threading.Event) -> Non
 
 
 def test_a_writer_is_closed_when_its_parts_are_made(tmp_path: Path, go: threading.Event) -> None:
-    opened = writer.RunWriter(tmp_path / "run", manifest={"modules": []})
-    for step in range(20):
-        opened.stats(site_rows(step))
+    opened = begun(tmp_path / "run", 20)
     threading.Timer(0.3, go.set).start()
     opened.close()
     assert opened.stopped is None and not opened._worker.is_alive
@@ -78,9 +85,7 @@ def test_a_disk_that_makes_each_part_in_time_is_waited_for(
     monkeypatch.setattr(stream, "compact", slow)
     monkeypatch.setattr(writer, "PART_ROWS", 10)
     monkeypatch.setattr(writer, "CLOSE_PATIENCE_S", 1.0)
-    opened = writer.RunWriter(tmp_path / "run", manifest={"modules": []})
-    for step in range(20):
-        opened.stats(site_rows(step))
+    opened = begun(tmp_path / "run", 20)
     start = time.monotonic()
     opened.close()
     assert time.monotonic() - start > 1.5 and capfd.readouterr().err == ""
@@ -91,9 +96,7 @@ def test_a_disk_that_hangs_over_a_part_is_not_waited_for_longer_than_any(
     tmp_path: Path, go: threading.Event, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "CLOSE_PATIENCE_S", 0.3)
-    opened = writer.RunWriter(tmp_path / "run", manifest={"modules": []})
-    for step in range(5):
-        opened.stats(site_rows(step))
+    opened = begun(tmp_path / "run", 5)
     start = time.monotonic()
     opened.close()
     assert time.monotonic() - start < 20
@@ -128,7 +131,7 @@ def test_a_part_that_cannot_be_made_stops_the_recording_and_loses_nothing(
 def test_what_a_killed_process_left_holds_no_rows_up(tmp_path: Path, go: threading.Event) -> None:
     path = tmp_path / "run"
     assert python("record(path, range(4)); os._exit(9)", path).returncode == 9
-    opened = writer.RunWriter(path, manifest={"modules": []}, resume=True)
+    opened = RunWriter(path, manifest={"modules": []}, resume=True)
     opened.stats(site_rows(4))
     assert opened._worker.wait(60) and num_rows(path) == 15
     go.set()
