@@ -107,17 +107,17 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
 def test_other_rows_get_another_sheet() -> None:
     described, (memory, parts) = Described(), filled(12, 0.1)
     first = described.sheet(infos([0, 1, 2]), LAYOUTS[12])
-    for call, shape in ((0, LAYOUTS[12]), (4, LAYOUTS[12]), (4, TableLayout(12))):
+    for call, layout in ((0, LAYOUTS[12]), (4, LAYOUTS[12]), (4, TableLayout(12))):
         rows = [0, 1, 3]
-        sheet = described.sheet(infos(rows), shape, call)
-        assert sheet is not first and described.sheet(infos(rows), shape, call) is sheet
+        sheet = described.sheet(infos(rows), layout, call)
+        assert sheet is not first and described.sheet(infos(rows), layout, call) is sheet
         batch = sheet.fill(1, memory)
         check(batch, 1, parts, rows)
         assert batch["call_index"].to_pylist() == [call + row // 3 for row in rows]
         first = sheet
-    other = described.sheet(infos([0, 1, 3], 7), shape, 4)
+    other = described.sheet(infos([0, 1, 3], 7), layout, 4)
     assert other is not first, "a module was called elsewhere in the step"
-    assert described.sheet(infos([0, 1, 3]), LAYOUTS[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), shape, 4)
+    assert described.sheet(infos([0, 1, 3]), LAYOUTS[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), layout, 4)
 
 
 def test_the_first_nan_of_each_site_is_told_once() -> None:
