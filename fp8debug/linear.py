@@ -27,6 +27,7 @@ from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, 
 from fp8debug.kernels.history import Use
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
+from fp8debug.reuse import Made, let_go, made_of
 from fp8debug.second_look import Kept
 from fp8debug.selectors import matching
 from fp8debug.sharding import Layout, is_sharded, split
@@ -48,15 +49,15 @@ class _Fp8Matmul(torch.autograd.Function):
     """input[M, K] @ weight[N, K].T and its two gradients, each operand cast by the layer's recipe."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None, made: Made | None) -> Tensor:
         """Run fprop and quantize for the backward what is at hand now."""
-        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe)
+        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe, made=made)
         w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight, probe)
         output = layer.product(Gemm.FPROP, x_fprop, w_fprop, x.dtype)
 
         x_wgrad = None
         if ctx.needs_input_grad[1]:
-            x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, probe, same_as=x_fprop)
+            x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, probe, same_as=x_fprop, made=made)
         kept = probe.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output) if probe else None
 
         ctx.layer, ctx.probe, ctx.kept = layer, probe, kept
@@ -68,8 +69,9 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """Run dgrad, then wgrad."""
+        let_go()
         layer: Fp8Linear = ctx.layer
         probe: Probe | None = ctx.probe
         kept: Kept | None = ctx.kept
@@ -88,7 +90,7 @@ class _Fp8Matmul(torch.autograd.Function):
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
         ctx.kept = ctx.w_fprop = None
-        return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None
+        return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None, None
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -171,7 +173,14 @@ class Fp8Linear(nn.Linear):
         Fp8Linear.num_recipes_set += 1  # after it is in place: who sees the number sees the recipe
 
     def operand(
-        self, which: Gemm, role: TensorRole, x: Tensor, probe: Probe | None = None, *, same_as: Operand | None = None
+        self,
+        which: Gemm,
+        role: TensorRole,
+        x: Tensor,
+        probe: Probe | None = None,
+        *,
+        same_as: Operand | None = None,
+        made: Made | None = None,
     ) -> Operand:
         """Return a 2-D tensor as that GEMM reads it: quantized, or as it is where the recipe says BF16.
 
@@ -181,6 +190,7 @@ class Fp8Linear(nn.Linear):
             x: ``[rows, columns]``.
             probe: fills the cast's slots in the pass that quantizes, where a kernel can.
             same_as: x already quantized for another GEMM; returned when its cast and layout are those wanted here.
+            made: x as other Linears quantized it, which has what is made of it here from now on.
         """
         key = which, role
         cast = self.recipe.casts[key]
@@ -189,7 +199,7 @@ class Fp8Linear(nn.Linear):
         if isinstance(same_as, tuple) and same_as[1] == cast and same_as[1].scaling != "delayed":
             if lies_as_read(same_as[0], key in CONTRACTS_ROWS):
                 return same_as
-        return self._ordinary(key, x, cast, probe)
+        return self._ordinary(key, x, cast, probe, made)
 
     def product(self, which: Gemm, first: Operand, second: Operand, dtype: torch.dtype) -> Tensor:
         """Return one GEMM's result from its operands."""
@@ -199,16 +209,26 @@ class Fp8Linear(nn.Linear):
 
         return ordinary() if self.summation is None else self.summation(which, first, second, dtype, ordinary)
 
-    def _ordinary(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None) -> Operand:
+    def _ordinary(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None, made: Made | None = None
+    ) -> Operand:
         if cast is None:
             return x
         scale_inv = None
         if cast.scaling == "delayed":
+            made = None  # each Linear has a history of its own
             history = self.history(key, cast, x.device)
             with unseen():  # other ops when a checkpoint runs it once more
                 scale_inv = history.next_scale_inv(finite_amax(x), self._use)
-        q = probe.quantize(key, x, cast, scale_inv) if probe else None
-        return q or quantize(x, cast, scale_inv, contracts_rows=key in CONTRACTS_ROWS, where=(self.fqn, *key)), cast
+        contracts_rows = key in CONTRACTS_ROWS
+        place = cast, contracts_rows, x.dtype
+        before = made.get(place) if made else None
+        q = (probe.quantize(key, x, cast, scale_inv, before) if probe else None) or before
+        if q is None:
+            q = quantize(x, cast, scale_inv, contracts_rows=contracts_rows, where=(self.fqn, *key))
+        if made is not None and q is not before:
+            made[place] = q
+        return q, cast
 
     def history(self, key: tuple[Gemm, TensorRole], cast: Cast, device: torch.device) -> AmaxHistory:
         """Return the amax history of one operand, a new one where the cast changed."""
@@ -235,18 +255,18 @@ class Fp8Linear(nn.Linear):
             )
         if input.is_meta or (self.recipe.is_high_precision and self.distortion is None):
             return super().forward(input)
-        kind = input.device.type
+        kind, made = input.device.type, made_of(input)
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         with _without_autocast(kind):
             if is_sharded(self.weight):
                 part = split(input, self.weight)
-                output = part.join(self._multiply(part.x, part.weight, part.layout))
+                output = part.join(self._multiply(part.x, part.weight, part.layout, None))
             else:
-                output = self._multiply(input, self.weight, None)
+                output = self._multiply(input, self.weight, None, made)
             return output if self.bias is None else output + self.bias.to(output.dtype)
 
-    def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None, made: Made | None) -> Tensor:
         """Return x ``[..., K]`` times weight ``[N, K]``: all of them, or one rank's part."""
         probe = self.probe if self.probe is not None and self.probe.begin() else None
         if probe is not None:
@@ -254,7 +274,7 @@ class Fp8Linear(nn.Linear):
         flat = x.reshape(-1, x.shape[-1])
         self._use = self._use_now()
         try:  # a checkpoint ends its recomputation by an exception when it has what it needs
-            output: Tensor = _Fp8Matmul.apply(flat, weight, self, probe)  # type: ignore[no-untyped-call]  # torch's
+            output: Tensor = _Fp8Matmul.apply(flat, weight, self, probe, made)  # type: ignore[no-untyped-call]  # torch's
         finally:
             self._use = "train"
         if self.probe is not None and probe is None and torch.is_grad_enabled():

@@ -138,31 +138,39 @@ class Probe(Shielded):
         if not is_quiet and torch._C._current_graph_task_id() == -1:
             observer.check(self.module, x, weight, output)
 
-    def quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
+    def quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
+    ) -> Quantized | None:
         """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
 
-        Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own.
+        Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own. ``made`` is
+        the same as another module made it, returned where nothing is left to be found out about it.
 
         Returns:
             None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
             of ours kept it from being quantized here.
         """
-        return None if is_overheard() else self._quantize(key, x, cast, scale_inv)
+        return None if is_overheard() else self._quantize(key, x, cast, scale_inv, made)
 
     @guarded
-    def _quantize(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
+    def _quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None
+    ) -> Quantized | None:
         which, role = key
         self.observer.relieve(x.device)
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)
         shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
-        place = self.observer.place_of(x, cast) if shared and takes_kernels(x) else None
+        rides = takes_kernels(x)
+        place = self.observer.place_of(x, cast) if shared and rides else None
         found: Slots | None
         if place is not None and place in self.observer.known:
-            q, found = quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
+            q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
+        elif made is not None and not rides:
+            q, found = made, None
         else:
-            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if takes_kernels(x) else []
+            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if rides else []
             bins = self.observer.table(x.device).bins if tried else None
             q, found = quantize_observed(
                 x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
