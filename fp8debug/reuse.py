@@ -23,7 +23,7 @@ class _Read(NamedTuple):
     """An input that was read: which, in what state and on which stream, and what was made of it."""
 
     tensor: ref[Tensor]
-    state: tuple[int, int, int]
+    state: tuple[int, ...]
     made: Made
 
 
@@ -34,7 +34,8 @@ def made_of(x: Tensor) -> Made | None:
     """Return what was made of an input by now, to be added to, as long as it is the same tensor, unchanged.
 
     Autograd has to count who writes to it, so that it is a result of an op whose gradient is wanted: what autograd does not hear
-    of, such as a replayed graph, would between two Linears spoil the gradients of the first in BF16 too.
+    of, such as a replayed graph, would between two Linears spoil the gradients of the first in BF16 too. A tensor that is handed
+    out again, with other numbers, is the result of another op.
 
     Args:
         x: as a module's ``forward`` got it.
@@ -49,7 +50,7 @@ def made_of(x: Tensor) -> Made | None:
     if is_overheard() or is_capturing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    state, last = (x._version, x.data_ptr(), stream), _last
+    state, last = (x._version, x.grad_fn._sequence_nr(), x.data_ptr(), stream), _last
     if last is not None and last.tensor() is x and last.state == state:
         return last.made
     found = _last = _Read(ref(x, _end), state, {})
