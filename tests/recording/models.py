@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -76,6 +77,12 @@ def train(
         if after:
             after(step, loss)
     return losses
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return every row of a run's stats in the order of its parts; read without DuckDB."""
+    parts = sorted(path.glob("rank=*/stats/*.parquet"))
+    return [row for part in parts for row in pq.read_table(part, partitioning=None).to_pylist()]
 
 
 def record(path: Path, model: nn.Module, steps: int = 6, **options: Any) -> fp8debug.Run:

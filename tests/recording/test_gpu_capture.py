@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fp8debug
 from fp8debug.errors import UsageError
+from tests.recording.models import rows_of
 
 pytestmark = pytest.mark.gpu
 EVERY, STEPS = 4, 12
@@ -74,8 +74,7 @@ def train(path: Path, recipe: str, *, captured: bool) -> tuple[list[float], list
                 loop.step()
             losses.append(loop.loss.item())
             watch.step(loss=loop.loss)
-    rows = [row for part in sorted(path.glob("rank=*/stats/*.parquet")) for row in pq.read_table(part).to_pylist()]
-    return losses, rows
+    return losses, rows_of(path)
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "rowwise"])

@@ -20,6 +20,7 @@ from fp8debug.kernels.history import MAX_RECENT
 from fp8debug.linear import Fp8Linear
 from fp8debug.metrics import slots
 from fp8debug.types import OPERAND_SITES
+from tests.recording.models import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"]
@@ -89,14 +90,10 @@ def no_synchronizing() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def rows_of(path: Path) -> Rows:
-    """Every row of a run's stats by its key; read without DuckDB."""
+def by_key(path: Path) -> Rows:
+    """Every row of a run's stats by its key."""
     key = ("step", "module", "gemm", "tensor", "cast_name", "reference", "actual")
-    found: Rows = {}
-    for part in sorted(path.glob("rank=*/stats/*.parquet")):
-        for row in pq.read_table(part, partitioning=None).to_pylist():
-            found[tuple(row[k] for k in key)] = row
-    return found
+    return {tuple(row[k] for k in key): row for row in rows_of(path)}
 
 
 def events_of(path: Path) -> list[str]:
@@ -122,7 +119,7 @@ def test_training_is_bit_identical_with_and_without(device: str, recipe: str | N
         assert a.grad is not None and b.grad is not None
         assert torch.equal(a, b) and torch.equal(a.grad, b.grad)
     assert events_of(path) == []
-    assert len({key[1] for key in rows_of(path)}) == 4
+    assert len({key[1] for key in by_key(path)}) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
@@ -136,7 +133,7 @@ def test_a_sampled_step_never_waits_for_the_device(device: str, recipe: str | No
         with no_synchronizing():
             training.run(3, watch)
     assert events_of(path) == []
-    assert sorted({key[0] for key in rows_of(path)}) == [0, 1, 2, 3, 4]
+    assert sorted({key[0] for key in by_key(path)}) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -163,7 +160,7 @@ def test_two_runs_record_the_same_numbers(device: str, recipe: str, tmp_path: Pa
                 training.optimizer.zero_grad()
                 training.step(number)
                 watch.step(loss=training.step(number + 1))
-        found.append(rows_of(tmp_path / name))
+        found.append(by_key(tmp_path / name))
     assert found[0] and found[0] == found[1]
 
 
@@ -192,7 +189,7 @@ def test_rows_are_those_of_the_reference(device: str, dtype: torch.dtype, recipe
             layer(x.detach().to(where).requires_grad_()).backward(gradient.to(where))
             watch.step()
         assert events_of(path) == []
-        runs.append(rows_of(path))
+        runs.append(by_key(path))
     wanted, found = runs
     assert set(wanted) == set(found)
     kinds = slots()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8debug
 from fp8debug import linear, probe, reuse
 from tests.adapters.linears import CHECKPOINTS
+from tests.recording.models import rows_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["blockwise", "blockwise_pow2", "tensorwise_current", "tensorwise_delayed", "rowwise", "mxfp8"]
@@ -97,10 +97,6 @@ def trained(device: str, recipe: str, path: Path | None = None, call: Callable[.
     if watch is not None:
         watch.close()
     return losses + [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [row for part in sorted(path.glob("rank=*/stats/*.parquet")) for row in pq.read_table(part).to_pylist()]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -242,14 +238,14 @@ class Hearing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("way", ["leaf", "no_grad", "detached", "mode"])
+@pytest.mark.parametrize("way", ["leaf", "no_grad", "detached", "mode", "capture"])
 def test_where_nobody_counts_writes_each_quantizes_it(way: str) -> None:
     layer: Any = attention("cpu", "blockwise")[0]
     y = layer.norms[0](batch("cpu"))
     if way in ("leaf", "detached"):
         y = y.detach().requires_grad_(way == "leaf")
     context: Any = {"no_grad": torch.no_grad, "mode": Hearing}.get(way, torch.enable_grad)()
-    with counted() as seen, context:
+    with counted() as seen, context, patch.object(reuse, "is_capturing", lambda: way == "capture"):
         layer.q(y), layer.k(y)
     assert seen.count((256, 128)) == 2 * (1 if way == "no_grad" else 2)  # no wgrad will come there
 
