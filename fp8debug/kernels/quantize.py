@@ -11,11 +11,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.triton_both_plan import BothPlan, both_plan_of
 from fp8debug.kernels.triton_cast import KIND_TENSOR
 from fp8debug.kernels.triton_execute import run
 from fp8debug.kernels.triton_launch import (
     ACROSS,
     DOWN,
+    OPERAND,
     Job,
     Statistics,
     apart,
@@ -26,6 +28,7 @@ from fp8debug.kernels.triton_launch import (
     separate,
 )
 from fp8debug.kernels.triton_run import eager
+from fp8debug.kernels.words import WORDS, Row
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -44,6 +47,10 @@ def _quantize_now(
 ) -> list[Tensor]:
     casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
     jobs = [Job(cast, out, statistics, scale_inv) for cast, out in casts]
+    if len(jobs) == 2 and scale_inv is None and not histogram:
+        plan = both_plan_of(x, jobs[0].cast, jobs[1].cast, statistics)
+        if plan is not None:
+            return _both(x, plan, statistics)
     if len(jobs) == 1 or not separate(jobs):
         outputs, found = run(x, jobs, histogram)
         return [tensor for pair in outputs for tensor in pair] + list(found or ())
@@ -53,6 +60,14 @@ def _quantize_now(
         return tensors
     first, second = (found or empty_statistics(x, 1, False) for _, found in parts)
     return [*tensors, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
+
+
+def _both(x: Tensor, plan: BothPlan, statistics: bool) -> list[Tensor]:
+    words = x.new_empty(2 * statistics, WORDS, dtype=torch.int64)
+    rows = Row(words, 0, words.data_ptr()), Row(words, 1, words.data_ptr() + 8 * WORDS)
+    made, _ = plan(x, into=rows)
+    tensors = [tensor for pair in made for tensor in pair]
+    return tensors + [group.of(words) for group in OPERAND.groups] + [words[:0, 0]] if statistics else tensors
 
 
 @torch.library.custom_op("fp8debug::quantize", mutates_args=())
@@ -124,7 +139,8 @@ def quantize_both(
             return q, t, None
         counts, sums, maxima, minima = (torch.cat(pair) for pair in zip(slots[:4], more[:4], strict=True))
         return q, t, Statistics(counts, sums, maxima, minima, slots.log2_hist)
-    found = _quantize(x, str(row_cast), str(column_cast), None, statistics, histogram)
+    run_it = _quantize_now if eager(x) else _quantize
+    found = run_it(x, str(row_cast), str(column_cast), None, statistics, histogram)
     both = Quantized(found[0], found[1]), Quantized(found[2], found[3])
     return (*both, Statistics(*found[4:]) if statistics else None)
 

@@ -52,28 +52,23 @@ SHAPES = {
     (False, True, False): Shape(64, 1, 4, 64),
     (False, True, True): Shape(32, 1, 4, 128),
     (True, False, False): Shape(128, 1, 2, 64),
-    (True, False, True): Shape(128, 2, 2, 128),
+    (True, False, True): Shape(128, 1, 1, 128),
     (True, True, False): Shape(128, 1, 2, 64),
     (True, True, True): Shape(128, 2, 2, 128),
 }
-#: With every value counted too, which blocks of rows take: fewer programs have fewer windows to add to the table.
-COUNTING = Shape(64, 1, 2, 128)
+#: With every value counted too, by whether a block is a whole tile: fewer programs have fewer windows to add to the table.
+COUNTING = {False: Shape(64, 1, 2, 128), True: Shape(128, 1, 1, 128)}
 
 
 def fast_plan(x: Tensor, job: Job, counting: bool = False) -> FastPlan | None:
     """Return how the fast kernel does a job on tensors like this one, and counts every value; None where it does not."""
     cast, layout = job.cast, (job.cast.granularity, job.out)
-    plain = (
-        cast.scaling == "current" and job.scale_inv is None and ROUNDINGS[cast.scale_rounding] < 2 and cast.amax_eps <= _MAX_EPS
-    )
-    if not plain or layout not in (*_TAKEN, *_TURNED) or x.dim() != 2 or x.dtype != torch.bfloat16 or not is_native(x.device):
-        return None
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or not 0 < x.numel() < 2**31:
+    if not is_fast(x, job):
         return None
     tile, turned = kind_of(cast) == KIND_TILE.value, layout in _TURNED
-    if counting and (tile or turned or not job.statistics):
+    if counting and (turned or not job.statistics):
         return None
-    shape = COUNTING if counting else SHAPES[tile, turned, job.statistics]
+    shape = COUNTING[tile] if counting else SHAPES[tile, turned, job.statistics]
     rows, columns = x.shape[::-1] if turned else x.shape
     if rows % shape.rows or columns % 128:
         return None
@@ -82,6 +77,18 @@ def fast_plan(x: Tensor, job: Job, counting: bool = False) -> FastPlan | None:
     if job.statistics and -(-num_tiles // programs) * shape.halves > MAX_TILES:
         return None
     return FastPlan(x, job, shape, tile, turned, counting, programs)
+
+
+def is_fast(x: Tensor, job: Job) -> bool:
+    """Return whether a fast kernel does a job on such a tensor, as far as its size does not matter."""
+    cast = job.cast
+    plain = (
+        cast.scaling == "current" and job.scale_inv is None and ROUNDINGS[cast.scale_rounding] < 2 and cast.amax_eps <= _MAX_EPS
+    )
+    layout = (cast.granularity, job.out) in (*_TAKEN, *_TURNED)
+    if not plain or not layout or x.dim() != 2 or x.dtype != torch.bfloat16 or not is_native(x.device):
+        return False
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and 0 < x.numel() < 2**31
 
 
 class FastPlan:
@@ -103,7 +110,7 @@ class FastPlan:
         tile_columns = columns // 128
         num_tiles = rows // shape.rows * tile_columns
         data, scale_inv = new_outputs(x, cast, job.out or "rows")
-        self._made = None if not job.out else (_recipe(data), data.dtype, _recipe(scale_inv))
+        self._made = None if not job.out else (recipe_of(data), data.dtype, recipe_of(scale_inv))
         self._grid = programs, 1, 1
         stride = x.stride(0) if turned else x.stride(0) // 4
         self._numbers = stride, rows, columns, num_tiles, tile_columns
@@ -159,7 +166,7 @@ class FastPlan:
         return made, row
 
 
-def _recipe(made: Tensor) -> tuple[tuple[int, ...], bool]:
+def recipe_of(made: Tensor) -> tuple[tuple[int, ...], bool]:
     """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
     turned = not made.is_contiguous()
     return tuple(made.t().shape if turned else made.shape), turned

@@ -229,9 +229,12 @@ def all_tiles(
     eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
     J: tl.constexpr, H: tl.constexpr, R: tl.constexpr, L: tl.constexpr, LOAD: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, STATS: tl.constexpr, HIST: tl.constexpr, NATIVE: tl.constexpr, SAFE: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """Do every tile of this program in the fast or the safe pass and return the accumulators."""
+    """Do every tile of this program in the fast or the safe pass and return the accumulators.
+
+    ``DOWN``: tiles are numbered down the columns, ``tile_columns`` to each.
+    """
     FAST_WORDS: tl.constexpr = PACKED and not SAFE
     acc_a = empty_cast(R, L)
     acc_b = empty_cast(R, L)
@@ -246,8 +249,8 @@ def all_tiles(
     r = tl.arange(0, R)[None, :, None, None, None]
     at = tl.arange(0, L)[:, None, None, None, None] * 2 + tl.arange(0, 2)[None, None, None, None, :]
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tile_row = tile // tile_columns
-        tile_column = tile % tile_columns
+        tile_row = tile % tile_columns if DOWN else tile // tile_columns
+        tile_column = tile // tile_columns if DOWN else tile % tile_columns
         row = tile_row * (J * R) + r * J + j
         quad = tile_column * (H * L * 2) + h * (L * 2) + at
         x0, x1, x2, x3, low, high = load_quad(x_ptr, row, quad, stride, rows, columns, LOAD, EVEN, NATIVE)
@@ -338,7 +341,7 @@ def tile_kernel(
     amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c = all_tiles(
         x_ptr, stride, rows, columns, num_tiles, tile_columns, data_a, inv_a, mem_a, eps_a, margin_a, data_b, inv_b,
         mem_b, eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A, B, C, J, H, R, L, LOAD, EVEN, WORDS,
-        STATS, HIST, NATIVE, False, PACKED,
+        STATS, HIST, NATIVE, False, PACKED, False,
     )  # fmt: skip
     counts_a, sums_a, most_a = summary(amax, amin, zeros, nans, infs, acc_a, A[0])
     counts_b, sums_b, most_b = summary(amax, amin, zeros, nans, infs, acc_b, B[0])
@@ -355,7 +358,7 @@ def tile_kernel(
         amax, amin, zeros, nans, infs, acc_a, acc_b, acc_c = all_tiles(
             x_ptr, stride, rows, columns, num_tiles, tile_columns, data_a, inv_a, mem_a, eps_a, margin_a, data_b, inv_b,
             mem_b, eps_b, margin_b, data_c, inv_c, mem_c, eps_c, margin_c, histogram, A, B, C, J, H, R, L, LOAD, EVEN,
-            WORDS, STATS, False, NATIVE, True, PACKED,
+            WORDS, STATS, False, NATIVE, True, PACKED, False,
         )  # fmt: skip
         counts_a, sums_a, most_a = summary(amax, amin, zeros, nans, infs, acc_a, A[0])
         counts_b, sums_b, most_b = summary(amax, amin, zeros, nans, infs, acc_b, B[0])

@@ -2,7 +2,7 @@
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
 """Counting bit patterns of BF16 values beside other work, on the GPU: in shared memory those of a window of 40 binades.
 
-The PTX is in ``triton_ptx``; the table is that of ``triton_bins``, to which a program adds its window when it is done.
+The PTX is in ``triton_counters``; the table is that of ``triton_bins``, to which a program adds its window when it is done.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels import triton_ptx as ptx
+from fp8debug.kernels import triton_counters as counters
+from fp8debug.kernels.triton_ptx import WORDS
 
-START = tl.constexpr({threads: ptx.start_counting(threads) for threads in (128, 256, 512)})
-STOP = tl.constexpr({threads: ptx.stop_counting(threads) for threads in (128, 256, 512)})
-COUNT = tl.constexpr(ptx.count())
-IN_COUNT = tl.constexpr("=r," + ",".join(["r"] * (ptx.WORDS + 2)) + ",l")
-SAMPLE = tl.constexpr(ptx.sample())
-WINDOW = tl.constexpr(ptx.WINDOW)
+START = tl.constexpr({threads: counters.start(threads) for threads in (256, 512)})
+STOP = tl.constexpr({threads: counters.stop(threads) for threads in (256, 512)})
+COUNT = tl.constexpr(counters.count())
+IN_COUNT = tl.constexpr("=r," + ",".join(["r"] * (WORDS + 2)) + ",l")
+SAMPLE = tl.constexpr(counters.sample())
+WINDOW = tl.constexpr(counters.WINDOW)
 #: Binades of the window above the largest magnitude of the sample.
 ABOVE = tl.constexpr(6)
 #: Where a sample's next column is, in eights: far from the last, and prime.

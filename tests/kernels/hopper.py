@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,6 +42,7 @@ from fp8debug.kernels.observe_pool import flush, pool
 from fp8debug.kernels.observe_results import compare, damage, row_slots
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
+from fp8debug.kernels.triton_both_plan import both_plan_of
 from fp8debug.kernels.triton_execute import plan_of
 from fp8debug.kernels.triton_history import next_scale_inv
 from fp8debug.kernels.triton_launch import OPERAND
@@ -52,6 +50,7 @@ from fp8debug.kernels.triton_run import address
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
+from tests.kernels.machine_code import resources
 
 TARGET = GPUTarget("cuda", 90, 32)
 SMS = 132
@@ -168,6 +167,15 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
                 plan.counting(x, True, address(empty(1 << 16, dtype=torch.int32)))
 
 
+def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
+    """Quantize along rows and columns at once, twice each way."""
+    for statistics in (False, True):
+        plan = both_plan_of(x, rows, columns, statistics)
+        assert plan is not None
+        for later in (False, False, True, True) if statistics else (False, False):
+            plan(x, later)
+
+
 def operands(which: Gemm, sizes: tuple[int, int, int], recipe: Recipe) -> tuple[list[Tensor], list[Any]]:
     """The operands of a GEMM, before the cast and after."""
     m, n, k = sizes
@@ -262,6 +270,7 @@ def usual() -> None:
     for cast, layout in ((TILE, "rows"), (Cast(granularity="128x1"), "columns"), (BLOCK, "rows")):
         for statistics in (False, True):
             casts(x, cast, layout, statistics=statistics)
+    pair(x, TILE, Cast(granularity="128x1"))
     casts(empty(37, 131), Cast(), statistics=True)
     casts(x, Cast(granularity="rowwise"), statistics=True)
     counted(x)
@@ -337,39 +346,6 @@ def built(planned: Planned) -> dict[str, Any]:
     found |= {"shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
     found["scratch"] = [getattr(compiled.metadata, f"{kind}_scratch_size") for kind in ("global", "profile")]
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
-
-
-def tool(name: str, *options: str, cubin: bytes) -> str:
-    """Return what a program of Triton's wheel says of machine code."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run([path, *options, file.name], check=True, capture_output=True, text=True).stdout
-
-
-def resources(cubin: bytes) -> dict[str, Any]:
-    """Return registers of a thread, bytes of its stack, where spilled ones lie, of shared memory, and of each loop that reads."""
-    said = tool("cuobjdump", "--dump-resource-usage", cubin=cubin).split("Function", 1)[1].split()
-    usage = dict(part.split(":") for part in said if part.count(":") == 1 and part[-1].isdigit())
-    found = {"registers": int(usage["REG"]), "stack": int(usage["STACK"]), "static": int(usage["SHARED"])}
-    return {**found, "loops": loops(tool("nvdisasm", "-c", cubin=cubin))}
-
-
-def loops(text: str) -> list[dict[str, int]]:
-    """Return of each loop that reads device memory, in order: its instructions, and those that touch spilled registers."""
-    labels: dict[str, int] = {}
-    code: list[str] = []
-    found = []
-    for line in text.splitlines():
-        if label := re.match(r"(\.L\w+):", line.strip()):
-            labels[label[1]] = len(code)
-        elif part := re.search(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)", line):
-            code.append(part[1])
-            start = labels.get((re.findall(r"BRA.*`\((\.L\w+)\)", part[1]) or [""])[0])
-            if start is not None and any("LDG" in one for one in code[start:]):
-                found.append({"length": len(code) - start, "local": sum("LDL" in one or "STL" in one for one in code[start:])})
-    return found
 
 
 def main() -> int:

@@ -1,0 +1,137 @@
+"""Which pairs of casts are made from one read of a tensor, and the launches that make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.observe_pool import OPERANDS, pool
+from fp8debug.kernels.observe_tickets import tickets
+from fp8debug.kernels.triton_both import both_kernel
+from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW
+from fp8debug.kernels.triton_fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, is_fast, recipe_of
+from fp8debug.kernels.triton_launch import ROUNDINGS, Job, new_outputs, num_sms
+from fp8debug.kernels.triton_run import Kernel, keep_plan
+from fp8debug.kernels.triton_statistics import FINISHED
+from fp8debug.kernels.triton_tile import OUT_ROWS, OUT_TURNED
+from fp8debug.kernels.words import Row
+from fp8debug.recipes import Cast
+
+#: Rows and columns of a tile, whose threads, four to a row, are those of a program.
+SIDE = 128
+WARPS = SIDE * 4 // 32
+#: Registers of a thread, and programs of a multiprocessor, by statistics; measured on an H200 (docs/log.md, 2026-11-24).
+REGISTERS = {False: 64, True: 128}
+PER_SM = 1
+
+#: What is made of a tensor: data and scale_inv along its rows, and along its columns, stored transposed.
+Pair = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+_PLANS: dict[Any, BothPlan | None] = {}
+#: The same by the identity of the casts, which are kept with their plan, so that no others can have it.
+_BY_IDENTITY: dict[Any, tuple[Cast, Cast, BothPlan | None]] = {}
+
+
+def both_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPlan | None:
+    """Return how 2-D tensors like this one are quantized along their rows and columns at once; None where they are not.
+
+    Args:
+        x: such a tensor.
+        rows: how it is quantized as it lies.
+        columns: how it is quantized to be stored transposed.
+        statistics: whether the slots of both casts are filled.
+    """
+    key = id(rows), id(columns), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, statistics
+    found = _BY_IDENTITY.get(key)
+    if found is None:
+        same = rows, columns, *key[2:]
+        if same not in _PLANS:
+            keep_plan(_PLANS, same, _both_plan(x, rows, columns, statistics))
+        found = keep_plan(_BY_IDENTITY, key, (rows, columns, _PLANS[same]))
+    return found[2]
+
+
+def _both_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPlan | None:
+    jobs = Job(rows, "rows", statistics), Job(columns, "columns", statistics)
+    blocks = rows.granularity, columns.granularity
+    alike = (rows.format, rows.scale_rounding) == (columns.format, columns.scale_rounding)
+    if blocks != ("1x128", "128x1") or not alike or not all(is_fast(x, job) for job in jobs):
+        return None
+    if x.shape[0] % SIDE or x.shape[1] % SIDE:
+        return None
+    num_tiles = x.numel() // SIDE**2
+    programs = min(num_tiles, num_sms(x.device) * PER_SM, MAX_PROGRAMS)
+    if statistics and -(-num_tiles // programs) > MAX_TILES:
+        return None
+    return BothPlan(x, jobs, programs)
+
+
+class BothPlan:
+    """How 2-D tensors of one shape and layout are quantized along rows and columns from one read.
+
+    Args:
+        x: such a tensor.
+        jobs: what is done along its rows, and along its columns; with statistics of both or of neither.
+        programs: of the launch.
+    """
+
+    def __init__(self, x: Tensor, jobs: tuple[Job, Job], programs: int) -> None:
+        rows, columns = x.shape
+        made = [new_outputs(x, job.cast, job.out) for job in jobs]
+        self._made = [(recipe_of(data), data.dtype, recipe_of(scale_inv)) for data, scale_inv in made]
+        self._grid = programs, 1, 1
+        self._numbers = x.stride(0) // 4, rows, columns, x.numel() // SIDE**2, columns // SIDE
+        self._epsilons = [float(job.cast.amax_eps) for job in jobs]
+        self._statistics = statistics = jobs[0].statistics
+        self._size = (programs + GROUP) * 32
+        specs = [
+            (KIND_ROW.value, FROM_TILE.value, int(job.cast.format == "e5m2"), ROUNDINGS[job.cast.scale_rounding], out.value,
+             int(statistics), 0)
+            for job, out in zip(jobs, (OUT_ROWS, OUT_TURNED), strict=True)
+        ]  # fmt: skip
+        f32, f64, i32, i64 = torch.float32, torch.float64, torch.int32, torch.int64
+        outputs = [kind for data, _ in made for kind in (data.dtype, f32, None)]
+        types = x.dtype, *[None] * 5, f64, *outputs, i64, i64, i32
+        self._kernel = Kernel(
+            both_kernel, x.device.index, types, tuple(specs), num_warps=WARPS, enable_fp_fusion=False,
+            maxnreg=REGISTERS[statistics],
+        )  # fmt: skip
+        self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0
+
+    def __call__(
+        self, x: Tensor, later: bool = False, into: tuple[Row, Row] | None = None
+    ) -> tuple[Pair, tuple[Row, Row] | None]:
+        """Quantize a tensor.
+
+        Args:
+            x: the tensor.
+            later: its rows are filled by a flush of the pool.
+            into: the rows that are filled at once; new ones otherwise.
+
+        Returns:
+            (data, scale_inv) of both casts, and with statistics their rows of ``words`` as ``OPERAND`` says.
+        """
+        made, to = [], []
+        for ((size, turned), dtype, (blocks, blocks_turned)), eps in zip(self._made, self._epsilons, strict=True):
+            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
+            to += [data.data_ptr(), scale_inv.data_ptr(), eps]
+            made.append((data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv))
+        pair = made[0], made[1]
+        if not self._statistics:
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, 0, 0, 0)
+            return pair, None
+        memory = pool(x.device)
+        parts, start = memory.space(2 * self._size)
+        if later:
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, 0, 0, 0)
+            row = memory.take()
+            memory.later(OPERANDS, (start, row.address, *self._item))
+            row_t = memory.take()
+            memory.later(OPERANDS, (start + 8 * self._size, row_t.address, *self._item))
+            return pair, (row, row_t)
+        rows = into or (memory.take(), memory.take())
+        addresses = rows[0].address, rows[1].address
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, tickets(x.device))
+        return pair, rows
