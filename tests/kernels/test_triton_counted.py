@@ -113,17 +113,19 @@ def odd(kind: str, shape: tuple[int, int]) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, "sparse", "wide", "patterns"])
-def test_every_pattern_is_counted_in_the_same_pass(kind: str) -> None:
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+def test_every_pattern_is_counted_in_the_same_pass(granularity: str, kind: str) -> None:
+    cast = Cast(granularity=granularity)
     x = odd(kind, SHAPE)
     for out in ("rows", ""):
-        plan = fast_plan_of(x, Job(TILE, out, True))
+        plan = fast_plan_of(x, Job(cast, out, True))
         assert plan is not None and plan.counting is not None
         table = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
         made, row = plan.counting(x, True, table.data_ptr())
         flush(x.device)
         assert torch.equal(table, table_of(x)) and row is not None
         slots = {name: v for names, values in OPERAND.slots(row).items() for name, v in zip(names, values, strict=True)}
-        assert_same_slots(slots, x, TILE, quantized(x, TILE))
+        assert_same_slots(slots, x, cast, quantized(x, cast))
         if made is not None:
             alone, _ = plan(x)
             assert alone is not None and torch.equal(made[0].view(torch.uint8), alone[0].view(torch.uint8))

@@ -74,9 +74,10 @@ def test_statistics_that_wait(granularity: str, layout: str) -> None:
 
 
 @pytest.mark.gpu
-def test_many_programs_and_the_same_bits_in_every_run() -> None:
+@pytest.mark.parametrize("granularity", ["1x128", "128x128"])
+def test_many_programs_and_the_same_bits_in_every_run(granularity: str) -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-    cast = Cast(granularity="1x128")
+    cast = Cast(granularity=granularity)
     runs = [quantize(x, cast, statistics=True)[1] for _ in range(20)]
     assert runs[0] is not None
     for other in runs[1:]:
