@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import Slots, countable, quantize, quantize_observed, takes_kernels
+from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
 from fp8debug.kernels.pairs import Part, quantize_pair
 from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
@@ -77,7 +77,7 @@ class Riding(Shielded):
         """Quantize an operand for its GEMM and for one that contracts its rows, as :meth:`quantize` does one after the other.
 
         Returns:
-            None where that is what is to be done: where nothing is spared, or the first would be counted in the pass.
+            None where that is what is to be done: no kernel makes both at once, or one of them is known by now.
         """
         return None if is_overheard() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
 
@@ -86,8 +86,7 @@ class Riding(Shielded):
         known = self.observer.known
         places = [None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.place_of(x, c) for c in (cast, other)]
         told = [place is not None and place in known for place in places]
-        is_counted = any(countable(x, [c]) for c, _ in self._casts(*key, cast)[1].values())
-        if told[0] != told[1] or (is_counted and not told[0]):
+        if told[0] != told[1]:
             return None
         self.observer.relieve(x.device)
         pair = quantize_pair(x, cast, other, observed=not told[0])

@@ -38,7 +38,7 @@ def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
     """Return whether the tensor can be counted and every cast worked out from its counts."""
     fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
-    return fits and x.numel() % 2 == 0 and 0 < x.numel() < 2**31 and plain
+    return fits and x.numel() % 2 == 0 and 8 <= x.numel() < 2**31 and plain
 
 
 def _identity(x: Tensor) -> tuple[Any, ...] | None:
@@ -176,9 +176,10 @@ class Bins:
 
     def _new_counting(self, num_words: int) -> tuple[Kernel, int, int]:
         tiles = -(-num_words // _BLOCK)
-        types, constants = (torch.int32, torch.int32, None, None), (_BLOCK, is_native(self.device))
+        native = is_native(self.device)
+        types, constants = (torch.int32, torch.int32, None, None), (_BLOCK, num_words % _BLOCK == 0, native)
         kernel = Kernel(tb.count_kernel, self._tables.device.index, types, constants, num_warps=tb.COUNT_WARPS)
-        return kernel, tiles, min(tiles, num_sms(self.device))
+        return kernel, tiles, min(tiles, num_sms(self.device) * tb.COUNT_PER_SM)
 
     def add(self, table: int, cast: Cast, place: object) -> Slots:
         """Put a cast of a counted tensor on the list.

@@ -6,9 +6,8 @@
 and works out, for each tensor and cast, the amax, the scale (of this tensor, or of an amax history) and every slot in FP64;
 ``exponents_kernel`` the exponent histogram. Counts are integers: the same in any order, and exact.
 
-On the GPU a program counts in shared memory: 40 binades around what a sample of the tensor has, with signs, and the zeros;
-what lies outside goes to device memory at once, slower and as exact. A table is ``[32768 magnitudes, 2 signs]``, int32; how many
-zeros there are follows from the number of elements, so that who counts may leave them out (``triton_window``).
+On the GPU a program counts in shared memory (``triton_window``). A table is ``[32768 magnitudes, 2 signs]``, int32; how many
+zeros there are follows from the number of elements, so that who counts may leave them out.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ import triton.language as tl
 
 from fp8debug.kernels.triton_cast import is_finite
 from fp8debug.kernels.triton_common import FLOAT32_MAX, INF, bits_of, decode, encode, float_of
+from fp8debug.kernels.triton_window import look_and_count, start_window, stop_window
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 
-COUNT_WARPS = 32
+#: Of a program that counts, of which a multiprocessor has two.
+COUNT_WARPS, COUNT_PER_SM = 16, 2
 TABLE = tl.constexpr(65536)
 MAGNITUDES = tl.constexpr(32768)
 CLEARED = tl.constexpr(4096)  # counters that a program clears at once
 NONFINITE = tl.constexpr(0x7F80)  # the magnitude of Inf; NaN lie above
-#: Counters of the window, in patterns: 256 a binade.
-_WINDOW = 40 * 256
-WINDOW = tl.constexpr(_WINDOW)
-BINADES_ABOVE = tl.constexpr(6)
 BINS = tl.constexpr(NUM_BINS)
 FIRST = tl.constexpr(FIRST_LOG2 + 127)  # exponent field of the first bin
 
@@ -42,75 +39,58 @@ SCALING_MAX = tl.constexpr(1)  # the largest amax of a history
 SCALING_RECENT = tl.constexpr(2)  # its latest
 SCALING_STATIC = tl.constexpr(3)
 
-_END = 4 * (_WINDOW + 3)
-_START = tl.constexpr(
-    f".shared .align 16 .b8 fp8debug_bins[{_END}];\n"
-    "{ .reg .u32 a, t, n; .reg .pred p; mov.u32 t, %tid.x; mov.u32 a, fp8debug_bins; shl.b32 n, t, 2; add.u32 a, a, n;"
-    f" FP8DEBUG_CLEAR: setp.lt.u32 p, n, {_END}; @p st.shared.u32 [a], 0; add.u32 a, a, 4096; add.u32 n, n, 4096;"
-    f" setp.lt.u32 p, n, {_END}; @p bra FP8DEBUG_CLEAR; bar.sync 0; mov.u32 $0, n; }}"
-)
-# $1 two BF16 values, $2 minus the first pattern of the window, $3 the table. A pattern is 2 * magnitude + sign. Every value
-# counts in shared memory, without a branch; one outside the window in a counter that nobody reads, and in the table.
-_ONE = (
-    " setp.lt.u32 p, {i}, 2; selp.u32 d, {window}, $2, p; add.u32 {d}, d, {i}; min.u32 d, {d}, {limit}; shl.b32 d, d, 2;"
-    " add.u32 d, d, a; red.shared.add.u32 [d], 1;"
-)
-_BESIDE = " setp.ge.u32 p, {d}, {limit}; mad.wide.u32 g, {i}, 4, $3; @p red.global.add.u32 [g], 1;"
-_COUNT = tl.constexpr(
-    "{ .reg .u32 a, u, i, j, d, k, l; .reg .u64 g; .reg .pred p, q; mov.u32 a, fp8debug_bins;"
-    " shl.b32 u, $1, 1; and.b32 u, u, 0xFFFEFFFE; shr.u32 i, $1, 15; and.b32 i, i, 0x00010001; or.b32 u, u, i;"
-    " and.b32 i, u, 0xFFFF; shr.u32 j, u, 16;"
-    + _ONE.format(i="i", d="k", window=_WINDOW, limit=_WINDOW + 2)
-    + _ONE.format(i="j", d="l", window=_WINDOW, limit=_WINDOW + 2)
-    + f" max.u32 d, k, l; setp.lt.u32 q, d, {_WINDOW + 2}; @q bra FP8DEBUG_INSIDE;"
-    + _BESIDE.format(i="i", d="k", limit=_WINDOW + 2)
-    + _BESIDE.format(i="j", d="l", limit=_WINDOW + 2)
-    + " FP8DEBUG_INSIDE: mov.u32 $0, 0; }"
-)
-_STOP = tl.constexpr(
-    "{ .reg .u32 a, n, v, i; .reg .u64 g; .reg .pred p, z; bar.sync 0; mov.u32 n, %tid.x; mov.u32 a, fp8debug_bins;"
-    " shl.b32 i, n, 2; add.u32 a, a, i;"
-    " FP8DEBUG_FLUSH: mov.u32 v, 0; "
-    f" setp.lt.u32 p, n, {_WINDOW + 2}; @p ld.shared.u32 v, [a]; setp.lt.u32 z, n, {_WINDOW}; add.u32 i, n, $1;"
-    f" @!z sub.u32 i, n, {_WINDOW}; mad.wide.u32 g, i, 4, $2; setp.ne.u32 z, v, 0; @z red.global.add.u32 [g], v;"
-    " add.u32 a, a, 4096; add.u32 n, n, 1024;"
-    f" setp.lt.u32 p, n, {_WINDOW + 2}; @p bra FP8DEBUG_FLUSH; mov.u32 $0, n; }}"
-)
+
+@triton.jit
+def words_at(x_ptr, at, num_words, EVEN: tl.constexpr):
+    """16 words of each thread; zeros behind the last."""
+    if EVEN:
+        return (
+            tl.load(x_ptr + at), tl.load(x_ptr + at + 512), tl.load(x_ptr + at + 1024), tl.load(x_ptr + at + 1536),
+            tl.load(x_ptr + at + 2048), tl.load(x_ptr + at + 2560), tl.load(x_ptr + at + 3072), tl.load(x_ptr + at + 3584),
+            tl.load(x_ptr + at + 4096), tl.load(x_ptr + at + 4608), tl.load(x_ptr + at + 5120), tl.load(x_ptr + at + 5632),
+            tl.load(x_ptr + at + 6144), tl.load(x_ptr + at + 6656), tl.load(x_ptr + at + 7168), tl.load(x_ptr + at + 7680),
+        )  # fmt: skip
+    else:
+        return (
+            word_at(x_ptr, at, num_words), word_at(x_ptr, at + 512, num_words), word_at(x_ptr, at + 1024, num_words),
+            word_at(x_ptr, at + 1536, num_words), word_at(x_ptr, at + 2048, num_words), word_at(x_ptr, at + 2560, num_words),
+            word_at(x_ptr, at + 3072, num_words), word_at(x_ptr, at + 3584, num_words), word_at(x_ptr, at + 4096, num_words),
+            word_at(x_ptr, at + 4608, num_words), word_at(x_ptr, at + 5120, num_words), word_at(x_ptr, at + 5632, num_words),
+            word_at(x_ptr, at + 6144, num_words), word_at(x_ptr, at + 6656, num_words), word_at(x_ptr, at + 7168, num_words),
+            word_at(x_ptr, at + 7680, num_words),
+        )  # fmt: skip
 
 
 @triton.jit
-def pattern_top(word):
-    """Return the larger finite magnitude of two BF16 values."""
-    low, high = word & 0x7FFF, (word >> 16) & 0x7FFF
-    return tl.maximum(tl.where(low < NONFINITE, low, 0), tl.where(high < NONFINITE, high, 0))
+def word_at(x_ptr, at, num_words):
+    """A word, 0 behind the last."""
+    return tl.load(x_ptr + at, at < num_words, 0)
 
 
 @triton.jit
-def count_kernel(x_ptr, table, num_words, num_tiles, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+def count_kernel(x_ptr, table, num_words, num_tiles, BLOCK: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr):
     """Count the values of ``x [num_words]``, two to a word; ``table [65536]`` was zero.
 
-    Its number of zeros is of no use: tiles' padding counts as zeros.
+    On the GPU a thread of 512 has 16 words of a tile, and asks for those of the next before it counts these. The number of zeros
+    is of no use: a tile's padding may count as zeros.
     """
-    lane = tl.arange(0, BLOCK)
+    step = tl.num_programs(0)
     if NATIVE:
-        thread = tl.arange(0, 1024)
-        tl.inline_asm_elementwise(_START, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-        sample = (thread.to(tl.int64) * num_words // 1024).to(tl.int32)
-        top = tl.max(pattern_top(tl.load(x_ptr + sample)), axis=0)
-        top = tl.where(top == 0, 127 << 7, top)
-        base = tl.maximum((((top >> 7) + BINADES_ABOVE) << 8) - WINDOW, 2)
-        address = table.to(tl.int64)
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            at = tile * BLOCK + lane
-            word = tl.load(x_ptr + at, at < num_words, 0)
-            first = tl.zeros([BLOCK], tl.int32) - base
-            to = tl.zeros([BLOCK], tl.int64) + address
-            tl.inline_asm_elementwise(_COUNT, "=r,r,r,l", [word, first, to], dtype=tl.int32, is_pure=False, pack=1)
-        first = tl.zeros([1024], tl.int32) + base
-        to = tl.zeros([1024], tl.int64) + address
-        tl.inline_asm_elementwise(_STOP, "=r,r,l", [first, to], dtype=tl.int32, is_pure=False, pack=1)
+        thread = tl.arange(0, 512)
+        window = start_window(x_ptr, 0, 1, num_words // 4 * 8, thread, 512) + tl.zeros([512], tl.int32)
+        to = tl.zeros([512], tl.int64) + table.to(tl.int64)
+        at = tl.program_id(0) * BLOCK + thread
+        w = words_at(x_ptr, at, num_words, EVEN)
+        for tile in range(tl.program_id(0), num_tiles, step):
+            v = w
+            at += step * BLOCK
+            if tile + step < num_tiles:
+                w = words_at(x_ptr, at, num_words, EVEN)
+            look_and_count(v, window, to)
+        stop_window(window, to, 512)
     else:
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        lane = tl.arange(0, BLOCK)
+        for tile in range(tl.program_id(0), num_tiles, step):
             at = tile * BLOCK + lane
             word = tl.load(x_ptr + at, at < num_words, 0)
             one = tl.full([BLOCK], 1, tl.int32)

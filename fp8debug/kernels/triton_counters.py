@@ -33,23 +33,29 @@ def sample() -> str:
     return "".join(text) + " mov.b32 $0, m; }"
 
 
-def count() -> str:
-    """$1..16 words, $17 the window's first magnitude, above 0, $18 whether values may lie outside it, $19 the table -> nothing.
+def count(told: bool) -> str:
+    """$1..16 words, $17 the window's first magnitude, above 0, $18 the table, and if ``told`` $19 -> nothing.
 
-    Counts every value in shared memory, and in the table those outside that are not zero.
+    $19: whether values that are not zero may lie outside the window. Counts every value in shared memory, and in the table those
+    outside that are not zero.
     """
-    text = ["{ .reg .b32 a, u, s, e, m, b, c; .reg .b64 g; .reg .pred p; mov.u32 a, fp8debug_window;"]
+    text = ["{ .reg .b32 a, u, s, e, m, b, c, o; .reg .b64 g; .reg .pred p; mov.u32 a, fp8debug_window; mov.b32 o, 0;"]
     text.append(f" sub.u32 b, 0x10000, $17; mul.lo.u32 b, b, 0x10001; mov.b32 c, {WINDOW * 0x10001};")
     for i in range(1, WORDS + 1):
         text.append(f" and.b32 u, ${i}, 0x7FFF7FFF; add.u16x2 u, u, b; min.u16x2 u, u, c;")
+        text.append("" if told else " max.u16x2 o, o, u;")
         text.append(f" shr.u32 s, ${i}, 13; and.b32 s, s, 0x00040004; mad.lo.u32 u, u, 8, s;")
         text.append(" and.b32 e, u, 0xFFFF; shr.u32 u, u, 16; add.u32 e, e, a; add.u32 u, u, a;")
         text.append(" red.shared.add.u32 [e], 1; red.shared.add.u32 [u], 1;")
-    text.append(" setp.eq.u32 p, $18, 0; @p bra FP8DEBUG_WITHIN;")
+    if told:
+        text.append(" setp.eq.u32 p, $19, 0;")
+    else:
+        text.append(f" and.b32 u, o, 0xFFFF; shr.u32 o, o, 16; max.u32 o, o, u; setp.lt.u32 p, o, {WINDOW};")
+    text.append(" @p bra FP8DEBUG_WITHIN;")
     for i in range(1, WORDS + 1):
         for half in (f"and.b32 e, ${i}, 0xFFFF", f"shr.u32 e, ${i}, 16"):
             text.append(f" {half}; and.b32 m, e, 0x7FFF; sub.u32 u, m, $17; setp.ge.u32 p, u, {WINDOW};")
-            text.append(" setp.ne.and.u32 p, m, 0, p; shr.u32 e, e, 15; mad.lo.u32 m, m, 2, e; mad.wide.u32 g, m, 4, $19;")
+            text.append(" setp.ne.and.u32 p, m, 0, p; shr.u32 e, e, 15; mad.lo.u32 m, m, 2, e; mad.wide.u32 g, m, 4, $18;")
             text.append(" @p red.global.add.u32 [g], 1;")
     return "".join(text) + " FP8DEBUG_WITHIN: mov.b32 $0, 0; }"
 

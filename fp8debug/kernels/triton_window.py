@@ -15,8 +15,10 @@ from fp8debug.kernels.triton_ptx import WORDS
 
 START = tl.constexpr({threads: counters.start(threads) for threads in (256, 512)})
 STOP = tl.constexpr({threads: counters.stop(threads) for threads in (256, 512)})
-COUNT = tl.constexpr(counters.count())
-IN_COUNT = tl.constexpr("=r," + ",".join(["r"] * (WORDS + 2)) + ",l")
+COUNT = tl.constexpr(counters.count(True))
+LOOK = tl.constexpr(counters.count(False))
+IN_LOOK = tl.constexpr("=r," + ",".join(["r"] * (WORDS + 1)) + ",l")
+IN_COUNT = tl.constexpr(IN_LOOK.value + ",r")
 SAMPLE = tl.constexpr(counters.sample())
 WINDOW = tl.constexpr(counters.WINDOW)
 #: Binades of the window above the largest magnitude of the sample.
@@ -52,7 +54,17 @@ def count_words(v, first, outside, table):
     tl.inline_asm_elementwise(
         COUNT, IN_COUNT,
         [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15],
-         first, outside, table],
+         first, table, outside],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def look_and_count(v, first, table):
+    """Count a thread's 16 words, of which nothing is known."""
+    tl.inline_asm_elementwise(
+        LOOK, IN_LOOK,
+        [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13], v[14], v[15], first, table],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

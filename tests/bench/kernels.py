@@ -303,7 +303,7 @@ def _compare(which: Gemm, cut: list[Any], pairs: list[Any], actual: list[Any], s
 
 def _count(bins: Bins, words: list[torch.Tensor], i: int) -> None:
     num = words[i].numel()
-    count_kernel[(132,)](words[i], bins._tables[i], num, num // 8192, 8192, True, num_warps=COUNT_WARPS)
+    count_kernel[(264,)](words[i], bins._tables[i], num, num // 8192, 8192, True, True, num_warps=COUNT_WARPS)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_it_waits_for_nothing() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     plan_for(x)(x, True), quantize_both(x, ACROSS, DOWN, statistics=True)
