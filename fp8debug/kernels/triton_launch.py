@@ -130,7 +130,7 @@ def tile_of(jobs: list[Job]) -> Tile:
 
 
 def separate(jobs: list[Job]) -> bool:
-    """Return whether rows and columns are faster in two launches than from one read; see docs/performance.md."""
+    """Return whether rows and columns are faster in two launches of the tile kernel than in one; see docs/log.md, 2026-11-21."""
     return jobs[1].cast.granularity in DOWN
 
 

@@ -28,6 +28,7 @@ from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.quantize import quantize, quantize_both
 from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
+from fp8debug.kernels.triton_both_plan import both_plan_of
 from fp8debug.kernels.triton_execute import fast_plan_of
 from fp8debug.kernels.triton_launch import Job
 from fp8debug.metrics import Source
@@ -119,6 +120,10 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         both,
         "of plain",
     )
+    together = both_plan_of(x, TILE, DOWN, True)
+    assert together is not None
+    full = queued(lambda i: together(inputs[i % ROTATE], True), partial(flush, x.device))
+    report("the same as in a watched step, 24 tensors joined at once", full, both, "of plain")
     for cast in (DOWN, BLOCK, Cast(), Cast(granularity="rowwise"), Cast(granularity="1x32", scale_rounding="pow2_ceil")):
         layout = "columns" if cast is DOWN else "rows"
         plain = microseconds(lambda i, cast=cast, layout=layout: quantize(inputs[i], cast, layout=layout))  # type: ignore[misc]  # bound in the loop

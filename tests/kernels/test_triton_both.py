@@ -122,11 +122,13 @@ def test_it_waits_for_nothing() -> None:
 def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample("plain", SHAPE)
     monkeypatch.setattr(quantize_module, "_both", lambda *_: pytest.fail("it was taken"))
-    others = (
+    others = [
         (ACROSS, Cast(granularity="128x128")),
         (Cast(granularity="1x32"), DOWN),
-        (ACROSS, Cast(granularity="128x1", scaling="delayed")),
-    )
+        (ACROSS, Cast(granularity="128x1", scaling="static", scale_inv=1.0)),
+        (ACROSS, Cast(granularity="128x1", format="e5m2")),
+        (Cast(granularity="1x128", scale_rounding="pow2_ceil"), DOWN),
+    ]
     for across, down in others:
         assert both_plan_of(x, across, down, True) is None
     for one in (x[:200], x[:, :200], x.half(), x.t().contiguous().t()):
