@@ -35,7 +35,7 @@ Slots = dict[Layout, Row]
 
 
 def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
-    """Return whether the tensor can be counted, of which 8 values at once are sampled, and every cast worked out from its counts."""
+    """Return whether the tensor can be counted, of which 8 values at once are sampled, and each cast worked out from counts."""
     fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
     return fits and x.numel() % 2 == 0 and 8 <= x.numel() < 2**31 and plain
