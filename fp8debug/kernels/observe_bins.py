@@ -18,7 +18,7 @@ from fp8debug.kernels import triton_bins as tb
 from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.observe_pool import Task, current_stream, start
 from fp8debug.kernels.triton_common import INTERPRETED
-from fp8debug.kernels.triton_launch import OPERAND, is_native, num_sms
+from fp8debug.kernels.triton_launch import OPERAND, is_hopper, is_native, num_sms
 from fp8debug.kernels.triton_run import Kernel, address
 from fp8debug.kernels.words import WORDS, Layout, Row
 from fp8debug.metrics.histogram import NUM_BINS
@@ -38,7 +38,7 @@ def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
     """Return whether the tensor can be counted, of which 8 values at once are sampled, and each cast worked out from counts."""
     fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
     plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
-    return fits and x.numel() % 2 == 0 and 8 <= x.numel() < 2**31 and plain
+    return fits and x.numel() % 2 == 0 and 8 <= x.numel() < 2**31 and plain and (INTERPRETED or is_hopper(x.device))
 
 
 def _identity(x: Tensor) -> tuple[Any, ...] | None:

@@ -120,7 +120,10 @@ def quantize(
 def quantize_both(
     x: Tensor, row_cast: Cast, column_cast: Cast, *, statistics: bool = False, histogram: bool = False
 ) -> tuple[Quantized, Quantized, Statistics | None]:
-    """Quantize a tensor for two GEMMs from one read: along its rows, and along its columns stored transposed.
+    """Quantize a tensor for two GEMMs: along its rows, and along its columns stored transposed.
+
+    From one read where it is BF16 in whole tiles of 128 x 128, the casts are 1x128 and 128x1 of one format and rounding under
+    current scaling, and the GPU is a Hopper or later (``both_plan_of``); from two otherwise, but for blocks that share a tile.
 
     Args:
         x: bf16, fp16 or fp32 of any shape.

@@ -116,7 +116,7 @@ def both_tiles(
 
 @triton.jit
 def either(first, a, b):
-    """What a thread has found about one of two casts; the tensor's own is known to the first."""
+    """What a thread has found about one of two casts, as ``nothing_yet`` orders it; the tensor's own is known to the first."""
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16 = a
     _, _, b2, b3, b4, b5, b6, b7, b8, b9, _, b11, b12, b13, b14, b15, b16 = b
     return (

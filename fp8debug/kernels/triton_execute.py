@@ -33,6 +33,7 @@ from fp8debug.kernels.triton_launch import (
     Statistics,
     cut,
     empty_statistics,
+    is_hopper,
     is_native,
     kind_of,
     new_outputs,
@@ -228,7 +229,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         counted = new(grid.programs, 32 * HISTOGRAM_WARPS, dtype=torch.int32, device=device)
     words = rows % 4 == 0 if any(job.out == "columns" for job in jobs) else True
     plain_kinds = (tc.KIND_NONE.value, tc.KIND_ROW.value, tc.KIND_TENSOR.value)
-    packed = native and t == ACROSS and grid.load == common.LOAD_BF16.value and all(s[0] in plain_kinds for s in specs)
+    packed = is_hopper(device) and t == ACROSS and grid.load == common.LOAD_BF16.value and all(s[0] in plain_kinds for s in specs)
     even_words = words and columns % 4 == 0
     constants = (*specs, t.j, t.h, t.r, t.lanes, grid.load, grid.even, even_words, statistics, histogram, native, packed)
     options = {"num_warps": t.warps, "enable_fp_fusion": False, "maxnreg": _registers(t.warps, specs)}

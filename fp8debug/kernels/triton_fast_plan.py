@@ -12,7 +12,7 @@ from fp8debug.kernels.observe_pool import OPERANDS, pool
 from fp8debug.kernels.observe_tickets import NUM_TICKETS, tickets
 from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW, KIND_TILE
 from fp8debug.kernels.triton_fast_kernel import fast_kernel
-from fp8debug.kernels.triton_launch import ROUNDINGS, Job, is_native, kind_of, new_outputs, num_sms
+from fp8debug.kernels.triton_launch import ROUNDINGS, Job, is_hopper, kind_of, new_outputs, num_sms
 from fp8debug.kernels.triton_run import Kernel
 from fp8debug.kernels.triton_statistics import FINISHED
 from fp8debug.kernels.triton_tile import OUT_NONE, OUT_ROWS, OUT_TURNED
@@ -86,7 +86,7 @@ def is_fast(x: Tensor, job: Job) -> bool:
         cast.scaling == "current" and job.scale_inv is None and ROUNDINGS[cast.scale_rounding] < 2 and cast.amax_eps <= _MAX_EPS
     )
     layout = (cast.granularity, job.out) in (*_TAKEN, *_TURNED)
-    if not plain or not layout or x.dim() != 2 or x.dtype != torch.bfloat16 or not is_native(x.device):
+    if not plain or not layout or x.dim() != 2 or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return False
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and 0 < x.numel() < 2**31
 

@@ -1,5 +1,7 @@
 """Compiles the kernels for Hopper where there is no GPU: ``python tests/kernels/hopper.py [--all [--part 1/6]] [--only NAME]``.
 
+With ``--ada`` for the GPUs before it, of those kernels that are started there.
+
 The launchers themselves say what is compiled: they run on tensors in host memory, under a driver that names an H100 or H200, and
 what they would compile is noted in place of being compiled (``recorded``). What they start a kernel with is checked against what
 it was compiled for: grid, types, widths and alignments, at the first launch and at those after it. Then Triton's compiler and
@@ -34,7 +36,7 @@ from fp8debug.formats import block_shape
 from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines
 from fp8debug.kernels.observe import observe
-from fp8debug.kernels.observe_bins import Bins
+from fp8debug.kernels.observe_bins import Bins, takes
 from fp8debug.kernels.observe_given import describe
 from fp8debug.kernels.observe_join import KINDS, Joiner
 from fp8debug.kernels.observe_leaving import StateSender, send_number
@@ -45,7 +47,7 @@ from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_li
 from fp8debug.kernels.triton_both_plan import both_plan_of
 from fp8debug.kernels.triton_execute import plan_of
 from fp8debug.kernels.triton_history import next_scale_inv
-from fp8debug.kernels.triton_launch import OPERAND
+from fp8debug.kernels.triton_launch import OPERAND, is_hopper
 from fp8debug.kernels.triton_run import address
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe, get_recipe
@@ -169,7 +171,7 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
 
 def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
     """Quantize along rows and columns at once, twice each way."""
-    for statistics in (False, True):
+    for statistics in (False, True) if is_hopper(CPU) else ():
         plan = both_plan_of(x, rows, columns, statistics)
         assert plan is not None
         for later in (False, False, True, True) if statistics else (False, False):
@@ -223,6 +225,8 @@ def result(
 def counted(x: Tensor) -> None:
     """Tensorwise casts of many tensors, as the default what-ifs are."""
     bins = Bins(CPU)
+    if not takes(x, [Cast()]):
+        return
     some = (Cast(), Cast(scaling="delayed"), Cast(scaling="delayed", history=16, algo="most_recent"))
     for part in range(2):
         table = bins.count(x, some, part)
@@ -356,7 +360,10 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="the first of four is 1/4")
     parser.add_argument("--list", action="store_true", help="name them and compile nothing")
     parser.add_argument("--release", default=triton.__version__, help="start them as with this release of Triton")
+    parser.add_argument("--ada", action="store_true", help="for sm_89")
     asked = parser.parse_args()
+    global TARGET
+    TARGET = GPUTarget("cuda", 89 if asked.ada else 90, 32)
     triton.__version__ = asked.release
     with recorded() as plans:
         usual()

@@ -77,6 +77,15 @@ def test_every_kernel_is_compiled(record_property: Any) -> None:
         assert kernel["scratch"] == [0, 0], kernel  # else triton_run may not start it directly
 
 
+@NEEDS_TOOLS
+def test_gpus_before_hopper_are_asked_for_nothing_that_they_lack() -> None:
+    """Such as two halves of a word at once: what an Ada starts is compiled for it, the general kernels in place of fast ones."""
+    found = kernels("--ada")
+    names = {kernel["kernel"] for kernel in found}
+    assert names >= {"tile_kernel", "given_kernel", "gemm_kernel", "sample_kernel", "join_kernel"}
+    assert not names & {"fast_kernel", "both_kernel", "count_kernel"}
+
+
 @pytest.mark.parametrize("release", ["3.6.0", "4.0.0"])
 def test_launches_after_the_first_fit_what_was_compiled(release: str) -> None:
     """As 3.6 is started, and through Triton's public way; the test above is of the release that is installed."""

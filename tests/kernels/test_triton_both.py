@@ -107,7 +107,8 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_it_waits_for_nothing() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
-    plan_for(x)(x, True), quantize_both(x, ACROSS, DOWN, statistics=True)
+    plan_for(x)(x, True)
+    quantize_both(x, ACROSS, DOWN, statistics=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         quantize_both(x, ACROSS, DOWN)
@@ -141,7 +142,7 @@ def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_largest_tensor_has_no_more_tiles_a_program_than_its_counters_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """993 tiles for each of 132 programs; 32 zeros of each are counted in 15 bits."""
     programs: list[Any] = []
-    monkeypatch.setattr(triton_fast_plan, "is_native", lambda device: True)
+    monkeypatch.setattr(triton_fast_plan, "is_hopper", lambda device: True)
     monkeypatch.setattr(triton_both_plan, "BothPlan", lambda *arguments: programs.append(arguments[-1]))
     x = torch.empty(1 << 15, (1 << 16) - 128, dtype=torch.bfloat16, device="meta")
     for sms, statistics, taken in ((132, True, True), (114, True, False), (114, False, True)):

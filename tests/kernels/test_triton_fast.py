@@ -89,7 +89,7 @@ def test_many_programs_and_the_same_bits_in_every_run(granularity: str) -> None:
 def test_no_more_tiles_a_program_than_its_counters_hold(granularity: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor that is taken gives each program of 132 multiprocessors 993 tiles; 32 zeros of each are counted."""
     programs: list[Any] = []
-    monkeypatch.setattr(triton_fast_plan, "is_native", lambda device: True)
+    monkeypatch.setattr(triton_fast_plan, "is_hopper", lambda device: True)
     monkeypatch.setattr(triton_fast_plan, "FastPlan", lambda *arguments: programs.append(arguments[-1]))
     x = torch.empty(1 << 15, (1 << 16) - 128, dtype=torch.bfloat16, device="meta")
     for sms, statistics, taken in ((132, True, True), (114, True, False), (114, False, True)):
