@@ -26,6 +26,7 @@ from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels.delayed import AmaxHistory
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.history import Use
+from fp8debug.kernels.pairs import quantize_pair
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.reuse import Made, let_go, made_of
@@ -52,12 +53,14 @@ class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None, made: Made | None) -> Tensor:
         """Run fprop and quantize for the backward what is at hand now."""
-        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe, made=made)
+        made = {} if made is None else made
+        learns = ctx.needs_input_grad[1] and layer._use != "evaluate"  # without gradients the first is true as well
+        x_fprop = layer.operand(Gemm.FPROP, TensorRole.INPUT, x, probe, made=made, then=Gemm.WGRAD if learns else None)
         w_fprop = layer.operand(Gemm.FPROP, TensorRole.WEIGHT, weight, probe)
         output = layer.product(Gemm.FPROP, x_fprop, w_fprop, x.dtype)
 
         x_wgrad = None
-        if ctx.needs_input_grad[1] and layer._use != "evaluate":  # without gradients it is true as well
+        if learns:
             x_wgrad = layer.operand(Gemm.WGRAD, TensorRole.INPUT, x, probe, same_as=x_fprop, made=made)
         kept = probe.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output) if probe else None
 
@@ -79,14 +82,16 @@ class _Fp8Matmul(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         dgrad: Product | None = None
         wgrad: Product | None = None
+        made: Made = {}
         with _without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
-                g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
+                then = Gemm.WGRAD if ctx.needs_input_grad[1] else None
+                g_dgrad = layer.operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe, made=made, then=then)
                 w_dgrad = layer.operand(Gemm.DGRAD, TensorRole.WEIGHT, weight, probe, same_as=ctx.w_fprop)
                 dgrad = g_dgrad, w_dgrad, layer.product(Gemm.DGRAD, g_dgrad, w_dgrad, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 x_wgrad = _unflat(saved, ctx.x_cast)
-                g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe)
+                g_wgrad = layer.operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output, probe, made=made)
                 wgrad = g_wgrad, x_wgrad, layer.product(Gemm.WGRAD, g_wgrad, x_wgrad, weight.dtype)
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
@@ -182,6 +187,7 @@ class Fp8Linear(nn.Linear):
         *,
         same_as: Operand | None = None,
         made: Made | None = None,
+        then: Gemm | None = None,
     ) -> Operand:
         """Return a 2-D tensor as that GEMM reads it: quantized, or as it is where the recipe says BF16.
 
@@ -191,7 +197,8 @@ class Fp8Linear(nn.Linear):
             x: ``[rows, columns]``.
             probe: fills the cast's slots in the pass that quantizes, where a kernel can.
             same_as: x already quantized for another GEMM; returned when its cast and layout are those wanted here.
-            made: x as other Linears quantized it, which has what is made of it here from now on.
+            made: x as it was quantized before, which has what is made of it here from now on.
+            then: the GEMM that reads x next, for which it is quantized too where that spares a read of it; with ``made``.
         """
         key = which, role
         cast = self.recipe.casts[key]
@@ -200,7 +207,7 @@ class Fp8Linear(nn.Linear):
         if isinstance(same_as, tuple) and same_as[1] == cast and same_as[1].scaling != "delayed":
             if lies_as_read(same_as[0], key in CONTRACTS_ROWS):
                 return same_as
-        return self._ordinary(key, x, cast, probe, made)
+        return self._ordinary(key, x, cast, probe, made, then)
 
     def product(self, which: Gemm, first: Operand, second: Operand, dtype: torch.dtype) -> Tensor:
         """Return one GEMM's result from its operands."""
@@ -211,8 +218,9 @@ class Fp8Linear(nn.Linear):
         return ordinary() if self.summation is None else self.summation(which, first, second, dtype, ordinary)
 
     def _ordinary(
-        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None, made: Made | None = None
-    ) -> Operand:
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None, made: Made | None = None,
+        then: Gemm | None = None,
+    ) -> Operand:  # fmt: skip
         if cast is None:
             return x
         scale_inv = None
@@ -223,6 +231,8 @@ class Fp8Linear(nn.Linear):
                 scale_inv = history.next_scale_inv(finite_amax(x), self._use)
         contracts_rows = key in CONTRACTS_ROWS
         place = cast, contracts_rows, x.dtype
+        if made is not None and then is not None and place not in made:
+            made.update(self._both(key, x, cast, probe, then))
         before = made.get(place) if made else None
         q = (probe.quantize(key, x, cast, scale_inv, before) if probe else None) or before
         if q is None:
@@ -230,6 +240,14 @@ class Fp8Linear(nn.Linear):
         if made is not None and q is not before:
             made[place] = q
         return q, cast
+
+    def _both(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, probe: Probe | None, then: Gemm) -> Made:
+        """Return x quantized for this GEMM and for another one that contracts its rows; nothing where it takes two reads."""
+        other = self.recipe.casts[then, key[1]]
+        if other is None or key in CONTRACTS_ROWS or (then, key[1]) not in CONTRACTS_ROWS:
+            return {}
+        pair = quantize_pair(x, cast, other) if probe is None else probe.quantize_pair(key, x, cast, other)
+        return {} if pair is None else {(cast, False, x.dtype): pair[0][0], (other, True, x.dtype): pair[1][0]}
 
     def history(self, key: tuple[Gemm, TensorRole], cast: Cast, device: torch.device) -> AmaxHistory:
         """Return the amax history of one operand, a new one where the cast changed."""

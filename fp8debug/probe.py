@@ -23,9 +23,6 @@ from fp8debug.kernels.dispatch import (
     histogram,
     observe,
     on_device,
-    quantize,
-    quantize_observed,
-    takes_kernels,
 )
 from fp8debug.kernels.results import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sample import Sample
@@ -33,10 +30,11 @@ from fp8debug.lines import Lines
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
+from fp8debug.riding import Riding
 from fp8debug.second_look import HISTOGRAM, Kept, RunningSum, Tried, reread
 from fp8debug.sharding import Layout
-from fp8debug.shielding import Shielded, guarded, is_capturing, is_overheard, shielded
-from fp8debug.types import CONTRACTS_ROWS, RESULTS, Gemm, Quantized, Reference, TensorRole
+from fp8debug.shielding import guarded, is_capturing, shielded
+from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
@@ -44,7 +42,7 @@ Product = tuple[Operand, Operand, "Tensor | None"]
 _ORDER = {which: i for i, which in enumerate(Gemm)}
 
 
-class Probe(Shielded):
+class Probe(Riding):
     """The ears of an Observer at one module.
 
     Args:
@@ -54,24 +52,21 @@ class Probe(Shielded):
     """
 
     def __init__(self, observer: Observer, module: str, *, actual: bool = True) -> None:
-        super().__init__(observer, module)
-        self.actual = actual
+        super().__init__(observer, module, actual)
         self.num_calls, self.call_index = 0, -1
         self.layout: Layout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
         self._lines = Lines(observer, module)
         self._number = observer.num_modules
         observer.num_modules += 1
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
-        self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, RowKey, RowKey]] = {}
-        self._weights_seen, self._weights_reread = set[Gemm](), set[Gemm]()
+        self._weights_reread = set[Gemm]()
         self._seen_outside_backward = self._recomputed = False
         self._gradients = RunningSum()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
         self._tried_weight: Tried = {}
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: RowKey | None = None
-        self._ridden: dict[int, tuple[Quantized, Slots]] = {}
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of a watched model is not watched."""
@@ -137,49 +132,6 @@ class Probe(Shielded):
         is_quiet = observer.sampling or observer.is_off or observer.is_rehearsing or is_capturing()
         if not is_quiet and torch._C._current_graph_task_id() == -1:
             observer.check(self.module, x, weight, output)
-
-    def quantize(
-        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
-    ) -> Quantized | None:
-        """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
-
-        Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own. ``made`` is
-        the same as another module made it, returned where nothing is left to be found out about it.
-
-        Returns:
-            None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
-            of ours kept it from being quantized here.
-        """
-        return None if is_overheard() else self._quantize(key, x, cast, scale_inv, made)
-
-    @guarded
-    def _quantize(
-        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None
-    ) -> Quantized | None:
-        which, role = key
-        self.observer.relieve(x.device)
-        if role is TensorRole.WEIGHT and which in self._weights_seen:
-            return None
-        rows, where = key in CONTRACTS_ROWS, (self.module, *key)
-        shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
-        rides = takes_kernels(x)
-        place = self.observer.place_of(x, cast) if shared and rides else None
-        found: Slots | None
-        if place is not None and place in self.observer.known:
-            q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
-        elif made is not None and not rides:
-            q, found = made, None
-        else:
-            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if rides else []
-            bins = self.observer.table(x.device).bins if tried else None
-            q, found = quantize_observed(
-                x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
-            )  # fmt: skip
-            if place is not None:
-                self.observer.known[place] = found
-        if found is not None:
-            self._ridden[id(q)] = q, found
-        return q
 
     @guarded
     def fprop(
@@ -281,18 +233,6 @@ class Probe(Shielded):
             self._record(key, {**found, **more} if more else found, source)
         for name, (_, tried_key) in casts.items():
             self._record(tried_key, tried[name], source)
-
-    def _casts(self, which: Gemm, role: TensorRole, cast: Cast | None) -> tuple[RowKey, dict[str, tuple[Cast, RowKey]]]:
-        """Return the row of the running cast, and by name the other casts that are tried, each with its row."""
-        known = self._known_casts.get((which, role))
-        if known is None or known[0] is not cast:
-            running = "" if cast is None else str(cast)
-            tried = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
-            tried.pop(running, None)
-            casts = {name: (c, RowKey(which, role, name, Reference.OPERAND, False)) for name, c in tried.items()}
-            known = cast, RowKey(which, role, running, Reference.OPERAND, self.actual), casts
-            self._known_casts[which, role] = known
-        return known[1], known[2]
 
     def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""

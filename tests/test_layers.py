@@ -42,6 +42,7 @@ LAYERS = {
     "fp8debug.shielding": 5.4,
     "fp8debug.probe": 5.5,
     "fp8debug.reuse": 5.5,
+    "fp8debug.riding": 5.45,
     "fp8debug.rules": 5,
     "fp8debug.calibration": 5.5,
     "fp8debug.compaction": 5.5,

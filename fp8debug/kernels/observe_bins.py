@@ -254,5 +254,7 @@ class Bins:
 
     def _new_finish(self, longest: int) -> Kernel:
         types = torch.int32, torch.float32, torch.int64, torch.float32, torch.int64
-        options = {"num_warps": 4 if INTERPRETED else 16, "enable_fp_fusion": False}
-        return Kernel(tb.finish_kernel, self._tables.device.index, types, (1024, longest), **options)
+        warps = 4 if INTERPRETED else 16
+        return Kernel(
+            tb.finish_kernel, self._tables.device.index, types, (1024, longest), num_warps=warps, enable_fp_fusion=False
+        )  # fmt: skip

@@ -29,6 +29,7 @@ from fp8debug.kernels.triton_elements import (
 )
 from fp8debug.kernels.triton_fast_kernel import fast_part, is_beyond, join_parts, safe_part
 from fp8debug.kernels.triton_tile import all_tiles
+from fp8debug.kernels.triton_window import start_window, stop_window
 
 START = tl.constexpr(exchange.start())
 PUT = tl.constexpr(exchange.put())
@@ -64,10 +65,13 @@ def put_words(v, at, number):
 
 @triton.jit
 def both_tiles(
-    x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, A: tl.constexpr,
-    B: tl.constexpr,
+    x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, table, A: tl.constexpr,
+    B: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Do every tile of this program; return the number of tiles, and what a thread has found about the casts A and B."""
+    """Do every tile of this program; return the number of tiles, and what a thread has found about the casts A and B.
+
+    ``COUNTED``: see ``fast_tiles``.
+    """
     r = tl.arange(0, 128)[:, None] + tl.zeros([128, 4], tl.int32)
     lane = tl.arange(0, 4)[None, :] + tl.zeros([128, 4], tl.int32)
     none = tl.zeros([128, 4], tl.int32)
@@ -86,6 +90,9 @@ def both_tiles(
     tile_column = tl.program_id(0) % tile_columns
     w = load_words(first + (tile_row * down + tile_column * 256), pitch, LOAD_BF16)
     number = none
+    window = 0
+    if COUNTED:
+        window = start_window(x_ptr, stride, rows, columns, r * 4 + lane, 512)
     for tile in range(tl.program_id(0), num_tiles, step):
         v = w
         put_words(v, put, number)
@@ -100,7 +107,9 @@ def both_tiles(
             w = load_words(first + (tile_row * down + tile_column * 256), pitch, LOAD_BF16)
         at = data.to(tl.int64) + ((here_row + r) * columns + here_column + lane * 8)
         line = inv_out.to(tl.int64) + (here_column // 128 * rows + here_row + r).to(tl.int64) * 4
-        found, x2, e2 = cast_words(found, extremes_in(v), v, v, lane, at, 0, line, eps, 0, 0, A, True, 1, False, True)
+        found, x2, e2 = cast_words(
+            found, extremes_in(v), v, v, lane, at, 0, line, eps, window, table, A, True, 1, COUNTED, True
+        )  # fmt: skip
         if A[5]:
             found = with_noise(found, in_line(x2), in_line(e2))
         u = tl.inline_asm_elementwise(TAKE, IN_TAKE, [take, number], dtype=SIXTEEN, is_pure=False, pack=1)
@@ -110,6 +119,8 @@ def both_tiles(
         if B[5]:
             found_t = with_noise(found_t, in_line(x2), in_line(e2))
         number += 1
+    if COUNTED:
+        stop_window(window + none, table.to(tl.int64) + none, 512)
     num_done = (num_tiles - tl.program_id(0) + step - 1) // step
     return num_done, found, found_t
 
@@ -130,7 +141,7 @@ def either(first, a, b):
 @triton.jit
 def both_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, data_t, inv_t, eps_t, words, words_t,
-    tickets, A: tl.constexpr, B: tl.constexpr,
+    tickets, table, A: tl.constexpr, B: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """x ``[rows, columns]`` -> data and scale_inv of A, those of B of its transpose, and with statistics finished parts of both.
 
@@ -143,7 +154,7 @@ def both_kernel(
     nothing: tl.constexpr = (KIND_NONE, 0, 0, 0, 0, 0, 0)
     statistics: tl.constexpr = A[5]
     num_done, found, found_t = both_tiles(
-        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, A, B
+        x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, table, A, B, COUNTED
     )  # fmt: skip
     n = tl.arange(0, 32)
     elements = num_done * 16384

@@ -11,9 +11,10 @@ from fp8debug.kernels.observe_pool import OPERANDS, pool
 from fp8debug.kernels.observe_tickets import tickets
 from fp8debug.kernels.triton_both import both_kernel
 from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW
+from fp8debug.kernels.triton_exchange import SHARED
 from fp8debug.kernels.triton_fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, is_fast, recipe_of
 from fp8debug.kernels.triton_launch import ROUNDINGS, Job, new_outputs, num_sms
-from fp8debug.kernels.triton_run import Kernel, keep_plan
+from fp8debug.kernels.triton_run import Kernel, can_share, keep_plan
 from fp8debug.kernels.triton_statistics import FINISHED
 from fp8debug.kernels.triton_tile import OUT_ROWS, OUT_TURNED
 from fp8debug.kernels.words import Row
@@ -25,6 +26,8 @@ WARPS = SIDE * 4 // 32
 #: Registers of a thread, and programs of a multiprocessor, by statistics; measured on an H200 (docs/log.md, 2026-11-24).
 REGISTERS = {False: 64, True: 128}
 PER_SM = 1
+#: Percent of a multiprocessor's 228 KiB that are shared memory, by whether values are counted; loads on their way need the rest.
+CARVEOUT = {False: 20, True: 38}
 
 #: What is made of a tensor: data and scale_inv along its rows, and along its columns, stored transposed.
 Pair = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,7 +62,7 @@ def _both_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPl
     alike = (rows.format, rows.scale_rounding) == (columns.format, columns.scale_rounding)
     if blocks != ("1x128", "128x1") or not alike or not all(is_fast(x, job) for job in jobs):
         return None
-    if x.shape[0] % SIDE or x.shape[1] % SIDE:
+    if x.shape[0] % SIDE or x.shape[1] % SIDE or not can_share():
         return None
     num_tiles = x.numel() // SIDE**2
     programs = min(num_tiles, num_sms(x.device) * PER_SM, MAX_PROGRAMS)
@@ -75,9 +78,10 @@ class BothPlan:
         x: such a tensor.
         jobs: what is done along its rows, and along its columns; with statistics of both or of neither.
         programs: of the launch.
+        counting: whether it counts every value in a table.
     """
 
-    def __init__(self, x: Tensor, jobs: tuple[Job, Job], programs: int) -> None:
+    def __init__(self, x: Tensor, jobs: tuple[Job, Job], programs: int, counting: bool = False) -> None:
         rows, columns = x.shape
         made = [new_outputs(x, job.cast, job.out) for job in jobs]
         self._made = [(recipe_of(data), data.dtype, recipe_of(scale_inv)) for data, scale_inv in made]
@@ -93,21 +97,24 @@ class BothPlan:
         ]  # fmt: skip
         f32, f64, i32, i64 = torch.float32, torch.float64, torch.int32, torch.int64
         outputs = [kind for data, _ in made for kind in (data.dtype, f32, None)]
-        types = x.dtype, *[None] * 5, f64, *outputs, i64, i64, i32
+        types = x.dtype, *[None] * 5, f64, *outputs, i64, i64, i32, i32
         self._kernel = Kernel(
-            both_kernel, x.device.index, types, tuple(specs), num_warps=WARPS, enable_fp_fusion=False,
-            maxnreg=REGISTERS[statistics],
+            both_kernel, x.device.index, types, (*specs, counting), num_warps=WARPS, enable_fp_fusion=False,
+            maxnreg=REGISTERS[statistics], shared=(SHARED, CARVEOUT[counting]),
         )  # fmt: skip
         self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0
+        #: How the same is done and every value counted; None where it is not.
+        self.counting = BothPlan(x, jobs, programs, True) if statistics and not counting else None
 
     def __call__(
-        self, x: Tensor, later: bool = False, into: tuple[Row, Row] | None = None
+        self, x: Tensor, later: bool = False, table: int = 0, into: tuple[Row, Row] | None = None
     ) -> tuple[Pair, tuple[Row, Row] | None]:
         """Quantize a tensor.
 
         Args:
             x: the tensor.
             later: its rows are filled by a flush of the pool.
+            table: where the values are counted, of a plan that counts: the address of int32 ``[65536]`` (``triton_bins``).
             into: the rows that are filled at once; new ones otherwise.
 
         Returns:
@@ -120,12 +127,12 @@ class BothPlan:
             made.append((data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv))
         pair = made[0], made[1]
         if not self._statistics:
-            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, 0, 0, 0)
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, 0, 0, 0, 0)
             return pair, None
         memory = pool(x.device)
         parts, start = memory.space(2 * self._size)
         if later:
-            self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, 0, 0, 0)
+            self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, 0, 0, 0, table)
             row = memory.take()
             memory.later(OPERANDS, (start, row.address, *self._item))
             row_t = memory.take()
@@ -133,5 +140,5 @@ class BothPlan:
             return pair, (row, row_t)
         rows = into or (memory.take(), memory.take())
         addresses = rows[0].address, rows[1].address
-        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, tickets(x.device))
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, tickets(x.device), table)
         return pair, rows

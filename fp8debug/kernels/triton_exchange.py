@@ -6,11 +6,16 @@ says that it has written, or read, and goes on.
 
 from __future__ import annotations
 
+#: Where the tile lies in the shared memory that a launch asks for, which Triton names and of which it uses the first bytes, and
+#: how much of it is asked for.
+TILE_AT, SHARED = 8192, 8192 + 32768
+_TILE = f"global_smem+{TILE_AT}"
+
 
 def start() -> str:
-    """Declare a tile of 128 x 128 and two barriers of 16 warps: it is full, and it is read; $1 is not used."""
+    """Declare two barriers of 16 warps, that a tile of 128 x 128 is full and that it is read; $1 is not used."""
     return (
-        ".shared .align 16 .b8 fp8debug_tile[32768];\n.shared .align 8 .b64 fp8debug_full, fp8debug_read;\n"
+        ".shared .align 8 .b64 fp8debug_full, fp8debug_read;\n"
         "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p mbarrier.init.shared.b64 [fp8debug_full], 16;"
         " @p mbarrier.init.shared.b64 [fp8debug_read], 16; bar.sync 0; mov.b32 $0, t; }"
     )
@@ -33,7 +38,7 @@ def put() -> str:
     bytes, whose chunks of 16 are permuted so that no access meets in a bank. Waits until the tile before was read.
     """
     text = ["{ .reg .b32 a, b; .reg .b64 s; .reg .pred p; not.b32 b, $18; and.b32 b, b, 1;", _passed("fp8debug_read", "b")]
-    text.append(" mov.u32 a, fp8debug_tile; add.u32 a, a, $17;")
+    text.append(f" mov.u32 a, {_TILE}; add.u32 a, a, $17;")
     for h in range(4):
         words = ", ".join(f"${4 * h + i + 1}" for i in range(4))
         text.append(f" stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [a+{8192 * h}], {{{words}}};")
@@ -43,7 +48,7 @@ def put() -> str:
 def take() -> str:
     """$16 where to read, in bytes, $17 the number of the tile -> 16 words of a column; waits until the tile is full."""
     text = ["{ .reg .b32 a, b, c, d; .reg .b64 s; .reg .pred p; and.b32 b, $17, 1;", _passed("fp8debug_full", "b")]
-    text.append(" mov.u32 a, fp8debug_tile; add.u32 c, a, $16; xor.b32 d, $16, 64; add.u32 d, a, d;")
+    text.append(f" mov.u32 a, {_TILE}; add.u32 c, a, $16; xor.b32 d, $16, 64; add.u32 d, a, d;")
     for h in range(4):
         at = f"[{'cd'[h % 2]}+{128 * (h // 2)}]"
         text.append(f" ld.shared.v4.b32 {{${4 * h}, ${4 * h + 1}, ${4 * h + 2}, ${4 * h + 3}}}, {at};")

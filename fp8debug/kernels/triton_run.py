@@ -7,6 +7,8 @@ Triton's launcher a question to the driver for each.
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ MAX_PLANS = 4096
 _KNOWN = ("3.4", "3.5", "3.6", "3.7")
 #: Of these, those whose launcher in C takes what its wrapper in Python gives it for a kernel without scratch memory.
 _DIRECT = ("3.6",)
+#: The driver's numbers of what a function may ask for, and of the share of a multiprocessor's memory that is not its cache.
+_MAX_DYNAMIC, _CARVEOUT = 8, 9
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> Any:
@@ -87,11 +91,23 @@ class Kernel:
         device: index of the GPU, which is current at every launch; None in the interpreter.
         types: for each argument, the dtype of what an address points to, or None for a number.
         constants: the ``constexpr`` arguments, which follow.
+        shared: bytes of shared memory that each program asks for, where that is more than Triton knows of, and the share of a
+            multiprocessor's memory, in percent, that all of its programs' shared memory takes.
         options: ``num_warps`` and the like.
     """
 
-    def __init__(self, kernel: Any, device: Any, types: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        device: Any,
+        types: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        *,
+        shared: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> None:
         self._kernel, self._device, self._types, self._constants, self._options = kernel, device, types, constants, options
+        self._shared = shared
         self._run: Any = None
         self._head: tuple[Any, ...] = ()
 
@@ -108,6 +124,8 @@ class Kernel:
             self._kernel[grid](*arguments, *self._constants, **self._options)
             return
         typed = [a if t is None else _Pointer(t, a) for a, t in zip(arguments, self._types, strict=True)]
+        if self._shared:
+            share(self._kernel.warmup(*typed, *self._constants, grid=grid, **self._options), *self._shared)
         compiled = self._kernel[grid](*typed, *self._constants, **self._options)
         release, run = triton.__version__.rpartition(".")[0], compiled.run
         metadata = compiled.packed_metadata, None, None, None
@@ -116,6 +134,34 @@ class Kernel:
             self._run = run.launch
         elif release in _KNOWN:
             self._head, self._run = (compiled.function, *metadata), run
+
+
+@cache
+def can_share() -> bool:
+    """Return whether a kernel can be given more shared memory than this release of Triton knows of."""
+    try:
+        return triton.__version__.rpartition(".")[0] in _KNOWN and _driver() is not None
+    except OSError:
+        return False
+
+
+def share(compiled: Any, size: int, carveout: int) -> None:
+    """Have all launches of a compiled kernel, of which there was none, ask for shared memory; see :class:`Kernel`.
+
+    Triton would leave all of a multiprocessor's memory to be shared: loads on their way then wait for room in the cache.
+    """
+    compiled._init_handles()
+    for attribute, value in ((_MAX_DYNAMIC, size), (_CARVEOUT, carveout)):
+        status = _driver().cuFuncSetAttribute(ctypes.c_void_p(compiled.function), attribute, value)
+        assert status == 0, (attribute, value, status)
+    num_warps, num_ctas, _, *more = compiled.packed_metadata
+    compiled.packed_metadata = num_warps, num_ctas, size, *more
+
+
+@cache
+def _driver() -> Any:
+    """Return the driver's library, which torch has loaded."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def address(x: Tensor) -> Any:

@@ -158,6 +158,8 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
     end = partial(flush, x.device, [bins])
     full = queued(partial(_beside, bins, many, "rows"), end)
     report("quantize 1x128 + statistics, what-if and histogram, as in a watched step", full, floor, "of floor")
+    full = queued(partial(_both_beside, bins, many), end)
+    report("quantize 1x128 and 128x1 + statistics, what-if and histogram, likewise", full, floor, "of floor")
     full = queued(partial(_beside, bins, many, ""), end)
     report("observe 1x128 + delayed what-if + histogram, as in a watched step", full, floor, "of floor")
     full = queued(partial(_counted, bins, many), end)
@@ -170,6 +172,13 @@ def _described(x: list[torch.Tensor], cast: Cast, made: list[Quantized], i: int)
 
 def _beside(bins: Bins, x: list[torch.Tensor], out: str, i: int) -> None:
     plan = fast_plan_of(x[i], Job(TILE, out, True))
+    assert plan is not None and plan.counting is not None
+    bins.beside(x[i], [DELAYED], partial(plan.counting, x[i], True))
+    _counted(bins, x, i)
+
+
+def _both_beside(bins: Bins, x: list[torch.Tensor], i: int) -> None:
+    plan = both_plan_of(x[i], TILE, DOWN, True)
     assert plan is not None and plan.counting is not None
     bins.beside(x[i], [DELAYED], partial(plan.counting, x[i], True))
     _counted(bins, x, i)

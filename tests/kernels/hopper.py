@@ -33,6 +33,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.formats import block_shape
+from fp8debug.kernels import triton_run
 from fp8debug.kernels.gemm import gemm
 from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines
 from fp8debug.kernels.observe import observe
@@ -71,8 +72,9 @@ class Planned:
         options: of the compiler.
     """
 
-    packed_metadata = function = launch_cooperative_grid = launch_pdl = None
-    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = None
+    function = global_scratch_size = profile_scratch_size = 0
+    packed_metadata = 4, 1, 0  # warps, programs of a cluster, bytes of shared memory that a launch asks for
 
     def __init__(self, name: str, source: Any, options: dict[str, Any]) -> None:
         self.name, self.source, self.options = name, source, options
@@ -82,6 +84,9 @@ class Planned:
     def run(self) -> Planned:
         """What Triton starts."""
         return self
+
+    def _init_handles(self) -> None:
+        """Have it loaded."""
 
     def launch_metadata(self, *_: object) -> None:
         """Triton asks for it."""
@@ -148,6 +153,7 @@ def recorded() -> Iterator[list[Planned]]:
         stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", here, create=True))
         stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        stack.enter_context(patch.object(triton_run, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=here)))
         yield found
 
 
@@ -171,11 +177,13 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
 
 def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
     """Quantize along rows and columns at once, twice each way."""
-    for statistics in (False, True) if is_hopper(CPU) else ():
+    for statistics in (False, True) if is_hopper(CPU) and triton_run.can_share() else ():
         plan = both_plan_of(x, rows, columns, statistics)
         assert plan is not None
         for later in (False, False, True, True) if statistics else (False, False):
             plan(x, later)
+            if plan.counting is not None:
+                plan.counting(x, later, address(empty(1 << 16, dtype=torch.int32)))
 
 
 def operands(which: Gemm, sizes: tuple[int, int, int], recipe: Recipe) -> tuple[list[Tensor], list[Any]]:
@@ -347,7 +355,7 @@ def built(planned: Planned) -> dict[str, Any]:
         compiled = triton.compile(planned.source, target=TARGET, options=planned.options)
     except Exception as error:
         return {**found, "error": f"{type(error).__name__}: {str(error).strip()[-600:]}"}
-    found |= {"shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+    found |= {"shared": compiled.metadata.shared, "asked": planned.packed_metadata[2], **resources(compiled.asm["cubin"])}
     found["scratch"] = [getattr(compiled.metadata, f"{kind}_scratch_size") for kind in ("global", "profile")]
     return {**found, "seconds": round(time.perf_counter() - start, 1)}
 

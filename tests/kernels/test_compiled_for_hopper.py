@@ -24,6 +24,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 
 from fp8debug.kernels import triton_run
+from fp8debug.kernels.triton_exchange import TILE_AT
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -65,9 +66,11 @@ def test_every_kernel_is_compiled(record_property: Any) -> None:
     for kernel in found:
         record_property(kernel["kernel"], {name: kernel[name] for name in ("registers", "stack", "static", "shared")})
         assert kernel["registers"] * 32 * kernel["num_warps"] <= REGISTERS, kernel
-        assert max(kernel["static"], kernel["shared"]) <= SHARED, kernel
-        # More together needs the driver's leave, which Triton asks for what it shares itself; the driver has one KiB.
-        assert kernel["shared"] > TOGETHER or kernel["static"] + kernel["shared"] <= TOGETHER + 1024, kernel
+        shared = max(kernel["shared"], kernel["asked"])
+        assert kernel["static"] + shared <= SHARED, kernel
+        # More together needs the driver's leave, which Triton asks for what it shares itself, and ``triton_run.share``.
+        assert kernel["asked"] or shared > TOGETHER or kernel["static"] + shared <= TOGETHER + 1024, kernel
+        assert kernel["asked"] == 0 or kernel["shared"] <= TILE_AT, kernel
         assert kernel["saved"] == 0, kernel  # see both_kernel
         assert kernel["stack"] == 0 or kernel["kernel"] in SPILLING, kernel
         if kernel["kernel"] == "given_kernel":
@@ -90,7 +93,8 @@ def test_gpus_before_hopper_are_asked_for_nothing_that_they_lack() -> None:
 def test_launches_after_the_first_fit_what_was_compiled(release: str) -> None:
     """As 3.6 is started, and through Triton's public way; the test above is of the release that is installed."""
     found = kernels("--list", "--release", release)
-    assert {kernel["kernel"] for kernel in found} == written()
+    known = release.rpartition(".")[0] in triton_run._KNOWN
+    assert {kernel["kernel"] for kernel in found} == written() - (set() if known else {"both_kernel"})
     assert all(kernel["launches"] > 1 for kernel in found if kernel["kernel"] in AGAIN)
 
 

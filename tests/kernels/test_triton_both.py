@@ -10,17 +10,19 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
+
 from fp8debug.kernels import quantize as quantize_module
-from fp8debug.kernels import triton_both_plan, triton_fast_plan
+from fp8debug.kernels import triton_both_plan, triton_fast_plan, triton_run
 from fp8debug.kernels.observe_pool import flush
-from fp8debug.kernels.quantize import quantize, quantize_both
+from fp8debug.kernels.quantize import quantize_both
 from fp8debug.kernels.triton_both import put_at, take_at
 from fp8debug.kernels.triton_both_plan import BothPlan, both_plan_of
 from fp8debug.kernels.triton_launch import OPERAND, Statistics
 from fp8debug.kernels.words import Row
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.test_triton_counted import odd
+from tests.kernels.test_triton_counted import odd, table_of
 from tests.kernels.test_triton_quantize import KINDS, assert_same_codes, assert_same_slots, quantized, sample
 
 ACROSS, DOWN = Cast(granularity="1x128"), Cast(granularity="128x1")
@@ -64,6 +66,23 @@ def test_equals_the_reference(kind: str) -> None:
     check(x)
     view = torch.zeros(SHAPE[0], 512, dtype=x.dtype, device=x.device)[:, 64 : 64 + SHAPE[1]]
     check(view.copy_(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*KINDS, "sparse", "wide", "patterns"])
+def test_every_pattern_is_counted_in_the_same_pass(kind: str) -> None:
+    x = odd(kind, SHAPE)
+    plan = plan_for(x)
+    assert plan.counting is not None and plan.counting.counting is None and plan_for(x, statistics=False).counting is None
+    for later in (True, False):
+        table = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+        made, rows = plan.counting(x, later, table.data_ptr())
+        flush(x.device)
+        assert torch.equal(table, table_of(x)) and rows is not None
+        for row, cast, (data, scale_inv) in zip(rows, (ACROSS, DOWN), made, strict=True):
+            expected = quantized(x, cast)
+            assert_same_codes(Quantized(data, scale_inv), expected, x)
+            assert_same_slots(slots_of(row), x, cast, expected)
 
 
 @pytest.mark.gpu
@@ -135,7 +154,7 @@ def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) ->
     for one in (x[:200], x[:, :200], x.half(), x.t().contiguous().t()):
         assert both_plan_of(one, ACROSS, DOWN, True) is None
     q, t, _ = quantize_both(x[:200], ACROSS, DOWN)
-    assert_same_codes(q, quantize(x[:200], ACROSS)[0], x[:200])
+    assert_same_codes(q, quantized(x[:200], ACROSS), x[:200])
     assert_same_codes(t, quantized(x[:200], DOWN), x[:200])
 
 
@@ -143,6 +162,7 @@ def test_the_largest_tensor_has_no_more_tiles_a_program_than_its_counters_hold(m
     """993 tiles for each of 132 programs; 32 zeros of each are counted in 15 bits."""
     programs: list[Any] = []
     monkeypatch.setattr(triton_fast_plan, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_both_plan, "can_share", lambda: True)
     monkeypatch.setattr(triton_both_plan, "BothPlan", lambda *arguments: programs.append(arguments[-1]))
     x = torch.empty(1 << 15, (1 << 16) - 128, dtype=torch.bfloat16, device="meta")
     for sms, statistics, taken in ((132, True, True), (114, True, False), (114, False, True)):
@@ -152,6 +172,28 @@ def test_the_largest_tensor_has_no_more_tiles_a_program_than_its_counters_hold(m
         assert len(programs) == taken
         if statistics and taken:
             assert 32 * -(-x.numel() // (128 * 128 * programs[-1])) <= 0x7FFF
+
+
+def test_without_a_way_to_more_shared_memory_it_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(triton_fast_plan, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_both_plan, "num_sms", lambda device: 132)
+    monkeypatch.setattr(triton_both_plan, "BothPlan", lambda *_: "taken")
+    for can in (True, False):
+        monkeypatch.setattr(triton_both_plan, "can_share", lambda can=can: can)
+        assert (triton_both_plan._both_plan(x, ACROSS, DOWN, False) is not None) is can
+
+
+def test_more_shared_memory_is_asked_of_releases_and_drivers_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    for release, driver, can in (("3.6.0", object, True), ("4.0.0", object, False), ("3.6.0", nowhere, False)):
+        monkeypatch.setattr(triton, "__version__", release)
+        monkeypatch.setattr(triton_run, "_driver", driver)
+        triton_run.can_share.cache_clear()
+        assert triton_run.can_share() is can
+    triton_run.can_share.cache_clear()
 
 
 def exchanged() -> tuple[list[list[tuple[int, int]]], list[list[int]]]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from fp8debug import linear, probe, reuse
+from fp8debug import linear, reuse, riding
 from tests.adapters.linears import CHECKPOINTS
 from tests.recording.models import rows_of
 
@@ -73,10 +73,19 @@ def counted() -> Iterator[list[tuple[int, ...]]]:
 
         return call
 
-    places = (linear, "quantize"), (probe, "quantize"), (probe, "quantize_observed")
+    def noted_twice(own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            pair = own(x, *args, **kwargs)
+            seen.extend([tuple(x.shape)] * (0 if pair is None else 2))
+            return pair
+
+        return call
+
     with ExitStack() as stack:
-        for module, name in places:
+        for module, name in ((linear, "quantize"), (riding, "quantize"), (riding, "quantize_observed")):
             stack.enter_context(patch.object(module, name, noted(getattr(module, name))))
+        for module in (linear, riding):
+            stack.enter_context(patch.object(module, "quantize_pair", noted_twice(module.quantize_pair)))
         yield seen
 
 

@@ -1,0 +1,111 @@
+"""Operands that are quantized while they are recorded: the slots of their casts ride along in the pass that quantizes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
+from fp8debug.kernels.pairs import Part, quantize_pair
+from fp8debug.observer import Observer, RowKey
+from fp8debug.recipes import Cast
+from fp8debug.shielding import Shielded, guarded, is_overheard
+from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, Reference, TensorRole
+
+
+class Riding(Shielded):
+    """What quantizes the operands of a module.
+
+    Args:
+        observer: where they are recorded.
+        module: FQN.
+        actual: False for a module that does not run in FP8 and is only tried under a recipe.
+    """
+
+    def __init__(self, observer: Observer, module: str, actual: bool) -> None:
+        super().__init__(observer, module)
+        self.actual = actual
+        self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
+        self._weights_seen = set[Gemm]()
+        self._ridden: dict[int, tuple[Quantized, Slots]] = {}
+
+    def quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
+    ) -> Quantized | None:
+        """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
+
+        Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own. ``made`` is
+        the same as another module made it, returned where nothing is left to be found out about it.
+
+        Returns:
+            None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
+            of ours kept it from being quantized here.
+        """
+        return None if is_overheard() else self._quantize(key, x, cast, scale_inv, made)
+
+    @guarded
+    def _quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None
+    ) -> Quantized | None:
+        which, role = key
+        self.observer.relieve(x.device)
+        if role is TensorRole.WEIGHT and which in self._weights_seen:
+            return None
+        if made is not None and id(made) in self._ridden:  # with another operand
+            return made
+        rows, where = key in CONTRACTS_ROWS, (self.module, *key)
+        shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
+        rides = takes_kernels(x)
+        place = self.observer.place_of(x, cast) if shared and rides else None
+        found: Slots | None
+        if place is not None and place in self.observer.known:
+            q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
+        elif made is not None and not rides:
+            q, found = made, None
+        else:
+            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if rides else []
+            bins = self.observer.table(x.device).bins if tried else None
+            q, found = quantize_observed(
+                x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
+            )  # fmt: skip
+            if place is not None:
+                self.observer.known[place] = found
+        if found is not None:
+            self._ridden[id(q)] = q, found
+        return q
+
+    def quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
+        """Quantize an operand for its GEMM and for one that contracts its rows, as :meth:`quantize` does one after the other.
+
+        Returns:
+            None where that is what is to be done: no kernel makes both at once, or one of them is known by now.
+        """
+        return None if is_overheard() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
+
+    @guarded
+    def _quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
+        known = self.observer.known
+        places = [None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.place_of(x, c) for c in (cast, other)]
+        told = [place is not None and place in known for place in places]
+        if told[0] != told[1]:
+            return None
+        self.observer.relieve(x.device)
+        tried = [] if told[0] else [c for c, _ in self._casts(*key, cast)[1].values()]
+        bins = self.observer.table(x.device).bins if tried else None
+        pair = quantize_pair(x, cast, other, observed=not told[0], bins=bins, casts=tried)
+        for place, (q, found) in zip(places, pair or (), strict=False):
+            slots = found if place is None else known.setdefault(place, found)
+            if slots is not None:
+                self._ridden[id(q)] = q, slots
+        return pair
+
+    def _casts(self, which: Gemm, role: TensorRole, cast: Cast | None) -> tuple[RowKey, dict[str, tuple[Cast, RowKey]]]:
+        """Return the row of the running cast, and by name the other casts that are tried, each with its row."""
+        known = self._known_casts.get((which, role))
+        if known is None or known[0] is not cast:
+            running = "" if cast is None else str(cast)
+            tried = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
+            tried.pop(running, None)
+            casts = {name: (c, RowKey(which, role, name, Reference.OPERAND, False)) for name, c in tried.items()}
+            known = cast, RowKey(which, role, running, Reference.OPERAND, self.actual), casts
+            self._known_casts[which, role] = known
+        return known[1], known[2]
