@@ -18,8 +18,8 @@ MIN_WIDE = 1024
 #: Sampled columns of an input lie in groups of at most so many, of which there are at least ``MIN_GROUPS``.
 MAX_GROUP, MIN_GROUPS = 16, 16
 #: Sampled columns of an input are kept until its backward pass: of a wide one they are one in so many, and of what was asked for
-#: a quarter at least and three quarters at most.
-MAX_KEPT, ASKED_QUARTERS = 32, 4
+#: a quarter at least and half at most.
+MAX_KEPT, MIN_KEPT = 32, 4
 #: Of the sampled rows or columns the exact GEMM has one in so many, at least as many as this: it measures an accumulator's loss,
 #: of which each row holds thousands of samples, and no rows that differ.
 EXACT_SHARE, MIN_EXACT = 4, 64
@@ -83,8 +83,7 @@ def num_columns(count: int, length: int) -> int:
     """Return how many columns are sampled of an input with ``length``, where ``count`` were asked for."""
     if length < MIN_WIDE:
         return min(count, length)
-    quarter = count // ASKED_QUARTERS
-    return max(quarter, min(count - quarter, length // MAX_KEPT))
+    return max(count // MIN_KEPT, min(count - count // 2, length // MAX_KEPT))
 
 
 def spread_lines(count: int, length: int, size: int, device: torch.device) -> Tensor:

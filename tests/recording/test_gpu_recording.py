@@ -139,7 +139,7 @@ def test_a_sampled_step_never_waits_for_the_device(device: str, recipe: str | No
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_does_not_grow(device: str, recipe: str, tmp_path: Path) -> None:
-    steps = 100 if device == "cuda" else 5
+    steps = 5 if device == "cpu" else 20 if recipe == "mxfp8" else 100  # which runs in torch ops
     training = Training(device, recipe)
     with fp8debug.watch(training.model, tmp_path / "run", every=1, shadow_rows=16) as watch:
         training.run(MAX_RECENT + 4 if device == "cuda" else 5, watch)  # delayed scaling keeps the scales of so many calls

@@ -110,9 +110,9 @@ def test_neighbouring_modules_gemms_and_steps_have_different_shares() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "columns"),
     [
-        *((256, width, n) for width, n in ((64, 64), (1023, 256), (1024, 64), (4096, 128), (8192, 192), (14336, 192))),
-        *((1024, width, n) for width, n in ((1000, 1000), (4096, 256), (65536, 768))),
-        *((8, width, n) for width, n in ((4, 4), (4096, 6), (1024, 6))),
+        *((256, width, n) for width, n in ((64, 64), (1023, 256), (1024, 64), (4096, 128), (8192, 128), (14336, 128))),
+        *((1024, width, n) for width, n in ((1000, 1000), (4096, 256), (65536, 512))),
+        *((8, width, n) for width, n in ((4, 4), (4096, 4), (1024, 4))),
         (1, 4096, 1),
     ],
 )  # fmt: skip
