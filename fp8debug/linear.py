@@ -6,7 +6,8 @@
 
 Every operand is quantized for the GEMM that reads it, because its blocks run along the dimension which that GEMM contracts:
 the same input has other numbers in fprop (1x128, along K) than in wgrad (128x1, along M). The input of wgrad is quantized in
-the forward pass, so that only FP8 data wait for the backward; Linears that read one input in turn quantize it once (``reuse``).
+the forward pass, so that only FP8 data wait for the backward. Linears that read one input in turn quantize it once (``reuse``),
+and what two GEMMs read is quantized for both from one read where a kernel can (``kernels.pairs``).
 The bias is added, and its gradient summed, in high precision.
 """
 

@@ -26,6 +26,6 @@ def test_a_short_run_takes_the_way_of_the_kernels() -> None:
         assert all(float(number) > 0 for number in row[-8:-1]), row
     found = re.search(r"kernels a Linear: (\S+) unwatched, (\S+) watched", done.stdout)
     assert found is not None, done.stdout
-    # A weight, and a pair of each input and gradient; on top of these three samples of GEMMs, three comparisons, damage, rows,
-    # columns and what joins them.
-    assert 3 <= float(found[1]) < 5 < 12 <= float(found[2]) < 17
+    # A weight, and a pair of each input and gradient, which are counted in the same pass (16 if not); on top of these three
+    # samples of GEMMs, three comparisons, damage, rows, columns and what joins them.
+    assert 3 <= float(found[1]) < 5 < 12 <= float(found[2]) < 15.5

@@ -116,7 +116,7 @@ def quantize_observed(
     Returns:
         the quantized tensor, and its slots without the histogram, or None where :func:`statistics` has to be asked for them.
     """
-    if scale_inv is None and x.is_cuda and (plan := _plan(x, cast, contracts_rows, True)) is not None:
+    if scale_inv is None and (plan := _plan(x, cast, contracts_rows, True)) is not None:
         with on_device(x):
             found = bins.beside(x, casts, partial(plan.counting, x, later)) if casts and plan.counting else None
             made, row = found or plan(x, later)
@@ -130,9 +130,12 @@ def quantize_observed(
 
 def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> Any:
     """Return how tensors like this one are quantized, where that is known by now; it makes (data, scale_inv), and slots."""
-    if x.dim() != 2 or why_no_twins() is not None or not twin("triton_run").eager(x):
-        return None
-    return twin("triton_execute").plan_of(x, cast, _layout(contracts_rows), statistics)
+    return None if not may_plan(x) else twin("triton_execute").plan_of(x, cast, _layout(contracts_rows), statistics)
+
+
+def may_plan(x: Tensor) -> bool:
+    """Return whether a kernel may be started on x as a plan for tensors like it says."""
+    return x.is_cuda and x.dim() == 2 and why_no_twins() is None and bool(twin("triton_run").eager(x))
 
 
 def observe(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import Slots, on_device, twin, why_no_twins
+from fp8debug.kernels.dispatch import Slots, may_plan, on_device, twin
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -32,9 +32,7 @@ def quantize_pair(
     Returns:
         x for the first GEMM and for the second, or None where no kernel makes both at once.
     """
-    if not x.is_cuda or x.dim() != 2 or why_no_twins() is not None or not twin("triton_run").eager(x):
-        return None
-    plan = twin("triton_both_plan").both_plan_of(x, across, down, observed)
+    plan = twin("triton_both_plan").both_plan_of(x, across, down, observed) if may_plan(x) else None
     if plan is None:
         return None
     with on_device(x):
