@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fp8debug.observer import Observer, RowInfo, RowKey
-from fp8debug.sharding import Piece
+from fp8debug.sharding import Layout
 
 
-class Line(NamedTuple):
-    """Where what a key names is recorded, as long as its place in the step and its piece stay."""
+class Place(NamedTuple):
+    """Where what some keys name is recorded, as long as the module's place in the step and its layout stay."""
 
-    key: RowKey
-    row: int
-    info: RowInfo
+    keys: tuple[RowKey, ...]
+    rows: list[int]
+    infos: dict[int, RowInfo]
 
 
 class Lines:
@@ -32,26 +32,49 @@ class Lines:
         self._count = observer.settings.rows_per_module
         self._first = observer.num_modules * self._count
         self._rows: dict[RowKey, int] = {}
-        self._known: dict[int, Line] = {}
+        self._known: dict[int, Place] = {}  # by the identity of their keys
+        self._call_index = -1
+        self._layout: Layout | None = None
 
     def record(
-        self, key: RowKey, call_index: int, piece: Piece | None, partials: Mapping[Any, Any], device: torch.device
+        self,
+        keys: tuple[RowKey, ...],
+        call_index: int,
+        layout: Layout | None,
+        found: Sequence[Mapping[Any, Any]],
+        device: torch.device,
     ) -> None:
-        """Merge one observation into the key's row.
+        """Merge observations into the rows of some keys.
+
+        Args:
+            keys: which rows; best the same object in every step.
+            call_index: the module's place in the step, mostly as before.
+            layout: which piece of the whole each tensor is, mostly as before.
+            found: for each key what :meth:`Table.merge` takes.
+            device: where they are.
 
         Raises:
             RuntimeError: one step has more keys than a module has rows.
         """
-        line = self._known.get(id(key))  # most keys are the same object in every step, and a line keeps its key
-        if line is None or line.key is not key or line.info.call_index != call_index or line.info.piece != piece:
-            if len(self._known) > 2 * self._count:
+        if call_index != self._call_index or layout is not self._layout:
+            if call_index != self._call_index or layout != self._layout:
                 self._known.clear()
-            self._observer.modules_seen.add(self._module)
-            info = RowInfo(self._module, call_index, key, piece)
-            line = self._known[id(key)] = Line(key, self._row(key), info)
+            self._call_index, self._layout = call_index, layout
+        place = self._known.get(id(keys))  # which are kept with it, so that no others have their identity
+        if place is None:
+            place = self._place(keys)
         table, filled = self._observer.filled(device)
-        table.merge(line.row, partials)
-        filled[line.row] = line.info
+        filled.update(place.infos)
+        table.merge(place.rows, found)
+
+    def _place(self, keys: tuple[RowKey, ...]) -> Place:
+        if len(self._known) > 2 * self._count:
+            self._known.clear()
+        self._observer.modules_seen.add(self._module)
+        pieces = self._layout or {}
+        infos = {self._row(key): RowInfo(self._module, self._call_index, key, pieces.get(key.tensor)) for key in keys}
+        place = self._known[id(keys)] = Place(keys, list(infos), infos)
+        return place
 
     def _row(self, key: RowKey) -> int:
         row = self._rows.get(key)

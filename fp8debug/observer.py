@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8debug.arriving import Scalar
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
 from fp8debug.leftovers import Forgetful, Leftovers
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
-from fp8debug.table import MIN_JOINED, Scalar, Snapshot, Table
+from fp8debug.table import MIN_JOINED, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
 
 T = TypeVar("T")

@@ -39,7 +39,9 @@ from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
 
+Keys = tuple[RowKey, ...]
 _ORDER = {which: i for i, which in enumerate(Gemm)}
+_NO_SLOTS = None, None
 
 
 class Probe(Riding):
@@ -59,14 +61,14 @@ class Probe(Riding):
         self._number = observer.num_modules
         observer.num_modules += 1
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
-        self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, RowKey, RowKey]] = {}
+        self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, Keys, Keys]] = {}
         self._weights_reread = set[Gemm]()
         self._seen_outside_backward = self._recomputed = False
         self._gradients = RunningSum()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
         self._tried_weight: Tried = {}
         self._weight_shared: dict[str, Tensor] = {}
-        self._output_key: RowKey | None = None
+        self._output_key: Keys | None = None
 
     def __deepcopy__(self, memo: object) -> None:
         """A copy of a watched model is not watched."""
@@ -191,7 +193,7 @@ class Probe(Riding):
                     read = values_of(b, 1, kept.columns.lines)
                     self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, read, b)
         if kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
-            self._merge(self._output_key, found, grad_output.device)
+            self._merge(self._output_key, [found], grad_output.device)
         self._ridden.clear()
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
@@ -212,7 +214,7 @@ class Probe(Riding):
         """Record an operand that is read once more in the step: ``read`` is what the GEMM sees of the sample ``x`` of it."""
         if isinstance(operand, tuple):
             key = RowKey(*site, str(operand[1]), Reference.OPERAND, self.actual)
-            self._merge(key, reread(x, read, *operand), x.device)
+            self._merge((key,), [reread(x, read, *operand)], x.device)
 
     def _operand(
         self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried, more: Slots | None = None
@@ -220,19 +222,26 @@ class Probe(Riding):
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
-        key, casts = self._casts(which, role, operand[1] if isinstance(operand, tuple) else None)
-        if not casts.keys() <= tried.keys():
-            new = {name: cast for name, (cast, _) in casts.items() if name not in tried}
-            every = countable(source.x, list(new.values()))
-            counted = new if every else {name: cast for name, cast in new.items() if countable(source.x, [cast])}
-            tried.update(self._count(role, source, counted))
-            tried.update({} if every else self._observe(role, source, {n: c for n, c in new.items() if n not in counted}))
+        site = self._site(which, role, operand[1] if isinstance(operand, tuple) else None)
+        if not site.tried.keys() <= tried.keys():
+            self._try(role, source, {name: cast for name, cast in site.tried.items() if name not in tried}, tried)
+        found: list[Slots] = []
         if isinstance(operand, tuple):
             q, cast = operand
-            found = describe(source, cast, q, self._ridden.get(id(q), (q, None))[1])
-            self._record(key, {**found, **more} if more else found, source)
-        for name, (_, tried_key) in casts.items():
-            self._record(tried_key, tried[name], source)
+            slots = describe(source, cast, q, self._ridden.get(id(q), _NO_SLOTS)[1])
+            found.append({**slots, **more} if more else slots)
+        found += [tried[name] for name in site.tried]
+        if found:
+            self._record(site.keys, found, source)
+
+    def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], tried: Tried) -> None:
+        """Work out casts that are not running, from counts of the tensor's values where they can be."""
+        if countable(source.x, casts.values()):
+            tried.update(self._count(role, source, casts))
+            return
+        counted = {name: cast for name, cast in casts.items() if countable(source.x, [cast])}
+        tried.update(self._count(role, source, counted))
+        tried.update(self._observe(role, source, {name: cast for name, cast in casts.items() if name not in counted}))
 
     def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
@@ -252,8 +261,9 @@ class Probe(Riding):
         scales = [self.scale_inv(role, cast, source) for cast in casts.values()]
         uncounted = HISTOGRAM not in source.shared
         tried = dict(zip(casts, observe(source, list(casts.values()), scales, histogram=uncounted), strict=True))
-        if (counted := tried[next(iter(casts))].get(HISTOGRAM)) is not None:
-            source.shared[HISTOGRAM] = counted
+        for slots in tried.values():
+            if (counted := slots.pop(HISTOGRAM, None)) is not None:
+                source.shared[HISTOGRAM] = counted
         return tried
 
     def _columns(self, x: Tensor, columns: Sample) -> Tensor:
@@ -267,15 +277,14 @@ class Probe(Riding):
         kept = self.observer.shared(x, "columns", lambda: ref(copy()))()
         return copy() if kept is None else kept
 
-    def _record(self, key: RowKey, found: Slots, source: Source) -> None:
-        """Merge slots into a row; the histogram, which is the tensor's whatever the cast, with a site's first cast alone."""
-        if self._histogram_of.setdefault(key[:2], key.cast_name) == key.cast_name and source.x.numel():
+    def _record(self, keys: tuple[RowKey, ...], found: list[Slots], source: Source) -> None:
+        """Merge slots into rows of a site; the histogram, which is the tensor's whatever the cast, with its first cast alone."""
+        first = keys[0]
+        if self._histogram_of.setdefault(first[:2], first.cast_name) == first.cast_name and source.x.numel():
             if HISTOGRAM not in source.shared:
                 source.shared[HISTOGRAM] = histogram(source)
-            found = {**found, HISTOGRAM: source.shared[HISTOGRAM]}
-        elif HISTOGRAM in found:
-            found = {name: value for name, value in found.items() if name != HISTOGRAM}
-        self._merge(key, found, source.x.device)
+            found[0] = {**found[0], HISTOGRAM: source.shared[HISTOGRAM]}
+        self._merge(keys, found, source.x.device)
 
     def scale_inv(self, role: TensorRole, cast: Cast, source: Source) -> Tensor | None:
         """Return the scale_inv that a cast which is not running would have used here; None unless it is delayed."""
@@ -300,27 +309,28 @@ class Probe(Riding):
     ) -> OutputError:
         found = compare_result(which, high_precision, operands, result, sample, bias=bias, keep=keep)
         device = high_precision[0].device
-        key, exact_key = self._result_keys(which, *operands)
+        alone, both = self._result_keys(which, *operands)
         if which is Gemm.FPROP:
-            self._output_key = key
-        self._merge(key, {**found.shadow, **(more or {})}, device)
-        if found.exact is not None:
-            self._merge(exact_key, found.exact, device)
+            self._output_key = alone
+        shadow = {**found.shadow, **more} if more else found.shadow
+        if found.exact is None:
+            self._merge(alone, [shadow], device)
+        else:
+            self._merge(both, [shadow, found.exact], device)
         return found.error
 
-    def _result_keys(self, which: Gemm, first: Operand, second: Operand) -> tuple[RowKey, RowKey]:
-        """Return the rows of a result against the shadow and against the exact GEMM."""
+    def _result_keys(self, which: Gemm, first: Operand, second: Operand) -> tuple[Keys, Keys]:
+        """Return the row of a result against the shadow, and that and the one against the exact GEMM."""
         casts = None if isinstance(first, Tensor) else first[1], None if isinstance(second, Tensor) else second[1]
         known = self._known_results.get(which)
         if known is None or known[0] is not casts[0] or known[1] is not casts[1]:
             name = " @ ".join("bf16" if cast is None else str(cast) for cast in casts)
             key = RowKey(which, RESULTS[which], name, Reference.SHADOW, self.actual)
-            known = self._known_results[which] = *casts, key, key._replace(reference=Reference.EXACT)
+            known = self._known_results[which] = *casts, (key,), (key, key._replace(reference=Reference.EXACT))
         return known[2], known[3]
 
-    def _merge(self, key: RowKey, partials: Slots, device: torch.device) -> None:
-        piece = self.layout.get(key.tensor) if self.layout else None
-        self._lines.record(key, self.call_index, piece, partials, device)
+    def _merge(self, keys: Keys, found: list[Slots], device: torch.device) -> None:
+        self._lines.record(keys, self.call_index, self.layout, found, device)
 
     def _part(self, which: Gemm, x: Tensor) -> Sample:
         """Return what of a result is compared: rows of x, for wgrad columns of it; neighbouring modules and GEMMs differ."""

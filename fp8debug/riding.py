@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
@@ -10,6 +12,20 @@ from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.shielding import Shielded, guarded, is_overheard
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, Reference, TensorRole
+
+
+class Site(NamedTuple):
+    """What is recorded of an operand.
+
+    Attributes:
+        cast: the running one; None where it is read in high precision.
+        tried: by name the other casts that are tried.
+        keys: the rows of all these.
+    """
+
+    cast: Cast | None
+    tried: dict[str, Cast]
+    keys: tuple[RowKey, ...]
 
 
 class Riding(Shielded):
@@ -24,7 +40,7 @@ class Riding(Shielded):
     def __init__(self, observer: Observer, module: str, actual: bool) -> None:
         super().__init__(observer, module)
         self.actual = actual
-        self._known_casts: dict[tuple[Gemm, TensorRole], tuple[Cast | None, RowKey, dict[str, tuple[Cast, RowKey]]]] = {}
+        self._sites: dict[tuple[Gemm, TensorRole], Site] = {}
         self._weights_seen = set[Gemm]()
         self._ridden: dict[int, tuple[Quantized, Slots]] = {}
 
@@ -62,7 +78,7 @@ class Riding(Shielded):
         elif made is not None and not rides:
             q, found = made, None
         else:
-            tried = [c for c, _ in self._casts(which, role, cast)[1].values()] if rides else []
+            tried = self._site(which, role, cast).tried.values() if rides else ()
             bins = self.observer.table(x.device).bins if tried else None
             q, found = quantize_observed(
                 x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
@@ -89,7 +105,7 @@ class Riding(Shielded):
         if told[0] != told[1]:
             return None
         self.observer.relieve(x.device)
-        tried = [] if told[0] else [c for c, _ in self._casts(*key, cast)[1].values()]
+        tried = () if told[0] else self._site(*key, cast).tried.values()
         bins = self.observer.table(x.device).bins if tried else None
         pair = quantize_pair(x, cast, other, observed=not told[0], bins=bins, casts=tried)
         for place, (q, found) in zip(places, pair or (), strict=False):
@@ -98,14 +114,14 @@ class Riding(Shielded):
                 self._ridden[id(q)] = q, slots
         return pair
 
-    def _casts(self, which: Gemm, role: TensorRole, cast: Cast | None) -> tuple[RowKey, dict[str, tuple[Cast, RowKey]]]:
-        """Return the row of the running cast, and by name the other casts that are tried, each with its row."""
-        known = self._known_casts.get((which, role))
-        if known is None or known[0] is not cast:
-            running = "" if cast is None else str(cast)
-            tried = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
-            tried.pop(running, None)
-            casts = {name: (c, RowKey(which, role, name, Reference.OPERAND, False)) for name, c in tried.items()}
-            known = cast, RowKey(which, role, running, Reference.OPERAND, self.actual), casts
-            self._known_casts[which, role] = known
-        return known[1], known[2]
+    def _site(self, which: Gemm, role: TensorRole, cast: Cast | None) -> Site:
+        """Return what is recorded of an operand whose running cast is this one."""
+        site = self._sites.get((which, role))
+        if site is None or site.cast is not cast:
+            casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
+            names = () if cast is None else (str(cast),)
+            tried = {name: c for name, c in casts.items() if name not in names}
+            keys = *((name, self.actual) for name in names), *((name, False) for name in tried)
+            rows = tuple(RowKey(which, role, name, Reference.OPERAND, actual) for name, actual in keys)
+            site = self._sites[which, role] = Site(cast, tried, rows)
+        return site

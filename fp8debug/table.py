@@ -6,13 +6,15 @@ is what one kernel writes of it into pinned memory; it is read when it has arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fp8debug.arriving import new_event
 from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
 from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
@@ -116,10 +118,9 @@ class Table:
             state.fill_(_NEUTRAL[merge])
         self._neutral = self._all.clone()
         self._waiting: dict[int, Mapping[Any, Any]] = {}
-        self._items: list[int] = []  # for the joiner: address, row, number of a layout
+        self._listed: list[tuple[int, Mapping[Any, Any]]] = []  # for the joiner
         self._numbers: dict[Any, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
-        self._placed: set[int] = set()  # row and number of a layout
-        self._held: list[Any] = []  # what lies at the addresses
+        self._has_lost = False
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
         self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
@@ -141,90 +142,124 @@ class Table:
         return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _buffers(self, memory: Tensor) -> Buffers:
-        done = _new_event() if self.device.type == "cuda" else None
+        done = new_event() if self.device.type == "cuda" else None
         return Buffers(memory, self.layout.cut(memory), memory.numpy(), done)
 
-    def merge(self, row: int, partials: Mapping[Any, Tensor]) -> None:
-        """Join one tensor's contributions to a row, each slot by its own rule.
+    def merge(self, rows: Sequence[int], found: Sequence[Mapping[Any, Tensor]]) -> None:
+        """Join contributions of tensors to rows, each slot by its own rule.
 
-        They wait, a row at most once, for the others of the step: a launch for all rows costs as much as one for one.
+        They wait for the others of the step: a launch for all rows costs as much as one for one.
 
         Args:
-            row: which.
-            partials: contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or in parts that
-                the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
+            rows: which.
+            found: of each row the contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or
+                in parts that the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
         """
-        if self._joiner is not None:
-            partials = self._without_listed(row, partials)
-            if not partials:
-                return
+        if self._joiner is None:
+            for row, partials in zip(rows, found, strict=True):
+                self._wait(row, partials)
+            return
+        if len(self._listed) >= 2 * MAX_JOINED:
+            self._join_rows()
+        self._listed += zip(rows, found, strict=True)
+
+    def _wait(self, row: int, partials: Mapping[Any, Any]) -> None:
+        """Have torch ops join what no kernel does, a row at most once at a time."""
         before = self._waiting.get(row)
         if before is not None and before.keys().isdisjoint(partials):
             partials = {**before, **partials}
         elif before is not None or len(self._waiting) == MAX_WAITING:
-            self._join()
+            self._join_waiting()
         self._waiting[row] = partials
-
-    def _without_listed(self, row: int, partials: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Put what the joiner takes on its list, and return the rest."""
-        rest: dict[Any, Any] = {}
-        for key, value in partials.items():
-            number = self._numbers.get(key)
-            if number is None:
-                number = self._number(key)
-            is_row = type(value) is Row
-            if number < 0 or not (is_row or value.is_contiguous()):
-                rest[key] = value
-                continue
-            place = number << 32 | row
-            if place in self._placed:
-                self._join()
-            elif len(self._held) == 2 * MAX_JOINED:
-                self._join_rows()
-            self._placed.add(place)
-            self._held.append(value)
-            self._items += (value.address if is_row else value.data_ptr(), row, number)
-        return rest
 
     def _number(self, key: Any) -> int:
         """Return by what number the joiner knows what a key of partials names; -1 where it takes none of it."""
-        layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
-        self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
-        return self._numbers[key]
+        found = self._numbers.get(key)
+        if found is None:
+            layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
+            found = self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
+        return found
 
     def relieve(self, many: int | None = None) -> None:
         """Join what waits, where it is much; for a hook that has little to do itself."""
-        if len(self._held) >= (MAX_JOINED if many is None else many):
+        if len(self._listed) >= (MAX_JOINED if many is None else many):
             self._join_rows()
 
-    def _join_rows(self) -> None:
-        """Have all rows filled whose casts or sums wait, and join those on the joiner's list to the state."""
-        try:
-            if self._joiner is not None:
-                with on_device(self._all):
-                    self._joiner(self._items, () if self._bins is None else (self._bins,))
-        finally:  # where it fails, the joiner says so again until the table is discarded
-            self._items, self._held = [], []
-            self._placed.clear()
-
     def _join(self) -> None:
-        """Join what waits to the state."""
+        """Join what waits to the state.
+
+        Raises:
+            MemoryError: some of it was lost.
+        """
         self._join_rows()
-        found: dict[Any, tuple[list[int], list[Tensor]]] = {}
-        for row, partials in self._waiting.items():
+        self._join_waiting()
+        if self._has_lost:
+            raise MemoryError("rows that waited to be joined were lost")
+
+    def _join_rows(self) -> None:
+        """Have all rows filled whose casts or sums wait, and join what is listed to the state, as far as the joiner takes it.
+
+        What it does not take waits for torch ops.
+        """
+        if self._joiner is None:
+            return
+        listed, self._listed = self._listed, []
+        first = () if self._bins is None else (self._bins,)
+        with self._whole(), on_device(self._all):
+            for items in self._items(listed):
+                self._joiner(items, first)
+
+    def _items(self, listed: list[tuple[int, Mapping[Any, Any]]]) -> list[list[int]]:
+        """Return address, row and number of a layout of what the joiner takes, in lists in which none meets another."""
+        numbers = self._numbers
+        try:  # almost always all are rows of words, of a step with one pass
+            items = [n for row, found in listed for key, value in found.items() for n in (value.address, row, numbers[key])]
+            if 3 * len(set(zip(items[1::3], items[2::3], strict=True))) == len(items):
+                return [items]
+        except (AttributeError, KeyError):
+            pass
+        lists: list[list[int]] = [[]]
+        placed: set[tuple[int, int]] = set()
+        for row, partials in listed:
             for key, value in partials.items():
-                values = value.words if isinstance(value, Row) else value
-                rows, all_values = found.setdefault(key if isinstance(key, Layout) else (key, values.shape), ([], []))
-                rows.append(row)
-                all_values.append(values)
-        for key, (rows, values) in found.items():
-            stacked = torch.stack(values)
-            if isinstance(key, Layout):
-                for group in key.groups:
-                    self._put(group.names, tuple(rows), group.of(stacked))
-            else:
-                self._put((key[0],) if isinstance(key[0], str) else key[0], tuple(rows), stacked)
-        self._waiting = {}
+                number = self._number(key)
+                if type(value) is not Row and (number < 0 or not value.is_contiguous()):
+                    self._wait(row, {key: value})
+                    continue
+                if (row, number) in placed:
+                    lists.append([])
+                    placed.clear()
+                placed.add((row, number))
+                lists[-1] += (value.address if type(value) is Row else value.data_ptr(), row, number)
+        return lists
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Note where not all is joined that was to be."""
+        try:
+            yield
+        except BaseException:
+            self._has_lost = True
+            raise
+
+    def _join_waiting(self) -> None:
+        """Join what waits for torch ops."""
+        waiting, self._waiting = self._waiting, {}
+        found: dict[Any, tuple[list[int], list[Tensor]]] = {}
+        with self._whole():
+            for row, partials in waiting.items():
+                for key, value in partials.items():
+                    values = value.words if isinstance(value, Row) else value
+                    rows, all_values = found.setdefault(key if isinstance(key, Layout) else (key, values.shape), ([], []))
+                    rows.append(row)
+                    all_values.append(values)
+            for key, (rows, values) in found.items():
+                stacked = torch.stack(values)
+                if isinstance(key, Layout):
+                    for group in key.groups:
+                        self._put(group.names, tuple(rows), group.of(stacked))
+                else:
+                    self._put((key[0],) if isinstance(key[0], str) else key[0], tuple(rows), stacked)
 
     def _put(self, names: tuple[str, ...], rows: tuple[int, ...], values: Tensor) -> None:
         """Join numbers of some rows, ``[rows, len(names)]`` or in parts ``[rows, parts, len(names)]``."""
@@ -292,7 +327,7 @@ class Table:
 
     def discard(self) -> None:
         """Forget what waits, here and in the kernels' memory; the table is not used any more."""
-        self._waiting, self._items, self._held = {}, [], []
+        self._waiting, self._listed = {}, []
         if self._joiner is not None:
             self._joiner.discard()
 
@@ -340,57 +375,3 @@ class Snapshot:
     def _wait(self) -> None:
         if self._done is not None and not self.ready():  # to wait is to let go of the interpreter, even where it takes no time
             self._done.synchronize()
-
-
-class Arriving:
-    """A CUDA tensor on its way to the host, such as the tokens of experts."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._host, self._done = _landing(value.shape, value.dtype)
-        self._host.copy_(value.detach(), non_blocking=True)
-        self._done.record(torch.cuda.current_stream(value.device))
-
-    def ready(self) -> bool:
-        """Return whether the copy has arrived, without waiting for it."""
-        return bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
-
-    def host(self) -> Tensor:
-        """Return the values; waits if it must."""
-        self._done.synchronize()
-        return self._host
-
-
-class Scalar(Arriving):
-    """A CUDA scalar on its way to the host, such as the loss; where it arrives is the next one's place once it is read."""
-
-    _spare: ClassVar[dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]]] = {}
-    _kept: ClassVar[list[Tensor]] = []  # never freed, for nobody but the kernel knows that it writes there
-
-    def __init__(self, value: Tensor) -> None:
-        self._number: float | None = None
-        self._free = self._spare.setdefault(value.device, [])
-        try:
-            self._host, self._done = self._free.pop()
-        except IndexError:  # of no use to ask before: watches of other threads take from it too
-            self._host, self._done = _landing((), torch.float64)
-            self._kept.append(self._host)
-        with on_device(value):
-            if not (takes_kernels(value) and twin("observe_leaving").send_number(value, self._host)):
-                self._host.copy_(value.detach().view(()), non_blocking=True)
-            self._done.record()
-
-    def read(self) -> float:
-        """Return the value; waits if it must."""
-        if self._number is None:
-            self._number = float(self.host())
-            self._free.append((self._host, self._done))
-        return self._number
-
-
-def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
-    """Return where a CUDA tensor arrives on the host, and what tells when it has."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True), _new_event()
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's

@@ -10,13 +10,13 @@ from torch import Tensor
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, expert_of
 from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
+from fp8debug.arriving import Arriving
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.results import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.second_look import Tried
 from fp8debug.shielding import guarded
-from fp8debug.table import Arriving
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
@@ -89,7 +89,7 @@ class GroupProbe(PartProbe):
         else:
             self._wgrad(line.x, grad, wgrad, mine)
         if line.output is not None and self._output_key is not None:
-            self._merge(self._output_key, damage_of(line.output, grad), grad.device)
+            self._merge(self._output_key, [damage_of(line.output, grad)], grad.device)
 
     def _tokens_of(self, site: tuple[Gemm, TensorRole], x: Tensor, heard: HeardGroup, mine: Tensor) -> None:
         """Record an operand ``[M, ..]``; rows of no expert, which hold anything, count as zeros."""
@@ -116,7 +116,7 @@ class GroupProbe(PartProbe):
             self._operand(*site, source, (q, cast), tried)
             return
         found = describe(source, cast, q)
-        self._record(RowKey(*site, str(named), Reference.OPERAND, self.actual), found, source)
+        self._record((RowKey(*site, str(named), Reference.OPERAND, self.actual),), [found], source)
 
     def _weight_of(self, which: Gemm, weight: Tensor, heard: HeardGroup) -> None:
         """Record a weight ``[E, c, s]`` that contracts c: a scale a column of each expert, so a row of ``[E * s, c]``."""
@@ -162,10 +162,9 @@ class GroupProbe(PartProbe):
         formats = " @ ".join(["e4m3fn rowwise"] * 2) if which is Gemm.WGRAD else self._names(which)
         key = RowKey(which, RESULTS[which], formats, Reference.SHADOW, self.actual)
         if which is Gemm.FPROP:
-            self._output_key = key
-        self._merge(key, statistics(pair), shadow.device)
-        against = statistics(Pair(source=Source(exact), y=found, whole_rows=is_whole))
-        self._merge(key._replace(reference=Reference.EXACT), against, shadow.device)
+            self._output_key = (key,)
+        against = Pair(source=Source(exact), y=found, whole_rows=is_whole)
+        self._merge((key, key._replace(reference=Reference.EXACT)), [statistics(pair), statistics(against)], shadow.device)
         return OutputError(None, pair, sample if isinstance(sample, Tensor) else None)
 
     def _names(self, which: Gemm) -> str:

@@ -7,7 +7,7 @@ does it by plain torch ops, far slower, and says so once a reason on stderr, nam
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib import import_module
@@ -99,7 +99,7 @@ def quantize_observed(
     where: Where = (),
     later: bool = False,
     bins: Any = None,
-    casts: Sequence[Cast] = (),
+    casts: Collection[Cast] = (),
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
 
@@ -188,7 +188,7 @@ def _has_kernels(index: int) -> bool:
     return why_no_twins() is None and _capability(index) >= (8, 9)
 
 
-def countable(x: Tensor, casts: Sequence[Cast]) -> bool:
+def countable(x: Tensor, casts: Iterable[Cast]) -> bool:
     """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_bins`."""
     return takes_kernels(x) and bool(twin("observe_bins").takes(x, casts))
 

@@ -7,7 +7,7 @@ works out the slots of all that is listed in two launches. What ``add`` returns 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,11 +34,23 @@ _BLOCK = 256 if INTERPRETED else 8192
 Slots = dict[Layout, Row]
 
 
-def takes(x: Tensor, casts: Sequence[Cast]) -> bool:
+def takes(x: Tensor, casts: Iterable[Cast]) -> bool:
     """Return whether the tensor can be counted, of which 8 values at once are sampled, and each cast worked out from counts."""
-    fits = x.dtype is torch.bfloat16 and x.is_contiguous() and x.data_ptr() % 16 == 0
-    plain = all(c.granularity == "tensorwise" and c.history <= MAX_HISTORY for c in casts)
-    return fits and x.numel() % 2 == 0 and 8 <= x.numel() < 2**31 and plain and (INTERPRETED or is_hopper(x.device))
+    for cast in casts:
+        if not _is_plain(cast):
+            return False
+    return _fits(x)
+
+
+def _is_plain(cast: Cast) -> bool:
+    return cast.granularity == "tensorwise" and cast.history <= MAX_HISTORY
+
+
+def _fits(x: Tensor) -> bool:
+    if x.dtype is not torch.bfloat16 or x.data_ptr() % 16 or not x.is_contiguous():
+        return False
+    numel = x.numel()
+    return numel % 2 == 0 and 8 <= numel < 2**31 and (INTERPRETED or is_hopper(x.device))
 
 
 def _identity(x: Tensor) -> tuple[Any, ...] | None:
@@ -55,12 +67,18 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
     return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
-class _History:
-    """Where the amax history of one cast at one place lies, and how often it was used."""
+class _Entry:
+    """A cast at one place: what the kernel is told of it, and where its amax history lies and how often it was used.
 
-    def __init__(self, row: int) -> None:
-        self.row = row
-        self.num_calls = 0
+    Args:
+        cast: the cast.
+        row: of the history; None where it has none.
+    """
+
+    def __init__(self, cast: Cast, row: int | None) -> None:
+        ints, self.reals, scaling = _parts(cast)
+        self.ints = *ints, scaling, row or 0, cast.history
+        self.row, self.length, self.num_calls = row, cast.history, 0
 
 
 class Bins:
@@ -74,11 +92,11 @@ class Bins:
         self.device = device
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, device=device)
-        self._placed: dict[object, _History] = {}
+        self._entries: dict[object, _Entry] = {}  # by place and cast
+        self._num_histories = 0
         self._seen: dict[object, int] = {}
         self._storages: list[Any] = []  # weak references to those that were counted: no other has their addresses
         self._counting: dict[int, tuple[Kernel, int, int]] = {}
-        self._parts: dict[Cast, tuple[list[int], list[float], int]] = {}
         self._raw, self._stream = current_stream(self._tables.device)  # the last stream that used the memory
         self._finish: dict[int, Kernel] = {}  # by the length of the longest history
         self._exponents = Kernel(tb.exponents_kernel, self._tables.device.index, (torch.int32, torch.int64), (), num_warps=4)
@@ -99,6 +117,7 @@ class Bins:
         self._let_go()
         self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
         self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
+        self._first_word, self._first_hist = self._words.data_ptr(), self._hist.data_ptr()
 
     def _let_go(self) -> None:
         while self._storages:
@@ -123,10 +142,15 @@ class Bins:
             casts: what will be added of it.
             place: whose amax histories they use; one is used once before a :meth:`flush`, which comes first where it must.
         """
-        busy = any((history := self._placed.get((place, c))) is not None and history.row in self._busy for c in casts)
-        if busy or self._num_items + len(casts) > 3 * MAX_TABLES:
+        if self._num_items + len(casts) > 3 * MAX_TABLES:
             self.flush()
-        seen = self._seen.get(_identity(x))
+        elif self._busy:
+            for cast in casts:
+                entry = self._entries.get((place, cast))
+                if entry is not None and entry.row in self._busy:
+                    self.flush()
+        identity = _identity(x)
+        seen = self._seen.get(identity)
         if seen is not None:
             return seen
         to = self._next_table()
@@ -137,9 +161,9 @@ class Bins:
         kernel, tiles, programs = counting
         words = x.detach().view(-1).view(torch.int32) if INTERPRETED else x.data_ptr()
         kernel((programs, 1, 1), words, to, num_words, tiles)
-        return self._keep(x)
+        return self._keep(x, identity)
 
-    def beside(self, x: Tensor, casts: Sequence[Cast], read: Callable[[Any], Any]) -> Any:
+    def beside(self, x: Tensor, casts: Collection[Cast], read: Callable[[Any], Any]) -> Any:
         """Have a kernel that reads a tensor anyway count it; a :meth:`count` of it then starts none.
 
         Args:
@@ -151,10 +175,10 @@ class Bins:
             what ``read`` returns, or None where it was not called: the tensor is counted already, or no cast can be worked out.
         """
         identity = _identity(x)
-        if identity is None or identity in self._seen or not any(takes(x, [cast]) for cast in casts):
+        if identity is None or identity in self._seen or not _fits(x) or not any(map(_is_plain, casts)):
             return None
         found = read(self._next_table())
-        self._keep(x)
+        self._keep(x, identity)
         return found
 
     def _next_table(self) -> Any:
@@ -165,9 +189,9 @@ class Bins:
         table = len(self._numels)
         return self._tables[table] if INTERPRETED else self._tables.data_ptr() + 4 * table * tb.TABLE.value
 
-    def _keep(self, x: Tensor) -> int:
+    def _keep(self, x: Tensor, identity: object) -> int:
         """Note that a tensor was counted in the next table, which is returned."""
-        table, identity = len(self._numels), _identity(x)
+        table = len(self._numels)
         self._numels.append(x.numel())
         if identity is not None:
             self._seen[identity] = table
@@ -192,40 +216,36 @@ class Bins:
         Returns:
             its slots without the histogram, by the names of those of one kind; filled by the next :meth:`flush`.
         """
-        known = self._parts.get(cast)
-        if known is None:
-            known = self._parts[cast] = _parts(cast)
-        ints, reals, scaling = known
-        row = calls = 0
-        if cast.scaling == "delayed":
-            history = self._history((place, cast), cast.history)
-            row, calls = history.row, history.num_calls
-            history.num_calls += 1
-            self._busy.add(row)
+        entry = self._entries.get((place, cast))
+        if entry is None:
+            entry = self._entries[place, cast] = _Entry(cast, self._new_history(cast) if cast.scaling == "delayed" else None)
+        calls = entry.num_calls
+        if entry.row is not None:
+            entry.num_calls += 1
+            self._busy.add(entry.row)
             # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
-            calls = calls if calls < cast.history else cast.history + calls % cast.history
+            calls = calls if calls < entry.length else entry.length + calls % entry.length
         item = self._num_items
         self._num_items += 1
-        self._ints += (table, self._numels[table], *ints, scaling, row, cast.history, calls)
-        self._reals += reals
-        return {OPERAND: Row(self._words, item, self._words.data_ptr() + 8 * WORDS * item)}
+        self._ints += (table, self._numels[table], *entry.ints, calls)
+        self._reals += entry.reals
+        return {OPERAND: Row(self._words, item, self._first_word + 8 * WORDS * item)}
 
-    def histogram(self, table: int) -> Tensor:
+    def histogram(self, table: int) -> Row:
         """Return the exponent histogram of a counted tensor, int64 ``[64]``; filled by the next :meth:`flush`."""
-        return self._hist[table]
+        return Row(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
 
-    def _history(self, key: object, length: int) -> _History:
-        if key not in self._placed:
-            row = len(self._placed)
-            wide = max(self._histories.shape[1], 1 + (1 << max(length - 1, 1).bit_length()))
-            if row == self._histories.shape[0] or wide > self._histories.shape[1]:
-                grown = torch.zeros(max(16, 2 * row), wide, device=self.device)
-                grown[:, 0] = 1.0  # the scale_inv before any amax
-                old = self._histories
-                grown[: old.shape[0], : old.shape[1]] = old
-                self._histories = grown
-            self._placed[key] = _History(row)
-        return self._placed[key]
+    def _new_history(self, cast: Cast) -> int:
+        """Return the row of a new amax history."""
+        row, self._num_histories = self._num_histories, self._num_histories + 1
+        wide = max(self._histories.shape[1], 1 + (1 << max(cast.history - 1, 1).bit_length()))
+        if row == self._histories.shape[0] or wide > self._histories.shape[1]:
+            grown = torch.zeros(max(16, 2 * row), wide, device=self.device)
+            grown[:, 0] = 1.0  # the scale_inv before any amax
+            old = self._histories
+            grown[: old.shape[0], : old.shape[1]] = old
+            self._histories = grown
+        return row
 
     def flush(self) -> None:
         """Work out all that is listed, on the device's current stream, and start a new list."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ Part = tuple[Quantized, Slots | None]
 
 
 def quantize_pair(
-    x: Tensor, across: Cast, down: Cast, *, observed: bool = False, bins: Any = None, casts: Sequence[Cast] = ()
+    x: Tensor, across: Cast, down: Cast, *, observed: bool = False, bins: Any = None, casts: Collection[Cast] = ()
 ) -> tuple[Part, Part] | None:
     """Quantize a tensor as ``dispatch.quantize`` does it twice, to the last bit.
 

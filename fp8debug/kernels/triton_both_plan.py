@@ -12,7 +12,7 @@ from fp8debug.kernels.observe_tickets import tickets
 from fp8debug.kernels.triton_both import both_kernel
 from fp8debug.kernels.triton_cast import FROM_TILE, KIND_ROW
 from fp8debug.kernels.triton_exchange import SHARED
-from fp8debug.kernels.triton_fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, is_fast, recipe_of
+from fp8debug.kernels.triton_fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, forms_of, is_fast, new_made
 from fp8debug.kernels.triton_launch import ROUNDINGS, Job, new_outputs, num_sms
 from fp8debug.kernels.triton_run import Kernel, can_share, keep_plan
 from fp8debug.kernels.triton_statistics import FINISHED
@@ -84,7 +84,7 @@ class BothPlan:
     def __init__(self, x: Tensor, jobs: tuple[Job, Job], programs: int, counting: bool = False) -> None:
         rows, columns = x.shape
         made = [new_outputs(x, job.cast, job.out) for job in jobs]
-        self._made = [(recipe_of(data), data.dtype, recipe_of(scale_inv)) for data, scale_inv in made]
+        self._forms = [forms_of(pair) for pair in made]
         self._grid = programs, 1, 1
         self._numbers = x.stride(0) // 4, rows, columns, x.numel() // SIDE**2, columns // SIDE
         self._epsilons = [float(job.cast.amax_eps) for job in jobs]
@@ -120,12 +120,9 @@ class BothPlan:
         Returns:
             (data, scale_inv) of both casts, and with statistics their rows of ``words`` as ``OPERAND`` says.
         """
-        made, to = [], []
-        for ((size, turned), dtype, (blocks, blocks_turned)), eps in zip(self._made, self._epsilons, strict=True):
-            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
-            to += [data.data_ptr(), scale_inv.data_ptr(), eps]
-            made.append((data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv))
-        pair = made[0], made[1]
+        forms, (eps, eps_t) = self._forms, self._epsilons
+        pair = (data, inverse), (data_t, inverse_t) = new_made(x, forms[0]), new_made(x, forms[1])
+        to = data.data_ptr(), inverse.data_ptr(), eps, data_t.data_ptr(), inverse_t.data_ptr(), eps_t
         if not self._statistics:
             self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, 0, 0, 0, 0)
             return pair, None

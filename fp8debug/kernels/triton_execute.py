@@ -19,7 +19,7 @@ from fp8debug.kernels import triton_common as common
 from fp8debug.kernels import triton_statistics as ts
 from fp8debug.kernels import triton_tile as tt
 from fp8debug.kernels.observe_pool import OPERANDS, pool
-from fp8debug.kernels.triton_fast_plan import FastPlan, fast_plan
+from fp8debug.kernels.triton_fast_plan import FastPlan, fast_plan, forms_of, new_made
 from fp8debug.kernels.triton_histogram import HISTOGRAM_WARPS
 from fp8debug.kernels.triton_launch import (
     ACROSS,
@@ -74,7 +74,7 @@ class Plan:
         reduction: tuple[tuple[Any, ...], tuple[Any, ...]] | None,
     ) -> None:
         self._must_copy = x.stride(1) != 1 and x.shape[1] > 1
-        self._made = None if made is None else (*_recreated(made[0]), made[0].dtype, *_recreated(made[1]))
+        self._made = None if made is None else forms_of(made)
         self._grid = grid.programs, 1, 1
         self._size = grid.programs * MAX_CASTS * 24
         self._numbers = grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns
@@ -103,10 +103,8 @@ class Plan:
         nothing = address(self._nothing)
         made, to = None, (nothing, nothing)
         if self._made is not None:
-            size, turned, dtype, blocks, blocks_turned = self._made
-            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
-            to = address(data), address(scale_inv)
-            made = data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv
+            made = new_made(x, self._made)
+            to = address(made[0]), address(made[1])
         at = address(x.detach() if common.INTERPRETED else x)
         if self._reduction is None:
             self._tile(self._grid, at, *self._numbers, nothing, nothing, *to, nothing, *self._casts, *self._absent)
@@ -245,12 +243,6 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
             casts = float(arguments[3]), float(arguments[4])
             keep_plan(_PLANS, key, Plan(x, grid, outputs.get(0), casts, constants, options, reduction))
     return list(outputs.values()), found
-
-
-def _recreated(made: Tensor) -> tuple[tuple[int, ...], bool]:
-    """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
-    turned = not made.is_contiguous()
-    return tuple(made.t().shape if turned else made.shape), turned
 
 
 def _of_row(row: Tensor) -> Statistics:

@@ -29,6 +29,10 @@ MAX_PROGRAMS = GROUP * (NUM_TICKETS - 1)
 MAX_TILES = 0x7FFF // 32
 
 
+#: Size, stride and dtype of data, size and stride of scale_inv.
+Forms = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
 class Shape(NamedTuple):
     """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/performance.md.
 
@@ -110,7 +114,7 @@ class FastPlan:
         tile_columns = columns // 128
         num_tiles = rows // shape.rows * tile_columns
         data, scale_inv = new_outputs(x, cast, job.out or "rows")
-        self._made = None if not job.out else (recipe_of(data), data.dtype, recipe_of(scale_inv))
+        self._made = None if not job.out else forms_of((data, scale_inv))
         self._grid = programs, 1, 1
         stride = x.stride(0) if turned else x.stride(0) // 4
         self._numbers = stride, rows, columns, num_tiles, tile_columns
@@ -147,12 +151,11 @@ class FastPlan:
         Returns:
             (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says.
         """
-        made, to = None, (0, 0)
+        made: tuple[Tensor, Tensor] | None = None
+        to = 0, 0
         if self._made is not None:
-            (size, turned), dtype, (blocks, blocks_turned) = self._made
-            data, scale_inv = x.new_empty(size, dtype=dtype), x.new_empty(blocks, dtype=torch.float32)
-            to = data.data_ptr(), scale_inv.data_ptr()
-            made = data.t() if turned else data, scale_inv.t() if blocks_turned else scale_inv
+            made = new_made(x, self._made)
+            to = made[0].data_ptr(), made[1].data_ptr()
         if not self._statistics:
             self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0, 0)
             return made, None
@@ -166,7 +169,16 @@ class FastPlan:
         return made, row
 
 
-def recipe_of(made: Tensor) -> tuple[tuple[int, ...], bool]:
-    """Return the size of a new tensor, and whether it is to be transposed, to be laid out like this one."""
-    turned = not made.is_contiguous()
-    return tuple(made.t().shape if turned else made.shape), turned
+def forms_of(made: tuple[Tensor, Tensor]) -> Forms:
+    """Return how data and scale_inv lie, for :func:`new_made`."""
+    data, scale_inv = made
+    return (data.shape, data.stride(), data.dtype), (scale_inv.shape, scale_inv.stride())
+
+
+def new_made(x: Tensor, forms: Forms) -> tuple[Tensor, Tensor]:
+    """Return new data and scale_inv that lie so, where x does."""
+    (size, stride, dtype), (blocks, block_stride) = forms
+    return (
+        x.new_empty_strided(size, stride, dtype=dtype),
+        x.new_empty_strided(blocks, block_stride, dtype=torch.float32),
+    )

@@ -56,7 +56,7 @@ def one_sum(value: float, memory: Pool) -> Row:
 
 def record(seen: Observer, row: int, partials: dict[Any, Any]) -> None:
     table, filled = seen.filled(CPU)
-    table.merge(row, partials)
+    table.merge([row], [partials])
     filled[row] = INFO
 
 
@@ -168,8 +168,8 @@ def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: py
     table = tables.Table(11, CPU)
     for _ in range(2):
         for row in range(11):
-            table.merge(row, {DAMAGE: one_sum(1.0 + row, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
-        assert len(sent) == 2 and len(table._held) == 3
+            table.merge([row], [{DAMAGE: one_sum(1.0 + row, pool(CPU))}])  # type: ignore[dict-item]  # a row, not a tensor
+        assert len(sent) == 2 and len(table._listed) == 3
         assert slots_of(table.snapshot(), range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
         assert sent == [5 * 4 + 4 * 3, 4 * 4 + 4 * 3, 2 * 4 + 3 * 3 + 1]  # what the next row waits for goes along
         sent.clear()
@@ -185,7 +185,7 @@ def test_a_hook_with_little_to_do_joins_what_waits(monkeypatch: pytest.MonkeyPat
     for row in range(3):
         record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
         seen.relieve(CPU)
-        waiting.append(len(seen.table(CPU)._held))
+        waiting.append(len(seen.table(CPU)._listed))
     assert waiting == [1, 0, 1]
     seen.turn_off()
 
@@ -200,7 +200,7 @@ def test_rows_are_joined_before_the_end_of_a_step_where_they_are_some() -> None:
     for row in range(tables.MIN_JOINED + 1):
         record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
         seen.relieve_all()
-        waiting.append(len(seen.table(CPU)._held))
+        waiting.append(len(seen.table(CPU)._listed))
     assert waiting == [*range(1, tables.MIN_JOINED), 0, 1]
     found = slots_of(seen.table(CPU).snapshot(), range(tables.MIN_JOINED + 1))
     assert found["damage"].tolist() == [5.0] * (tables.MIN_JOINED + 1)
@@ -210,7 +210,7 @@ def test_rows_are_joined_before_the_end_of_a_step_where_they_are_some() -> None:
 @pytest.mark.usefixtures("joined")
 def test_a_watch_that_ends_leaves_what_another_on_the_device_waits_for() -> None:
     first, second = tables.Table(1, CPU), tables.Table(1, CPU)
-    second.merge(0, {DAMAGE: one_sum(7.0, pool(CPU))})  # type: ignore[dict-item]  # a row, not a tensor
+    second.merge([0], [{DAMAGE: one_sum(7.0, pool(CPU))}])  # type: ignore[dict-item]  # a row, not a tensor
     first.discard()
     assert slots_of(second.snapshot(), [0])["damage"].tolist() == [7.0]
     second.discard()

@@ -79,7 +79,7 @@ def test_a_tensor_that_was_counted_beside_is_not_counted_again(monkeypatch: pyte
     assert bins.beside(x, [TILE, CURRENT], read) == "found"
     assert bins.beside(x, [CURRENT], lambda table: pytest.fail("it is counted already")) is None
     monkeypatch.setattr(bins, "_new_counting", lambda size: pytest.fail("it is counted already"))
-    slots, hist = bins.add(bins.count(x, [CURRENT], "here"), CURRENT, "here"), bins.histogram(0)
+    slots, hist = bins.add(bins.count(x, [CURRENT], "here"), CURRENT, "here"), bins.histogram(0).words
     bins.flush()
     counting.assert_same(slots, x, CURRENT)
     pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))

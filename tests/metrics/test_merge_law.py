@@ -117,11 +117,11 @@ def test_merge_law_of_each_metric(name: str, data: st.DataObject) -> None:
 def test_merge_law_through_the_observers_table(pairs: tuple[Pair, Pair, Pair], with_empty: bool) -> None:
     a, b, both = pairs
     table = Table(3, torch.device("cpu"))
-    table.merge(0, statistics(a))
+    table.merge([0], [statistics(a)])
     if with_empty:  # an expert without tokens adds nothing but itself
-        table.merge(0, statistics(Pair(source=Source(torch.zeros(0, 4)), y=torch.zeros(0, 4), cast=a.cast)))
-    table.merge(0, statistics(b))
-    table.merge(2, statistics(both))
+        table.merge([0], [statistics(Pair(source=Source(torch.zeros(0, 4)), y=torch.zeros(0, 4), cast=a.cast))])
+    table.merge([0], [statistics(b)])
+    table.merge([2], [statistics(both)])
     read = slots_of(table.snapshot(), [0, 1, 2])
     assert read["num_tensors"].tolist() == [2 + with_empty, 0, 1]
     rows = [{key: torch.as_tensor(values[row]) for key, values in read.items()} for row in (0, 1, 2)]
@@ -144,7 +144,7 @@ def test_the_table_places_every_slot_once() -> None:
 def test_a_table_counts_beyond_fp32() -> None:
     """2^24 + 1 is no FP32 number; counts are int64."""
     table = Table(1, torch.device("cpu"))
-    table.merge(0, {"numel": torch.tensor(2**24), "num_zero": torch.tensor(2**53)})
-    table.merge(0, {"numel": torch.tensor(1), "num_zero": torch.tensor(1)})
+    table.merge([0], [{"numel": torch.tensor(2**24), "num_zero": torch.tensor(2**53)}])
+    table.merge([0], [{"numel": torch.tensor(1), "num_zero": torch.tensor(1)}])
     read = slots_of(table.snapshot(), [0])
     assert read["numel"].tolist() == [2**24 + 1] and read["num_zero"].tolist() == [2**53 + 1]

@@ -14,13 +14,14 @@ from torch import nn
 
 import fp8debug
 from fp8debug import table as tables
+from fp8debug.arriving import Scalar
 from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.leftovers import AT_ONCE, MAX_STEPS
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import Observer, Settings
 from fp8debug.probe import Probe
 from fp8debug.recipes import get_recipe
-from fp8debug.table import Scalar, Table
+from fp8debug.table import Table
 from tests.slots import slots_of
 
 CPU = torch.device("cpu")
