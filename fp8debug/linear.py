@@ -292,11 +292,13 @@ class Fp8Linear(nn.Linear):
         if probe is not None:
             probe.layout = layout
         flat = x.reshape(-1, x.shape[-1])
-        self._use = self._use_now()
+        if (use := self._use_now()) != self._use:  # to set an attribute of a module takes microseconds
+            self._use = use
         try:  # a checkpoint ends its recomputation by an exception when it has what it needs
             output: Tensor = _Fp8Matmul.apply(flat, weight, self, probe, made)  # type: ignore[no-untyped-call]  # torch's
         finally:
-            self._use = "train"
+            if use != "train":
+                self._use = "train"
         if self.probe is not None and probe is None and torch.is_grad_enabled():
             self.probe.check(flat, weight, output)
         return output.reshape(*x.shape[:-1], weight.shape[0])
@@ -309,7 +311,8 @@ class Fp8Linear(nn.Linear):
         if not torch.is_grad_enabled():
             return "evaluate"
         if torch._C._current_graph_task_id() == -1:
-            self._seen_outside_backward = True
+            if not self._seen_outside_backward:
+                self._seen_outside_backward = True
             return "train"
         return "recompute" if self._seen_outside_backward else "train"
 

@@ -57,15 +57,18 @@ class Lines:
             RuntimeError: one step has more keys than a module has rows.
         """
         if call_index != self._call_index or layout is not self._layout:
-            if call_index != self._call_index or layout != self._layout:
-                self._known.clear()
-            self._call_index, self._layout = call_index, layout
+            self._move(call_index, layout)
         place = self._known.get(id(keys))  # which are kept with it, so that no others have their identity
         if place is None:
             place = self._place(keys)
         table, filled = self._observer.filled(device)
         filled.update(place.infos)
         table.merge(place.rows, found)
+
+    def _move(self, call_index: int, layout: Layout | None) -> None:
+        if call_index != self._call_index or layout != self._layout:
+            self._known.clear()
+        self._call_index, self._layout = call_index, layout
 
     def _place(self, keys: tuple[RowKey, ...]) -> Place:
         if len(self._known) > 2 * self._count:

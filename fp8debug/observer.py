@@ -206,8 +206,11 @@ class Observer:
         found: T = self.known[place]
         return found
 
-    def place_of(self, x: Tensor, what: Hashable) -> Hashable | None:
-        """Return where ``known`` has what is known of a tensor in this step; None for one whose changes nobody counts."""
+    def place_of(self, x: Tensor, what: Hashable) -> tuple[Hashable, ...] | None:
+        """Return where ``known`` has what is known of a tensor in this step; None for one whose changes nobody counts.
+
+        What is known of it comes last in the place.
+        """
         if x.is_inference():
             return None
         storage = x.untyped_storage()

@@ -224,7 +224,7 @@ class Probe(Riding):
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
         site = self._site(which, role, operand[1] if isinstance(operand, tuple) else None)
         if not site.tried.keys() <= tried.keys():
-            self._try(role, source, {name: cast for name, cast in site.tried.items() if name not in tried}, tried)
+            self._try(role, source, {n: c for n, c in site.tried.items() if n not in tried} if tried else site.tried, tried)
         found: list[Slots] = []
         if isinstance(operand, tuple):
             q, cast = operand
@@ -250,9 +250,9 @@ class Probe(Riding):
         x, bins = source.x, self.observer.table(source.x.device).bins
         place = self._number, role  # whose amax history it is
         with on_device(x):
-            table = bins.count(x, casts.values(), place)
-            source.shared[HISTOGRAM] = bins.histogram(table)
-            return {name: bins.add(table, cast, place) for name, cast in casts.items()}
+            found: Tried
+            found, source.shared[HISTOGRAM] = bins.tried(x, casts, place)
+        return found
 
     def _observe(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
         """Work out any casts by reading the tensor for them."""

@@ -56,7 +56,11 @@ class Riding(Shielded):
             None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
             of ours kept it from being quantized here.
         """
-        return None if is_overheard() else self._quantize(key, x, cast, scale_inv, made)
+        if is_overheard():
+            return None
+        if made is not None and id(made) in self._ridden:  # with another operand
+            return made
+        return self._quantize(key, x, cast, scale_inv, made)
 
     @guarded
     def _quantize(
@@ -66,8 +70,6 @@ class Riding(Shielded):
         self.observer.relieve(x.device)
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
-        if made is not None and id(made) in self._ridden:  # with another operand
-            return made
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)
         shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
         rides = takes_kernels(x)
@@ -100,16 +102,21 @@ class Riding(Shielded):
     @guarded
     def _quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
         known = self.observer.known
-        places = [None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.place_of(x, c) for c in (cast, other)]
-        told = [place is not None and place in known for place in places]
+        place = None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.place_of(x, cast)
+        places = () if place is None else (place, (*place[:-1], other))
+        told = [place in known for place in places] or [False, False]
         if told[0] != told[1]:
             return None
         self.observer.relieve(x.device)
         tried = () if told[0] else self._site(*key, cast).tried.values()
         bins = self.observer.table(x.device).bins if tried else None
         pair = quantize_pair(x, cast, other, observed=not told[0], bins=bins, casts=tried)
-        for place, (q, found) in zip(places, pair or (), strict=False):
-            slots = found if place is None else known.setdefault(place, found)
+        if pair is None:
+            return None
+        if not told[0]:
+            known.update(zip(places, (pair[0][1], pair[1][1]), strict=False))
+        for i, (q, found) in enumerate(pair):
+            slots = known[places[i]] if told[0] else found
             if slots is not None:
                 self._ridden[id(q)] = q, slots
         return pair

@@ -74,28 +74,27 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     is seen by no mode (see :func:`unseen`), and by autograd neither.
     """
 
-    @wraps(method)
-    def unheard(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.is_grad_enabled() and not _len_torch_dispatch_stack():
-            return method(probe, *args, **kwargs)
-        with torch.no_grad(), unseen():
-            return method(probe, *args, **kwargs)
-
-    return shielded(unheard)
+    return _kept_apart(method, runs_ops=True)
 
 
 def shielded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
     """Do as :func:`guarded` does, for a method that runs no ops."""
+    return _kept_apart(method, runs_ops=False)
 
+
+def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Callable[Concatenate[S, P], R | None]:
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
         generation = probe.observer.generation
         if probe.failed or probe._gave_up == generation:
             return None
-        if probe._generation != generation:
-            probe.begin_step()
         try:
-            return method(probe, *args, **kwargs)
+            if probe._generation != generation:
+                probe.begin_step()
+            if not runs_ops or not (torch.is_grad_enabled() or _len_torch_dispatch_stack()):
+                return method(probe, *args, **kwargs)
+            with torch.no_grad(), unseen():
+                return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
             probe.give_up("out of memory in a sample; training goes on")
             return None

@@ -213,7 +213,10 @@ class Table:
         """Return address, row and number of a layout of what the joiner takes, in lists in which none meets another."""
         numbers = self._numbers
         try:  # almost always all are rows of words, of a step with one pass
-            items = [n for row, found in listed for key, value in found.items() for n in (value.address, row, numbers[key])]
+            items: list[int] = []
+            for row, found in listed:
+                for key, value in found.items():
+                    items += (value.address, row, numbers[key])
             if 3 * len(set(zip(items[1::3], items[2::3], strict=True))) == len(items):
                 return [items]
         except (AttributeError, KeyError):

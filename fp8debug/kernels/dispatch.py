@@ -205,11 +205,12 @@ def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, in
 
 def unfilled(slots: Slots, source: Source) -> list[Metric]:
     """Return the metrics of operands whose slots a kernel did not fill, such as one that a user registered."""
-    (first, *others) = slots or (None,)
-    if first is None:
-        return []
-    if isinstance(first, Layout) and not others:
-        return uncovered(_covered(first), source.x.shape[1], operand=True)
+    if len(slots) < 2:
+        for layout in slots:
+            if isinstance(layout, Layout):
+                return uncovered(_covered(layout), source.x.shape[1], operand=True)
+        if not slots:
+            return []
     names: set[str] = {"log2_hist"}
     for key in slots:
         names.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)

@@ -6,6 +6,7 @@ operands where it lies, and leaves both products in parts of the contracted dime
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -174,11 +175,11 @@ class Products(NamedTuple):
         (near, far), (few, other) = (high, operands) if which is not Gemm.WGRAD else (high[::-1], operands[::-1])
         codes, codes_scale = few[0] if isinstance(few, tuple) else (few, few)
         data, data_scale = other[0] if isinstance(other, tuple) else (other, other)
-        near_at = address(near.detach() if INTERPRETED else near)
+        near_at = _whole(near)
         self.kernel(
-            self.grid, near_at, address(far.detach() if INTERPRETED else far), _at(codes), _at(data),
-            near_at if sample.lines is None else address(sample.lines), address(out), _scale_at(codes_scale),
-            _scale_at(data_scale), sample.shift or 0, *self.numbers,
+            self.grid, near_at, _whole(far), _at(codes), _at(data),
+            near_at if sample.lines is None else address(sample.lines), address(out), _whole(codes_scale),
+            _whole(data_scale), sample.shift or 0, *self.numbers,
         )  # fmt: skip
         return out
 
@@ -274,11 +275,15 @@ def layout_of(high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sa
     (x, y), (a, b), lines = high, operands, sample.lines
     (a_data, a_scale), a_name = (a[0], a[1].granularity) if isinstance(a, tuple) else ((a, a), "")
     (b_data, b_scale), b_name = (b[0], b[1].granularity) if isinstance(b, tuple) else ((b, b), "")
-    pointers = (x, y, a_data, a_scale, b_data, b_scale, *(() if lines is None else (lines,)))
+    pointers = (
+        x.data_ptr(), y.data_ptr(), a_data.data_ptr(), a_scale.data_ptr(), b_data.data_ptr(), b_scale.data_ptr(),
+        0 if lines is None else lines.data_ptr(),
+    )  # fmt: skip
+    odd = (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4] | pointers[5] | pointers[6]) & 15
     return (
         x.shape, x.stride(), x.dtype, y.shape, y.stride(), y.dtype, a_data.shape, a_data.stride(), a_data.dtype,
         a_scale.stride(), a_name, b_data.shape, b_data.stride(), b_data.dtype, b_scale.stride(), b_name,
-        tuple([tensor.data_ptr() & 15 for tensor in pointers]),
+        odd and tuple([pointer & 15 for pointer in pointers]),
         None if lines is None else lines.numel(), sample.shift is None, sample.size, x.device,
     )  # fmt: skip
 
@@ -287,9 +292,5 @@ def _code(side: _Side) -> torch.dtype:
     return torch.int16 if side.form == ts.FORM_BF16.value else torch.int8
 
 
-def _at(data: Tensor) -> Any:
-    return _bits(data.detach()) if INTERPRETED else data.data_ptr()
-
-
-def _scale_at(scale: Tensor) -> Any:
-    return scale.detach() if INTERPRETED else scale.data_ptr()
+_at: Callable[[Tensor], Any] = (lambda data: _bits(data.detach())) if INTERPRETED else Tensor.data_ptr
+_whole: Callable[[Tensor], Any] = Tensor.detach if INTERPRETED else Tensor.data_ptr

@@ -1,13 +1,13 @@
 """Statistics of casts with one scale for the whole tensor, for many tensors at once; importable only where Triton is.
 
-``Bins.count`` reads a BF16 tensor once, whatever the number of casts; ``Bins.add`` puts a cast of it on a list; ``Bins.flush``
-works out the slots of all that is listed in two launches. What ``add`` returns is filled by then, and not before.
+``Bins.tried`` reads a BF16 tensor once, whatever the number of casts, and puts the casts on a list; ``Bins.flush`` works out the
+slots of all that is listed in two launches. What ``tried`` returns is filled by then, and not before.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.observe_pool import Task, current_stream, start
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_launch import OPERAND, is_hopper, is_native, num_sms
-from fp8debug.kernels.triton_run import Kernel, address
+from fp8debug.kernels.triton_run import Kernel, address, keep_plan
 from fp8debug.kernels.words import WORDS, Layout, Row
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
@@ -47,7 +47,7 @@ def _is_plain(cast: Cast) -> bool:
 
 
 def _fits(x: Tensor) -> bool:
-    if x.dtype is not torch.bfloat16 or x.data_ptr() % 16 or not x.is_contiguous():
+    if x.dtype is not torch.bfloat16 or not x.is_contiguous() or x.data_ptr() % 16:
         return False
     numel = x.numel()
     return numel % 2 == 0 and 8 <= numel < 2**31 and (INTERPRETED or is_hopper(x.device))
@@ -93,6 +93,7 @@ class Bins:
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, device=device)
         self._entries: dict[object, _Entry] = {}  # by place and cast
+        self._known: dict[int, tuple[Mapping[str, Cast], object, list[_Entry]]] = {}  # by identity of the mapping
         self._num_histories = 0
         self._seen: dict[object, int] = {}
         self._storages: list[Any] = []  # weak references to those that were counted: no other has their addresses
@@ -134,21 +135,53 @@ class Bins:
                 memory.record_stream(stream)
         self._raw, self._stream = raw, stream
 
-    def count(self, x: Tensor, casts: Collection[Cast], place: object) -> int:
+    def tried(self, x: Tensor, casts: Mapping[str, Cast], place: object) -> tuple[dict[str, Slots], Row]:
+        """Count a tensor's values, and put casts of it on the list.
+
+        Args:
+            x: a tensor that :func:`takes` accepts with these casts.
+            casts: tensorwise casts by name; best the same mapping for the same place.
+            place: whose amax histories delayed casts use, anything hashable.
+
+        Returns:
+            of each cast its slots without the histogram, and the exponent histogram of the tensor, int64 ``[64]``; filled by the
+            next :meth:`flush`.
+        """
+        known = self._known.get(id(casts))
+        if known is None or known[0] is not casts or known[1] != place:
+            entries = [self._entry(cast, place) for cast in casts.values()]
+            known = keep_plan(self._known, id(casts), (casts, place, entries))
+        table = self._count(x, known[2])
+        numel, words, item, found = self._numels[table], self._words, self._num_items, {}
+        address = self._first_word + 8 * WORDS * item
+        for name, entry in zip(casts, known[2], strict=True):
+            calls = entry.num_calls
+            if entry.row is not None:
+                entry.num_calls += 1
+                self._busy.add(entry.row)
+                if calls >= entry.length:  # below 2^31, and it says the same: whether it is 0, and its place in the ring
+                    calls = entry.length + calls % entry.length
+            self._ints += (table, numel, *entry.ints, calls)
+            self._reals += entry.reals
+            found[name] = {OPERAND: Row(words, item, address)}
+            item += 1
+            address += 8 * WORDS
+        self._num_items = item
+        return found, Row(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
+
+    def count(self, x: Tensor, casts: Iterable[Cast], place: object) -> int:
         """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
 
         Args:
-            x: a tensor that :func:`takes` accepts.
-            casts: what will be added of it.
-            place: whose amax histories they use; one is used once before a :meth:`flush`, which comes first where it must.
+            x: as for :meth:`tried`.
+            casts: what will be listed of it.
+            place: as for :meth:`tried`; an amax history is used once before a :meth:`flush`, which comes first where it must.
         """
-        if self._num_items + len(casts) > 3 * MAX_TABLES:
+        return self._count(x, [self._entry(cast, place) for cast in casts])
+
+    def _count(self, x: Tensor, entries: list[_Entry]) -> int:
+        if self._num_items + len(entries) > 3 * MAX_TABLES or any([entry.row in self._busy for entry in entries]):
             self.flush()
-        elif self._busy:
-            for cast in casts:
-                entry = self._entries.get((place, cast))
-                if entry is not None and entry.row in self._busy:
-                    self.flush()
         identity = _identity(x)
         seen = self._seen.get(identity)
         if seen is not None:
@@ -175,7 +208,7 @@ class Bins:
             what ``read`` returns, or None where it was not called: the tensor is counted already, or no cast can be worked out.
         """
         identity = _identity(x)
-        if identity is None or identity in self._seen or not _fits(x) or not any(map(_is_plain, casts)):
+        if identity is None or identity in self._seen or not any(map(_is_plain, casts)) or not _fits(x):
             return None
         found = read(self._next_table())
         self._keep(x, identity)
@@ -205,35 +238,11 @@ class Bins:
         kernel = Kernel(tb.count_kernel, self._tables.device.index, types, constants, num_warps=tb.COUNT_WARPS)
         return kernel, tiles, min(tiles, num_sms(self.device) * tb.COUNT_PER_SM)
 
-    def add(self, table: int, cast: Cast, place: object) -> Slots:
-        """Put a cast of a counted tensor on the list.
-
-        Args:
-            table: from :meth:`count`, with nothing counted since.
-            cast: a tensorwise cast.
-            place: whose amax history a delayed cast uses, anything hashable.
-
-        Returns:
-            its slots without the histogram, by the names of those of one kind; filled by the next :meth:`flush`.
-        """
+    def _entry(self, cast: Cast, place: object) -> _Entry:
         entry = self._entries.get((place, cast))
         if entry is None:
             entry = self._entries[place, cast] = _Entry(cast, self._new_history(cast) if cast.scaling == "delayed" else None)
-        calls = entry.num_calls
-        if entry.row is not None:
-            entry.num_calls += 1
-            self._busy.add(entry.row)
-            # The number of calls is kept below 2^31 without changing what it says: whether it is 0, and its place in the ring.
-            calls = calls if calls < entry.length else entry.length + calls % entry.length
-        item = self._num_items
-        self._num_items += 1
-        self._ints += (table, self._numels[table], *entry.ints, calls)
-        self._reals += entry.reals
-        return {OPERAND: Row(self._words, item, self._first_word + 8 * WORDS * item)}
-
-    def histogram(self, table: int) -> Row:
-        """Return the exponent histogram of a counted tensor, int64 ``[64]``; filled by the next :meth:`flush`."""
-        return Row(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
+        return entry
 
     def _new_history(self, cast: Cast) -> int:
         """Return the row of a new amax history."""

@@ -79,12 +79,9 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | No
     plan = found[1]
     if plan is None:
         return None
-    memory = pool(x.device)
-    parts, place = memory.space(plan.programs * NUM_COLUMNS)
+    parts, (row,) = pool(x.device).later(GIVEN, plan.programs * NUM_COLUMNS, plan.item)
     at = (x, data.view(torch.int8), scale_inv) if INTERPRETED else (x_at, data_at, scale_at)
     plan.kernel((plan.programs, 1, 1), *at, parts, *plan.numbers)
-    row = memory.take()
-    memory.later(GIVEN, (place, row.address, *plan.item))
     return {OPERAND: row}
 
 

@@ -163,31 +163,57 @@ class Pool:
 
     def take(self) -> Row:
         """Return an uninitialized row."""
+        if self._num_taken == self._num_rows:
+            self._new_block()
         number = self._num_taken
-        if number == self._num_rows:
-            block, number = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device), 0
-            if any(self._waiting.values()):
-                self._held.append(self._block)
-            self._block, self._num_rows, self._address = block, ROWS, block.data_ptr()
         self._num_taken = number + 1
         self.is_touched = True
         return Row(self._block, number, self._address + 8 * WORDS * number)
 
+    def _new_block(self) -> None:
+        block = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device)
+        if any(self._waiting.values()):
+            self._held.append(self._block)
+        self._block, self._num_taken, self._num_rows, self._address = block, 0, ROWS, block.data_ptr()
+
     def space(self, count: int) -> tuple[Any, int]:
         """Return space for so many FP64 numbers as a kernel takes it, and its address; until the next :meth:`flush`."""
         if self._used + count > self._size:
-            self.flush()
-            if count > self._size:
-                self._space, self._size = None, 0
-                self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
-                self._start, self._size = self._space.data_ptr(), self._space.numel()
+            self._make_space(count)
         first, self._used = self._used, self._used + count
         at = self._start + 8 * first
         return (self._space[first : self._used] if INTERPRETED and self._space is not None else at), at
 
-    def later(self, stage: Stage, item: tuple[int, ...]) -> None:
-        """Have parts joined by the next :meth:`flush` to the row that was taken last."""
-        self._waiting[stage] += item
+    def _make_space(self, count: int) -> None:
+        self.flush()
+        if count > self._size:
+            self._space, self._size = None, 0
+            self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
+            self._start, self._size = self._space.data_ptr(), self._space.numel()
+
+    def later(self, stage: Stage, count: int, rest: tuple[int, ...], rows: int = 1) -> tuple[Any, list[Row]]:
+        """Return space for parts as a kernel takes it, and the rows that the next :meth:`flush` joins them to.
+
+        Args:
+            stage: the second stage.
+            count: FP64 numbers of the parts of one row.
+            rest: what an item of the stage has but the addresses of parts and row.
+            rows: whose parts follow each other.
+        """
+        parts, start = self.space(rows * count)
+        number = self._num_taken
+        if number + rows > self._num_rows:
+            self._new_block()
+            number = 0
+        self._num_taken = number + rows
+        self.is_touched = True
+        block, waiting, address = self._block, self._waiting[stage], self._address + 8 * WORDS * number
+        waiting += (start, address, *rest)
+        found = [Row(block, number, address)]
+        for i in range(1, rows):
+            waiting += (start + 8 * count * i, address + 8 * WORDS * i, *rest)
+            found.append(Row(block, number + i, address + 8 * WORDS * i))
+        return parts, found
 
     def tasks(self) -> list[Task]:
         """Return what joins the parts that wait."""

@@ -48,13 +48,21 @@ class _Plan(NamedTuple):
 
 
 class _Comparison(NamedTuple):
-    """How a result is compared: its products, then the kernel that reads them; ``numbers`` are its sizes."""
+    """How a result is compared: its products, then the kernel that reads them; ``numbers`` are its sizes.
+
+    Attributes:
+        error: shape and dtype of actual minus shadow.
+        parts: FP64 numbers that the kernel leaves of a pair.
+        rest: what the second stage is told of them.
+    """
 
     products: Products
     kernel: Kernel
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
     error: tuple[tuple[int, int], torch.dtype]
+    parts: int
+    rest: tuple[int, int]
 
 
 _PLANS: dict[Any, _Plan] = {}
@@ -94,29 +102,22 @@ def compare(
     if bias is not None:
         result = *result, bias.dtype, bias.data_ptr() & 15
     key = which, keep, result, layout_of(high, operands, sample)
-    if key in _COMPARISONS:
-        plan = _COMPARISONS[key]
-    else:
-        plan = keep_plan(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
+    plan = _COMPARISONS.get(key)
     if plan is None:
-        return None
+        if key not in _COMPARISONS:
+            plan = keep_plan(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
+        if plan is None:
+            return None
     products = plan.products(which, high, operands, sample)
-    memory = pool(products.device)
-    programs, pairs = plan.grid[1], 1 if actual is None else 2
-    parts, place = memory.space(pairs * programs * tr.NUM_COLUMNS)
     error = products.new_empty(plan.error[0], dtype=plan.error[1]) if keep else None
+    parts, rows = pool(products.device).later(RESULTS, plan.parts, plan.rest, 1 if actual is None else 2)
     near = address(products)
     plan.kernel(
         plan.grid, near if actual is None else address(actual), near if sample.lines is None else address(sample.lines), near,
         near if error is None else address(error), near if bias is None else address(bias), parts, sample.shift or 0,
         *plan.numbers,
     )  # fmt: skip
-    found: list[Found] = []
-    for pair in range(pairs):
-        row = memory.take()
-        memory.later(RESULTS, (place + 8 * pair * programs * tr.NUM_COLUMNS, row.address, programs, tr.WHOLE.value))
-        found.append({RESULT: row})
-    return found, error, plan.products.joined(products, turned=which is Gemm.WGRAD) if tell else None
+    return [{RESULT: row} for row in rows], error, plan.products.joined(products, turned=which is Gemm.WGRAD) if tell else None
 
 
 def _comparison(
@@ -164,7 +165,8 @@ def _comparison(
         *(strides[::-1] if turned else strides), *((0, 0) if actual is None else actual.stride()),
     )  # fmt: skip
     grid = 1 if actual is None else 3 if wide else 2, programs, 1
-    return _Comparison(products, kernel, grid, numbers, ((products.exact, products.far) if wide else exact, kept))
+    error, rest = ((products.exact, products.far) if wide else exact, kept), (programs, int(tr.WHOLE.value))
+    return _Comparison(products, kernel, grid, numbers, error, programs * tr.NUM_COLUMNS, rest)
 
 
 def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int], index: Tensor) -> Found:
@@ -187,15 +189,12 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
         constants = data.dtype is torch.float8_e5m2, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.rows_kernel, x.device.index, types, constants, num_warps=4)
         plan = keep_plan(_PLANS, key, _Plan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
-    memory = pool(x.device)
-    parts, place = memory.space(plan.parts)
-    row = memory.take()
+    parts, (row,) = pool(x.device).later(RESULTS, plan.parts, (samples, tr.ROWS.value))
     codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
     plan.kernel(
         plan.grid, address(x), address(index), codes, address(scale_inv), parts, x.shape[1], *x.stride(), *data.stride(),
         *scale_inv.stride(), *block,
     )  # fmt: skip
-    memory.later(RESULTS, (place, row.address, samples, tr.ROWS.value))
     return {LINES: row}
 
 
@@ -217,12 +216,9 @@ def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
         constants = index is not None, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
         plan = keep_plan(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
-    memory = pool(error.device)
-    parts, place = memory.space(plan.parts)
-    row = memory.take()
+    parts, (row,) = pool(error.device).later(RESULTS, plan.parts, (rows, tr.SUMMED.value))
     plan.kernel(
         plan.grid, address(error), address(grad.detach() if INTERPRETED else grad),
         address(error if index is None else index), parts, error.shape[1], *grad.stride(),
     )  # fmt: skip
-    memory.later(RESULTS, (place, row.address, rows, tr.SUMMED.value))
     return {DAMAGE: row}

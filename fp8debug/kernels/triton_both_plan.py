@@ -127,15 +127,12 @@ class BothPlan:
             self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, 0, 0, 0, 0)
             return pair, None
         memory = pool(x.device)
-        parts, start = memory.space(2 * self._size)
+        addresses, done = (0, 0), 0
         if later:
-            self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, 0, 0, 0, table)
-            row = memory.take()
-            memory.later(OPERANDS, (start, row.address, *self._item))
-            row_t = memory.take()
-            memory.later(OPERANDS, (start + 8 * self._size, row_t.address, *self._item))
-            return pair, (row, row_t)
-        rows = into or (memory.take(), memory.take())
-        addresses = rows[0].address, rows[1].address
-        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, tickets(x.device), table)
-        return pair, rows
+            parts, rows = memory.later(OPERANDS, self._size, self._item, 2)
+        else:
+            parts, _ = memory.space(2 * self._size)
+            rows = list(into or (memory.take(), memory.take()))
+            addresses, done = (rows[0].address, rows[1].address), tickets(x.device)
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, done, table)
+        return pair, (rows[0], rows[1])

@@ -110,11 +110,12 @@ class Plan:
             self._tile(self._grid, at, *self._numbers, nothing, nothing, *to, nothing, *self._casts, *self._absent)
             return made, None
         memory = pool(x.device)
-        parts, start = memory.space(self._size)
-        self._tile(self._grid, at, *self._numbers, parts, nothing, *to, nothing, *self._casts, *self._absent)
-        row = memory.take()
         if later:
-            memory.later(OPERANDS, (start, row.address, *self._item))
+            parts, (row,) = memory.later(OPERANDS, self._size, self._item)
+        else:
+            (parts, _), row = memory.space(self._size), memory.take()
+        self._tile(self._grid, at, *self._numbers, parts, nothing, *to, nothing, *self._casts, *self._absent)
+        if later:
             return made, row
         into = (
             [g.of(row.words) for g in OPERAND.groups] if common.INTERPRETED else [row.address + start for start in OPERAND.starts]

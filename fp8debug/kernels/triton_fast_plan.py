@@ -160,12 +160,14 @@ class FastPlan:
             self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0, 0)
             return made, None
         memory = pool(x.device)
-        parts, start = memory.space(self._size)
-        row = memory.take() if into is None else into
-        words, done = (0, 0) if later else (row.address, tickets(x.device))
-        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, done, table)
         if later:
-            memory.later(OPERANDS, (start, row.address, *self._item))
+            parts, (row,) = memory.later(OPERANDS, self._size, self._item)
+            words = done = 0
+        else:
+            parts, _ = memory.space(self._size)
+            row = memory.take() if into is None else into
+            words, done = row.address, tickets(x.device)
+        self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, done, table)
         return made, row
 
 

@@ -8,6 +8,7 @@ Triton's launcher a question to the driver for each.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -164,9 +165,8 @@ def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def address(x: Tensor) -> Any:
-    """Return what a :class:`Kernel` takes for a tensor."""
-    return x if INTERPRETED else x.data_ptr()
+#: What a :class:`Kernel` takes for a tensor.
+address: Callable[[Tensor], Any] = (lambda x: x) if INTERPRETED else Tensor.data_ptr
 
 
 def eager(x: Tensor) -> bool:

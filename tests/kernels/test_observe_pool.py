@@ -47,10 +47,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_sum(value: float, memory: Pool) -> Row:
     """A row whose sum of one part waits."""
-    parts, start = memory.space(NUM_COLUMNS)
+    parts, (row,) = memory.later(RESULTS, NUM_COLUMNS, (1, SUMMED.value))
     parts.fill_(value)
-    row = memory.take()
-    memory.later(RESULTS, (start, row.address, 1, SUMMED.value))
     return row
 
 

@@ -53,6 +53,10 @@ def assert_same(found: Slots, x: torch.Tensor, cast: Cast, scale_inv: torch.Tens
             assert near, (name, value.item(), want.item())
 
 
+def tried(bins: Bins, x: torch.Tensor, cast: Cast, place: str) -> Slots:
+    return bins.tried(x, {"": cast}, place)[0][""]
+
+
 @pytest.mark.parametrize(
     ("kind", "casts"),
     [
@@ -68,14 +72,12 @@ def assert_same(found: Slots, x: torch.Tensor, cast: Cast, scale_inv: torch.Tens
 def test_equals_reference(kind: str, casts: tuple[Cast, ...]) -> None:
     x, bins = sample(kind), Bins(DEVICE)
     assert takes(x, casts)
-    table = bins.count(x, casts, "here")
-    found = [bins.add(table, cast, "here") for cast in casts]
-    counted = bins.histogram(table).words
+    found, counted = bins.tried(x, {str(cast): cast for cast in casts}, "here")
     bins.flush()
-    for cast, slots in zip(casts, found, strict=True):
-        assert_same(slots, x, cast)
+    for cast in casts:
+        assert_same(found[str(cast)], x, cast)
     pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))
-    assert torch.equal(counted.cpu(), reference.statistics(pair)["log2_hist"])
+    assert torch.equal(counted.words.cpu(), reference.statistics(pair)["log2_hist"])
 
 
 def test_histories_are_those_of_delayed_scaling() -> None:
@@ -83,18 +85,17 @@ def test_histories_are_those_of_delayed_scaling() -> None:
     known = {cast: AmaxHistory(cast, DEVICE) for cast in (DELAYED, RECENT)}
     for kind in kinds:
         x = sample(kind)
-        table = bins.count(x, known, "here")  # what waits is worked out first: a history is used once at a time
-        found = {cast: bins.add(table, cast, "here") for cast in known}
+        found, _ = bins.tried(x, {str(cast): cast for cast in known}, "here")
         bins.flush()
-        for cast, slots in found.items():
-            assert_same(slots, x, cast, known[cast].next_scale_inv(finite_amax(x)))
+        for cast, history in known.items():
+            assert_same(found[str(cast)], x, cast, history.next_scale_inv(finite_amax(x)))
 
 
 def test_a_history_that_waits_comes_first() -> None:
     bins, first, second = Bins(DEVICE), sample("plain"), sample("plain") * 4
-    waiting = bins.add(bins.count(first, [DELAYED], "here"), DELAYED, "here")
-    apart = bins.add(bins.count(second, [DELAYED], "there"), DELAYED, "there")
-    later = bins.add(bins.count(second, [DELAYED], "here"), DELAYED, "here")
+    waiting = tried(bins, first, DELAYED, "here")
+    apart = tried(bins, second, DELAYED, "there")
+    later = tried(bins, second, DELAYED, "here")
     assert_same(waiting, first, DELAYED)  # by now
     assert_same(apart, second, DELAYED)
     bins.flush()
@@ -117,7 +118,7 @@ def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
     with torch.inference_mode():
         x = sample("plain").clone()
     assert bins.beside(x, [CURRENT], lambda table: "read") is None
-    first = bins.add(bins.count(x, [CURRENT], "a"), CURRENT, "a")
+    first = tried(bins, x, CURRENT, "a")
     assert bins.count(x, [CURRENT], "a") == 1
     bins.flush()
     assert_same(first, x, CURRENT)
@@ -126,7 +127,7 @@ def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
 def test_more_tensors_than_tables() -> None:
     bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
     for x in tensors:
-        bins.histogram(bins.count(x, [], "here"))
+        bins.count(x, [], "here")
     assert len(bins._numels) == 1
 
 

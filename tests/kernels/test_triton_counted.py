@@ -79,11 +79,11 @@ def test_a_tensor_that_was_counted_beside_is_not_counted_again(monkeypatch: pyte
     assert bins.beside(x, [TILE, CURRENT], read) == "found"
     assert bins.beside(x, [CURRENT], lambda table: pytest.fail("it is counted already")) is None
     monkeypatch.setattr(bins, "_new_counting", lambda size: pytest.fail("it is counted already"))
-    slots, hist = bins.add(bins.count(x, [CURRENT], "here"), CURRENT, "here"), bins.histogram(0).words
+    found, hist = bins.tried(x, {"current": CURRENT}, "here")
     bins.flush()
-    counting.assert_same(slots, x, CURRENT)
+    counting.assert_same(found["current"], x, CURRENT)
     pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))
-    assert torch.equal(hist.cpu(), reference.statistics(pair)["log2_hist"])
+    assert torch.equal(hist.words.cpu(), reference.statistics(pair)["log2_hist"])
 
 
 @NEEDS_TWINS
@@ -95,9 +95,9 @@ def test_a_kernel_that_does_not_start_leaves_the_tensor_to_be_counted() -> None:
 
     with pytest.raises(MemoryError):
         bins.beside(x, [CURRENT], read)
-    slots = bins.add(bins.count(x, [CURRENT], "here"), CURRENT, "here")
+    found, _ = bins.tried(x, {"current": CURRENT}, "here")
     bins.flush()
-    counting.assert_same(slots, x, CURRENT)
+    counting.assert_same(found["current"], x, CURRENT)
 
 
 def odd(kind: str, shape: tuple[int, int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug import table as tables
+from fp8debug import arriving
 from fp8debug.arriving import Scalar
 from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.leftovers import AT_ONCE, MAX_STEPS
@@ -35,9 +35,9 @@ def observer() -> Observer:
 def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
     counts, extremes = torch.arange(8).reshape(4, 2), torch.tensor([[3.0], [7.0], [5.0]])
     table = Table(2, CPU)
-    table.merge(0, {("numel", "num_zero"): counts, ("amax",): extremes, ("amin",): extremes, "num_nan": torch.tensor(4)})
-    table.merge(1, {("numel", "num_zero"): counts[0], ("amax",): extremes[:2]})
-    table.merge(0, {("numel", "num_zero"): counts[:3], ("amin",): extremes - 2})
+    table.merge([0], [{("numel", "num_zero"): counts, ("amax",): extremes, ("amin",): extremes, "num_nan": torch.tensor(4)}])
+    table.merge([1], [{("numel", "num_zero"): counts[0], ("amax",): extremes[:2]}])
+    table.merge([0], [{("numel", "num_zero"): counts[:3], ("amin",): extremes - 2}])
     found = slots_of(table.snapshot(), [0, 1])
     assert found["numel"].tolist() == [12 + 6, 0] and found["num_zero"].tolist() == [16 + 9, 1]
     assert found["amax"].tolist() == [7.0, 7.0] and found["amin"][0] == 1.0 and found["num_nan"].tolist() == [4, 0]
@@ -49,8 +49,8 @@ def test_a_row_waits_for_more_of_it_and_is_joined_once() -> None:
     layout.groups[0].of(row).copy_(torch.tensor([6, 2]))
     layout.groups[1].of(row).fill_(3.0)
     for _ in range(2):
-        table.merge(1, {layout: row})
-        table.merge(1, {"num_nan": torch.tensor(5)})
+        table.merge([1], [{layout: row}])
+        table.merge([1], [{"num_nan": torch.tensor(5)}])
     found = slots_of(table.snapshot(), [0, 1])
     assert found["numel"].tolist() == [0, 12] and found["num_zero"].tolist() == [0, 4] and found["num_nan"].tolist() == [0, 10]
     assert found["amax"].tolist() == [float("-inf"), 3.0]
@@ -88,8 +88,8 @@ class Arrived:
 def test_a_scalar_has_its_place_on_the_host_until_it_is_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
         monkeypatch.setattr(Scalar, "_spare", {})
-        monkeypatch.setattr(tables, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
-        monkeypatch.setattr(tables, "on_device", lambda x: nullcontext())
+        monkeypatch.setattr(arriving, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
+        monkeypatch.setattr(arriving, "on_device", lambda x: nullcontext())
     first = [Scalar(torch.tensor(float(i), device=device)) for i in range(3)]
     other = Scalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
     assert [one.read() for one in reversed(first)] == [2.0, 1.0, 0.0]
