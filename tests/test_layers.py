@@ -31,6 +31,7 @@ LAYERS = {
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
     "fp8debug.energy": 4,
+    "fp8debug.arriving": 4.4,
     "fp8debug.table": 4.5,
     "fp8debug.leftovers": 4.5,
     "fp8debug.speed": 5,

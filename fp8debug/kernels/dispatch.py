@@ -21,7 +21,7 @@ from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
 from fp8debug.kernels.words import Layout
 from fp8debug.metrics import Metric, Pair, Source
-from fp8debug.metrics.base import uncovered
+from fp8debug.metrics.base import is_covered, uncovered
 from fp8debug.metrics.histogram import Histogram
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
@@ -208,13 +208,14 @@ def unfilled(slots: Slots, source: Source) -> list[Metric]:
     if len(slots) < 2:
         for layout in slots:
             if isinstance(layout, Layout):
-                return uncovered(_covered(layout), source.x.shape[1], operand=True)
+                names = _covered(layout)
+                return [] if is_covered(names, operand=True) else uncovered(names, source.x.shape[1], operand=True)
         if not slots:
             return []
-    names: set[str] = {"log2_hist"}
+    filled: set[str] = {"log2_hist"}
     for key in slots:
-        names.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
-    return uncovered(names, source.x.shape[1], operand=True)
+        filled.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
+    return uncovered(filled, source.x.shape[1], operand=True)
 
 
 @cache

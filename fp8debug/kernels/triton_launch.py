@@ -149,6 +149,7 @@ def is_native(device: torch.device) -> bool:
     return not common.INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether the device has what PTX of the fast kernels and counters asks for, such as ``min.u16x2``: sm_90 on."""
     return is_native(device) and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -11,10 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fp8debug.arriving import Scalar
 from fp8debug.kernels import observe_pool
 from fp8debug.kernels.observe_leaving import BLOCK, StateSender, send_number
 from fp8debug.kernels.observe_pool import ENVELOPE, to_device
-from fp8debug.table import Buffers, Scalar, Snapshot, TableLayout
+from fp8debug.table import Buffers, Snapshot, TableLayout
 from tests.kernels.twins import NEEDS_TWINS
 from tests.recording.test_gpu_recording import no_synchronizing
 
