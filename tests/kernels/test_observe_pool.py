@@ -20,7 +20,7 @@ from fp8debug.kernels.observe_pool import RESULTS, Pool, discard, flush, num_los
 from fp8debug.kernels.observe_results import DAMAGE
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.kernels.triton_results import NUM_COLUMNS, SUMMED
-from fp8debug.kernels.words import Row
+from fp8debug.kernels.words import WORDS, Row
 from fp8debug.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, Reference, TensorRole
@@ -213,6 +213,45 @@ def test_a_watch_that_ends_leaves_what_another_on_the_device_waits_for() -> None
     assert slots_of(second.snapshot(), [0])["damage"].tolist() == [7.0]
     second.discard()
     assert not observe_pool._POOLS
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_row_that_is_met_again_is_joined_again() -> None:
+    """As by a step with several passes; beside it slots that torch's ops made, one of them laid out as no kernel reads it."""
+    table = tables.Table(3, CPU)
+    histogram = torch.arange(128)[::2]
+    for value in (1.0, 2.0, 4.0):
+        table.merge([0, 1], [{DAMAGE: one_sum(value, pool(CPU))}, {DAMAGE: one_sum(8 * value, pool(CPU))}])  # type: ignore[dict-item]
+        table.merge([0, 2], [{"num_nan": torch.tensor(3)}, {"log2_hist": histogram}])
+    found = slots_of(table.snapshot(), range(3))
+    assert found["damage"].tolist() == [7.0, 56.0, 0.0]
+    assert found["num_nan"].tolist() == [9, 0, 0] and found["log2_hist"][2].tolist() == (3 * histogram).tolist()
+    assert slots_of(table.snapshot(), range(3))["damage"].tolist() == [0.0] * 3
+    table.discard()
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_step_whose_rows_were_half_joined_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tables.Table(1, CPU)
+    table.merge([0], [{"num_nan": torch.tensor(3)}])
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "stack", out_of_memory)
+        table._join()
+    table.merge([0], [{"num_nan": torch.tensor(3)}])
+    with pytest.raises(MemoryError, match="were lost"):
+        table.snapshot()
+    table.discard()
+
+
+def test_rows_of_one_kernel_lie_in_one_block() -> None:
+    memory = pool(CPU)
+    first = [memory.take() for _ in range(observe_pool.ROWS - 1)]
+    parts, (row, other) = memory.later(RESULTS, NUM_COLUMNS, (1, SUMMED.value), 2)
+    parts.view(2, -1).copy_(torch.tensor([[3.0], [5.0]]).expand(2, NUM_COLUMNS))
+    assert row.block is other.block and row.block is not first[0].block
+    assert (row.number, other.number) == (0, 1) and other.address == row.block.data_ptr() + 8 * WORDS
+    flush(CPU)
+    assert [damage_in(row), damage_in(other)] == [3.0, 5.0]
 
 
 class Stream:
