@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from fp8debug.observer import Observer, RowInfo, RowKey
 from fp8debug.sharding import Layout
 
 
-class Place(NamedTuple):
+class Known(NamedTuple):
     """Where what some keys name is recorded, as long as the module's place in the step and its layout stay."""
 
     keys: tuple[RowKey, ...]
@@ -32,7 +32,7 @@ class Lines:
         self._count = observer.settings.rows_per_module
         self._first = observer.num_modules * self._count
         self._rows: dict[RowKey, int] = {}
-        self._known: dict[int, Place] = {}  # by the identity of their keys
+        self._known: dict[int, Known] = {}  # by the identity of their keys
         self._call_index = -1
         self._layout: Layout | None = None
 
@@ -58,33 +58,35 @@ class Lines:
         """
         if call_index != self._call_index or layout is not self._layout:
             self._move(call_index, layout)
-        place = self._known.get(id(keys))  # which are kept with it, so that no others have their identity
-        if place is None:
-            place = self._place(keys)
         table, filled = self._observer.filled(device)
-        filled.update(place.infos)
-        table.merge(place.rows, found)
+        known = self._known.get(id(keys))  # which are kept with it, so that no others have their identity
+        if known is None:
+            known = self._new(keys)
+        filled.update(known.infos)
+        table.merge(known.rows, found)
 
     def _move(self, call_index: int, layout: Layout | None) -> None:
         if call_index != self._call_index or layout != self._layout:
             self._known.clear()
         self._call_index, self._layout = call_index, layout
 
-    def _place(self, keys: tuple[RowKey, ...]) -> Place:
+    def _new(self, keys: tuple[RowKey, ...]) -> Known:
         if len(self._known) > 2 * self._count:
             self._known.clear()
         self._observer.modules_seen.add(self._module)
-        pieces = self._layout or {}
-        infos = {self._row(key): RowInfo(self._module, self._call_index, key, pieces.get(key.tensor)) for key in keys}
-        place = self._known[id(keys)] = Place(keys, list(infos), infos)
-        return place
+        pieces, infos = self._layout or {}, dict[int, RowInfo]()
+        for key in keys:
+            infos[self._row(key, infos)] = RowInfo(self._module, self._call_index, key, pieces.get(key.tensor))
+        known = self._known[id(keys)] = Known(keys, list(infos), infos)
+        return known
 
-    def _row(self, key: RowKey) -> int:
+    def _row(self, key: RowKey, held: Collection[int]) -> int:
+        """Return the row of a key; a new one's is none of those that are held or that this step has recorded anything in."""
         row = self._rows.get(key)
         if row is not None:
             return row
         if len(self._rows) == self._count:  # casts that this step has not seen give way
-            self._rows = {known: at for known, at in self._rows.items() if self._observer.is_filled(at)}
+            self._rows = {known: at for known, at in self._rows.items() if at in held or self._observer.is_filled(at)}
             self._known.clear()
         taken = set(self._rows.values())
         row = next((at for at in range(self._first, self._first + self._count) if at not in taken), None)

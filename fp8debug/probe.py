@@ -39,6 +39,7 @@ from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
 
+#: Rows that are recorded together; best the same object in every step.
 Keys = tuple[RowKey, ...]
 _ORDER = {which: i for i, which in enumerate(Gemm)}
 _NO_SLOTS = None, None
@@ -277,7 +278,7 @@ class Probe(Riding):
         kept = self.observer.shared(x, "columns", lambda: ref(copy()))()
         return copy() if kept is None else kept
 
-    def _record(self, keys: tuple[RowKey, ...], found: list[Slots], source: Source) -> None:
+    def _record(self, keys: Keys, found: list[Slots], source: Source) -> None:
         """Merge slots into rows of a site; the histogram, which is the tensor's whatever the cast, with its first cast alone."""
         first = keys[0]
         if self._histogram_of.setdefault(first[:2], first.cast_name) == first.cast_name and source.x.numel():

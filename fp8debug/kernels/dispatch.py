@@ -21,7 +21,7 @@ from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
 from fp8debug.kernels.words import Layout
 from fp8debug.metrics import Metric, Pair, Source
-from fp8debug.metrics.base import is_covered, uncovered
+from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
@@ -205,17 +205,15 @@ def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, in
 
 def unfilled(slots: Slots, source: Source) -> list[Metric]:
     """Return the metrics of operands whose slots a kernel did not fill, such as one that a user registered."""
-    if len(slots) < 2:
-        for layout in slots:
-            if isinstance(layout, Layout):
-                names = _covered(layout)
-                return [] if is_covered(names, operand=True) else uncovered(names, source.x.shape[1], operand=True)
-        if not slots:
-            return []
-    filled: set[str] = {"log2_hist"}
+    (first, *others) = slots or (None,)
+    if first is None:
+        return []
+    if isinstance(first, Layout) and not others:
+        return uncovered(_covered(first), source.x.shape[1], operand=True)
+    names: set[str] = {"log2_hist"}
     for key in slots:
-        filled.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
-    return uncovered(filled, source.x.shape[1], operand=True)
+        names.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
+    return uncovered(names, source.x.shape[1], operand=True)
 
 
 @cache

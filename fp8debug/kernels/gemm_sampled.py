@@ -175,11 +175,11 @@ class Products(NamedTuple):
         (near, far), (few, other) = (high, operands) if which is not Gemm.WGRAD else (high[::-1], operands[::-1])
         codes, codes_scale = few[0] if isinstance(few, tuple) else (few, few)
         data, data_scale = other[0] if isinstance(other, tuple) else (other, other)
-        near_at = _whole(near)
+        near_at = _detached(near)
         self.kernel(
-            self.grid, near_at, _whole(far), _at(codes), _at(data),
-            near_at if sample.lines is None else address(sample.lines), address(out), _whole(codes_scale),
-            _whole(data_scale), sample.shift or 0, *self.numbers,
+            self.grid, near_at, _detached(far), _codes(codes), _codes(data),
+            near_at if sample.lines is None else address(sample.lines), address(out), _detached(codes_scale),
+            _detached(data_scale), sample.shift or 0, *self.numbers,
         )  # fmt: skip
         return out
 
@@ -292,5 +292,6 @@ def _code(side: _Side) -> torch.dtype:
     return torch.int16 if side.form == ts.FORM_BF16.value else torch.int8
 
 
-_at: Callable[[Tensor], Any] = (lambda data: _bits(data.detach())) if INTERPRETED else Tensor.data_ptr
-_whole: Callable[[Tensor], Any] = Tensor.detach if INTERPRETED else Tensor.data_ptr
+#: What a :class:`Kernel` takes for codes or 16-bit values, and for a tensor that may want a gradient.
+_codes: Callable[[Tensor], Any] = (lambda data: _bits(data.detach())) if INTERPRETED else Tensor.data_ptr
+_detached: Callable[[Tensor], Any] = Tensor.detach if INTERPRETED else Tensor.data_ptr

@@ -169,17 +169,11 @@ class Bins:
         self._num_items = item
         return found, Row(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
 
-    def count(self, x: Tensor, casts: Iterable[Cast], place: object) -> int:
-        """Count a tensor's values and return its table; the same tensor, unchanged, is counted once.
-
-        Args:
-            x: as for :meth:`tried`.
-            casts: what will be listed of it.
-            place: as for :meth:`tried`; an amax history is used once before a :meth:`flush`, which comes first where it must.
-        """
-        return self._count(x, [self._entry(cast, place) for cast in casts])
-
     def _count(self, x: Tensor, entries: list[_Entry]) -> int:
+        """Return the table of a tensor's counts; the same tensor, unchanged, is counted once.
+
+        An amax history is used once before a :meth:`flush`, which comes first where it must.
+        """
         if self._num_items + len(entries) > 3 * MAX_TABLES or any([entry.row in self._busy for entry in entries]):
             self.flush()
         identity = _identity(x)
@@ -197,7 +191,7 @@ class Bins:
         return self._keep(x, identity)
 
     def beside(self, x: Tensor, casts: Collection[Cast], read: Callable[[Any], Any]) -> Any:
-        """Have a kernel that reads a tensor anyway count it; a :meth:`count` of it then starts none.
+        """Have a kernel that reads a tensor anyway count it; :meth:`tried` then starts none for it.
 
         Args:
             x: a tensor.

@@ -207,12 +207,11 @@ class Pool:
             number = 0
         self._num_taken = number + rows
         self.is_touched = True
-        block, waiting, address = self._block, self._waiting[stage], self._address + 8 * WORDS * number
-        waiting += (start, address, *rest)
-        found = [Row(block, number, address)]
-        for i in range(1, rows):
-            waiting += (start + 8 * count * i, address + 8 * WORDS * i, *rest)
-            found.append(Row(block, number + i, address + 8 * WORDS * i))
+        waiting, found = self._waiting[stage], []
+        for i in range(rows):
+            row = Row(self._block, number + i, self._address + 8 * WORDS * (number + i))
+            waiting += (start + 8 * count * i, row.address, *rest)
+            found.append(row)
         return parts, found
 
     def tasks(self) -> list[Task]:

@@ -16,8 +16,8 @@ from fp8debug.formats import block_shape
 from fp8debug.kernels.dispatch import Operand, Slots, dequantize, gemm, on_device, takes_kernels, twin
 from fp8debug.kernels.reference import statistics
 from fp8debug.kernels.sample import Sample, num_exact
-from fp8debug.metrics import Metric, Pair, Source
-from fp8debug.metrics.base import is_covered, spread, uncovered
+from fp8debug.metrics import Pair, Source
+from fp8debug.metrics.base import spread, uncovered
 from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
 from fp8debug.types import Gemm
@@ -81,17 +81,14 @@ def compare_result(
     is_read = (result is None or result.dtype in FLOATS) and (bias is None or type(bias) is Tensor)
     if is_read and takes_kernels(a) and a.numel() and b.numel():
         actual = result.detach() if result is not None and result.requires_grad else result
-        results, more = twin("observe_results"), list[Metric]()
-        if not is_covered(results.FILLED, operand=False):
-            width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
-            whole = not is_wide(which, high_precision, sample)
-            more = uncovered(results.FILLED, width, operand=False, whole_rows=whole)
+        results, whole = twin("observe_results"), not is_wide(which, high_precision, sample)
+        width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
+        more = uncovered(results.FILLED, width, operand=False, whole_rows=whole)
         with on_device(a):
             found = results.compare(which, high_precision, operands, actual, sample, bias=bias, keep=keep, tell=bool(more))
         if found is not None:
             (shadow, *exact), error, products = found
             if products is not None:
-                whole = not is_wide(which, high_precision, sample)
                 pairs = _paired(which, products, result, sample, bias, whole=whole)
                 for slots, pair in zip((shadow, *exact), pairs, strict=False):
                     slots.update({} if pair is None else statistics(pair, only=more))

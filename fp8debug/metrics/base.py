@@ -277,11 +277,6 @@ def uncovered(filled: Collection[str], columns: int, *, operand: bool, whole_row
     ]
 
 
-def is_covered(filled: frozenset[str], *, operand: bool) -> bool:
-    """Return whether :func:`uncovered` is empty whatever the tensor."""
-    return not _uncovered(METRICS.version, filled, operand)
-
-
 @cache
 def _uncovered(version: int, filled: frozenset[str], operand: bool) -> list[Metric]:
     return [

@@ -221,7 +221,7 @@ def test_a_row_that_is_met_again_is_joined_again() -> None:
     table = tables.Table(3, CPU)
     histogram = torch.arange(128)[::2]
     for value in (1.0, 2.0, 4.0):
-        table.merge([0, 1], [{DAMAGE: one_sum(value, pool(CPU))}, {DAMAGE: one_sum(8 * value, pool(CPU))}])  # type: ignore[dict-item]
+        table.merge([0, 1], [{DAMAGE: one_sum(value, pool(CPU))}, {DAMAGE: one_sum(8 * value, pool(CPU))}])  # type: ignore[dict-item]  # rows
         table.merge([0, 2], [{"num_nan": torch.tensor(3)}, {"log2_hist": histogram}])
     found = slots_of(table.snapshot(), range(3))
     assert found["damage"].tolist() == [7.0, 56.0, 0.0]

@@ -57,6 +57,10 @@ def tried(bins: Bins, x: torch.Tensor, cast: Cast, place: str) -> Slots:
     return bins.tried(x, {"": cast}, place)[0][""]
 
 
+def table_of(bins: Bins, x: torch.Tensor, place: str = "here") -> int:
+    return bins.tried(x, {"": CURRENT}, place)[1].number
+
+
 @pytest.mark.parametrize(
     ("kind", "casts"),
     [
@@ -106,11 +110,11 @@ def test_a_history_that_waits_comes_first() -> None:
 
 def test_the_same_tensor_is_counted_once() -> None:
     bins, x = Bins(DEVICE), sample("plain")
-    table = bins.count(x, [CURRENT], "a")
-    assert bins.count(x.view(66, 40).view(40, 66), [CURRENT], "b") == table
+    table = table_of(bins, x, "a")
+    assert table_of(bins, x.view(66, 40).view(40, 66), "b") == table
     x.add_(1)
-    assert bins.count(x, [CURRENT], "a") == table + 1 == bins.count(x.detach(), [CURRENT], "a")
-    assert Bins(DEVICE).count(x.clone(), [CURRENT], "a") == 0 and len(bins._numels) == 2
+    assert table_of(bins, x, "a") == table + 1 == table_of(bins, x.detach(), "a")
+    assert table_of(Bins(DEVICE), x.clone(), "a") == 0 and len(bins._numels) == 2
 
 
 def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
@@ -119,7 +123,7 @@ def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
         x = sample("plain").clone()
     assert bins.beside(x, [CURRENT], lambda table: "read") is None
     first = tried(bins, x, CURRENT, "a")
-    assert bins.count(x, [CURRENT], "a") == 1
+    assert table_of(bins, x, "a") == 1
     bins.flush()
     assert_same(first, x, CURRENT)
 
@@ -127,7 +131,7 @@ def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
 def test_more_tensors_than_tables() -> None:
     bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
     for x in tensors:
-        bins.count(x, [], "here")
+        table_of(bins, x)
     assert len(bins._numels) == 1
 
 
@@ -157,10 +161,10 @@ def test_streams_that_count_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(observe_bins, "current_stream", lambda *_: here[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("kept"))
     bins = Bins(DEVICE)
-    bins.count(sample("plain"), [], "here")
+    table_of(bins, sample("plain"))
     assert not log
     here[0] = (2, second)
-    bins.count(sample("wide"), [], "here")
+    table_of(bins, sample("wide"))
     assert log == ["second waits for first", *["kept"] * 4]
     bins.flush()
     here[0] = (1, first)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fp8debug.kernels import triton_execute, triton_fast_plan
+from fp8debug.kernels import triton_execute, triton_fast_plan, triton_launch
 from fp8debug.kernels.observe import observe
 from fp8debug.kernels.observe_pool import pool
 from fp8debug.kernels.quantize import quantize
@@ -116,3 +116,19 @@ def test_finished_parts_are_summed_and_compared() -> None:
     assert torch.equal(counts, slots[:, :12].sum(0)) and torch.equal(sums, slots[:, 12:19].sum(0))
     assert torch.equal(maxima[:5], slots[:, 20:25].amax(0)) and maxima[5] == 3
     assert torch.equal(minima, -slots[:, 26:].amax(0))
+
+
+def test_the_driver_is_asked_once_what_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every tensor it takes the host longer than a launch does."""
+    asked: list[torch.device] = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return (9, 0) if device.index == 98 else (8, 9)
+
+    monkeypatch.setattr("fp8debug.kernels.triton_common.INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    hopper, ada = (torch.device("cuda", index) for index in (98, 99))  # which no machine has
+    assert [triton_launch.is_hopper(device) for device in (hopper, ada)] == [True, False]
+    num_asked = len(asked)
+    assert [triton_launch.is_hopper(device) for device in (hopper, ada)] == [True, False] and len(asked) == num_asked

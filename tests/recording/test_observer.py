@@ -17,11 +17,13 @@ from fp8debug import arriving
 from fp8debug.arriving import Scalar
 from fp8debug.kernels.words import WORDS, Group, Layout
 from fp8debug.leftovers import AT_ONCE, MAX_STEPS
+from fp8debug.lines import Lines
 from fp8debug.metrics.damage import Damage
-from fp8debug.observer import Observer, Settings
+from fp8debug.observer import Observer, RowKey, Settings
 from fp8debug.probe import Probe
 from fp8debug.recipes import get_recipe
 from fp8debug.table import Table
+from fp8debug.types import Gemm, Reference, TensorRole
 from tests.slots import slots_of
 
 CPU = torch.device("cpu")
@@ -265,3 +267,29 @@ def test_what_a_metric_says_nothing_of_is_not_asked() -> None:
         assert "rows" not in {m.name for m in uncovered((), 64, operand=True)}
     finally:
         METRICS.remove("mine")
+
+
+def test_rows_that_are_recorded_together_do_not_give_way_to_each_other() -> None:
+    """Where a module has met as many casts as it has rows, those of earlier steps give way to new ones, and no other."""
+    seen = observer()
+    seen.num_modules = 1
+    lines, count = Lines(seen, "layer"), seen.settings.rows_per_module
+    lines._first = 0
+
+    def keys(first: int, num: int) -> tuple[RowKey, ...]:
+        names = (str(first + i) for i in range(num))
+        return tuple(RowKey(Gemm.FPROP, TensorRole.INPUT, name, Reference.OPERAND, True) for name in names)
+
+    def record(some: tuple[RowKey, ...]) -> None:
+        lines.record(some, 0, None, [{"num_nan": torch.tensor(int(key.cast_name))} for key in some], CPU)
+
+    record(keys(1, count - 1))
+    seen.end_step({})
+    for new in (keys(100, 2), keys(200, count - 2)):  # the first takes the last row, and its second makes room
+        record(new)
+    table, filled = seen.filled(CPU)
+    assert len(filled) == count
+    found = slots_of(table.snapshot(), sorted(filled))["num_nan"].tolist()
+    assert found == [int(filled[row].key.cast_name) for row in sorted(filled)]
+    with pytest.raises(RuntimeError, match="too often within one step"):
+        record(keys(300, 1))
