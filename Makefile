@@ -21,10 +21,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# A file at a time on every core; then the pages, whose waits want the machine for themselves. Named files may have none (5).
+# A file at a time on every core; then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m browser -o testpaths=tests/dashboard $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,6 +20,8 @@ if not Path("/dev/nvidiactl").exists():
 
 #: Where tests in a browser are.
 PAGES = Path(__file__).parent / "dashboard"
+#: Those that want the machine for themselves.
+TIMED = Path(__file__).parent / "test_speed.py"
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -34,9 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing["gpu"] = "no CUDA device"
     if CHROMIUM is None:
         missing["browser"] = "no Chromium found; install chromium or set CHROMIUM"
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        missing["alone"] = "times that other tests would change; make test takes them after the others"
     for item in items:
-        if item.get_closest_marker("browser") and item.path.parent != PAGES:
-            raise pytest.UsageError(f"{item.nodeid}: tests in a browser lie in tests/dashboard, where make test looks for them")
+        for marker, places in (("browser", PAGES), ("alone", TIMED)):
+            if item.get_closest_marker(marker) and places not in (item.path, item.path.parent):
+                raise pytest.UsageError(f"{item.nodeid}: make test looks for tests marked {marker} in {places}")
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

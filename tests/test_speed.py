@@ -249,6 +249,7 @@ def test_a_name_from_outside_is_no_markup() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "rowwise"])
 def test_times_on_a_gpu_are_plausible(recipe: str, tmp_path: Path) -> None:
     """A large GEMM gains, a small one loses, and the parts make up the whole."""
