@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 
 #: Where tests in a browser are.
 PAGES = Path(__file__).parent / "dashboard"
-#: Those that want the machine for themselves.
+#: Where times are asserted.
 TIMED = Path(__file__).parent / "test_speed.py"
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -36,8 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         missing["gpu"] = "no CUDA device"
     if CHROMIUM is None:
         missing["browser"] = "no Chromium found; install chromium or set CHROMIUM"
-    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
-        missing["alone"] = "times that other tests would change; make test takes them after the others"
     for item in items:
         for marker, places in (("browser", PAGES), ("alone", TIMED)):
             if item.get_closest_marker(marker) and places not in (item.path, item.path.parent):
