@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         missing["gpu"] = "no CUDA device"
+    if any(item.get_closest_marker("twins") for item in items) and not _has_twins():
+        missing["twins"] = "no CUDA device, and Triton was imported to compile"
     if CHROMIUM is None:
         missing["browser"] = "no Chromium found; install chromium or set CHROMIUM"
     for item in items:
@@ -49,6 +51,12 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_twins() -> bool:
+    from fp8debug.kernels.triton_common import INTERPRETED
+
+    return INTERPRETED or _has_gpu()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from fp8debug.kernels import observe_pool
 from fp8debug.kernels.observe_leaving import BLOCK, StateSender, send_number
 from fp8debug.kernels.observe_pool import ENVELOPE, to_device
 from fp8debug.table import Buffers, Snapshot, TableLayout
-from tests.kernels.twins import NEEDS_TWINS
 from tests.recording.test_gpu_recording import no_synchronizing
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -32,7 +31,7 @@ def arrive() -> None:
         torch.cuda.synchronize()
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 @pytest.mark.parametrize("words", [2, BLOCK, 3 * BLOCK + 6])
 def test_a_state_goes_to_the_host_and_is_neutral_again(words: int) -> None:
     torch.manual_seed(words)
@@ -47,7 +46,7 @@ def test_a_state_goes_to_the_host_and_is_neutral_again(words: int) -> None:
         assert torch.equal(host, expected.cpu()) and torch.equal(state, neutral)
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_number_goes_to_the_host_as_it_is(dtype: torch.dtype) -> None:
     values = torch.tensor([*VALUES, 1 / 3], dtype=torch.float64).to(dtype).to(DEVICE)
@@ -60,7 +59,7 @@ def test_a_number_goes_to_the_host_as_it_is(dtype: torch.dtype) -> None:
         assert host.isnan() or float(host) == float(value)
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 def test_what_is_no_plain_float_is_left_to_a_copy() -> None:
     class Loss(torch.Tensor):
         pass

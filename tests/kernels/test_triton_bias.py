@@ -12,9 +12,8 @@ from fp8debug.kernels.observe_results import compare
 from fp8debug.kernels.sample import Sample
 from fp8debug.types import Gemm
 from tests.kernels.test_triton_results import DEVICE, N, operands, slots_of, tensors
-from tests.kernels.twins import NEEDS_TWINS
 
-pytestmark = [NEEDS_TWINS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.twins, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.mark.parametrize(

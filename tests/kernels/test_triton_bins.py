@@ -11,10 +11,9 @@ from fp8debug.kernels import observe_bins, reference
 from fp8debug.kernels.history import AmaxHistory, finite_amax
 from fp8debug.kernels.observe_bins import MAX_TABLES, Bins, Slots, takes
 from fp8debug.recipes import Cast
-from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    NEEDS_TWINS,
+    pytest.mark.twins,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,6 @@ from fp8debug.recipes import Cast
 from tests.kernels import test_triton_bins as counting
 from tests.kernels.test_triton_bins import ALL, DEVICE
 from tests.kernels.test_triton_quantize import KINDS, assert_same_slots, quantized, sample
-from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TILE, CURRENT, DELAYED, E5M2 = Cast(granularity="1x128"), Cast(), Cast(scaling="delayed"), Cast(format="e5m2")
@@ -44,7 +43,7 @@ def same(found: Statistics, x: torch.Tensor, casts: list[Cast], scales: list[tor
         assert_same_slots(found.slots(i), x, cast, quantized(x, cast, scale))
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 @pytest.mark.parametrize("kind", KINDS if ALL else ["nonfinite"])
 def test_one_tensor_by_many_programs(kind: str) -> None:
     """Whose counts and 1x128 cast are there already; three casts and the histogram, and then the histogram alone."""
@@ -67,7 +66,7 @@ def test_one_tensor_by_many_programs(kind: str) -> None:
     same(Statistics(counts, sums, maxima, minima, hist), x, [DELAYED, E5M2, FLOOR], [given, None, None])
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 def test_a_tensor_that_was_counted_beside_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bins, x = Bins(DEVICE), counting.sample("plain")
     assert bins.beside(x, [TILE], lambda table: pytest.fail("no cast of the counts is wanted")) is None
@@ -86,7 +85,7 @@ def test_a_tensor_that_was_counted_beside_is_not_counted_again(monkeypatch: pyte
     assert torch.equal(hist.words.cpu(), reference.statistics(pair)["log2_hist"])
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 def test_a_kernel_that_does_not_start_leaves_the_tensor_to_be_counted() -> None:
     bins, x = Bins(DEVICE), counting.sample("plain")
 

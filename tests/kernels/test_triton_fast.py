@@ -17,7 +17,6 @@ from fp8debug.kernels.triton_launch import OPERAND, Job
 from fp8debug.kernels.triton_statistics import FINISHED, reduce_kernel
 from fp8debug.recipes import Cast
 from tests.kernels.test_triton_quantize import DEVICE, KINDS, assert_same_codes, assert_same_slots, check, quantized, sample
-from tests.kernels.twins import NEEDS_TWINS
 
 LAYOUTS = [("1x128", "rows"), ("128x1", "columns"), ("128x128", "rows"), ("128x128", "columns")]
 SHAPE = (256, 384)
@@ -103,7 +102,7 @@ def test_no_more_tiles_a_program_than_its_counters_hold(granularity: str, layout
             assert 32 * -(-tiles // programs[-1]) <= 0x7FFF
 
 
-@NEEDS_TWINS
+@pytest.mark.twins
 def test_finished_parts_are_summed_and_compared() -> None:
     parts = torch.randint(1, 100, (21, 32), device=DEVICE).double()
     parts[:, 25], parts[3, 25] = 4.0, 8.0  # amax / amin

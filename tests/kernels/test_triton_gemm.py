@@ -19,10 +19,9 @@ from fp8debug.kernels.quantize import quantize
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
-from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    NEEDS_TWINS,
+    pytest.mark.twins,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

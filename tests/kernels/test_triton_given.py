@@ -19,10 +19,10 @@ from fp8debug.metrics import Source, slots
 from fp8debug.metrics.base import spread
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.twins import NEEDS_TWINS, Largest, by_kernels_with
+from tests.kernels.twins import Largest, by_kernels_with
 
 pytestmark = [
-    NEEDS_TWINS,
+    pytest.mark.twins,
     # NumPy, which the interpreter runs on, warns of the NaN and overflows that the tests mean to make.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]

@@ -13,9 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels import delayed, history, triton_history, triton_run
 from fp8debug.recipes import Cast
-from tests.kernels.twins import NEEDS_TWINS
 
-pytestmark = [NEEDS_TWINS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.twins, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASTS = [
     Cast(scaling="delayed", history=4),

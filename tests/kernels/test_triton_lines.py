@@ -11,9 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels.triton_lines import LINES, TILES, finish_lines
 from fp8debug.kernels.triton_statistics import COUNTS, MAXIMA, MINIMA, SUMS
-from tests.kernels.twins import NEEDS_TWINS
 
-pytestmark = [NEEDS_TWINS, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+pytestmark = [pytest.mark.twins, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, TOP = 0.25, 448.0
 

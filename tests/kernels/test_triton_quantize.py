@@ -17,10 +17,9 @@ from fp8debug.kernels.triton_launch import OPERAND, Statistics
 from fp8debug.metrics import slots
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
-from tests.kernels.twins import NEEDS_TWINS
 
 pytestmark = [
-    NEEDS_TWINS,
+    pytest.mark.twins,
     # NumPy, which the interpreter runs on, warns of the NaN and overflows that the tests mean to make.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]

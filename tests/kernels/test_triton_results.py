@@ -26,10 +26,10 @@ from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.table import Table
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
-from tests.kernels.twins import NEEDS_TWINS, Largest, by_kernels_with
+from tests.kernels.twins import Largest, by_kernels_with
 
 pytestmark = [
-    NEEDS_TWINS,
+    pytest.mark.twins,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,9 +16,8 @@ from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
 from tests.kernels.test_triton_results import DEVICE, slots_of, surprising
-from tests.kernels.twins import NEEDS_TWINS
 
-pytestmark = NEEDS_TWINS
+pytestmark = pytest.mark.twins
 HERE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Where tests can run the kernels: on a GPU, or on the CPU by Triton's interpreter."""
+"""What tests of the kernels share; they run on a GPU, or on the CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.metrics import METRICS, Pair, Slot
-
-#: Of a test that runs kernels.
-NEEDS_TWINS = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="no GPU, and Triton was imported to compile"
-)
 
 
 class Largest:
