@@ -17,6 +17,11 @@ from .theme import ICONS, NO_DATA, WORDS
 Child = Component | str | None
 _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 
+#: Of a grid, in pixels: a row, its head, its body without rows (style.css), what several pages add.
+ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 42
+#: Rows of one page of a grid.
+PAGE_ROWS = 20
+
 #: PNG export stays, what nobody uses goes; the logo would link to a site.
 GRAPH_CONFIG: Any = {
     "displaylogo": False,
@@ -106,8 +111,8 @@ def grid(
         defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
         dashGridOptions={
             "domLayout": "autoHeight",
-            "rowHeight": 28,
-            "headerHeight": 30,
+            "rowHeight": ROW_HEIGHT,
+            "headerHeight": HEADER_HEIGHT,
             "localeText": {"noRowsToShow": none},
             "animateRows": False,
             "popupParent": {"function": "pageBody()"},  # in a low grid a filter's box has no room
@@ -116,7 +121,7 @@ def grid(
             "ensureDomOrder": True,
             "suppressCellFocus": False,
             "pagination": True,  # style.css hides its bar where there is one page
-            "paginationPageSize": 20,
+            "paginationPageSize": PAGE_ROWS,
         },
         getRowId="params.data.id",
         csvExportParams={"fileName": f"{id}.csv"},
@@ -124,7 +129,13 @@ def grid(
         dangerously_allow_code=False,
     )
     save = [_save("CSV", f"save the table {id} as CSV", {"data-csv-grid": id})] if csv else []
-    return html.Div([component, *save], className="saved")
+    return html.Div([component, *save], className="saved saved-grid", style={"--height": f"{height_of(len(rows))}px"})
+
+
+def height_of(num_rows: int) -> int:
+    """Return the height of a grid with so many rows in pixels: what it is given before it is drawn."""
+    shown = max(MIN_BODY_HEIGHT, min(num_rows, PAGE_ROWS) * ROW_HEIGHT)
+    return HEADER_HEIGHT + shown + 3 + (PAGES_HEIGHT if num_rows > PAGE_ROWS else 0)
 
 
 def control(name: str, default: str, value: str, options: Sequence[Any], label: str, width: int = 180) -> Component:

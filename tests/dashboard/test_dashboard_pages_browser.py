@@ -58,6 +58,31 @@ def test_a_finding_has_its_evidence_its_manual_page_and_its_files(clean_page: Pa
     expect(clean_page).to_have_url(re.compile("culprit="))
 
 
+#: Run before a page loads: notes every height that the box of a grid has, by the grid.
+HEIGHTS = """
+window.heights = {};
+const note = () => {
+  for (const button of document.querySelectorAll("[data-csv-grid]")) {
+    const seen = window.heights[button.dataset.csvGrid] ||= [], height = button.parentElement.getBoundingClientRect().height;
+    if (seen.at(-1) !== height) seen.push(height);
+  }
+  requestAnimationFrame(note);
+};
+note();
+"""
+
+
+@pytest.mark.parametrize("address", ["", "?run=sick", "fallback?run=sick&fill=yes", "ranks?run=ranks"])
+def test_a_grid_has_its_place_before_it_is_drawn(clean_page: Page, site: str, address: str) -> None:
+    go(clean_page, f"{site}/{address}")
+    expect(clean_page.locator(".ag-row").first).to_be_visible()  # what it waits for has been worked out
+    clean_page.add_init_script(HEIGHTS)
+    go(clean_page, f"{site}/{address}")
+    expect(clean_page.locator(".ag-row").first).to_be_visible()
+    (heights,) = clean_page.evaluate("window.heights").values()
+    assert max(heights) - min(heights) <= 1, "what stands below has moved under the pointer"
+
+
 def test_a_link_in_a_grid_is_followed_by_key(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/?run=sick")
     cell = clean_page.locator("#findings .ag-row").first.locator("[col-id=module]")
