@@ -16,7 +16,7 @@ from fp8debug.store.worker import Worker
 
 
 class Parts:
-    """The parts that are being made; the thread begins with the first.
+    """The parts that are being made; the thread is there from the beginning, for Python 3.12 starts none while it exits.
 
     Args:
         failed: called in the thread when one could not be made; :meth:`check` raises why.
@@ -29,7 +29,7 @@ class Parts:
         self.num_bytes = 0
         self._failed = failed
         self._errors: list[BaseException] = []
-        self._worker: Worker | None = None
+        self._worker = Worker("fp8debug-parts", self._note, lambda: None, HEARTBEAT_S)
 
     def make(self, path: Path, part: Path, *, is_leftover: bool = False) -> None:
         """Begin to turn a stream into a part.
@@ -39,13 +39,11 @@ class Parts:
             part: path.
             is_leftover: a killed process left it; what is no stream stays as it is, and the reader names it.
         """
-        if self._worker is None:
-            self._worker = Worker("fp8debug-parts", self._note, lambda: None, HEARTBEAT_S)
         self._worker.put(partial(self._make, path, part, is_leftover))
 
     def wait(self, patience_s: float = math.inf) -> bool:
         """Wait for the parts so far; return False once none has been made for ``patience_s``."""
-        return self._worker is None or self._worker.wait(patience_s)
+        return self._worker.wait(patience_s)
 
     def check(self) -> None:
         """Raise what the first part that could not be made failed by."""
@@ -54,8 +52,7 @@ class Parts:
 
     def end(self, patience_s: float) -> None:
         """End the thread when the parts so far are made."""
-        if self._worker is not None:
-            self._worker.end(patience_s)
+        self._worker.end(patience_s)
 
     def _make(self, path: Path, part: Path, is_leftover: bool) -> None:
         with contextlib.suppress(*(pa.ArrowException,) if is_leftover else ()):

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from fp8debug.errors import RecordError, RunError
 from fp8debug.store.files import scan
 from fp8debug.store.lock import Lock, OccupiedError
-from fp8debug.store.stream import write_part
+from fp8debug.store.stream import sync, write_part
 
 #: Where rewritten parts lie, below the run's folder: while they are made, and when all are there.
 HALF, WHOLE = ".compact.half", ".compact"
@@ -97,6 +97,7 @@ def swap(run: Path, staged: Staged, note: dict[str, Any]) -> None:
             value["compacted"] = [*(value.get("compacted") or []), note]
             manifest.unlink()  # a link to the original
             manifest.write_text(json.dumps(value, indent=1), encoding="utf-8")
+            sync(manifest)
         staged.path.rename(run / WHOLE)
         finish(run)
     finally:

@@ -7,6 +7,7 @@ most the message in flight and a forked child has nothing to flush.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from fp8debug.store.packed import Message
 
 _NUMBER = re.compile(r"-(\d{5,})\.(?:arrows|parquet)$")
 ROWS_PER_GROUP = 65536
+#: How file systems answer that have no synchronization of folders.
+_NO_SYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF, errno.EISDIR}
 
 
 def stream_path(folder: Path, table: str, number: int) -> Path:
@@ -108,8 +111,13 @@ def read_stream(path: Path) -> pa.Table:
 
 
 def write_part(table: pa.Table, path: Path) -> None:
-    """Write a zstd Parquet part, dictionaries for strings only, BYTE_STREAM_SPLIT for floats; it appears when whole."""
-    path.parent.mkdir(exist_ok=True)
+    """Write a zstd Parquet part, dictionaries for strings only, BYTE_STREAM_SPLIT for floats; it appears when whole.
+
+    On return it is on the disk itself, name and all, so that what it replaces can go.
+    """
+    if not path.parent.exists():
+        path.parent.mkdir(exist_ok=True)
+        _sync_names(path.parent.parent)
     temporary = path.with_name(f".{path.name}.tmp")
     strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
     floats = [field.name for field in table.schema if pa.types.is_floating(field.type)]
@@ -125,17 +133,27 @@ def write_part(table: pa.Table, path: Path) -> None:
             )
         sync(temporary)
         temporary.replace(path)
+        _sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Have a file on the disk itself."""
+    """Have a file, or the names in a folder, on the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder on the disk itself, where the file system knows how."""
+    try:
+        sync(folder)
+    except OSError as error:
+        if error.errno not in _NO_SYNC_OF_FOLDERS:
+            raise
 
 
 def compact(path: Path, part: Path) -> None:

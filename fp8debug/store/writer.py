@@ -129,6 +129,7 @@ class RunWriter:
             if isinstance(problem, OccupiedError) and not problem.is_own:
                 self._stop(f"{self.path} is written by another process that runs ({problem})", "not recorded")
                 continue
+            self._parts.end(OPEN_PATIENCE_S)
             self._release()
             self._worker.end(OPEN_PATIENCE_S)
             if isinstance(problem, RecordError):
@@ -248,7 +249,9 @@ class RunWriter:
         self._worker.put(self._finish_all)
         is_done = self._worker.wait(patience) and self._parts.wait(patience)
         self._worker.put(self._end)
-        if not (self._worker.end(patience if is_done else 0.0) or self.stopped):
+        is_done = self._worker.end(patience if is_done else 0.0)
+        self._parts.end(OPEN_PATIENCE_S if is_done else 0.0)
+        if not (is_done or self.stopped):
             _say(f"gave up waiting for {self.path}: nothing got done; the last rows may be missing")
         elif self.num_dropped:
             _say(f"{self.num_dropped} writings were dropped because {self.path} is too slow")
@@ -357,7 +360,6 @@ class RunWriter:
                 self._rank_manifest["ended"] = _now()
                 self._write_json(self._folder / "manifest.json", self._rank_manifest)
         finally:
-            self._parts.end(OPEN_PATIENCE_S)
             self._release()
 
     def _release(self) -> None:

@@ -23,7 +23,7 @@ DATA_PARALLEL = [name for name in job.CONDITIONS if name.startswith(("ddp", "fsd
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train under all conditions in one job."""
-    return launch("tests/conditions/job.py", tmp_path_factory.mktemp("job"), WORLD, on_gpus=True)
+    return launch("tests/conditions/job.py", tmp_path_factory.mktemp("job"), WORLD, on_gpus=job.ON_GPUS)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -97,9 +97,10 @@ def recorded(run: Path) -> dict[str, Any]:
     try:
         opened = fp8debug.Run(run)
         rows = opened.sql("SELECT step, count(*) AS n FROM raw GROUP BY step ORDER BY step").to_pylist()
-        return {"rows": {row["step"]: row["n"] for row in rows}, "problems": opened.problems}
+        steps = opened.sql("SELECT step FROM raw_steps ORDER BY step").column("step").to_pylist()
+        return {"rows": {row["step"]: row["n"] for row in rows}, "steps": steps, "problems": opened.problems}
     except RunError as error:
-        return {"rows": {}, "problems": [str(error)]}
+        return {"rows": {}, "steps": [], "problems": [str(error)]}
 
 
 def said(path: Path, during: Callable[[int], None]) -> dict[str, Any]:

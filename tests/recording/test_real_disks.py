@@ -53,5 +53,6 @@ def test_a_disk_that_fails_for_real(found: dict[str, Any], name: str, line: str,
     assert said == [f"fp8debug: {line.format(run=seen['run'])}"]
     if steps is not None:
         assert list(seen["rows"]) == steps and len(set(seen["rows"].values())) == 1
+        assert seen["steps"][:3] == [0, 1, 2]  # all before it failed
         assert seen["problems"] == []
     assert seen.get("left", []) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,9 @@ path = Path(sys.argv[1])
 
 def python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PRELUDE + code, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # of a process that forks, Python 3.12 warns when it has threads, and autograd's of a GPU end what torch does in the child
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore:This process", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def names_below(path: Path) -> set[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -73,6 +75,45 @@ def test_a_writer_is_closed_when_its_parts_are_made(tmp_path: Path, go: threadin
     assert opened.stopped is None and not opened._worker.is_alive
     assert num_rows(tmp_path / "run") == 60 and not list((tmp_path / "run").rglob("*.arrows"))
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fp8debug-")] == []
+
+
+def test_a_part_is_on_the_disk_by_name_before_its_stream_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, done = tmp_path / "run" / "rank=00000", list[tuple[str, Path]]()
+    sync, replace, unlink = stream.sync, Path.replace, Path.unlink
+    opened = record(tmp_path / "run", range(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "sync", lambda path: (done.append(("sync", path)), sync(path)))
+        patch.setattr(Path, "replace", lambda path, to: (done.append(("replace", to)), replace(path, to))[1])
+        patch.setattr(Path, "unlink", lambda path, **options: (done.append(("unlink", path)), unlink(path, **options))[1])
+        opened.close()
+    part, start = stream.part_path(folder, "stats", 0), done.index(("sync", folder))  # the name of stats/
+    temporary = part.with_name(f".{part.name}.tmp")
+    assert done[start : start + 6] == [
+        ("sync", folder),
+        ("sync", temporary),
+        ("replace", part),
+        ("sync", part.parent),
+        ("unlink", temporary),
+        ("unlink", stream.stream_path(folder, "stats", 0)),
+    ]
+
+
+@pytest.mark.parametrize(("number", "is_fatal"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_file_systems_that_do_not_synchronize_folders_record_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_fatal: bool
+) -> None:
+    real = stream.sync
+
+    def sync(path: Path) -> None:
+        if path.is_dir():
+            raise OSError(number, os.strerror(number))
+        real(path)
+
+    monkeypatch.setattr(stream, "sync", sync)
+    opened = record(tmp_path / "run", range(3))
+    opened.close()
+    assert opened.stopped == (os.strerror(number) if is_fatal else None)
+    assert Run(tmp_path / "run").sql("SELECT DISTINCT step FROM raw ORDER BY step").column("step").to_pylist() == [0, 1, 2]
 
 
 def test_a_disk_that_makes_each_part_in_time_is_waited_for(

@@ -51,7 +51,8 @@ dist.destroy_process_group()
 
 
 def start(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    alone = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **alone, **variables}
     return subprocess.run(
         [sys.executable, *words], cwd=folder, capture_output=True, text=True, env=environment, timeout=240, check=False
     )
