@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,20 @@ def test_a_writer_is_closed_when_its_parts_are_made(tmp_path: Path, go: threadin
 
 
 def test_a_part_is_on_the_disk_by_name_before_its_stream_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, done = tmp_path / "run" / "rank=00000", list[tuple[str, Path]]()
-    sync, replace, unlink = stream.sync, Path.replace, Path.unlink
+    folder, done = tmp_path / "run" / "rank=00000", list[tuple[Any, ...]]()
     opened = record(tmp_path / "run", range(3))
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *to: Path, **options: Any) -> Any:
+            done.append((name, *to) if to else (name, path))
+            return real(path, *to, **options)
+
+        return call
+
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "sync", lambda path: (done.append(("sync", path)), sync(path)))
-        patch.setattr(Path, "replace", lambda path, to: (done.append(("replace", to)), replace(path, to))[1])
-        patch.setattr(Path, "unlink", lambda path, **options: (done.append(("unlink", path)), unlink(path, **options))[1])
+        patch.setattr(stream, "sync", noted("sync", stream.sync))
+        patch.setattr(Path, "replace", noted("replace", Path.replace))
+        patch.setattr(Path, "unlink", noted("unlink", Path.unlink))
         opened.close()
     part, start = stream.part_path(folder, "stats", 0), done.index(("sync", folder))  # the name of stats/
     temporary = part.with_name(f".{part.name}.tmp")
