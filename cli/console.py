@@ -117,7 +117,7 @@ def write_file(path: str, text: str) -> None:
             half.write_text(text, encoding="utf-8")
             half.replace(target)
         finally:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # what went wrong first is said
                 half.unlink()
     except (OSError, ValueError) as error:  # a ValueError: the path has no name, or a NUL in it
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None

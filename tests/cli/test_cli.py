@@ -132,6 +132,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, c
             "error: cannot write RUNS/no/list.json: No such file or directory",
         ),
         ("triage RUNS/sick --format json -o /", "error: cannot write /: PosixPath('/') has an empty name"),
+        ("fallback RUNS/sick --to json -o a\0b", "error: cannot write a\\x00b: embedded null byte"),
         ("calibrate RUNS/sick -o RUNS/no/scales.json", "error: cannot write RUNS/no/scales.json: No such file or directory"),
         ("triage s3://", "error: s3:// names no bucket; expected an address such as s3://bucket/runs/exp1"),
         ("measure a\0b", "error: expected the path of a dump, or of a folder with dumps, got 'a\\x00b'"),
@@ -140,12 +141,6 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, c
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], runs: Path, line: str, message: str) -> None:
     said = Said(capsys, runs, line)
     assert said.err == message + "\n"
-    assert said.out == ""
-
-
-def test_a_name_that_no_file_can_have(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
-    said = Said(capsys, runs, "fallback RUNS/sick --to json -o a\0b")
-    assert re.fullmatch(r"error: cannot write a\\x00b: .*embedded null .*\n", said.err)  # in Python's words, which differ
     assert said.out == ""
 
 

@@ -114,7 +114,7 @@ def _model(names: tuple[str, ...]) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_converts_what_the_filter_keeps(run: Run) -> None:
-    float8: Any = pytest.importorskip("torchao.float8", exc_type=ImportError)
+    float8: Any = pytest.importorskip("torchao.float8")
     keep = executed(exported("torchao", run))["module_filter_fn"]
     model = float8.convert_to_float8_training(_model(NAMES), module_filter_fn=keep)
     kinds = {name: type(module).__name__ for name, module in model.named_modules() if name in NAMES}
@@ -124,8 +124,8 @@ def test_torchao_converts_what_the_filter_keeps(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_converts_what_the_filter_keeps(run: Run) -> None:
-    ao: Any = pytest.importorskip("accelerate.utils.ao", exc_type=ImportError)
-    pytest.importorskip("torchao.float8", exc_type=ImportError)
+    ao: Any = pytest.importorskip("accelerate.utils.ao")
+    pytest.importorskip("torchao.float8")
     from importlib import import_module
 
     function = executed(exported("accelerate", run))["module_filter_func"]

@@ -131,7 +131,7 @@ def test_megatron_refuses_layers_of_delayed_scaling(tmp_path: Path) -> None:
 
 
 def test_megatron_reads_it_itself(tmp_path: Path) -> None:
-    quant_config: Any = pytest.importorskip("megatron.core.quantization.quant_config", exc_type=ImportError)
+    quant_config: Any = pytest.importorskip("megatron.core.quantization.quant_config")
     path = tmp_path / "precision.yaml"
     path.write_text(exported("megatron", recorded(tmp_path / "run")), encoding="utf-8")
     recipe = quant_config.RecipeConfig.from_yaml_file(str(path))
