@@ -23,6 +23,7 @@ from dash.exceptions import PreventUpdate
 from fp8debug.errors import Fp8DebugError
 
 from .files import hand_out_files
+from .front import SCRIPTS
 from .grid_library import leave_out_grid
 from .mantine import dmc
 from .pages.contents import CONTENTS, Entry
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 #: How often the browser asks whether a run's files have grown.
 REFRESH_MS = 4000
 #: What every page needs from the server; its head asks for it before it has loaded the scripts that will.
-EARLY = """<script>(() => {
+EARLY = """(() => {
   const ask = window.fetch, asked = {};
   for (const path of ["/_dash-layout", "/_dash-dependencies"]) asked[path] = ask(path, { credentials: "same-origin" });
   window.fetch = (path, how) => {
@@ -44,7 +45,7 @@ EARLY = """<script>(() => {
     delete asked[path];
     return answer || ask.call(window, path, how);
   };
-})()</script>"""
+})()"""
 
 
 def make_app(path: str | Path | Source) -> dash.Dash:
@@ -64,7 +65,16 @@ def make_app(path: str | Path | Source) -> dash.Dash:
         update_title="",
     )
     app.layout = lambda: _layout(source)
-    app.index_string = app.index_string.replace("{%metas%}", EARLY + "{%metas%}")
+    # Whatever DASH_DEBUG and DASH_UI say: the tools of Dash's developers ask a server of theirs for the newest version.
+    app.enable_dev_tools(
+        debug=False,
+        dev_tools_ui=False,
+        dev_tools_props_check=False,
+        dev_tools_serve_dev_bundles=False,
+        dev_tools_hot_reload=False,
+        dev_tools_disable_version_check=True,
+    )
+    app.index_string = app.index_string.replace("{%metas%}", f"<script>{EARLY}</script>{{%metas%}}")
     serve_library(app)
     leave_out_grid(app)
     _route(app, source)
@@ -75,6 +85,7 @@ def make_app(path: str | Path | Source) -> dash.Dash:
     for name, entry in CONTENTS.items():
         _redraw(app, source, name, entry)
     hand_out_files(app, source)
+    app.server.config[SCRIPTS] = lambda: [EARLY, *app._inline_scripts, app.renderer]  # Dash adds some with the first request
     return app
 
 

@@ -7,6 +7,8 @@ itself, and nothing stands before it.
 
 from __future__ import annotations
 
+import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,13 @@ from .plot_library import PATH, library_script
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
+#: Key of the app's configuration: what returns the texts of the inline scripts of its pages.
+SCRIPTS = "FP8DEBUG_SCRIPTS"
 #: How a page begins: the template of the app goes on after its own "<head>". assets/fp8debug.js takes over what comes.
 HEAD = f"""<!DOCTYPE html>
 <html>
 <head>
-<script>window.earlyPlots = new Promise((resolve, reject) => {{
+<script nonce="{{nonce}}">window.earlyPlots = new Promise((resolve, reject) => {{
   const script = document.createElement("script");
   script.src = "{PATH}";
   script.onload = () => resolve(window.Plotly);
@@ -72,10 +76,29 @@ class Front:
         return self._app
 
     def _page(self) -> flask.Response:
-        return flask.Response(self._parts(flask.request.environ.copy()), mimetype="text/html")
+        flask.g.nonce = nonce = secrets.token_urlsafe(18)
+        return flask.Response(self._parts(flask.request.environ.copy(), nonce), mimetype="text/html")
 
-    def _parts(self, environ: dict[str, Any]) -> Iterator[bytes]:
-        yield HEAD.encode()
-        chunks, _, _ = run_wsgi_app(self._made(), environ, buffered=True)
-        body = b"".join(chunks)
-        yield body.partition(b"<head>")[2] or body
+    def _parts(self, environ: dict[str, Any], nonce: str) -> Iterator[bytes]:
+        yield HEAD.replace("{nonce}", nonce).encode()
+        app = self._made()
+        chunks, _, _ = run_wsgi_app(app, environ, buffered=True)
+        body = b"".join(chunks).decode()
+        yield with_nonce(body.partition("<head>")[2] or body, inline_scripts(app), nonce).encode()
+
+
+def inline_scripts(app: flask.Flask) -> list[str]:
+    """Return the texts of the scripts that stand in the pages of an app themselves; none before there is an app."""
+    listing: Callable[[], list[str]] = app.config.get(SCRIPTS, list)
+    return listing()
+
+
+def with_nonce(page: str, scripts: Iterable[str], nonce: str) -> str:
+    """Return a page in which these inline scripts, and no others, show the nonce that lets them run.
+
+    The headers of a page are sent before it is known which scripts follow, so these can't be named by their hashes.
+    """
+    for script in scripts:
+        opening = re.compile(rf"<script(?=[^>]*>{re.escape(script)}</script>)")
+        page = opening.sub(f'<script nonce="{nonce}"', page)
+    return page

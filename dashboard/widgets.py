@@ -22,10 +22,21 @@ ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 42
 #: Rows of one page of a grid.
 PAGE_ROWS = 20
 
-#: PNG export stays, what nobody uses goes; the logo would link to a site.
+#: Options of every plot. plotly's buttons that upload a plot to a cloud, and its link to its makers, are off; a button without a
+#: server to send to could send nowhere. fp8debug.js sets the same for any plot that comes without options.
 GRAPH_CONFIG: Any = {
     "displaylogo": False,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d", "toImage"],  # "PNG" stands under every plot
+    "showSendToCloud": False,
+    "showEditInChartStudio": False,
+    "showLink": False,
+    "sendData": False,
+    "plotlyServerURL": "",
+    "topojsonURL": "",
+    "modeBarButtonsToRemove": [
+        *("sendChartToCloud", "sendDataToCloud", "editInChartStudio"),
+        *("select2d", "lasso2d", "autoScale2d"),
+        "toImage",  # "PNG" stands under every plot
+    ],
 }
 
 
@@ -120,6 +131,7 @@ def grid(
             "enableCellTextSelection": True,
             "ensureDomOrder": True,
             "suppressCellFocus": False,
+            "loadThemeGoogleFonts": False,
             "pagination": True,  # style.css hides its bar where there is one page
             "paginationPageSize": PAGE_ROWS,
         },

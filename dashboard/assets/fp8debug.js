@@ -43,6 +43,9 @@
       }
       return kept;
     };
+    // A plot that comes without options of its own uploads nothing either.
+    library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
+      sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
     const draw = (plot, figure) => react(plot, { ...figure, layout: zoomed(plot, figure.layout) }).then((drawn) => {
       const box = plot.closest(".saved-plot");

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -63,6 +64,12 @@ def warm(browser: Browser, site: str) -> None:
     first.close()
 
 
+def _leaves(url: str) -> bool:
+    """Tell whether an address is of another machine, or of this one by another name."""
+    parts = urlsplit(url)
+    return parts.scheme not in ("data", "blob", "about", "file") and parts.hostname != "127.0.0.1"
+
+
 @pytest.fixture
 def clean_page(page: Page, warm: None) -> Iterator[Page]:
     """A page; the test fails when the console had an error or a warning, or a request failed or left this machine."""
@@ -78,6 +85,6 @@ def clean_page(page: Page, warm: None) -> Iterator[Page]:
     page.on("console", listen)
     page.on("pageerror", lambda error: said.append(f"exception: {error}"))
     page.on("response", lambda r: said.append(f"{r.status} {r.url}") if r.status >= 400 else None)
-    page.on("request", lambda r: None if "127.0.0.1" in r.url or not r.url.startswith("http") else said.append(f"left: {r.url}"))
+    page.context.on("request", lambda r: said.append(f"left: {r.url}") if _leaves(r.url) else None)
     yield page
     assert said == []

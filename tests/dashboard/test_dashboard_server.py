@@ -77,8 +77,24 @@ def test_a_name_that_someone_points_at_us_is_not(folder: Path, host: str) -> Non
 def test_a_page_may_reach_this_server_only(folder: Path) -> None:
     reply = client(folder, None).get("/")
     policy = reply.headers["Content-Security-Policy"]
-    assert "connect-src 'self'" in policy and "http" not in policy
+    assert "default-src 'self'" in policy and "connect-src 'self'" in policy and "http" not in policy
+    scripts = next(part for part in policy.split(";") if "script-src" in part)
+    assert "unsafe" not in scripts
+    inline = re.findall(
+        rb"<script(?![^>]*(?:src|json))[^>]*>(.*?)</script>", re.sub(rb"<!--.*?-->", b"", reply.data, flags=re.S), re.S
+    )
+    assert inline and all(server.source_of(text.decode()) in scripts for text in inline), "a script of the page would not run"
     assert b"https://" not in reply.data and b"//cdn" not in reply.data
+
+
+@pytest.mark.parametrize("name", ["DASH_DEBUG", "DASH_UI"])
+def test_the_tools_of_dashs_developers_stay_off(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "true")
+    page = client(folder, None).get("/").get_data(as_text=True)
+    found = re.search(r'<script id="_dash-config"[^>]*>(.*?)</script>', page)
+    assert found is not None
+    config = json.loads(found[1])
+    assert config["ui"] is False and config["disable_version_check"] is True, "it asks for the newest version elsewhere"
 
 
 @pytest.mark.parametrize("word", server.JOB_WORDS)

@@ -17,7 +17,7 @@ from werkzeug.test import create_environ, run_wsgi_app
 from fp8debug.errors import UsageError
 from fp8debug_cli.main import status
 from fp8debug_dashboard import make_app, opened, serve, server, start
-from fp8debug_dashboard.front import HEAD, Front
+from fp8debug_dashboard.front import HEAD, Front, inline_scripts, with_nonce
 from fp8debug_dashboard.pages import overview
 from fp8debug_dashboard.plot_library import PATH
 from fp8debug_dashboard.source import Source
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 TOKEN = "s3cret-token"
 #: Dash gives each page another one.
 END_ID = re.compile(rb'"end_id":"[^"]*"')
+#: Of a page that comes in two parts, anew each time.
+NONCE = re.compile(rb' nonce="[\w-]{20,}"')
 
 
 def asked(front: Front, path: str, query: str = "") -> tuple[Iterator[bytes], str]:
@@ -36,6 +38,13 @@ def asked(front: Front, path: str, query: str = "") -> tuple[Iterator[bytes], st
     environ = create_environ(path, "http://localhost", query_string=query)
     chunks, told, _ = run_wsgi_app(front, environ)
     return iter(chunks), told
+
+
+def app_scripts(folder: Path) -> list[str]:
+    """Return the scripts that stand in a page itself."""
+    app = made(folder)
+    app.test_client().get("/", base_url="http://localhost")
+    return inline_scripts(app)
 
 
 @pytest.fixture
@@ -54,15 +63,26 @@ def made(folder: Path) -> flask.Flask:
 
 def test_the_head_of_a_page_comes_before_there_is_an_app(front: Front, folder: Path) -> None:
     page, told = asked(front, "/module", "run=sick")
-    assert (next(page), told) == (HEAD.encode(), "200 OK") and PATH in HEAD
+    head = next(page)
+    assert NONCE.search(head) and (NONCE.sub(b"", head), told) == (HEAD.replace(' nonce="{nonce}"', "").encode(), "200 OK")
+    assert PATH in HEAD
     library, told = asked(front, PATH)
     assert told == "200 OK" and b"Plotly" in b"".join(library)
     front.become(lambda: made(folder))
     rest = END_ID.sub(b"", b"".join(page))
+    assert set(NONCE.findall(rest)) == set(NONCE.findall(head)) and rest.count(b" nonce=") == len(app_scripts(folder))
+    rest = NONCE.sub(b"", rest)
     later, told = asked(front, "/module", "run=sick")
     whole = END_ID.sub(b"", b"".join(later))
     assert told == "200 OK" and whole.partition(b"<head>")[2] == rest and b"react-entry-point" in rest
     assert b"earlyPlots" not in whole, "from then on pages come whole"
+
+
+def test_only_our_own_scripts_get_the_nonce() -> None:
+    page = "<script>ours()</script><script>theirs()</script><script id='a'>ours()</script>"
+    assert with_nonce(page, ["ours()"], "N") == (
+        '<script nonce="N">ours()</script><script>theirs()</script><script nonce="N" id=\'a\'>ours()</script>'
+    )
 
 
 def test_all_else_waits_for_the_app(front: Front, folder: Path) -> None:
