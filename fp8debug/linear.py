@@ -13,8 +13,11 @@ The bias is added, and its gradient summed, in high precision.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -166,8 +169,12 @@ class Fp8Linear(nn.Linear):
 
     @classmethod
     def adopt(cls, linear: nn.Linear, recipe: str | Recipe) -> Fp8Linear:
-        """Turn an nn.Linear into an Fp8Linear in place: same object, parameters, hooks and references to it."""
-        linear.__class__ = cls
+        """Turn an nn.Linear into an Fp8Linear in place: same object, parameters, hooks and references to it.
+
+        A subclass of nn.Linear stays one of its own class: what it becomes derives from both.
+        """
+        kind = type(linear)
+        linear.__class__ = cls if kind is nn.Linear else _both(cls, kind)
         assert isinstance(linear, Fp8Linear)
         linear._begin(_recipe(recipe))
         return linear
@@ -343,6 +350,9 @@ class Fp8Linear(nn.Linear):
 def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str | Recipe | None] | None = None) -> nn.Module:
     """Turn every nn.Linear of a model into an Fp8Linear, in place.
 
+    A subclass of nn.Linear that keeps its forward becomes one too, and stays an instance of its class. One with a forward of its
+    own is left as it is; one line on stderr names those that were asked to run in FP8 and cannot, and says why.
+
     Args:
         model: any module; one that is itself an nn.Linear is converted too.
         recipe: for every Linear that no override names; or the path of a file of `fp8debug calibrate`, ending in .json, which
@@ -377,18 +387,84 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     if not linears:
         raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
     recipes = {name: value for pattern, value in wanted.items() for name in matching(linears, pattern)}  # the last one counts
+    refused: dict[tuple[str, str], list[str]] = {}
     for name, module in linears.items():
         chosen = recipes[name]
         request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
         module.fp8debug_request = request  # type: ignore[assignment]  # nn.Module takes any attribute
-        if type(module) is nn.Linear and chosen is not None:
-            Fp8Linear.adopt(module, chosen)
+        if chosen is not None and not isinstance(module, Fp8Linear):
+            if (reason := why_not_converted(module)) is None:
+                Fp8Linear.adopt(module, chosen)
+                _run_in_hooks_of_accelerate(module)
+            elif request == "fp8":
+                refused.setdefault((type(module).__name__, reason), []).append(name)
         elif isinstance(module, Fp8Linear):
             module.set_recipe(chosen or "bf16")
         if isinstance(module, Fp8Linear):
             module.fqn = name
     model.fp8debug_filters = filters  # type: ignore[assignment]  # a plain list, not a module
+    _tell_refused(refused)
     return model
+
+
+def why_not_converted(linear: nn.Linear) -> str | None:
+    """Return why ``convert`` leaves a Linear in high precision, with what to do about it; None where it converts it.
+
+    Only a module that computes ``F.linear(input, self.weight, self.bias)`` by nn.Linear's own forward can be replaced.
+    """
+    kind, forward = type(linear), linear.__dict__.get("forward")
+    if kind.__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention multiplies by its weight without calling it; give attention Linears of its own"
+    if kind.__bases__[0].__name__ in ("FSDPModule", "ReplicateModule"):
+        return "fully_shard or replicate was applied to it; call convert() before"
+    if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__:
+        return (
+            f"{kind.__name__} has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or leave it in high"
+            " precision with overrides={FQN: None}"
+        )
+    if "weight" not in linear._parameters:
+        return "its weight is computed from others (a parametrization); call convert() before that is registered"
+    if forward is not None and not _is_hooked_by_accelerate(linear):
+        name = getattr(forward, "__qualname__", type(forward).__qualname__)
+        return f"its forward was replaced on the instance (by {name}); call convert() before that"
+    return None
+
+
+def _is_hooked_by_accelerate(linear: nn.Linear) -> bool:
+    """Tell whether accelerate (device_map, offloading) runs nn.Linear's forward from a forward of its own."""
+    own = linear.__dict__.get("_old_forward")
+    return hasattr(linear, "_hf_hook") and getattr(own, "__func__", None) is nn.Linear.forward
+
+
+def _run_in_hooks_of_accelerate(linear: nn.Linear) -> None:
+    if _is_hooked_by_accelerate(linear):
+        linear._old_forward = MethodType(type(linear).forward, linear)  # type: ignore[assignment]  # which its forward calls
+
+
+def _tell_refused(refused: Mapping[tuple[str, str], list[str]]) -> None:
+    """Print one line for each kind of Linear that was asked to run in FP8 and cannot."""
+    for (kind, reason), names in refused.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        verb = "are" if len(names) > 1 else "is"
+        print(f"fp8debug: {', '.join(names[:3])}{more} ({kind}) {verb} not converted: {reason}", file=sys.stderr)
+
+
+@cache
+def _both(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> type[Fp8Linear]:
+    """Return a class with the forward of ours and everything else of theirs, which pickles and copies as they do."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        made = super(kind, self).__reduce_ex__(max(int(protocol), 2))
+        return (_new, (ours, theirs), *made[2:])
+
+    kind = type(f"Fp8{theirs.__name__}", (ours, theirs), {"__reduce_ex__": reduce, "__module__": theirs.__module__})
+    return kind
+
+
+def _new(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> Fp8Linear:
+    """Return an empty module of such a class, to be filled by ``pickle`` or ``copy``."""
+    kind = _both(ours, theirs)
+    return kind.__new__(kind)
 
 
 def _recipe(recipe: str | Recipe) -> Recipe:

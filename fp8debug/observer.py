@@ -111,6 +111,7 @@ class Observer:
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
         self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
+        self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_seen: set[str] = set()  # those that have recorded anything
         self.generation = 0  # how many steps have begun
         self.touched: list[Forgetful] = []  # what holds something of the step under way

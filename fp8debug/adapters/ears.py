@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
-from fp8debug.adapters.parts import CALLED, Hooks, is_new
+from fp8debug.adapters.parts import CALLED, TRIED, Hooks, is_new
+from fp8debug.adapters.plain import Trial
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.observer import Observer
@@ -51,10 +52,17 @@ class Ears(Hooks, Probe):
         module: FQN.
         cast_of: names the cast of an operand that was heard.
         reference: what the module does to its input before it is quantized.
+        trial: records what FP8 would do to the module's GEMM where it runs in high precision, in a model without FP8; None for
+            nothing.
     """
 
     def __init__(
-        self, observer: Observer, module: str, cast_of: CastOf, reference: Callable[[Tensor], Tensor] = lambda x: x
+        self,
+        observer: Observer,
+        module: str,
+        cast_of: CastOf,
+        reference: Callable[[Tensor], Tensor] = lambda x: x,
+        trial: Trial | None = None,
     ) -> None:
         super().__init__(observer, module)
         self._cast_of = cast_of
@@ -62,6 +70,7 @@ class Ears(Hooks, Probe):
         self._listener = listener_of(observer)
         self._unfinished: list[Call] = []
         self._reported: set[str] = set()
+        self._trial = trial
 
     def listen(self, module: nn.Module) -> Callable[[], None]:
         """Hook the module and return what undoes it.
@@ -74,7 +83,7 @@ class Ears(Hooks, Probe):
         _HEARD.add(module)
         CALLED.discard(module)  # by an earlier watch
         self._own = module
-        self.layout = layout_by_marks(module, module.weight)
+        self.layout = layout_by_marks(module, module._parameters.get("weight"))
         handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
@@ -99,18 +108,37 @@ class Ears(Hooks, Probe):
         if module is not self._own or torch.compiler.is_compiling():
             return
         ear = self._listener.end(self)
-        if ear is not None and isinstance(ear.call, Call):
+        if ear is None or not isinstance(ear.call, Call):
+            return
+        if any(heard.is_fp8 for heard in ear.call.heard):
+            self.observer.has_fp8 = True
             self._record_fprop(ear.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
+        elif self._trial is not None and output is not None and not self.observer.has_fp8 and self._trial.begin():
+            self._record_trial(ear.call, module, self._trial)
 
     @guarded
     def _fail(self, error: Exception) -> None:
         raise error
 
     @guarded
+    def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
+        """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
+        weight = module._parameters.get("weight")
+        n, k = (module.out_features, module.in_features) if weight is None else weight.shape
+        one = next((h for h in call.heard if h.first.values.shape[1] == k and h.second.values.shape == (k, n)), None)
+        if one is None:
+            self.report_once(f"not recorded: no GEMM of [tokens, {k}] by [{k}, {n}] was seen in its forward pass")
+            return
+        TRIED.add(module)
+        x, second = one.first.values, one.second.values
+        trial.layout = self.layout
+        trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, x.requires_grad, second.requires_grad)
+
+    @guarded
     def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
         heard = [h for h in call.heard if h.is_fp8]
         output = output[0] if isinstance(output, tuple) else output
-        if not heard or output is None:  # high precision, or an exception
+        if output is None:  # an exception
             return
         weight: Any = module.weight
         for name, value in (("input", x), ("weight", weight)):

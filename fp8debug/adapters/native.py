@@ -18,11 +18,11 @@ from fp8debug.recipes import Recipe
 class TrialInBf16(Trial):
     """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
 
-    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _after(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
         """Leave it to the module's own probe from the moment it runs in FP8."""
         assert isinstance(module, Fp8Linear)
         if module.recipe.is_high_precision:
-            super()._after(module, args, output)
+            super()._after(module, args, kwargs, output)
 
 
 class Native:

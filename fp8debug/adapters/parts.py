@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from fp8debug.adapters.base import class_of
 from fp8debug.observer import Observer
 from fp8debug.probe import Probe
 from fp8debug.recipes import Cast, Recipe
@@ -21,6 +22,8 @@ from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: Modules that a sampled step of their last watch ran, in whatever precision, and of which nothing but FP8 is recorded.
 CALLED: WeakSet[nn.Module] = WeakSet()
+#: Modules known by their GEMMs alone that ran in high precision, and of which what FP8 would do was recorded.
+TRIED: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
 
@@ -104,7 +107,7 @@ def chosen(count: int) -> set[int]:
 
 def kind_of_part(module: nn.Module) -> str:
     """Return the class that coverage names: a Part's owner's."""
-    return module.fp8debug_kind if isinstance(module, Part) else type(module).__name__
+    return module.fp8debug_kind if isinstance(module, Part) else class_of(module).__name__
 
 
 class Deaf:

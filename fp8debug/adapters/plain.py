@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +34,12 @@ class Trial(Hooks, Probe):
         self._own = module
         self.layout = layout_by_marks(module, module.weight)
         # first of the hooks: FSDP2 takes the weight away in a later one
-        return module.register_forward_hook(self._after, prepend=True).remove
+        return module.register_forward_hook(self._after, prepend=True, with_kwargs=True).remove
 
-    def _after(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _after(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
         """Record fprop and wait for the gradient; the output itself is left alone."""
-        if module is self._own and args and not torch.compiler.is_compiling() and self.begin():
-            self._try_fprop(module, args[0], output)
+        if module is self._own and not torch.compiler.is_compiling() and self.begin():
+            self._try_fprop(module, args[0] if args else kwargs["input"], output)
 
     @guarded
     def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
@@ -54,14 +55,29 @@ class Trial(Hooks, Probe):
             self.layout = layout_of(weight.device_mesh, x.placements, weight.placements)  # type: ignore[attr-defined]  # a DTensor
             weight = local_of(weight)
         x = local_of(x)
-        x = x.reshape(-1, x.shape[-1])
+        self._try_gemm(x.reshape(-1, x.shape[-1]), weight, output.grad_fn, wants_dgrad, wants_wgrad)
+
+    @guarded
+    def try_gemm(self, x: Tensor, weight: Tensor, node: Any, wants_dgrad: bool, wants_wgrad: bool) -> None:
+        """Record what FP8 would do to a GEMM that ran in high precision, and wait for its gradient.
+
+        Args:
+            x: input ``[M, K]`` as the GEMM read it.
+            weight: ``[N, K]`` as the GEMM read it.
+            node: autograd node whose only output is the GEMM's result, a view of it, or its sum with a bias; None without one.
+            wants_dgrad: whether the input's gradient is wanted.
+            wants_wgrad: whether the weight's is.
+        """
+        self._try_gemm(x, weight, node, wants_dgrad, wants_wgrad)
+
+    def _try_gemm(self, x: Tensor, weight: Tensor, node: Any, wants_dgrad: bool, wants_wgrad: bool) -> None:
         a = self._tried(Gemm.FPROP, TensorRole.INPUT, x)
         b = self._tried(Gemm.FPROP, TensorRole.WEIGHT, weight)
         x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if wants_wgrad else None
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
-        if output.grad_fn is not None:
+        if node is not None:
             # before the node, so that it comes after the hooks of the output: FSDP2 fetches the weight in one of these
-            output.grad_fn.register_prehook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
+            node.register_prehook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
 
     @guarded
     def _try_backward(
@@ -93,16 +109,18 @@ class Trial(Hooks, Probe):
 
 
 class Plain:
-    """nn.Linear modules that do not run in FP8; not subclasses, whose forward may be another."""
+    """Modules that run nn.Linear's own forward on a weight of their own: nn.Linear, and subclasses that inherit it."""
 
     name = "plain"
-    kind = "Linear"
+    kind = ""  # the class's name
     fp8 = False
     is_heard = False
 
     def matches(self, module: nn.Module) -> bool:
-        """Return whether it is an nn.Linear and nothing more."""
-        return class_of(module) is nn.Linear
+        """Return whether ``F.linear(input, module.weight, module.bias)`` is what it computes."""
+        kind = class_of(module)
+        inherits = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and "forward" not in module.__dict__
+        return inherits and "weight" in module._parameters and kind.__name__ != "NonDynamicallyQuantizableLinear"
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return None: nothing is cast."""

@@ -1,8 +1,11 @@
 """The adapter of any Linear whose FP8 GEMMs are torch's own: ``aten._scaled_mm`` and ``_scaled_mm_v2``, every overload.
 
 It takes subclasses of nn.Linear, and modules named like one with a 2-D weight of their own. Whether one runs in FP8 is known
-when its first GEMM was heard. The op shows data and decode factors, not how these were found: the cast is called ``current``,
-and scales that lag behind show in its headroom and ``scale_log2_ratio``.
+when its first GEMM was heard; of one that runs in high precision, in a model without FP8, what FP8 would do to the GEMM that ran
+is recorded, whatever its forward does to input and weight before.
+
+The op shows data and decode factors, not how these were found: the cast is called ``current``, and scales that lag behind show in
+its headroom and ``scale_log2_ratio``.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from fp8debug.adapters.base import ADAPTERS, class_of, same_cast
 from fp8debug.adapters.ears import Ears
 from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
+from fp8debug.adapters.plain import Trial
 from fp8debug.formats import GRANULARITIES, block_shape
 from fp8debug.observer import Observer
 from fp8debug.recipes import Cast, Recipe
@@ -24,6 +28,7 @@ from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: ``_scaled_mm_v2`` names its scalings by number (torch.nn.functional.ScalingType).
 _TENSORWISE, _ROWWISE, _TILES, _BLOCKS = 0, 1, 4, 5
+_PLAIN = (Tensor, nn.Parameter)
 #: Scale grids that ``_scaled_mm`` tells apart by shape alone.
 _BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
 
@@ -87,9 +92,21 @@ def _mm(args: Mapping[str, Any], result: Any) -> Heard | None:
     for read in SUBCLASSES:
         if (heard := read(first, second, result)) is not None:
             return heard
-    if type(first) is Tensor and type(second) is Tensor and first.is_floating_point():
-        return Heard("mm", Side(first), Side(second), result)
-    return None
+    return _high_precision("mm", first, second, result)
+
+
+def _addmm(args: Mapping[str, Any], result: Any) -> Heard | None:
+    """Read a GEMM in high precision that adds a bias ``[s]`` to each row; None where it scales or adds something else."""
+    bias = args["self"]
+    if args.get("beta", 1) != 1 or args.get("alpha", 1) != 1 or bias.dim() != 1:
+        return None
+    return _high_precision("addmm", args["mat1"], args["mat2"], result, bias)
+
+
+def _high_precision(name: str, first: Any, second: Any, result: Any, bias: Tensor | None = None) -> Heard | None:
+    if type(first) not in _PLAIN or type(second) not in _PLAIN or not first.is_floating_point():
+        return None
+    return Heard(name, Side(first), Side(second), result, bias)
 
 
 #: Read ``aten.mm`` of tensors of another library; None where they are none.
@@ -97,6 +114,7 @@ SUBCLASSES: list[Callable[[Any, Any, Tensor], Heard | None]] = []
 
 DECODERS[torch.ops.aten._scaled_mm] = _scaled_mm
 DECODERS[torch.ops.aten.mm] = _mm
+DECODERS[torch.ops.aten.addmm] = _addmm
 SCALED.add(torch.ops.aten._scaled_mm)
 if hasattr(torch.ops.aten, "_scaled_mm_v2"):
     DECODERS[torch.ops.aten._scaled_mm_v2] = _scaled_mm_v2
@@ -120,9 +138,10 @@ class ScaledMm:
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is a subclass of nn.Linear or like one, and no other adapter knows better."""
         name, weight = class_of(module).__name__, module._parameters.get("weight")
-        if class_of(module) is nn.Linear or name == "NonDynamicallyQuantizableLinear" or weight is None or weight.dim() != 2:
+        if name == "NonDynamicallyQuantizableLinear":
             return False
-        if not isinstance(module, nn.Linear) and not name.endswith("Linear"):
+        is_like_one = name.endswith("Linear") and weight is not None and weight.dim() == 2
+        if not isinstance(module, nn.Linear) and not is_like_one:
             return False
         return not any(other.matches(module) for other in ADAPTERS if other is not self)
 
@@ -140,7 +159,7 @@ class ScaledMm:
             _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = cast
             return cast
 
-        return Ears(observer, name, cast_of).listen(module)
+        return Ears(observer, name, cast_of, trial=Trial(observer, name, actual=False)).listen(module)
 
 
 ADAPTERS.add(ScaledMm.name, ScaledMm())

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS, Adapter
-from fp8debug.adapters.parts import Part, kind_of_part, parts_of
+from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.errors import AttachError
+from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import matching
 from fp8debug.types import OPERAND_SITES, plain_name
@@ -64,7 +65,7 @@ class Candidate:
             "bias": getattr(self.module, "bias", None) is not None,
             "index": index,
             "fp8": recipe is not None,
-            "observed": self.adapter is not None and self.reason is None and (recipe is not None or not self.is_heard),
+            "observed": self.adapter is not None and self.reason is None and self._is_observed(recipe is not None),
             "casts": casts,
             "recipe": recipe.name if recipe else None,
             "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
@@ -75,9 +76,15 @@ class Candidate:
             "params": sum(p.numel() for p in self.module.parameters(recurse=False)),
         }
 
+    def _is_observed(self, in_fp8: bool) -> bool:
+        return in_fp8 or not self.is_heard or self.module in TRIED
+
     def _why_not(self) -> str:
         if getattr(self.module, "fp8debug_request", None) == "bf16":
             return "left in high precision on request"
+        refused = why_not_converted(self.module) if isinstance(self.module, nn.Linear) else None
+        if refused is not None and getattr(self.module, "fp8debug_request", None) == "fp8":
+            return f"not converted: {refused}"
         if self.is_heard:
             return "no FP8 GEMM was heard in it: it runs in high precision, or in kernels that are not read"
         odd = [str(n) for n in _features(self.module) if n is not None and n % 16]
@@ -140,7 +147,7 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
             fqn = (f"{number}.{plain}".rstrip(".") if len(roots) > 1 else plain) or type(module).__name__
             reason = None
             if adapter is None:
-                reason = f"{type(module).__name__} is a subclass of nn.Linear; its forward may be another"
+                reason = "nn.MultiheadAttention multiplies by its weight without calling it"
             for suffix, part in parts_of(adapter, module).items():
                 weight, whole = id(getattr(part, "weight", part)), fqn + suffix
                 reason = part.reason if isinstance(part, Part) else reason

@@ -71,6 +71,7 @@ class Watch:
             self._observer.is_asleep = True
             writer.on_wake = partial(setattr, self._observer, "is_asleep", False)
         TOKENS[self._observer] = self._record_tokens
+        self._observer.has_fp8 = any(c.fp8 for c in candidates)
         self._observer.start_step(first_step)
         self._observer.before_forward = self._begin_forward
         self._changes = changes
