@@ -58,7 +58,7 @@ class Scalar(Arriving):
 
 def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
     """Return where a CUDA tensor arrives on the host, and what tells when it has."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True), new_event()
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True), new_event()
 
 
 def new_event() -> torch.cuda.Event:

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
@@ -37,7 +36,7 @@ from fp8debug.reuse import Made, let_go, made_of
 from fp8debug.second_look import Kept
 from fp8debug.selectors import matching
 from fp8debug.sharding import Layout, is_sharded, split
-from fp8debug.shielding import unseen
+from fp8debug.shielding import is_batched, is_transformed, unseen
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
@@ -76,11 +75,19 @@ class _Fp8Matmul(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """Run dgrad, then wgrad."""
+        """Run dgrad, then wgrad.
+
+        Raises:
+            UsageError: the pass is to be differentiated again, or for many gradients at once. wgrad depends on an input of which
+                only FP8 data are left, so a second derivative would silently lack that part.
+        """
         let_go()
         layer: Fp8Linear = ctx.layer
+        if torch.is_grad_enabled():
+            raise UsageError(layer._not_supported("a second derivative (create_graph=True)"))
+        if is_batched(grad_output):
+            raise UsageError(layer._not_supported("batched gradients (is_grads_batched=True, vectorize=True)"))
         probe: Probe | None = ctx.probe
         kept: Kept | None = ctx.kept
         weight, *saved = ctx.saved_tensors
@@ -101,6 +108,11 @@ class _Fp8Matmul(torch.autograd.Function):
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
         ctx.kept = ctx.w_fprop = None
         return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Raise: there is no forward-mode derivative."""
+        raise UsageError(ctx.layer._not_supported("forward-mode differentiation"))
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -270,7 +282,8 @@ class Fp8Linear(nn.Linear):
         Under torch.compile it runs outside the graph, watched or not, so that both compute the same.
 
         Raises:
-            UsageError: the last dimension of input is not in_features.
+            UsageError: the last dimension of input is not in_features, or a transform of torch.func (grad, vmap, jvp) runs it
+                in FP8.
         """
         return self._outside_graph(input) if torch.compiler.is_compiling() else self._run(input)
 
@@ -282,16 +295,25 @@ class Fp8Linear(nn.Linear):
             )
         if input.is_meta or (self.recipe.is_high_precision and self.distortion is None):
             return super().forward(input)
+        if is_transformed():
+            raise UsageError(self._not_supported("transforms of torch.func (grad, vmap, jvp)"))
         kind, made = input.device.type, made_of(input)
+        weight, bias = self.weight, self.bias  # read once: a parametrization computes them anew, or moves its state, each time
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         with _without_autocast(kind):
-            if is_sharded(self.weight):
-                part = split(input, self.weight)
+            if is_sharded(weight):
+                part = split(input, weight)
                 output = part.join(self._multiply(part.x, part.weight, part.layout, None))
             else:
-                output = self._multiply(input, self.weight, None, made)
-            return output if self.bias is None else output + self.bias.to(output.dtype)
+                output = self._multiply(input, weight, None, made)
+            return output if bias is None else output + bias.to(output.dtype)
+
+    def _not_supported(self, what: str) -> str:
+        return (
+            f"{self.fqn}: an FP8 Linear ({self.recipe.name}) does not support {what}; run it in high precision for that: call"
+            f" set_recipe('bf16') on it, or convert the model with overrides={{'{self.fqn}': None}}"
+        )
 
     def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None, made: Made | None) -> Tensor:
         """Return x ``[..., K]`` times weight ``[N, K]``: all of them, or one rank's part."""

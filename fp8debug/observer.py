@@ -113,6 +113,7 @@ class Observer:
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_seen: set[str] = set()  # those that have recorded anything
+        self.modules_given_up: set[str] = set()  # those of which a sample ended early, which was reported
         self.generation = 0  # how many steps have begun
         self.touched: list[Forgetful] = []  # what holds something of the step under way
         self.leftovers = Leftovers()

@@ -33,7 +33,7 @@ from fp8debug.recipes import Cast
 from fp8debug.riding import Riding
 from fp8debug.second_look import HISTOGRAM, Kept, RunningSum, Tried, reread
 from fp8debug.sharding import Layout
-from fp8debug.shielding import guarded, is_capturing, shielded
+from fp8debug.shielding import guarded, is_capturing, is_transformed, shielded
 from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
@@ -112,6 +112,9 @@ class Probe(Riding):
     def _begin(self) -> bool:
         if is_capturing():
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
+            return False
+        if is_transformed():
+            self.give_up("a transform of torch.func (grad, vmap, jvp) runs it, whose tensors cannot be read; call it without one")
             return False
         if torch._C._current_graph_task_id() == -1:
             self._seen_outside_backward = True

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._C import (
+    _DisableAutocast,
     _get_dispatch_stack_at,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
     _pop_torch_dispatch_stack,
+    _pop_torch_function_stack,
     _push_on_torch_dispatch_stack,
+    _push_on_torch_function_stack,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -63,6 +69,7 @@ class Shielded:
     def give_up(self, reason: str) -> None:
         """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
         self._gave_up = self.observer.generation
+        self.observer.modules_given_up.add(self.module)
         self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
         self._told = True
 
@@ -70,8 +77,8 @@ class Shielded:
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
     """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
 
-    Too little memory for a sample ends the sample alone: the module is watched again from the next step on. What it computes
-    is seen by no mode (see :func:`unseen`), and by autograd neither.
+    Too little memory for a sample ends the sample alone: the module is watched again from the next step on. The method runs
+    in :func:`ordinary_torch`.
     """
 
     return _kept_apart(method, runs_ops=True)
@@ -91,9 +98,9 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
         try:
             if probe._generation != generation:
                 probe.begin_step()
-            if not runs_ops or not (torch.is_grad_enabled() or _len_torch_dispatch_stack()):
+            if not runs_ops:
                 return method(probe, *args, **kwargs)
-            with torch.no_grad(), unseen():
+            with ordinary_torch() if is_overridden() else torch.no_grad():
                 return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
             probe.give_up("out of memory in a sample; training goes on")
@@ -133,6 +140,46 @@ def unseen() -> AbstractContextManager[Any]:
     if not _len_torch_dispatch_stack():
         return nullcontext()
     return _disable_current_modes() if is_overheard() else _Aside()
+
+
+def is_overridden() -> bool:
+    """Return whether the program has changed what torch's ops do on this thread: by a mode, autocast or inference mode."""
+    return bool(
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _is_any_autocast_enabled()
+        or torch.is_inference_mode_enabled()
+    )
+
+
+@contextmanager
+def ordinary_torch() -> Iterator[None]:
+    """Run our own ops as torch does by default: without autograd, and outside every mode of the program.
+
+    Dispatch modes would count the ops, function modes (a default device is one) would place or replace them, autocast would
+    round their operands, and what inference mode makes could not be written to after it.
+    """
+    modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+    try:
+        with torch.no_grad(), unseen():
+            if not (_is_any_autocast_enabled() or torch.is_inference_mode_enabled()):
+                yield
+            else:
+                with torch.inference_mode(False), torch.no_grad(), _DisableAutocast():
+                    yield
+    finally:
+        for mode in reversed(modes):
+            _push_on_torch_function_stack(mode)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs, under which tensors are wrappers without memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return whether a tensor stands for many at once: under vmap, or as a gradient of ``is_grads_batched=True``."""
+    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def is_capturing() -> bool:

@@ -139,7 +139,7 @@ class Table:
         return self._bins
 
     def _pinned(self) -> Buffers:
-        return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, pin_memory=True))
+        return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
 
     def _buffers(self, memory: Tensor) -> Buffers:
         done = new_event() if self.device.type == "cuda" else None
@@ -292,7 +292,7 @@ class Table:
 
     def _index(self, numbers: tuple[int, ...]) -> Tensor:
         """Return numbers as a tensor on the device, sent there without waiting."""
-        index = torch.tensor(numbers)
+        index = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
         return index.to(self.device)

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8debug.adapters.listening import Heard, Listener
 from fp8debug.adapters.scaled_mm import side_of
-from fp8debug.shielding import unseen
+from fp8debug.shielding import ordinary_torch
 
 #: Entry points by the layout of their operands: whether the first and the second are stored transposed.
 ENTRY_POINTS = {
@@ -50,7 +49,7 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
         ears = listener.ears
         if ears and ears[-1].hear is not None:
             try:
-                with torch.no_grad(), unseen():
+                with ordinary_torch():
                     ears[-1].hear(_heard(name, a, b, d, args[0] if args else kwargs.get("c")))
             except Exception as error:  # whatever it is, the user's step goes on
                 ears[-1].fail(error)

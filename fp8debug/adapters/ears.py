@@ -30,6 +30,10 @@ _HEARD: WeakSet[nn.Module] = WeakSet()
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
+def _gone() -> None:
+    return None
+
+
 class Call:
     """One forward call of a module: what its backward needs, sampled, and what was heard of it."""
 
@@ -37,11 +41,16 @@ class Call:
         self.heard: list[Heard] = []
         self.kept: Kept | None = None
         self.x: Callable[[], Tensor | None] = _gone
+        self.input_dtype: torch.dtype | None = None
         self.weight: Tensor | None = None
         self.wanted: set[Gemm] = set()
         self.products: dict[Gemm, Product] = {}
         self.grad_output: Tensor | None = None
         self.nodes_left = 0
+
+    def as_quantized(self, x: Tensor) -> Tensor:
+        """Return the input ``[M, K]`` as it was before it was quantized, after the cast of autocast."""
+        return x.detach().to(self.input_dtype or x.dtype).reshape(-1, x.shape[-1])
 
 
 class Ears(Hooks, Probe):
@@ -51,7 +60,8 @@ class Ears(Hooks, Probe):
         observer: where it records.
         module: FQN.
         cast_of: names the cast of an operand that was heard.
-        reference: what the module does to its input before it is quantized.
+        input_dtype: returns, while the module's forward runs, the dtype that it casts its input to before it is quantized; None
+            where it does not.
         trial: records what FP8 would do to the module's GEMM where it runs in high precision, in a model without FP8; None for
             nothing.
     """
@@ -61,12 +71,12 @@ class Ears(Hooks, Probe):
         observer: Observer,
         module: str,
         cast_of: CastOf,
-        reference: Callable[[Tensor], Tensor] = lambda x: x,
+        input_dtype: Callable[[], torch.dtype | None] = _gone,
         trial: Trial | None = None,
     ) -> None:
         super().__init__(observer, module)
         self._cast_of = cast_of
-        self._reference = reference
+        self._input_dtype = input_dtype
         self._listener = listener_of(observer)
         self._unfinished: list[Call] = []
         self._reported: set[str] = set()
@@ -110,6 +120,7 @@ class Ears(Hooks, Probe):
         ear = self._listener.end(self)
         if ear is None or not isinstance(ear.call, Call):
             return
+        ear.call.input_dtype = self._input_dtype()
         if any(heard.is_fp8 for heard in ear.call.heard):
             self.observer.has_fp8 = True
             self._record_fprop(ear.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
@@ -145,7 +156,7 @@ class Ears(Hooks, Probe):
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
                 self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
                 return
-        flat = self._reference(x.detach()).reshape(-1, x.shape[-1])
+        flat = call.as_quantized(x)
         detached = call.weight = weight.detach()
         fits = [f for h in heard if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
         if not fits:
@@ -234,7 +245,7 @@ class Ears(Hooks, Probe):
             if x is None:
                 self.report_once("not recorded in full: its input in high precision is gone before wgrad, whose cast has no row")
             else:
-                flat = self._reference(x.detach()).reshape(-1, x.shape[-1])
+                flat = call.as_quantized(x)
                 self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), wgrad[1], kept.tried)
         self.backward(grad_output, weight, products.get(Gemm.DGRAD), wgrad, kept)
 
@@ -292,7 +303,3 @@ def weakly(x: Tensor) -> Callable[[], Tensor | None]:
         return found if whole is None else whole.detach().as_strided(*place)
 
     return find
-
-
-def _gone() -> None:
-    return None

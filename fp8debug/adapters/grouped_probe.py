@@ -59,7 +59,7 @@ class GroupProbe(PartProbe):
         """
         line = GroupLine(x, weight, heard.offs)
         self._tokens(heard.offs)
-        mine = expert_of(torch.arange(x.shape[0], device=x.device), heard.offs)
+        mine = expert_of(torch.arange(x.shape[0], dtype=torch.int64, device=x.device), heard.offs)
         self._tokens_of((Gemm.FPROP, TensorRole.INPUT), x, heard, mine)
         if Gemm.FPROP not in self._weights_seen:
             self._weights_seen.add(Gemm.FPROP)
@@ -74,7 +74,7 @@ class GroupProbe(PartProbe):
         grad = line.grad_output
         if grad is None:
             return
-        mine = expert_of(torch.arange(grad.shape[0], device=grad.device), line.offs)
+        mine = expert_of(torch.arange(grad.shape[0], dtype=torch.int64, device=grad.device), line.offs)
         dgrad = next((h for h in heard if h.second.dim() == 3 and h.first.shape == grad.shape), None)
         wgrad = next((h for h in heard if h.second.dim() == 2), None)
         if dgrad is not None:

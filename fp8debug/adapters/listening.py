@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8debug.adapters.parts import Hooks
 from fp8debug.formats import TRANSPOSED
 from fp8debug.observer import Observer
-from fp8debug.shielding import unseen
+from fp8debug.shielding import ordinary_torch
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.
@@ -173,7 +173,7 @@ class Listener(TorchDispatchMode):
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
             try:
-                with torch.no_grad(), unseen():
+                with ordinary_torch():
                     heard = DECODERS[packet](_bound(func, args, kwargs), result)
                 if heard is not None:
                     ears[-1].hear(heard)

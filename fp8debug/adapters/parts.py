@@ -65,9 +65,9 @@ class Part(nn.Module):
                 self.register_parameter(f"of_{name}", weight)
         whole = found[0]
         if whole.dim() == 3:
-            whole = torch.empty(whole.shape[1:], device="meta")
+            whole = torch.empty(whole.shape[1:], dtype=whole.dtype, device="meta")
         elif len(found) > 1:
-            whole = torch.empty(sum(w.shape[0] for w in found), found[0].shape[1], device="meta")
+            whole = torch.empty(sum(w.shape[0] for w in found), whole.shape[1], dtype=whole.dtype, device="meta")
         self.__dict__["weight"] = whole  # not a second registration
 
     @property

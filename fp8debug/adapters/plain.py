@@ -22,7 +22,7 @@ from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Recipe
 from fp8debug.second_look import Kept
 from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
-from fp8debug.shielding import guarded
+from fp8debug.shielding import guarded, is_batched
 from fp8debug.types import Gemm, TensorRole
 
 
@@ -84,6 +84,9 @@ class Trial(Hooks, Probe):
         self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grads: tuple[Tensor, ...]
     ) -> None:
         (grad_output,) = grads
+        if is_batched(grad_output):
+            self.give_up("its backward pass runs for many gradients at once (is_grads_batched=True, vectorize=True)")
+            return
         if weight.numel() and not weight.untyped_storage().nbytes():
             self.give_up("its weight was taken away before its backward pass")
             return

@@ -99,12 +99,12 @@ class TorchAo:
                 raise ValueError(f"{which} {role} is {number_format} {granularity}, and its config says {cast or 'bf16'}")
             return cast
 
-        return Ears(observer, name, cast_of, _as_cast_by_autocast).listen(module)
+        return Ears(observer, name, cast_of, _input_dtype).listen(module)
 
 
-def _as_cast_by_autocast(x: Tensor) -> Tensor:
-    """Do what Float8Linear.forward does to its input."""
-    return x.to(torch.get_autocast_dtype("cuda")) if torch.is_autocast_enabled() else x
+def _input_dtype() -> torch.dtype | None:
+    """Return the dtype that Float8Linear.forward casts its input to; None where it does not."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None
 
 
 ADAPTERS.add(TorchAo.name, TorchAo())

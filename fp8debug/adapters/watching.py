@@ -32,7 +32,7 @@ from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
-from fp8debug.shielding import is_capturing
+from fp8debug.shielding import is_capturing, ordinary_torch
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
@@ -207,7 +207,8 @@ class Watch:
         try:
             self._changes.finish()
             self.detach()
-            self._observer.hand_over(wait=True)
+            with ordinary_torch():
+                self._observer.hand_over(wait=True)
             self._report_never_called()
         except Exception as error:  # the device may be what failed; the user's own error is the one to be seen
             self._give_up(error)
@@ -236,7 +237,8 @@ class Watch:
         self._counted = True
         try:
             if self._observer.has_rows and not is_capturing():
-                self._observer.relieve_all()
+                with ordinary_torch():
+                    self._observer.relieve_all()
         except Exception as error:  # whatever it is, the user's step goes on
             self._give_up(error)
         if self._before_next is not None:
@@ -282,7 +284,8 @@ class Watch:
             self._give_up(error)
             scalars = {}
         try:
-            self._close_step(scalars, settle)
+            with ordinary_torch():
+                self._close_step(scalars, settle)
         except Exception as error:  # whatever it is, the user's step goes on
             self._give_up(error)
         if self._writer.stopped is not None and not self._sink.decides:
@@ -343,7 +346,8 @@ class Watch:
     def _report_compiled(self, seen: set[str]) -> None:
         """At the first sampled step: say what torch.compile hides."""
         self._has_looked = True
-        unseen = [c for c in self._candidates if c.reason is None and c.fqn not in seen]
+        accounted_for = seen | self._observer.modules_given_up
+        unseen = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
         hidden = [c.fqn for c in unseen if not was_called(c.module)]
         if hidden and self._before_next is None and is_compile_in_use():
             text = (
@@ -355,7 +359,8 @@ class Watch:
     def _report_never_called(self) -> None:
         if self._observer.is_off or not self._has_looked:
             return
-        silent = [c for c in self._candidates if c.reason is None and c.fqn not in self._observer.modules_seen]
+        accounted_for = self._observer.modules_seen | self._observer.modules_given_up
+        silent = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
         missing = [c.fqn for c in silent if not was_called(c.module)]
         if silent and not missing and not self._observer.modules_seen and not any(c.fp8 for c in silent):
             text = f"no FP8 GEMM was heard in any of {len(silent)}: they run in high precision, or in kernels that are not read"

@@ -38,7 +38,7 @@ def _outlier(where: Target) -> Callable[[], None]:
         return grad.index_fill(1, columns.to(grad.device), 0.0) if where.active else grad
 
     hook = linear.register_forward_pre_hook(scale)
-    columns = torch.arange(linear.in_features)[channels]
+    columns = torch.arange(linear.in_features, dtype=torch.int64, device="cpu")[channels]
     weight_hook = linear.weight.register_hook(still)  # type: ignore[no-untyped-call]  # torch's
 
     def undo() -> None:

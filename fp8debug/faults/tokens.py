@@ -43,7 +43,8 @@ def _padding(where: Target) -> Callable[[], None]:
         if not where.active:
             return ordinary_forward(x)
         flat = x.reshape(-1, x.shape[-1])
-        noise = torch.randn(rows, flat.shape[1], generator=torch.Generator().manual_seed(0)).to(x.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        noise = torch.randn(rows, flat.shape[1], dtype=torch.float32, device="cpu", generator=generator).to(x.device)
         garbage = noise * finite_amax(flat.detach()) * factor
         output = ordinary_forward(torch.cat([flat, garbage.to(x.dtype)]))[: len(flat)]
         return output.reshape(*x.shape[:-1], output.shape[-1])

@@ -61,7 +61,8 @@ def clustered(where: Target) -> Callable[[], None]:
             if not pinned:
                 rms = weight.float().square().mean().sqrt()
                 magnitude = float(where.options["mantissa"]) * 2.0 ** rms.log2().floor()
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.device)
+                generator = torch.Generator("cpu").manual_seed(0)
+                noise = torch.randn(weight.shape, dtype=torch.float32, device="cpu", generator=generator).to(weight.device)
                 values = (magnitude * (1 + float(where.options["spread"]) * noise.clamp(-2, 2))).copysign(weight)
                 pinned.append((weight.detach().clone(), values.to(weight.dtype)))
             weight.copy_(pinned[0][1])
@@ -95,7 +96,7 @@ def misaligned(where: Target) -> Callable[[], None]:
         if scale_inv.numel() < 2:  # one block has no neighbour: let each row have a scale
             cast = replace(cast, granularity="rowwise", scaling="current")
             data, scale_inv = quantized(ordinary(x, cast))[0]
-        place = torch.arange(scale_inv.numel(), device=scale_inv.device).reshape(scale_inv.shape)
+        place = torch.arange(scale_inv.numel(), dtype=torch.int64, device=scale_inv.device).reshape(scale_inv.shape)
         exponent = (place * 7 % (spread + 1)).float()
         off = exponent.reshape(-1).roll(-1).reshape(exponent.shape) - exponent
         return Quantized(data, scale_inv * off.exp2()), cast

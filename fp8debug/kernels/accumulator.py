@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.reference import Operand, dequantize
+from fp8debug.kernels.reference import Operand, dequantize, power_of_2
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm
 
 #: Significant bits that Hopper's FP8 tensor cores keep of a sum, and products that they add at once.
@@ -54,7 +54,7 @@ def _product(a: Tensor, b: Tensor, bits: int) -> Tensor:
         terms = a[:, None, start : start + GROUP] * b[None, :, start : start + GROUP]
         largest = torch.maximum(terms.abs().amax(-1), total.abs())
         _, exponent = torch.frexp(largest)  # largest = m * 2^exponent, 0.5 <= m < 1
-        unit = torch.ldexp(torch.ones_like(total), exponent - bits)
+        unit = power_of_2(exponent - bits, total.dtype)
         unit = torch.where(largest > 0, unit, 1.0)  # an unfit unit (of NaN or Inf) is harmless: the sum is NaN or Inf as well
         cut = (terms / unit[..., None]).trunc_().sum(-1) + (total / unit).trunc_()
         total = cut * unit

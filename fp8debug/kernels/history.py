@@ -32,8 +32,8 @@ class AmaxHistory:
     def __init__(self, cast: Cast, device: torch.device) -> None:
         self.cast = cast
         self.num_calls = 0
-        self._amaxes = torch.zeros(cast.history, device=device)
-        self._scale_inv = torch.ones((), device=device)
+        self._amaxes = torch.zeros(cast.history, dtype=torch.float32, device=device)
+        self._scale_inv = torch.ones((), dtype=torch.float32, device=device)
         self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=MAX_RECENT)
 
     def next_scale_inv(self, amax: Tensor, use: Use = "train") -> Tensor:
@@ -78,7 +78,7 @@ class AmaxHistory:
     def _scale_inv_of(self, amax: Tensor) -> Tensor:
         """Return the scale_inv of the last call with that amax, which recomputation meets again; else the last one."""
         amaxes, scales = (torch.stack(list(values)) for values in zip(*self._recent, strict=True))
-        place = torch.where(amaxes == amax, torch.arange(1, len(amaxes) + 1, device=amax.device), 0)
+        place = torch.where(amaxes == amax, torch.arange(1, len(amaxes) + 1, dtype=torch.int64, device=amax.device), 0)
         place[-1] += (place.amax() == 0).long()
         return scales.gather(0, place.argmax(0, keepdim=True)).reshape(())
 

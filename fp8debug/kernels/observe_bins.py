@@ -91,7 +91,7 @@ class Bins:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
-        self._histories = torch.zeros(0, 2, device=device)
+        self._histories = torch.zeros(0, 2, dtype=torch.float32, device=device)
         self._entries: dict[object, _Entry] = {}  # by place and cast
         self._known: dict[int, tuple[Mapping[str, Cast], object, list[_Entry]]] = {}  # by identity of the mapping
         self._num_histories = 0
@@ -243,7 +243,7 @@ class Bins:
         row, self._num_histories = self._num_histories, self._num_histories + 1
         wide = max(self._histories.shape[1], 1 + (1 << max(cast.history - 1, 1).bit_length()))
         if row == self._histories.shape[0] or wide > self._histories.shape[1]:
-            grown = torch.zeros(max(16, 2 * row), wide, device=self.device)
+            grown = torch.zeros(max(16, 2 * row), wide, dtype=torch.float32, device=self.device)
             grown[:, 0] = 1.0  # the scale_inv before any amax
             old = self._histories
             grown[: old.shape[0], : old.shape[1]] = old

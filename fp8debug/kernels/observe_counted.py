@@ -51,7 +51,7 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
     for job in others:
         scale = job.scale_inv
         if scale is None and job.cast.scaling == "static":
-            scale = torch.full((1,), job.cast.scale_inv or 0.0, device=x.device)
+            scale = torch.full((1,), job.cast.scale_inv or 0.0, dtype=torch.float32, device=x.device)
         given.append(words if scale is None else scale.detach().to(x.device, torch.float32).reshape(1))
         epsilons.append(float(job.cast.amax_eps))
         source = ts.CURRENT if scale is None else ts.GIVEN

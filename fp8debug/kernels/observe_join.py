@@ -48,7 +48,7 @@ class Joiner:
         if found is None:
             found = self._numbers[layout] = len(self._numbers)
             self._maps += [self._map_of(layout, kind) for kind in KINDS]
-            maps = torch.tensor(self._maps, dtype=torch.int32)
+            maps = torch.tensor(self._maps, dtype=torch.int32, device="cpu")
             self._map = maps.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else maps
         return found
 

@@ -54,7 +54,7 @@ class Envelope:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._memory = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self._memory = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         self._array = self._memory.numpy()
         self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
 

@@ -83,16 +83,26 @@ def scale_of(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     a = a.masked_fill(zero, 1.0)
     if cast.scale_rounding == "pow2_floor":
         exponent = (fmt.emax + 1 - a.frexp().exponent).clamp(max=127)
-        scale = torch.ldexp(torch.ones_like(a), exponent)
+        scale = power_of_2(exponent, a.dtype)
     else:
         # Not fmt.max / a: torch computes number / tensor as reciprocal times number, which rounds twice.
         scale = (torch.full_like(a, fmt.max) / a).clamp(max=FLOAT32_MAX)
         if cast.scale_rounding == "pow2_ceil":
-            scale = torch.ldexp(torch.ones_like(a), scale.frexp().exponent - 1)
+            scale = power_of_2(scale.frexp().exponent - 1, a.dtype)
     if cast.scaling == "delayed" and cast.margin:
         scale = (scale * 2.0**-cast.margin).clamp(2.0**-127, FLOAT32_MAX)
     scale = scale.masked_fill(zero, 1.0)
     return scale, scale.reciprocal()
+
+
+def power_of_2(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2 to the power of integers in a dtype; ``torch.ldexp`` computes it in torch's default dtype instead.
+
+    Args:
+        exponent: integers of any shape.
+        dtype: of the result; a power beyond its range is 0 or Inf.
+    """
+    return torch.pow(2.0, exponent.to(dtype))
 
 
 def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None) -> Tensor:
@@ -231,7 +241,7 @@ def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[s
         raise UsageError(f"amax_history is a list of numbers, oldest first, got {amax_history!r}") from None
     if cast.scaling == "delayed" and known:
         a = known[-1] if cast.algo == "most_recent" else max(known)
-        scale_inv = scale_of(torch.tensor(a, dtype=torch.float32), cast)[1]
+        scale_inv = scale_of(torch.tensor(a, dtype=torch.float32, device="cpu"), cast)[1]
     q = quantize(x, cast, scale_inv)
     if cast.scaling == "delayed" and scale_inv is None:  # which is current scaling with a margin
         cast = replace(cast, scaling="current")
@@ -243,7 +253,7 @@ def all_values(found: Mapping[str, Tensor]) -> dict[str, object]:
     values: dict[str, object] = {}
     for metric in METRICS:
         for slot in metric.slots:
-            if not int(found.get(metric.present, torch.tensor(0))):
+            if not int(found.get(metric.present, 0)):
                 none: object = [0] * slot.size if slot.size > 1 else 0
                 values[slot.name] = none if slot.kind == "int64" else None
             else:

@@ -229,7 +229,7 @@ def _exact(which: Gemm, few: Tensor, other: Operand, index: Tensor | slice) -> T
     if isinstance(index, Tensor):
         chunks = torch.split(index, CHUNK)
     elif length > CHUNK:
-        chunks = torch.split(torch.arange(length, device=few.device), CHUNK)
+        chunks = torch.split(torch.arange(length, dtype=torch.int64, device=few.device), CHUNK)
     parts = []
     for chunk in chunks:
         values = values_of(other, dim, chunk)

@@ -46,10 +46,11 @@ class Sample(NamedTuple):
         if not self.is_share(count):
             return slice(None)
         assert self.shift is not None
-        blocks = torch.arange(count // SHARE_BLOCK, device=device)
+        blocks = torch.arange(count // SHARE_BLOCK, dtype=torch.int64, device=device)
         starts = blocks * SHARE_BLOCK + (blocks + self.shift) % (SHARE_BLOCK // SHARE_GROUP) * SHARE_GROUP
-        groups = starts[:, None] + torch.arange(SHARE_GROUP, device=device)
-        return torch.cat([groups.reshape(-1), torch.arange(count // SHARE_BLOCK * SHARE_BLOCK, count, device=device)])
+        groups = starts[:, None] + torch.arange(SHARE_GROUP, dtype=torch.int64, device=device)
+        rest = torch.arange(count // SHARE_BLOCK * SHARE_BLOCK, count, dtype=torch.int64, device=device)
+        return torch.cat([groups.reshape(-1), rest])
 
     def few(self, x: Tensor, count: int) -> Tensor:
         """Return the first ``count`` of the sampled columns of x, a view where they lie next to each other."""
@@ -89,8 +90,9 @@ def num_columns(count: int, length: int) -> int:
 def spread_lines(count: int, length: int, size: int, device: torch.device) -> Tensor:
     """Return ``count`` of ``length`` lines, evenly spread in groups of ``size``; every ``EXACT_SHARE``-th group comes first."""
     groups, units = count // size, length // size
-    order = torch.cat([torch.arange(first, groups, EXACT_SHARE, device=device) for first in range(min(EXACT_SHARE, groups))])
-    return ((order * units // groups * size)[:, None] + torch.arange(size, device=device)).reshape(-1)
+    firsts = range(min(EXACT_SHARE, groups))
+    order = torch.cat([torch.arange(first, groups, EXACT_SHARE, dtype=torch.int64, device=device) for first in firsts])
+    return ((order * units // groups * size)[:, None] + torch.arange(size, dtype=torch.int64, device=device)).reshape(-1)
 
 
 def size_of_groups(count: int, length: int) -> int:

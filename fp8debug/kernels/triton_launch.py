@@ -267,7 +267,7 @@ def empty_statistics(x: Tensor, num_casts: int, histogram: bool) -> Statistics:
     return Statistics(
         torch.zeros(num_casts, len(ts.COUNTS), dtype=torch.int64, device=x.device),
         torch.zeros(num_casts, len(ts.SUMS), dtype=torch.float64, device=x.device),
-        torch.full((num_casts, len(ts.MAXIMA)), -inf, device=x.device),
-        torch.full((num_casts, len(ts.MINIMA)), inf, device=x.device),
+        torch.full((num_casts, len(ts.MAXIMA)), -inf, dtype=torch.float32, device=x.device),
+        torch.full((num_casts, len(ts.MINIMA)), inf, dtype=torch.float32, device=x.device),
         torch.zeros(NUM_BINS if histogram else 0, dtype=torch.int64, device=x.device),
     )
