@@ -365,7 +365,7 @@ class Fp8Linear(nn.Linear):
             key = (Gemm(gemm_name), TensorRole(tensor_name))
             cast = self.recipe.casts[key]
             if cast is not None and cast.scaling == "delayed":
-                self.history(key, cast, self.weight.device).load_state(state)
+                self.history(key, cast, next(self.parameters()).device).load_state(state)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

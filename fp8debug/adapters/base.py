@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8debug.observer import Observer
 from fp8debug.recipes import Cast, Recipe
@@ -46,6 +47,11 @@ class Adapter(Protocol):
             AttachError: another watch has it.
         """
         ...
+
+
+def num_dims(parameter: nn.Parameter | None) -> int:
+    """Return the number of a parameter's dimensions; 0 for None, and for a lazy module's before its first call."""
+    return 0 if parameter is None or is_lazy(parameter) else parameter.dim()
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -61,7 +61,7 @@ class RecipeChanges:
     def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None) -> None:
         self._writer = writer
         self._candidates = list(candidates)
-        self._fp8 = [c.fp8 for c in candidates]
+        self._state = [c.state for c in candidates]
         self._next_look = self._num_unchanged = 0
         self._ours = [c for c in candidates if isinstance(c.module, Fp8Linear)]
         self._modules: list[Any] = [c.module for c in self._ours]
@@ -138,16 +138,16 @@ class RecipeChanges:
             start, count = 0, len(candidates)
         looked = candidates[start : start + count]
         self._next_look = start + count if start + count < len(candidates) else 0
-        if [c.fp8 for c in looked] == self._fp8[start : start + count]:
+        if [c.state for c in looked] == self._state[start : start + count]:
             self._num_unchanged += 1
-        else:  # heard for the first time
+        else:  # an FP8 GEMM for the first time, or a lazy module that has a shape now
             self._num_unchanged = 0
             self._update_manifest()
         return looked
 
     def _update_manifest(self) -> None:
         self._is_stale = False
-        self._fp8 = [c.fp8 for c in self._candidates]
+        self._state = [c.state for c in self._candidates]
         modules = [c.describe(i) for i, c in enumerate(self._candidates)]
         self._writer.update_manifest({"modules": modules, "recipe": common_recipe(self._candidates)})
 

@@ -21,6 +21,7 @@ from fp8debug.recipes import Cast
 from fp8debug.second_look import Kept
 from fp8debug.sharding import layout_by_marks
 from fp8debug.shielding import guarded
+from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
@@ -93,7 +94,7 @@ class Ears(Hooks, Probe):
         _HEARD.add(module)
         CALLED.discard(module)  # by an earlier watch
         self._own = module
-        self.layout = layout_by_marks(module, module._parameters.get("weight"))
+        self.layout = layout_by_marks(module, stored(module, "weight"))
         handles = [
             module.register_forward_pre_hook(self._before),
             module.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
@@ -151,7 +152,10 @@ class Ears(Hooks, Probe):
         output = output[0] if isinstance(output, tuple) else output
         if output is None:  # an exception
             return
-        weight: Any = module.weight
+        weight = stored(module, "weight")
+        if weight is None:
+            self.give_up(COMPUTED)
+            return
         for name, value in (("input", x), ("weight", weight)):
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
                 self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.base import ADAPTERS, num_dims
 from fp8debug.adapters.grouped_gemms import HeardGroup
 from fp8debug.adapters.grouped_probe import GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
@@ -108,7 +108,7 @@ class GroupEars(Hooks):
         """Return the 3-D parameter that a function multiplies by; None for a node of another kind."""
         if not _multiplies(node):
             return None
-        names = {id(p): name for name, p in self.module.named_parameters(recurse=False) if p.dim() == 3}
+        names = {id(p): name for name, p in self.module.named_parameters(recurse=False) if num_dims(p) == 3}
         todo = [(following, 0) for following, _ in node.next_functions]
         while todo:
             following, depth = todo.pop()
@@ -166,11 +166,11 @@ class Grouped:
         """Return whether it holds 3-D parameters, and no other adapter knows better."""
         if type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.Linear):
             return False
-        return any(p.dim() == 3 for p in module._parameters.values() if p is not None)
+        return any(num_dims(p) == 3 for p in module._parameters.values())
 
     def parts(self, module: nn.Module) -> dict[str, Part]:
         """Return its 3-D parameters."""
-        weights = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
+        weights = [name for name, p in module._parameters.items() if num_dims(p) == 3]
         return {f".{name}": Part(module, i, [name], has_bias=False) for i, name in enumerate(weights)}
 
     def recipe(self, module: nn.Module) -> Recipe | None:

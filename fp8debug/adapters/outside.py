@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.base import ADAPTERS, num_dims
 from fp8debug.adapters.stages import layers_before, name_in_model
 
 #: By the top-level package that a module's class comes from: no adapter reads these.
@@ -32,7 +32,7 @@ def modules_outside(roots: Sequence[nn.Module]) -> list[dict[str, Any]]:
 def _reason(module: nn.Module) -> str | None:
     library = type(module).__module__.split(".")[0]
     parameters = list(module.parameters(recurse=False))
-    if library in _LIBRARIES and any(p.dim() >= 2 for p in parameters):
+    if library in _LIBRARIES and any(num_dims(p) >= 2 for p in parameters):
         return f"a module of {_LIBRARIES[library]}, of a kind that no adapter reads"
     if isinstance(module, _CONVOLUTIONS):
         return "a convolution: only Linears are watched"
@@ -41,6 +41,6 @@ def _reason(module: nn.Module) -> str | None:
     wrapped = next((type(p).__name__ for p in parameters if type(p).__module__.startswith("torchao.")), None)
     if wrapped is not None:
         return f"its parameters are {wrapped}: what torchao multiplies by them is not read"
-    if any(p.dim() == 3 for p in parameters) and not isinstance(module, nn.Linear):
+    if any(num_dims(p) == 3 for p in parameters) and not isinstance(module, nn.Linear):
         return "weights of several experts in one tensor: grouped GEMMs are not read"
     return None

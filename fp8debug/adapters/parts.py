@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import class_of
+from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.probe import Probe
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.shielding import guarded
+from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: Modules that a sampled step of their last watch ran, in whatever precision, and of which nothing but FP8 is recorded.
@@ -56,11 +58,13 @@ class Part(nn.Module):
         self.reason = reason
         self.was_called = False
         self.bias = True if has_bias else None
-        found = [getattr(owner, name) for name in weight_names]
+        found = [stored(owner, name) for name in weight_names]
+        if any(weight is None for weight in found):
+            self.reason, found, weight_names = reason or COMPUTED, [torch.empty(0, dtype=torch.float32, device="meta")], ()
         wrapper = type(found[0])
         around = f" of {wrapper.__name__}" if wrapper.__module__.startswith("torchao.") else ""
         self.fp8debug_kind = type(owner).__name__ + around
-        for name, weight in zip(weight_names, found, strict=True):
+        for name, weight in zip(weight_names, found, strict=False):
             if isinstance(weight, nn.Parameter):
                 self.register_parameter(f"of_{name}", weight)
         whole = found[0]
@@ -77,8 +81,10 @@ class Part(nn.Module):
 
     def current_weight(self) -> Tensor:
         """Return the weight as the owner holds it now, without its history."""
-        found = [getattr(self.owner, name).detach() for name in self.weight_names]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        found = [stored(self.owner, name) for name in self.weight_names]
+        if any(weight is None for weight in found):
+            raise AttachError(COMPUTED)
+        return found[0].detach() if len(found) == 1 else torch.cat([weight.detach() for weight in found])
 
 
 @runtime_checkable

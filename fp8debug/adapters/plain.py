@@ -23,6 +23,7 @@ from fp8debug.recipes import Recipe
 from fp8debug.second_look import Kept
 from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.shielding import guarded, is_batched
+from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import Gemm, TensorRole
 
 
@@ -32,7 +33,7 @@ class Trial(Hooks, Probe):
     def follow(self, module: nn.Linear) -> Callable[[], None]:
         """Hook a module; return what undoes it."""
         self._own = module
-        self.layout = layout_by_marks(module, module.weight)
+        self.layout = layout_by_marks(module, stored(module, "weight"))
         # first of the hooks: FSDP2 takes the weight away in a later one
         return module.register_forward_hook(self._after, prepend=True, with_kwargs=True).remove
 
@@ -43,8 +44,10 @@ class Trial(Hooks, Probe):
 
     @guarded
     def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        wants_dgrad, weight = x.requires_grad, module.weight
-        assert isinstance(weight, Tensor)
+        wants_dgrad, weight = x.requires_grad, stored(module, "weight")
+        if weight is None:
+            self.give_up(COMPUTED)
+            return
         wants_wgrad = weight.requires_grad
         if is_sharded(weight):
             if not fits(x, weight):

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import ADAPTERS, class_of, same_cast
+from fp8debug.adapters.base import ADAPTERS, class_of, num_dims, same_cast
 from fp8debug.adapters.ears import Ears
 from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
 from fp8debug.adapters.plain import Trial
@@ -140,7 +140,7 @@ class ScaledMm:
         name, weight = class_of(module).__name__, module._parameters.get("weight")
         if name == "NonDynamicallyQuantizableLinear":
             return False
-        is_like_one = name.endswith("Linear") and weight is not None and weight.dim() == 2
+        is_like_one = name.endswith("Linear") and num_dims(weight) == 2
         if not isinstance(module, nn.Linear) and not is_like_one:
             return False
         return not any(other.matches(module) for other in ADAPTERS if other is not self)

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fp8debug.adapters.base import ADAPTERS, Adapter
+from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
 from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.errors import AttachError
 from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import matching
+from fp8debug.stored import has, stored
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.
@@ -47,6 +49,11 @@ class Candidate:
             return None
 
     @property
+    def state(self) -> tuple[bool, tuple[int | None, int | None]]:
+        """Whether the module runs in FP8 now, and its (out_features, in_features), which a lazy one has after its first call."""
+        return self.fp8, _features(self.module)
+
+    @property
     def is_heard(self) -> bool:
         """Whether only its GEMMs tell if it runs in FP8."""
         return self.adapter is not None and self.adapter.is_heard
@@ -62,7 +69,7 @@ class Candidate:
             "kind": (self.adapter.kind if self.adapter else "") or kind_of_part(self.module),
             "in_features": in_features,
             "out_features": out_features,
-            "bias": getattr(self.module, "bias", None) is not None,
+            "bias": has(self.module, "bias"),
             "index": index,
             "fp8": recipe is not None,
             "observed": self.adapter is not None and self.reason is None and self._is_observed(recipe is not None),
@@ -73,7 +80,7 @@ class Candidate:
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
             "selects": self.selects,
-            "params": sum(p.numel() for p in self.module.parameters(recurse=False)),
+            "params": sum(p.numel() for p in _parameters(self.module) if not is_lazy(p)),
         }
 
     def _is_observed(self, in_fp8: bool) -> bool:
@@ -91,9 +98,19 @@ class Candidate:
         return f"not converted ({odd[0]} is not a multiple of 16, as most FP8 GEMMs want it)" if odd else "not converted"
 
 
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's own parameters, those that its parametrizations compute others from among them."""
+    made_from = module._modules.get("parametrizations")
+    return [*module.parameters(recurse=False), *(made_from.parameters() if made_from is not None else ())]
+
+
 def _features(module: nn.Module) -> tuple[int | None, int | None]:
-    weight = getattr(module, "weight", None)
-    return (weight.shape[0], weight.shape[1]) if weight is not None and weight.dim() == 2 else (None, None)
+    weight = stored(module, "weight")
+    if weight is not None and not is_lazy(weight):
+        return (weight.shape[0], weight.shape[1]) if weight.dim() == 2 else (None, None)
+    if not isinstance(module, nn.Linear):
+        return None, None
+    return stored(module, "out_features") or None, stored(module, "in_features") or None  # 0 before a lazy module's first call
 
 
 def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
@@ -102,7 +119,7 @@ def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
     for _ in range(2):  # a router may sit in a module of its own
         name = name.rpartition(".")[0]
         holder = root.get_submodule(name)
-        weights = [p for m in (holder, *holder.children()) for p in m.parameters(recurse=False) if p.dim() == 3]
+        weights = [p for m in (holder, *holder.children()) for p in m.parameters(recurse=False) if num_dims(p) == 3]
         if any(p.shape[0] == out_features and in_features in p.shape[1:] for p in weights):
             return out_features
     return None
@@ -149,7 +166,8 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
             if adapter is None:
                 reason = "nn.MultiheadAttention multiplies by its weight without calling it"
             for suffix, part in parts_of(adapter, module).items():
-                weight, whole = id(getattr(part, "weight", part)), fqn + suffix
+                held = stored(part, "weight")
+                weight, whole = id(part if held is None else held), fqn + suffix
                 reason = part.reason if isinstance(part, Part) else reason
                 found.append(Candidate(whole, part, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
                 by_weight.setdefault(weight, whole)

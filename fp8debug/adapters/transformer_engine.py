@@ -34,6 +34,7 @@ from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import layout_by_marks
+from fp8debug.stored import stored
 from fp8debug.types import Gemm
 
 _NODES = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
@@ -290,7 +291,7 @@ class TransformerEngine:
         if ears is None:
             ears = _EARS[module.owner] = ModuleEars(module.owner, observer)
         probe = ears.probes[module.index] = TeProbe(observer, name, module)
-        probe.layout = layout_by_marks(module.owner, getattr(module.owner, module.weight_names[0]))
+        probe.layout = layout_by_marks(module.owner, stored(module.owner, module.weight_names[0]))
         kept = ears
         return lambda: kept.detach(module.index)
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fp8debug.adapters.parts import Part, chosen
 from fp8debug.adapters.transformer_engine_tensors import is_of_debug_tools, names_of, unwrapped
+from fp8debug.stored import is_computed, stored
 
 _PACKAGE = "transformer_engine.pytorch.module."
 #: Modules that are read, by class.
@@ -43,8 +44,8 @@ _FCS = ("fc1", "fc2")
 
 
 def _has(module: Any, name: str) -> bool:
-    bias = getattr(module, name, None)
-    return bias is not None and bias.numel() > 0
+    bias = stored(module, name)
+    return is_computed(module, name) or (bias is not None and bias.numel() > 0)
 
 
 def _experts(module: Any) -> dict[str, Part]:

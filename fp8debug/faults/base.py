@@ -20,6 +20,7 @@ from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
+from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole
 
 #: What an option such as ``tensor`` may name, and options whose whole numbers begin at 0.
@@ -78,6 +79,18 @@ class Target:
         if not isinstance(self.module, Fp8Linear) or self.module.recipe.is_high_precision:
             raise UsageError(f"{self.name} does not run in FP8 ({type(self.module).__name__}); plant this fault in one that does")
         return self.module
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's weight.
+
+        Raises:
+            UsageError: the module does not run in FP8, or it computes its weight, so that a fault cannot be put into it.
+        """
+        weight = stored(self.linear, "weight")
+        if not isinstance(weight, Tensor):
+            raise UsageError(f"{self.name} has no weight of its own: {COMPUTED}; plant this fault in another module")
+        return weight
 
 
 class Clock:

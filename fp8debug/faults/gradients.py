@@ -26,7 +26,7 @@ def _requantized(where: Target) -> Callable[[], None]:
 
 
 def _bf16_sum(where: Target) -> Callable[[], None]:
-    weight, num_parts = where.linear.weight, int(where.options["num_parts"])
+    weight, num_parts = where.weight, int(where.options["num_parts"])
 
     def add(gradient: Tensor) -> Tensor:
         if not where.active:

@@ -17,7 +17,7 @@ from fp8debug.types import Quantized
 
 
 def _outlier(where: Target) -> Callable[[], None]:
-    linear = where.linear
+    linear, weight = where.linear, where.weight
     factor = 2.0 ** float(where.options["log2_factor"])
     channels = slice(0, linear.in_features, max(1, int(where.options["spacing"])))
     pinned: list[Tensor] = []
@@ -27,8 +27,8 @@ def _outlier(where: Target) -> Callable[[], None]:
             return None
         with torch.no_grad():
             if not pinned:
-                pinned.append(linear.weight[:, channels] / factor)
-            linear.weight[:, channels] = pinned[0]  # an optimizer's step would be ``factor`` times too long here
+                pinned.append(weight[:, channels] / factor)
+            weight[:, channels] = pinned[0]  # an optimizer's step would be ``factor`` times too long here
         gains = torch.ones(linear.in_features, device=args[0].device, dtype=args[0].dtype)
         gains[channels] = factor
         return (args[0] * gains, *args[1:])
@@ -39,14 +39,14 @@ def _outlier(where: Target) -> Callable[[], None]:
 
     hook = linear.register_forward_pre_hook(scale)
     columns = torch.arange(linear.in_features, dtype=torch.int64, device="cpu")[channels]
-    weight_hook = linear.weight.register_hook(still)  # type: ignore[no-untyped-call]  # torch's
+    weight_hook = weight.register_hook(still)  # type: ignore[no-untyped-call]  # torch's
 
     def undo() -> None:
         hook.remove()
         weight_hook.remove()
         if pinned:
             with torch.no_grad():
-                linear.weight[:, channels] = pinned.pop() * factor
+                weight[:, channels] = pinned.pop() * factor
 
     return undo
 

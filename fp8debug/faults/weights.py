@@ -51,7 +51,7 @@ def stale(where: Target) -> Callable[[], None]:
 
 def clustered(where: Target) -> Callable[[], None]:
     """Hold all weights near one magnitude, in the part of a binade that a scale rounded down cannot hold."""
-    weight = where.linear.weight
+    weight = where.weight
     pinned: list[tuple[Tensor, Tensor]] = []
 
     def pin(_: nn.Module, args: object) -> None:

@@ -17,6 +17,7 @@ from fp8debug.faults.base import FAULTS, Fault, Ordinary, Target, distort, quant
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
+from fp8debug.stored import stored
 from fp8debug.types import Quantized, TensorRole
 
 
@@ -38,12 +39,12 @@ def _rank_scale(where: Target) -> Callable[[], None]:
 
 
 def _stale_inference(where: Target) -> Callable[[], None]:
-    linear, factor = where.linear, float(where.options["factor"])
+    linear, weight, factor = where.linear, where.weight, float(where.options["factor"])
     kept: list[Tensor] = []
 
     def remember(_: nn.Module, args: object) -> None:
         if where.active and not kept:
-            kept.append(linear.weight.detach() * factor)
+            kept.append(weight.detach() * factor)
 
     def infer(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if kept and linear.recipe.is_high_precision and not torch.is_grad_enabled():
@@ -55,9 +56,10 @@ def _stale_inference(where: Target) -> Callable[[], None]:
 
 
 def _depth_outliers(where: Target) -> Callable[[], None]:
-    shape = where.linear.weight.shape
+    shape = where.weight.shape
     parts = where.name.split(".")
-    fp8 = {name: m for name, m in where.model.named_modules() if isinstance(m, Fp8Linear) and m.weight.shape == shape}
+    fp8 = {name: m for name, m in where.model.named_modules() if isinstance(m, Fp8Linear)}
+    fp8 = {name: m for name, m in fp8.items() if (w := stored(m, "weight")) is not None and w.shape == shape}
     families = []
     for place in (place for place, part in enumerate(parts) if part.isdecimal()):
         head, tail = parts[:place], parts[place + 1 :]

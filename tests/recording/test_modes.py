@@ -40,6 +40,21 @@ def test_every_tensor_of_ours_names_its_dtype_and_its_device() -> None:
     assert not bare
 
 
+def test_a_random_number_of_ours_comes_from_a_generator_of_ours() -> None:
+    drawn = {"bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"}
+    shared = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, keywords = node.func.attr.removesuffix("_like"), {keyword.arg for keyword in node.keywords}
+            if _is_torch(node.func.value) and name in drawn and "generator" not in keywords:
+                shared.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.func.attr}")
+            elif node.func.attr in ("bernoulli_", "exponential_", "normal_", "random_", "uniform_", "manual_seed_all"):
+                shared.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.func.attr}")
+    assert not shared
+
+
 def _is_factory(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr in FACTORIES and _is_torch(function.value)
 
@@ -136,7 +151,7 @@ class _Counting(TorchDispatchMode):
     """Counts the ops of the program."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self.num_ops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,8 +297,8 @@ def test_a_functional_call_is_recorded_with_the_parameters_that_it_is_given(kind
                 loss = (torch.func.functional_call(model, given, (x,)) - x).square().mean()
                 grads = torch.autograd.grad(loss, list(given.values()))
                 with torch.no_grad():
-                    for p, grad in zip(given.values(), grads, strict=True):
-                        p.add_(grad, alpha=-0.01)
+                    for own, grad in zip(given.values(), grads, strict=True):
+                        own.add_(grad, alpha=-0.01)
                 found.append(loss.item())
                 if watch is not None:
                     watch.step(loss=loss)
@@ -299,7 +314,8 @@ def _functional_losses(model: nn.Module, watch: Any, transform: str) -> list[flo
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def loss_of(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (torch.func.functional_call(model, params, (x,)) - x).square().mean()
+        loss: Tensor = (torch.func.functional_call(model, params, (x,)) - x).square().mean()
+        return loss
 
     found = []
     for step in range(3):
