@@ -98,9 +98,10 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
         try:
             if probe._generation != generation:
                 probe.begin_step()
-            if not runs_ops:
+            overridden = runs_ops and is_overridden()
+            if not overridden and not (runs_ops and torch.is_grad_enabled()):
                 return method(probe, *args, **kwargs)
-            with ordinary_torch() if is_overridden() else torch.no_grad():
+            with ordinary_torch() if overridden else torch.no_grad():
                 return method(probe, *args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError):
             probe.give_up("out of memory in a sample; training goes on")

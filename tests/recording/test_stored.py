@@ -146,7 +146,7 @@ def test_a_fault_in_a_computed_weight_is_refused() -> None:
     parametrizations.spectral_norm(model[0])  # type: ignore[index]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(fp8debug.Fp8DebugError, match="0 has no weight of its own: its weight is computed at each access"):
-        fp8debug.faults.inject(model, "swiglu_outlier", "0")
+        fp8debug.inject(model, "swiglu_outlier", "0")
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
