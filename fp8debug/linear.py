@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import UninitializedParameter
 
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
@@ -444,7 +445,10 @@ def why_not_converted(linear: nn.Linear) -> str | None:
             f"{kind.__name__} has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or leave it in high"
             " precision with overrides={FQN: None}"
         )
-    if "weight" not in linear._parameters:
+    weight = linear._parameters.get("weight")
+    if isinstance(weight, UninitializedParameter):
+        return "its shape is unknown before its first call; run the model once before convert()"
+    if weight is None:
         return "its weight is computed from others (a parametrization); call convert() before that is registered"
     if forward is not None and not _is_hooked_by_accelerate(linear):
         name = getattr(forward, "__qualname__", type(forward).__qualname__)

@@ -135,8 +135,11 @@ class Ears(Hooks, Probe):
     @guarded
     def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
         """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
-        weight = module._parameters.get("weight")
-        n, k = (module.out_features, module.in_features) if weight is None else weight.shape
+        weight = stored(module, "weight")
+        n, k = (stored(module, "out_features"), stored(module, "in_features")) if weight is None else weight.shape
+        if n is None or k is None:
+            self.report_once("not recorded: its weight and its in_features and out_features are computed at each access")
+            return
         one = next((h for h in call.heard if h.first.values.shape[1] == k and h.second.values.shape == (k, n)), None)
         if one is None:
             self.report_once(f"not recorded: no GEMM of [tokens, {k}] by [{k}, {n}] was seen in its forward pass")
