@@ -445,7 +445,7 @@ def why_not_converted(linear: nn.Linear) -> str | None:
             f"{kind.__name__} has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or leave it in high"
             " precision with overrides={FQN: None}"
         )
-    weight = linear._parameters.get("weight")
+    weight: Any = linear._parameters.get("weight")
     if isinstance(weight, UninitializedParameter):
         return "its shape is unknown before its first call; run the model once before convert()"
     if weight is None:

@@ -13,6 +13,7 @@ from torch.utils.weak import TensorWeakRef
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
 from fp8debug.adapters.parts import CALLED, TRIED, Hooks, is_new
 from fp8debug.adapters.plain import Trial
+from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.observer import Observer
@@ -21,7 +22,6 @@ from fp8debug.recipes import Cast
 from fp8debug.second_look import Kept
 from fp8debug.sharding import layout_by_marks
 from fp8debug.shielding import guarded
-from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of
 from fp8debug.adapters.parts import Hooks
+from fp8debug.attributes import COMPUTED, stored
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
 from fp8debug.observer import Observer
@@ -23,7 +24,6 @@ from fp8debug.recipes import Recipe
 from fp8debug.second_look import Kept
 from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.shielding import guarded, is_batched
-from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import Gemm, TensorRole
 
 

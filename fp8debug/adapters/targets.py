@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
 from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of
 from fp8debug.adapters.stages import layers_before, name_in_model
+from fp8debug.attributes import has, stored
 from fp8debug.errors import AttachError
 from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import matching
-from fp8debug.stored import has, stored
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
-from fp8debug.stored import COMPUTED, stored
 from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole
 
 #: What an option such as ``tensor`` may name, and options whose whole numbers begin at 0.
