@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from fp8debug.errors import RunError
+from fp8debug.plain import one_line
+from fp8debug.rules.lost import losses_of
 
 from .console import open_run, print_table, to_csv, to_json
 from .plain import echo
@@ -59,9 +61,12 @@ def command(run: str, form: str) -> None:
     if not opened.manifest.get("modules"):
         raise RunError(f"{opened.name}: coverage was not recorded, manifest.json is missing or lists no modules")
     rows = opened.sql(MODULES).to_pylist()
+    lost = losses_of(opened)
     told = {module["fqn"]: module for module in opened.modules}
     for row in rows:
-        row["note"] = "; ".join(note for note in (row["note"], _against_practice(told[row["module"]])) if note) or None
+        ends = [str(one) for one in lost if one.module in (None, row["module"])]
+        notes = *ends[:1], row["note"], _against_practice(told[row["module"]])
+        row["note"] = "; ".join(note for note in notes if note) or None
     if form != "table":
         click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
         return
@@ -69,6 +74,8 @@ def command(run: str, form: str) -> None:
     share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
     echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}\n")
     print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason", "note"])
+    for one in lost:
+        echo(f"warning: {one_line(str(one))}")
     for entry in opened.manifest.get("filters") or ():
         echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
     for module in opened.manifest.get("outside") or ():

@@ -12,6 +12,7 @@ import click
 from fp8debug.plain import one_line
 from fp8debug.rules import Finding, Findings, Severity, triage
 from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.lost import Lost
 from fp8debug.rules.settings import load_settings
 from fp8debug.store.run import Run
 
@@ -55,7 +56,8 @@ def command(
     """Judge RUN by every rule: the class of the problem, the sick layer and the cause, the culprit first.
 
     A run that was resumed into other folders is one run: give all of them. Options win over [tool.fp8debug] in
-    pyproject.toml. Exit code 0: nothing at or above --fail-on; 1: a finding is; 2: usage; 3: the run cannot be read.
+    pyproject.toml. Exit code 0: nothing at or above --fail-on; 1: a finding is, or a module was not recorded to the end, which
+    counts as a warning; 2: usage; 3: the run cannot be read.
     """
     settings = load_settings(config)
     limit = fail_on or settings.fail_on or "warning"
@@ -113,6 +115,8 @@ def _print(findings: Findings) -> None:
         echo(f"class: {findings.classification['title']}: {findings.classification['what']}")
         for line in findings.classification["evidence"]:
             echo(f"  {line}")
+    for entry in findings.lost:
+        echo(f"warning: {one_line(str(Lost(**entry)))}")
     if findings:
         echo()
         header = ["code", "severity", "module", "site", "steps", "what"]

@@ -62,7 +62,10 @@ class Judgement:
         """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` without findings while pending, and after a failure."""
         if self.failure or (self.is_pending and not self.known):
             return "unknown"
-        return min((level(f.severity) for f in self.known or ()), key=_ORDER.__getitem__, default="ok")
+        severities = [level(f.severity) for f in self.known or ()]
+        if self.known is not None and self.known.lost:
+            severities.append(level("warning"))
+        return min(severities, key=_ORDER.__getitem__, default="ok")
 
 
 PENDING = Judgement(is_pending=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.selectors import ON_FINDING, Selector
 from fp8debug.spikes import SpikeDetector
@@ -156,7 +157,9 @@ class Dumper:
         try:
             with self._lock:
                 self._observe(step, (module, str(gemm), str(tensor)), actual, reference, operand)
-        except Exception as error:  # whatever it is, training and statistics go on
+        except Exception as error:
+            if not is_ours(error):
+                raise
             self._stop(error)
 
     def _observe(self, step: int, key: tuple[str, str, str], actual: bool, reference: Tensor, operand: Operand) -> None:

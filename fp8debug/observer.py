@@ -7,7 +7,6 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8debug.arriving import Scalar
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
 from fp8debug.leftovers import Forgetful, Leftovers
@@ -76,7 +76,8 @@ class Settings:
 class FinishedStep:
     """One step on its way to the sink; each table comes as (snapshot, what its rows are by their numbers).
 
-    ``first_nonfinite`` in the scalars is a place in ``checked`` as :func:`place_of_first` writes it.
+    ``first_nonfinite`` in the scalars is a place in ``checked`` as :func:`place_of_first` writes it. ``progress`` is the
+    sink's: how much of the step it has handed on, in case an exception of the program comes between.
     """
 
     step: int
@@ -84,6 +85,8 @@ class FinishedStep:
     scalars: dict[str, Any]
     tables: list[tuple[Snapshot, dict[int, RowInfo]]] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
+    progress: Any = None
+    is_written: bool = False
 
     def ready(self) -> bool:
         """Return whether every copy has arrived."""
@@ -121,12 +124,14 @@ class Observer:
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
         self.on_end_step: list[Callable[[], None]] = []
+        self.on_interrupt: list[Callable[[], None]] = []  # called when an exception of the program ends a hook in the middle
         self.after_step: list[Callable[[], None]] = []  # called once, when the step under way has ended
         self._sink = sink
         self._tables: dict[torch.device, Table] = {}
         self._filled: dict[torch.device, tuple[Table, dict[int, RowInfo]]] = {}
         self._pending: list[FinishedStep] = []
         self._num_calls = 0
+        self._is_starting = False  # the clock is being set
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
@@ -168,8 +173,11 @@ class Observer:
     def relieve_all(self) -> None:
         """Join what waits, where it pays, before the end of the step does: two short pauses of training for a long one."""
         for table, _ in self._filled.values():
-            with suppress(torch.OutOfMemoryError, MemoryError):  # of which the end of the step hears again
+            try:
                 table.relieve(MIN_JOINED)
+            except (torch.OutOfMemoryError, MemoryError) as error:  # the end of the step reports what was lost
+                if not is_ours(error):
+                    raise
 
     def sample(self, length: int, device: torch.device, *, columns: bool = False) -> Sample:
         """Return which of ``length`` rows or columns are sampled: evenly spread, shifted by a hash of the step.
@@ -235,11 +243,43 @@ class Observer:
     def end_step(self, scalars: dict[str, Any]) -> None:
         """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
 
+        An exception of the program that comes between is raised when the step is closed.
+
         Args:
             scalars: numbers or 0-d tensors: loss, grad_norm, lr, loss_scale, tokens, seconds.
         """
-        moving = {k: _leaving_device(v) for k, v in scalars.items()}
-        finished = FinishedStep(self.step, self.sampling, moving)
+        step, finished = self.step, FinishedStep(self.step, self.sampling, {})
+        try:
+            self._collect(finished, scalars)
+            self._pending.append(finished)
+            self.hand_over()
+            self.start_step(step + 1)
+        except BaseException as error:
+            if not is_ours(error):
+                self._close_interrupted(finished, error)
+            raise
+
+    def _close_interrupted(self, finished: FinishedStep, error: BaseException) -> None:
+        """Close a step that an exception of the program ended in the middle; rows that are not whole are left out."""
+        if self._filled:
+            kept = {id(filled) for _, filled in finished.tables}
+            lost = [(device, filled) for device, (_, filled) in self._filled.items() if id(filled) not in kept]
+            for device, filled in lost:
+                if (table := self._tables.pop(device, None)) is not None:
+                    table.discard()
+                self._report_lost(filled, f"{type(error).__name__} was raised while it was recorded")
+            self._filled, self._samples = {}, {}
+        self._checked = []
+        if not finished.is_written and not any(finished is other for other in self._pending):
+            self._pending.append(finished)
+        if finished.step == self.step or self._is_starting:
+            self.start_step(finished.step + 1)
+
+    def _collect(self, finished: FinishedStep, scalars: dict[str, Any]) -> None:
+        """Start the copies of what the step has recorded."""
+        moving = finished.scalars
+        for name, value in scalars.items():
+            moving[name] = _leaving_device(value)
         if self._checked:
             finished.checked = [module for module, _ in self._checked]
             moving["first_nonfinite"] = _leaving_device(place_of_first([found for _, found in self._checked]))
@@ -247,17 +287,20 @@ class Observer:
         for device, (table, filled) in self._filled.items():
             try:
                 finished.tables.append((table.snapshot(), filled))
-            except (torch.OutOfMemoryError, MemoryError):
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                if not is_ours(error):
+                    raise
                 self._tables.pop(device).discard()  # half joined; the next sampled step makes a new one
-                for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
-                    self.report(module, f"not recorded at step {self.step}: out of memory; training goes on", number == 0)
+                self._report_lost(filled, f"{table.lost or 'out of memory'}; training goes on")
         self._filled, self._samples = {}, {}  # a tensor's end lets go of the interpreter, for which nobody waits yet
-        self._pending.append(finished)
-        self.hand_over()
-        self.start_step(self.step + 1)
+
+    def _report_lost(self, filled: dict[int, RowInfo], reason: str) -> None:
+        for number, module in enumerate(dict.fromkeys(info.module for info in filled.values())):
+            self.report(module, f"not recorded at step {self.step}: {reason}", number == 0)
 
     def start_step(self, step: int) -> None:
         """Set the clock."""
+        self._is_starting = True
         self.step = step
         self.sampling = not self.is_off and not self.is_asleep and step % self.settings.every == 0
         self.generation += 1
@@ -266,8 +309,22 @@ class Observer:
         self.leftovers.take(self.touched, self.known)
         self.touched, self.known = [], {}
         after, self.after_step = self.after_step, []
+        interruption: BaseException | None = None
         for forget in (*self.on_end_step, *after):
-            forget()
+            try:
+                forget()
+            except BaseException as error:
+                if is_ours(error):
+                    raise
+                interruption = error  # the others still have to let go of the step
+        self._is_starting = False
+        if interruption is not None:
+            raise interruption
+
+    def interrupt(self) -> None:
+        """Let go of what hooks have begun, because an exception of the program ended one of them: those after it may not run."""
+        for let_go in self.on_interrupt:
+            let_go()
 
     def turn_off(self) -> None:
         """Observe nothing more: nobody can take it."""
@@ -284,9 +341,17 @@ class Observer:
     def hand_over(self, *, wait: bool = False) -> None:
         """Give the sink every step that has arrived; with ``wait``, when training is over, every step."""
         while self._pending and (wait or self._pending[0].ready()):
-            first = self._pending.pop(0)
+            first = self._pending[0]
             first.scalars = {k: v.read() if isinstance(v, Scalar) else v for k, v in first.scalars.items()}
-            self._sink(first)
+            try:
+                self._sink(first)
+            except BaseException as error:
+                if is_ours(error):
+                    del self._pending[0]
+                raise
+            first.is_written = True
+            if self._pending and self._pending[0] is first:
+                del self._pending[0]
         if wait:
             self._drop_tables()
             self.leftovers.let_go_of_all()

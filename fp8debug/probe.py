@@ -96,6 +96,11 @@ class Probe(Riding):
         self._ridden.clear()
         super().give_up(reason)
 
+    def interrupt(self, error: BaseException) -> None:
+        """End the sample of this step."""
+        self._ridden.clear()
+        super().interrupt(error)
+
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
 
@@ -169,7 +174,15 @@ class Probe(Riding):
 
     @guarded
     def backward(
-        self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None, kept: Kept | None
+        self,
+        grad_output: Tensor,
+        weight: Tensor,
+        dgrad: Product | None,
+        wgrad: Product | None,
+        kept: Kept | None,
+        *,
+        known: tuple[Source, Tried] | None = None,
+        damage: bool = True,
     ) -> None:
         """Record dgrad and wgrad, and the damage of fprop's output error, now that its gradient is known.
 
@@ -179,9 +192,11 @@ class Probe(Riding):
             dgrad: grad_output and weight as dgrad reads them, and grad_input ``[M, K]``; None when it did not run.
             wgrad: grad_output and input as wgrad reads them, and grad_weight ``[N, K]``; None when it did not run.
             kept: what :meth:`fprop` returned.
+            known: what was found out about grad_output, where dgrad and wgrad are given in two calls: the same object in both.
+            damage: whether to record the damage, which is once in a backward pass.
         """
         self.observer.relieve(grad_output.device)
-        source, tried = Source(grad_output), Tried()
+        source, tried = (Source(grad_output), Tried()) if known is None else known
         if dgrad is not None:
             a, b, result = dgrad
             self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
@@ -196,7 +211,7 @@ class Probe(Riding):
                 if self._recomputed:
                     read = values_of(b, 1, kept.columns.lines)
                     self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, read, b)
-        if kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
+        if damage and kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
             self._merge(self._output_key, [found], grad_output.device)
         self._ridden.clear()
 

@@ -1,4 +1,4 @@
-"""What keeps an error of ours, and a moment at which nothing can be recorded, from the training step."""
+"""Methods that record inside a training step: their errors do not reach it, and no dispatch mode sees the ops they run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import (
     _DisableAutocast,
     _get_dispatch_stack_at,
+    _get_function_stack_at,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
@@ -21,6 +22,9 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8debug.interruptions import is_ours
+from fp8debug.store.schema import NOT_WATCHED
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
@@ -33,7 +37,7 @@ S = TypeVar("S", bound="Shielded")
 
 
 class Shielded:
-    """What has methods that may fail, and holds something of a step: it forgets that at its first call in a later one.
+    """Per-step recorder state, reset at the first call of a new step and disabled after an error.
 
     Args:
         observer: whose steps they are.
@@ -73,12 +77,20 @@ class Shielded:
         self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
         self._told = True
 
+    def interrupt(self, error: BaseException) -> None:
+        """End the sample of this step because an exception of the program ended a method in the middle; record it as an event."""
+        self._gave_up = self.observer.generation
+        self.observer.interrupt()
+        text = f"not recorded in full at step {self.observer.step}: {type(error).__name__} was raised while it was recorded"
+        self.observer.report(self.module, text, False)
+
 
 def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
-    """Keep an error of ours from reaching the training step: the module is reported once and watched no more.
+    """Keep an error of fp8debug from reaching the training step: the module is reported once and watched no more.
 
     Too little memory for a sample ends the sample alone: the module is watched again from the next step on. The method runs
-    in :func:`ordinary_torch`.
+    in :func:`ordinary_torch`. An exception of the program, which a signal handler may raise in the middle of the method, passes
+    through: the sample ends, and gradient mode and modes are what they were before.
     """
 
     return _kept_apart(method, runs_ops=True)
@@ -95,6 +107,7 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
         generation = probe.observer.generation
         if probe.failed or probe._gave_up == generation:
             return None
+        before = TorchState() if runs_ops else None
         try:
             if probe._generation != generation:
                 probe.begin_step()
@@ -103,16 +116,67 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
                 return method(probe, *args, **kwargs)
             with ordinary_torch() if overridden else torch.no_grad():
                 return method(probe, *args, **kwargs)
-        except (torch.OutOfMemoryError, MemoryError):
-            probe.give_up("out of memory in a sample; training goes on")
-            return None
-        except Exception as error:  # whatever it is, the user's step goes on
+        except BaseException as error:
+            if before is not None:
+                before.restore()
+            if not is_ours(error):
+                probe.interrupt(error)
+                raise
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                probe.give_up("out of memory in a sample; training goes on")
+                return None
             probe.failed = True
             lines = str(error).splitlines() or [""]
-            probe.observer.report(probe.module, f"not watched any more: {type(error).__name__}: {lines[0]}"[:300], True)
+            probe.observer.report(probe.module, f"{NOT_WATCHED}: {type(error).__name__}: {lines[0]}"[:300], True)
             return None
 
     return call
+
+
+class TorchState:
+    """The gradient mode, dispatch modes and function modes of this thread, to be restored after an exception.
+
+    A context manager does not restore them where a signal handler raises inside its ``__enter__``.
+    """
+
+    __slots__ = ("_functions", "_has_gradients", "_modes")
+
+    def __init__(self) -> None:
+        self._has_gradients = torch.is_grad_enabled()
+        self._modes = active_modes()
+        self._functions = _function_modes()
+
+    def restore(self) -> None:
+        """Set all three to what they were."""
+        if torch.is_grad_enabled() != self._has_gradients:
+            torch._C._set_grad_enabled(self._has_gradients)
+        set_modes(self._modes)
+        if len(_function_modes()) != len(self._functions):
+            while _len_torch_function_stack():
+                _pop_torch_function_stack()
+            for mode in self._functions:
+                _push_on_torch_function_stack(mode)
+
+
+def _function_modes() -> list[Any]:
+    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+
+
+def set_modes(modes: list[Any]) -> None:
+    """Make these the dispatch modes of this thread, the outermost first; those that stay where they are are not touched."""
+    now = active_modes()
+    same = next(
+        (i for i, (one, other) in enumerate(zip(now, modes, strict=False)) if one is not other), min(len(now), len(modes))
+    )
+    while _len_torch_dispatch_stack() > same:
+        _pop_torch_dispatch_stack(None)
+    for mode in modes[same:]:
+        _push_on_torch_dispatch_stack(mode)
+
+
+def active_modes() -> list[Any]:
+    """Return the dispatch modes of this thread, the outermost first."""
+    return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
 
 
 def is_overheard() -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.arriving import new_event
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
 from fp8debug.kernels.words import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
@@ -120,7 +121,7 @@ class Table:
         self._waiting: dict[int, Mapping[Any, Any]] = {}
         self._listed: list[tuple[int, Mapping[Any, Any]]] = []  # for the joiner
         self._numbers: dict[Any, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
-        self._has_lost = False
+        self.lost = ""  # why rows that waited were lost; empty when none were
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
         self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
@@ -193,8 +194,8 @@ class Table:
         """
         self._join_rows()
         self._join_waiting()
-        if self._has_lost:
-            raise MemoryError("rows that waited to be joined were lost")
+        if self.lost:
+            raise MemoryError(f"rows that waited to be joined were lost: {self.lost}")
 
     def _join_rows(self) -> None:
         """Have all rows filled whose casts or sums wait, and join what is listed to the state, as far as the joiner takes it.
@@ -203,9 +204,9 @@ class Table:
         """
         if self._joiner is None:
             return
-        listed, self._listed = self._listed, []
         first = () if self._bins is None else (self._bins,)
         with self._whole(), on_device(self._all):
+            listed, self._listed = self._listed, []
             for items in self._items(listed):
                 self._joiner(items, first)
 
@@ -241,15 +242,15 @@ class Table:
         """Note where not all is joined that was to be."""
         try:
             yield
-        except BaseException:
-            self._has_lost = True
+        except BaseException as error:
+            self.lost = "out of memory" if is_ours(error) else f"{type(error).__name__} was raised while it was recorded"
             raise
 
     def _join_waiting(self) -> None:
         """Join what waits for torch ops."""
-        waiting, self._waiting = self._waiting, {}
         found: dict[Any, tuple[list[int], list[Tensor]]] = {}
         with self._whole():
+            waiting, self._waiting = self._waiting, {}
             for row, partials in waiting.items():
                 for key, value in partials.items():
                     values = value.words if isinstance(value, Row) else value

@@ -21,6 +21,7 @@ LAYERS = {
     "fp8debug.types": 0,
     "fp8debug.plain": 0,
     "fp8debug.attributes": 0,
+    "fp8debug.interruptions": 0,
     "fp8debug.registry": 0.5,
     "fp8debug.spikes": 0.5,
     "fp8debug.shares": 0.5,

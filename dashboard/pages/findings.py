@@ -128,6 +128,11 @@ def _about(judged: Judgement) -> Component:
     if judged.is_pending:
         return poster("The rules are looking at the run.")
     silent = len(judged.findings.skipped)
+    from fp8debug.rules.lost import Lost
+
+    lost = "".join(f" {Lost(**entry)}." for entry in judged.findings.lost)
+    if lost:
+        return note(f"Not all was recorded:{lost}", kind="warning")
     more = f" {silent} of {len(RULES)} rules could not look: they lack columns or a second rank." if silent else ""
     return note(f"Culprit first: errors, then the order of first appearance.{more}")
 

@@ -160,19 +160,24 @@ def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
 
 def sentence(judged: Judgement) -> str:
     """Return the verdict in words."""
+    from fp8debug.rules.lost import Lost
+
     findings = judged.known
     if judged.failure:
         return f"Triage could not run: {judged.failure}"
     if judged.is_pending and not findings:
         return "The rules are looking at the run; what they find appears here."
+    lost = ""
+    if findings is not None and findings.lost:
+        lost = f" Not all was recorded: {Lost(**findings.lost[0])}."
     if not findings:
-        return "No finding: every rule that could look stayed silent."
+        return lost.strip() or "No finding: every rule that could look stayed silent."
     first = findings[0]
     where = f"{first.module} is the first culprit" if first.module else "No layer is to blame"
     counts = Counter(level(f.severity) for f in findings)
     counted = ", ".join(f"{n} {name}{'s' if n > 1 and name != 'info' else ''}" for name, n in counts.items())
     again = " The run has grown: the rules are looking again." if judged.is_pending else ""
-    return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}.{again}"
+    return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}.{lost}{again}"
 
 
 def _classification(view: View, judged: Judgement) -> Component | None:
@@ -191,6 +196,12 @@ def _classification(view: View, judged: Judgement) -> Component | None:
     return html.Div([word for word in words if word is not None], className="class-line")
 
 
+def _nothing(judged: Judgement) -> str:
+    if judged.known is not None and judged.known.lost:
+        return "No rule found a fault in what was recorded. Find out why fp8debug failed, and record those steps again."
+    return "Nothing: no rule found a fault." if judged.verdict == "ok" else "Nothing can be said yet."
+
+
 def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | None]:
     path = shlex.quote(str(opened.run.path))
     findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
@@ -206,7 +217,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
     if not findings:
         if judged.is_pending:
             return [poster("The rules are looking."), *hints]
-        return [html.P("Nothing: no rule found a fault." if judged.verdict == "ok" else "Nothing can be said yet."), *hints]
+        return [html.P(_nothing(judged)), *hints]
     items: list[Component] = []
     for finding in list(dict.fromkeys(f for f in findings if level(f.severity) != "info"))[:3] or [findings[0]]:
         name = finding.module or "the whole run"

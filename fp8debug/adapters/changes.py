@@ -9,6 +9,7 @@ from typing import Any
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.errors import UsageError
 from fp8debug.guard import Evidence, Guard, Verdict
+from fp8debug.interruptions import is_ours
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Recipe
 from fp8debug.shares import flop_shares
@@ -90,7 +91,9 @@ class RecipeChanges:
         if self._evidence is not None:
             try:
                 self._verdicts += self._evidence.see(step, columns)
-            except Exception as error:  # whatever it is, the user's step goes on
+            except Exception as error:
+                if not is_ours(error):
+                    raise
                 self._evidence = None
                 self._say(step, None, f"the guard stopped: {type(error).__name__}: {error}"[:300])
 

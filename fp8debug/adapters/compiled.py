@@ -27,7 +27,8 @@ def run_samples_eagerly(observer: Observer) -> tuple[Callable[[], None], Callabl
         _set_stance((observer.step + 1) % observer.settings.every == 0 and not observer.is_off)
 
     def undo() -> None:
-        observer.on_end_step.remove(at_start)
+        if at_start in observer.on_end_step:
+            observer.on_end_step.remove(at_start)
         _set_stance(False)
 
     observer.on_end_step.append(at_start)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fp8debug.adapters.listening import Heard, Listener
 from fp8debug.adapters.scaled_mm import side_of
-from fp8debug.shielding import ordinary_torch
+from fp8debug.interruptions import is_ours
+from fp8debug.shielding import TorchState, ordinary_torch
 
 #: Entry points by the layout of their operands: whether the first and the second are stored transposed.
 ENTRY_POINTS = {
@@ -48,10 +49,14 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
         result = original(a, b, d, *args, **kwargs)
         ears = listener.ears
         if ears and ears[-1].hear is not None:
+            before = TorchState()
             try:
                 with ordinary_torch():
                     ears[-1].hear(_heard(name, a, b, d, args[0] if args else kwargs.get("c")))
-            except Exception as error:  # whatever it is, the user's step goes on
+            except BaseException as error:
+                before.restore()
+                if not is_ours(error):
+                    raise
                 ears[-1].fail(error)
         return result
 
@@ -63,4 +68,4 @@ def _heard(name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Ten
         raise ValueError(f"{name} adds to its result, which is not read")
     first, second = side_of(*a, among=_BLOCKS), side_of(*b, among=_BLOCKS)
     turn_first, turn_second = ENTRY_POINTS[name]
-    return Heard(name, first.t() if turn_first else first, second.t() if turn_second else second, d)
+    return Heard(name, first.t() if turn_first else first, second.t() if turn_second else second, d, is_opaque=True)

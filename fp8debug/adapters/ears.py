@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -10,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between
+from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between, version_of
 from fp8debug.adapters.parts import CALLED, TRIED, Hooks, is_new
 from fp8debug.adapters.plain import Trial
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.metrics import Source
 from fp8debug.observer import Observer
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast
-from fp8debug.second_look import Kept
+from fp8debug.second_look import Kept, Tried
 from fp8debug.sharding import layout_by_marks
 from fp8debug.shielding import guarded
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
@@ -38,20 +40,38 @@ def _gone() -> None:
 class Call:
     """One forward call of a module: what its backward needs, sampled, and what was heard of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
         self.heard: list[Heard] = []
+        self.copies = copies
         self.kept: Kept | None = None
         self.x: Callable[[], Tensor | None] = _gone
         self.input_dtype: torch.dtype | None = None
         self.weight: Tensor | None = None
         self.wanted: set[Gemm] = set()
-        self.products: dict[Gemm, Product] = {}
+        self.unsure: list[dict[Gemm, Heard]] = []
+        self.recorded: set[Gemm] = set()
         self.grad_output: Tensor | None = None
+        self.known: tuple[Source, Tried] | None = None
+        self.versions: dict[str, int | None] = {}
+        self.arguments: dict[int, int | None] = {}
         self.nodes_left = 0
 
     def as_quantized(self, x: Tensor) -> Tensor:
         """Return the input ``[M, K]`` as it was before it was quantized, after the cast of autocast."""
         return x.detach().to(self.input_dtype or x.dtype).reshape(-1, x.shape[-1])
+
+    def hear(self, heard: Heard) -> None:
+        """Keep a GEMM of the forward pass until the module's output is known."""
+        if isinstance(heard, Heard):
+            self.heard.append(heard.held(copied=self.copies) if heard.is_fp8 else heard.noted())
+
+    def note(self, **tensors: Tensor) -> None:
+        """Note the versions of tensors that are read later."""
+        self.versions.update({name: version_of(x) for name, x in tensors.items()})
+
+    def is_as_noted(self, name: str, x: Tensor) -> bool:
+        """Return whether nothing has written to a tensor since its version was noted."""
+        return self.versions.get(name) is None or x._version == self.versions[name]
 
 
 class Ears(Hooks, Probe):
@@ -80,6 +100,7 @@ class Ears(Hooks, Probe):
         self._input_dtype = input_dtype
         self._listener = listener_of(observer)
         self._unfinished: list[Call] = []
+        self._copies = False  # whether the program was seen to overwrite operands: from the next step on they are copied
         self._reported: set[str] = set()
         self._trial = trial
 
@@ -110,10 +131,11 @@ class Ears(Hooks, Probe):
     def _before(self, module: nn.Module, args: Any) -> None:
         if module is not self._own or torch.compiler.is_compiling():
             return
-        call = Call() if self.begin() else None
+        call = Call(copies=self._copies) if self.begin() else None
         if call is not None:
             CALLED.add(module)
-        self._listener.begin(self, call, None if call is None else call.heard.append, self._fail)
+            call.arguments = {id(x): version_of(x) for x in args if isinstance(x, Tensor)}
+        self._listener.begin(self, call, None if call is None else call.hear, self._fail)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if module is not self._own or torch.compiler.is_compiling():
@@ -129,7 +151,7 @@ class Ears(Hooks, Probe):
             self._record_trial(ear.call, module, self._trial)
 
     @guarded
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         raise error
 
     @guarded
@@ -144,6 +166,9 @@ class Ears(Hooks, Probe):
         if one is None:
             self.report_once(f"not recorded: no GEMM of [tokens, {k}] by [{k}, {n}] was seen in its forward pass")
             return
+        if (overwritten := one.overwritten()) is not None:
+            self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
+            return
         TRIED.add(module)
         x, second = one.first.values, one.second.values
         trial.layout = self.layout
@@ -151,7 +176,7 @@ class Ears(Hooks, Probe):
 
     @guarded
     def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
-        heard = [h for h in call.heard if h.is_fp8]
+        heard, call.heard = [h for h in call.heard if h.is_fp8], []
         output = output[0] if isinstance(output, tuple) else output
         if output is None:  # an exception
             return
@@ -171,14 +196,20 @@ class Ears(Hooks, Probe):
             return
         if len(heard) > 1:
             self.report_once(f"recorded by one of {len(heard)} FP8 GEMMs of its forward pass")
+        version = call.arguments.get(id(x))
+        overwritten = fits[0].overwritten() or ("input" if version is not None and x._version != version else None)
+        if overwritten is not None:
+            self._copies = True
+            self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
+            return
         a, b, result = self._product(Gemm.FPROP, fits[0])
         call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias)
-        call.heard.clear()
         if call.kept is None or not output.requires_grad:
             return
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
         call.x = weakly(x)  # a strong reference could keep what the module itself does not
+        call.note(input=x, weight=detached)
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
         if not self._unfinished:
@@ -186,7 +217,7 @@ class Ears(Hooks, Probe):
         self._unfinished.append(call)
 
         def before(grads: Any) -> None:
-            self._listener.begin(call, call, call.heard.append, self._fail)
+            self._listener.begin(call, call, partial(self._take, call), self._fail)
 
         def after(grads: Any, others: Any) -> None:
             self._listener.end(call)
@@ -196,6 +227,7 @@ class Ears(Hooks, Probe):
         def take(grad: Tensor) -> None:
             if call in self._unfinished:
                 call.grad_output = grad.detach().reshape(-1, grad.shape[-1])
+                call.note(grad_output=call.grad_output)
 
         output.register_hook(take)
         for node in nodes:
@@ -203,58 +235,92 @@ class Ears(Hooks, Probe):
             node.register_hook(after)
 
     @guarded
-    def _sort(self, call: Call) -> None:
-        """After a node: find out which of its GEMMs are dgrad and wgrad, and record them once nothing is missing."""
-        heard, call.heard = call.heard, []
+    def _take(self, call: Call, heard: Heard) -> None:
+        """Record a GEMM of the backward pass when it has run: the program may overwrite what it read as soon as that.
+
+        One that its shapes do not tell apart from the other is kept until its node has run.
+        """
         grad_output, weight = call.grad_output, call.weight
         if call not in self._unfinished or grad_output is None or weight is None:
             return
-        found: dict[Gemm, Heard] = {}
-        unsure = []
-        for one in heard:
-            fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, one, grad_output.shape[0], weight)) is not None}
-            if len(fits) == 2 and one.which is None:
-                unsure.append(fits)
-            elif fits:
-                found.update(fits if one.which is None else {w: f for w, f in fits.items() if w is one.which})
-            elif one.is_fp8:
-                self.report_once(f"not recorded in full: {one} in its backward pass is neither dgrad nor wgrad")
-        if len(unsure) == 2:  # as many tokens as outputs: the order of the equations, which every library keeps
-            found.update({Gemm.DGRAD: unsure[0][Gemm.DGRAD], Gemm.WGRAD: unsure[1][Gemm.WGRAD]})
-        elif unsure:
-            left = call.wanted - set(found) - set(call.products)
-            if len(left) == 1 and len(unsure) == 1:
-                found.update({which: unsure[0][which] for which in left})
-            else:
-                self.report_once("not recorded in full: with as many tokens as outputs its GEMMs cannot be told apart")
-        for which in call.wanted & set(found):
-            call.products[which] = self._product(which, found[which])
-        if not call.nodes_left or set(call.products) == call.wanted:
-            self._finish(call)
+        tokens = grad_output.shape[0]
+        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, heard, tokens, weight)) is not None}
+        if heard.which is not None:
+            fits = {w: f for w, f in fits.items() if w is heard.which}
+        elif len(fits) == 2:
+            held = heard.held()
+            call.unsure.append({w: f for w in fits if (f := fitting(w, held, tokens, weight)) is not None})
+            return
+        elif not fits and heard.is_fp8:
+            self.report_once(f"not recorded in full: {heard} in its backward pass is neither dgrad nor wgrad")
+        for which, fit in fits.items():
+            self._record_backward(call, which, fit)
 
     @guarded
-    def _finish(self, call: Call) -> None:
-        """Record what was heard of a backward pass."""
-        if call not in self._unfinished:
+    def _sort(self, call: Call) -> None:
+        """Record, after a node, those of its GEMMs that shapes do not tell apart; end the call after its last node."""
+        unsure, call.unsure = call.unsure, []
+        if call not in self._unfinished or call.grad_output is None or call.weight is None:
             return
-        self._unfinished.remove(call)
-        products, grad_output, weight, kept = call.products, call.grad_output, call.weight, call.kept
-        call.products, call.grad_output, call.weight, call.kept = {}, None, None, None
-        if grad_output is None or weight is None:
+        if len(unsure) == 2:  # as many tokens as outputs: the order of the equations, which every library keeps
+            self._record_backward(call, Gemm.DGRAD, unsure[0][Gemm.DGRAD])
+            self._record_backward(call, Gemm.WGRAD, unsure[1][Gemm.WGRAD])
+        elif unsure:
+            left = call.wanted - call.recorded
+            if len(left) == 1 and len(unsure) == 1:
+                for which in left:
+                    self._record_backward(call, which, unsure[0][which])
+            else:
+                self.report_once("not recorded in full: with as many tokens as outputs its GEMMs cannot be told apart")
+        if not call.nodes_left or call.recorded == call.wanted:
+            self._finish(call)
+
+    def _record_backward(self, call: Call, which: Gemm, heard: Heard) -> None:
+        """Record dgrad or wgrad, once in a backward pass."""
+        grad_output, weight, kept = call.grad_output, call.weight, call.kept
+        if which not in call.wanted or which in call.recorded or grad_output is None or weight is None:
             return
         if weight.numel() and not weight.untyped_storage().nbytes():
             self.give_up("its weight was taken away before the end of its backward pass")
             return
-        for which in sorted(call.wanted - set(products)):
-            self.report_once(f"not recorded in full: no {which} was heard in its backward pass")
-        if (wgrad := products.get(Gemm.WGRAD)) is not None and kept is not None:
+        overwritten = heard.overwritten()
+        if overwritten is None and not call.is_as_noted("grad_output", grad_output):
+            overwritten = "grad_output"
+        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", weight):
+            overwritten = "weight in high precision"
+        if overwritten is not None:
+            call.recorded.add(which)
+            self.report_once(f"not recorded in full: the {overwritten} of its {which} was overwritten before it could be read")
+            return
+        is_first = not call.recorded
+        call.recorded.add(which)
+        if call.known is None:
+            call.known = Source(grad_output), Tried()
+        product = self._product(which, heard)
+        if which is Gemm.WGRAD and kept is not None:
             x = call.x()
-            if x is None:
-                self.report_once("not recorded in full: its input in high precision is gone before wgrad, whose cast has no row")
+            if x is None or not call.is_as_noted("input", x):
+                why = "gone" if x is None else "overwritten"
+                self.report_once(
+                    f"not recorded in full: its input in high precision is {why} before wgrad, whose cast has no row"
+                )
             else:
                 flat = call.as_quantized(x)
-                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), wgrad[1], kept.tried)
-        self.backward(grad_output, weight, products.get(Gemm.DGRAD), wgrad, kept)
+                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), product[1], kept.tried)
+        dgrad, wgrad = (product, None) if which is Gemm.DGRAD else (None, product)
+        self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
+
+    @guarded
+    def _finish(self, call: Call) -> None:
+        """End a backward pass."""
+        if call not in self._unfinished:
+            return
+        self._unfinished.remove(call)
+        has_gradient = call.grad_output is not None
+        call.grad_output = call.weight = call.kept = call.known = None
+        if has_gradient:
+            for which in sorted(call.wanted - call.recorded):
+                self.report_once(f"not recorded in full: no {which} was heard in its backward pass")
 
     def _product(self, which: Gemm, heard: Heard) -> Product:
         """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
@@ -278,8 +344,9 @@ class Ears(Hooks, Probe):
     def _end_step(self) -> None:
         for call in self._unfinished:
             if call.grad_output is not None:
-                missing = ", ".join(sorted(call.wanted - set(call.products)))
-                self.report_once(f"not recorded in full: no {missing} was heard before the step ended")
+                missing = ", ".join(sorted(call.wanted - call.recorded))
+                if missing:
+                    self.report_once(f"not recorded in full: no {missing} was heard before the step ended")
         self._unfinished.clear()
 
 

@@ -9,6 +9,8 @@ import subprocess
 import torch
 import torch.distributed as dist
 
+from fp8debug.interruptions import is_ours
+
 _PREFIXES = ("NVTE_", "FP8_", "TORCHAO_", "CUBLAS_", "CUBLASLT_", "NCCL_ALGO")
 
 
@@ -31,7 +33,9 @@ def git_state() -> dict[str, object] | None:
     try:
         commit = _git("rev-parse", "HEAD")
         return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError) as error:
+        if not is_ours(error):
+            raise
         return None
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.errors import Fp8DebugError, UsageError
+from fp8debug.interruptions import is_ours
 from fp8debug.trainers import Loop
 
 
@@ -64,7 +65,9 @@ class TrainerWatch(Watch):
                 )
                 return
             self.inner = self._begin(list(models), first_step or None)
-        except Exception as error:  # whatever it is, the user's training goes on
+        except Exception as error:
+            if not is_ours(error):
+                raise
             if self._is_attaching and isinstance(error, Fp8DebugError):
                 raise
             self._say(f"{error}" if isinstance(error, Fp8DebugError) else f"{type(error).__name__}: {error}")
@@ -89,7 +92,9 @@ class TrainerWatch(Watch):
         if self.inner is not None:
             try:
                 Watch.step(self.inner)
-            except Exception as error:  # whatever it is, the user's training goes on
+            except Exception as error:
+                if not is_ours(error):
+                    raise
                 self.inner._noted.clear()
                 self._say(f"{type(error).__name__}: {error}")
 
@@ -97,7 +102,9 @@ class TrainerWatch(Watch):
         """End the run; called by the trainer's loop."""
         try:
             self._end_inner(error)
-        except Exception as own:  # whatever it is, the user's training has ended well
+        except Exception as own:
+            if not is_ours(own):
+                raise
             self._say(f"{type(own).__name__}: {own}")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -147,10 +154,10 @@ class TrainerWatch(Watch):
         """Detach and end the run; calling it again does nothing."""
         if self._over:
             return
-        self._over = True
-        atexit.unregister(self.close)
         self._detach()
         self._end_inner(None)
+        self._over = True
+        atexit.unregister(self.close)
         if not self._begun:
             print(f"fp8debug: nothing recorded into {self.path}: the trainer did not train", file=sys.stderr)
 
@@ -159,10 +166,11 @@ class TrainerWatch(Watch):
         self.close()
 
     def _end_inner(self, error: BaseException | None) -> None:
-        inner, self.inner = self.inner, None
+        inner = self.inner
         if inner is not None:
             inner.__exit__(None if error is None else type(error), error, None)
             self._steps = inner.current_step
+            self.inner = None
 
     def _running(self) -> Watch:
         if self.inner is None:

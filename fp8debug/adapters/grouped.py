@@ -38,7 +38,7 @@ class GroupCall:
     def hear(self, heard: Any) -> None:
         """Take note of a GEMM; those of other kinds are of no interest."""
         if isinstance(heard, HeardGroup):
-            self.heard.append(heard)
+            self.heard.append(heard.held())
 
 
 class GroupEars(Hooks):
@@ -77,7 +77,7 @@ class GroupEars(Hooks):
             first = next(iter(self.probes.values()))
             first.guard(self._record, ear.call.heard, args, output)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         for probe in self.probes.values():
             probe.give_up(f"{error}")
 

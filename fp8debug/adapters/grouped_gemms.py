@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8debug.adapters.listening import DECODERS
+from fp8debug.adapters.listening import DECODERS, version_of
 
 _ROWWISE = 1  # torch.nn.functional.ScalingType.RowWise
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,6 +33,17 @@ class HeardGroup(NamedTuple):
     result: Tensor
     is_fast: bool
     is_fp8: bool = False  # to the ears of a Linear it is none of its own
+    versions: tuple[int | None, ...] = ()
+
+    def held(self) -> HeardGroup:
+        """Return it to be read later, with the versions of its tensors, as autograd counts writes to them."""
+        return self._replace(versions=tuple(version_of(x) for x in (self.first, self.second, self.result)))
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the program has written to its operands or its result since it was held."""
+        now = zip((self.first, self.second, self.result), self.versions, strict=False)
+        return any(version is not None and x._version != version for x, version in now)
 
 
 def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> HeardGroup:
@@ -46,7 +57,8 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
     if (scales[0].numel(), scales[1].numel()) != lines:
         raise ValueError(f"scales {[list(s.shape) for s in scales]} of a grouped GEMM are not of rows")
     is_fast = bool(args.get("use_fast_accum"))
-    return HeardGroup(first.detach(), second.detach(), scales[0].detach(), scales[1].detach(), offs, result.detach(), is_fast)
+    scale_first, scale_second = (scale.detach().clone() for scale in scales)  # a program may use their memory for the next ones
+    return HeardGroup(first.detach(), second.detach(), scale_first, scale_second, offs.clone(), result.detach(), is_fast)
 
 
 def _scaled_grouped_mm(args: Mapping[str, Any], result: Any) -> HeardGroup:

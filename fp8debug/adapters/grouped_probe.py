@@ -58,6 +58,9 @@ class GroupProbe(PartProbe):
             heard: the GEMM.
         """
         line = GroupLine(x, weight, heard.offs)
+        if heard.is_overwritten:
+            self.give_up("an operand or the result of its forward GEMM was overwritten before the end of its forward pass")
+            return line
         self._tokens(heard.offs)
         mine = expert_of(torch.arange(x.shape[0], dtype=torch.int64, device=x.device), heard.offs)
         self._tokens_of((Gemm.FPROP, TensorRole.INPUT), x, heard, mine)
@@ -74,6 +77,11 @@ class GroupProbe(PartProbe):
         grad = line.grad_output
         if grad is None:
             return
+        if any(one.is_overwritten for one in heard):
+            self.report_once(
+                "not recorded in full: an operand or the result of its dgrad or wgrad was overwritten before it was read"
+            )
+            heard = [one for one in heard if not one.is_overwritten]
         mine = expert_of(torch.arange(grad.shape[0], dtype=torch.int64, device=grad.device), line.offs)
         dgrad = next((h for h in heard if h.second.dim() == 3 and h.first.shape == grad.shape), None)
         wgrad = next((h for h in heard if h.second.dim() == 2), None)

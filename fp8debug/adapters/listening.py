@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._C import (
     _get_dispatch_stack_at,
     _len_torch_dispatch_stack,
-    _pop_torch_dispatch_stack,
     _push_on_torch_dispatch_stack,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,30 +27,45 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.parts import Hooks
 from fp8debug.formats import TRANSPOSED
+from fp8debug.interruptions import is_ours
 from fp8debug.observer import Observer
-from fp8debug.shielding import ordinary_torch
+from fp8debug.shielding import TorchState, active_modes, ordinary_torch, set_modes
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.
 MAX_NODES = 64
+#: A result of at most so many bytes is copied where it is read later than its GEMM ran.
+MAX_COPIED = 2**29
 
 
 class Side(NamedTuple):
-    """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither."""
+    """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither.
+
+    ``version`` is autograd's count of writes to the values when the GEMM ran; None where it is not to be compared.
+    """
 
     values: Tensor
     scale_inv: Tensor | None = None
     granularity: str = ""
+    version: int | None = None
 
     def t(self) -> Side:
         """Return it transposed."""
         if self.scale_inv is None:
-            return Side(self.values.t())
-        return Side(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity])
+            return Side(self.values.t(), version=self.version)
+        return Side(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version)
+
+    def held(self, *, copied: bool) -> Side:
+        """Return it to be read later: a copy, or the same with its version."""
+        return self._replace(values=self.values.clone()) if copied else self._replace(version=version_of(self.values))
 
 
 class Heard(NamedTuple):
-    """One GEMM that ran: ``result[r, s] = first[r, c] @ second[c, s]``, what was added to it, and which it is, if it says so."""
+    """One GEMM that ran: ``result[r, s] = first[r, c] @ second[c, s]``, what was added to it, and which it is, if it says so.
+
+    The tensors are the program's, which may write to them as soon as the GEMM has run. ``is_opaque``: it may do so without
+    autograd's notice, because the GEMM ran inside a custom op or compiled code, or was given the memory of its result.
+    """
 
     name: str
     first: Side
@@ -59,6 +73,8 @@ class Heard(NamedTuple):
     result: Tensor
     bias: Tensor | None = None
     which: Gemm | None = None
+    is_opaque: bool = False
+    version: int | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -67,10 +83,50 @@ class Heard(NamedTuple):
 
     def t(self) -> Heard:
         """Return the same GEMM as ``result.t() = second.t() @ first.t()``."""
-        return Heard(self.name, self.second.t(), self.first.t(), self.result.t(), self.bias, self.which)
+        return self._replace(first=self.second.t(), second=self.first.t(), result=self.result.t())
+
+    def held(self, *, copied: bool = False) -> Heard:
+        """Return it to be read later: with copies of what the program may overwrite unnoticed, and of all that is small.
+
+        Args:
+            copied: copy all of it, because the program is known to overwrite such operands.
+        """
+        copied |= self.is_opaque or any(x.is_inference() for x in (self.first.values, self.second.values, self.result))
+        is_small = self.result.numel() * self.result.element_size() <= MAX_COPIED
+        return self._replace(
+            first=self.first.held(copied=copied),
+            second=self.second.held(copied=copied),
+            result=self.result.clone() if copied or is_small else self.result,
+            bias=None if self.bias is None else self.bias.clone(),
+            version=None if copied or is_small else version_of(self.result),
+        )
+
+    def noted(self) -> Heard:
+        """Return it with the versions of its operands."""
+        return self._replace(first=self.first.held(copied=False), second=self.second.held(copied=False))
+
+    def overwritten(self) -> str | None:
+        """Return what of it the program has written to since it was held; None is nothing."""
+        for name, x, version in (
+            ("first operand", self.first.values, self.first.version),
+            ("second operand", self.second.values, self.second.version),
+            ("result", self.result, self.version),
+        ):
+            if version is not None and x._version != version:
+                return name
+        return None
 
     def __str__(self) -> str:
         return f"{self.name} of {list(self.first.values.shape)} by {list(self.second.values.shape)}"
+
+
+def version_of(x: Tensor) -> int | None:
+    """Return how often autograd has counted a write to a tensor's memory; None where it does not count."""
+    return None if x.is_inference() else x._version
+
+
+#: Takes an error of fp8debug that arose while a GEMM was read.
+Failed = Callable[[BaseException], None]
 
 
 class Ear(NamedTuple):
@@ -79,7 +135,7 @@ class Ear(NamedTuple):
     owner: object
     call: object
     hear: Callable[[Heard], None] | None
-    fail: Callable[[Exception], None]
+    fail: Failed
     entered: bool
 
 
@@ -115,6 +171,11 @@ class Listener(TorchDispatchMode):
         found: list[Ear] = self._local.ears
         return found
 
+    @property
+    def _depth(self) -> int:
+        """How many custom ops run on this thread, one inside the other."""
+        return getattr(self._local, "depth", 0)
+
     def enter(self) -> bool:
         """Hear the ops of this thread until :meth:`leave`; False where they are heard already.
 
@@ -128,30 +189,41 @@ class Listener(TorchDispatchMode):
 
     def leave(self) -> None:
         """End what :meth:`enter` began; modes that somebody left above it stay."""
-        above = []
-        while self._is_heard():
-            mode = _pop_torch_dispatch_stack(None)
-            if mode is not self:
-                above.append(mode)
-        for mode in reversed(above):
-            _push_on_torch_dispatch_stack(mode)
+        others = [mode for mode in active_modes() if mode is not self]
+        try:
+            set_modes(others)
+        except BaseException:  # a signal handler's
+            set_modes(others)
+            raise
 
     def _is_heard(self) -> bool:
         return any(_get_dispatch_stack_at(i) is self for i in range(_len_torch_dispatch_stack()))
 
-    def begin(self, owner: object, call: object, hear: Callable[[Heard], None] | None, fail: Callable[[Exception], None]) -> None:
+    def begin(self, owner: object, call: object, hear: Callable[[Heard], None] | None, fail: Failed) -> None:
         """Let an owner hear what runs on this thread from now on, for one of its calls."""
         ears = self.ears
-        ears.append(Ear(owner, call, hear, fail, hear is not None and self.enter()))
+        if hear is None:
+            ears.append(Ear(owner, call, None, fail, False))
+            return
+        depth, before = len(ears), TorchState()
+        try:
+            ears.append(Ear(owner, call, hear, fail, self.enter()))
+        except BaseException:  # a signal handler's: the call that would end this turn does not come
+            del ears[depth:]
+            before.restore()
+            raise
 
     def end(self, owner: object) -> Ear | None:
         """End the owner's turn; None where it had none, because an exception came before it."""
         ears = self.ears
         if not ears or ears[-1].owner is not owner:
             return None
-        ear = ears.pop()
-        if ear.entered:
-            self.leave()
+        ear = ears[-1]
+        try:
+            if ear.entered:
+                self.leave()
+        finally:
+            ears.pop()
         return ear
 
     def forget(self) -> None:
@@ -165,19 +237,33 @@ class Listener(TorchDispatchMode):
         kwargs = kwargs or {}
         ears = self.ears
         if ears and ears[-1].hear is not None and (key := _inside(func, args)) is not None:
-            with self:
-                return func.redispatch(key, *args, **kwargs)
+            before, depth = TorchState(), self._depth
+            self._local.depth = depth + 1
+            try:
+                with self:
+                    return func.redispatch(key, *args, **kwargs)
+            except BaseException:
+                before.restore()
+                raise
+            finally:
+                self._local.depth = depth
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
         if packet in SCALED and not ears:
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
+            before = TorchState()
             try:
                 with ordinary_torch():
                     heard = DECODERS[packet](_bound(func, args, kwargs), result)
+                if isinstance(heard, Heard) and (self._depth or _writes_to_arguments(func)):
+                    heard = heard._replace(is_opaque=True)
                 if heard is not None:
                     ears[-1].hear(heard)
-            except Exception as error:  # whatever it is, the user's step goes on
+            except BaseException as error:
+                before.restore()
+                if not is_ours(error):
+                    raise
                 ears[-1].fail(error)
         return result
 
@@ -191,6 +277,17 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
     if func not in _ARGUMENTS:
         _ARGUMENTS[func] = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+
+
+#: Whether an op writes to its arguments; its schema makes them anew each time.
+_WRITES: dict[Any, bool] = {}
+
+
+def _writes_to_arguments(func: Any) -> bool:
+    found = _WRITES.get(func)
+    if found is None:
+        found = _WRITES[func] = bool(func._schema.is_mutable)
+    return found
 
 
 #: Whether an op has no others inside that we may hear; its name is put together anew each time that it is asked for.
@@ -222,6 +319,7 @@ def listener_of(observer: Observer) -> Listener:
     if observer not in _LISTENERS:
         listener = _LISTENERS[observer] = Listener()
         observer.on_end_step.append(listener.forget)
+        observer.on_interrupt.append(listener.forget)
     return _LISTENERS[observer]
 
 

@@ -84,10 +84,10 @@ class QuietWriter(RunWriter):
         """Why recording stopped, or None."""
         return None if self._writer is None else self._writer.stopped
 
-    def steps(self, row: Any) -> Any:
+    def steps(self, row: Any, *, once: bool = False) -> Any:
         """Keep a step's row, or write it; a number that is not finite wakes the rank."""
         if self._writer is not None:
-            return self._writer.steps(row)
+            return self._writer.steps(row, once=once)
         found: Mapping[str, Any] = row() if callable(row) else row
         self._kept.append(found)
         odd = [name for name in ("loss", "grad_norm") if not math.isfinite(_number(found.get(name)))]

@@ -49,7 +49,7 @@ def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -
         for granularity in among:
             rows, columns = block_shape(granularity, *data.shape)
             if scale_inv.shape == (-(-data.shape[0] // rows), -(-data.shape[1] // columns)):
-                return Side(data, scale_inv, granularity)
+                return Side(data, scale_inv.clone(), granularity)  # a program may use its memory for the next one
     shape = f"{str(scale_inv.dtype).removeprefix('torch.')}{list(scale_inv.shape)}"
     raise ValueError(f"scales {shape} of data {list(data.shape)} are of no known layout")
 

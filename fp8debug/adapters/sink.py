@@ -6,6 +6,7 @@ from one time to the next.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -47,19 +48,29 @@ class StepSink:
 
     def __call__(self, finished: FinishedStep) -> None:
         """Take one step, whose copies have arrived."""
-        for snapshot, filled in finished.tables:
-            make = partial(self._rows, finished, snapshot, filled)
-            rows = _own(make()) if self.decides else make
-            if not self._writer.stats(rows, len(filled)):
+        if finished.progress is None:
+            finished.progress = _Progress()
+        progress: _Progress = finished.progress
+        for number, (snapshot, filled) in enumerate(finished.tables):
+            if number < progress.num_written:
+                continue
+            if number == len(progress.rows):
+                make = partial(self._rows, finished, snapshot, filled)
+                progress.rows.append(_own(make()) if self.decides else make)
+            if not self._writer.stats(progress.rows[number], len(filled), once=True):
                 snapshot.discard()
-        if self._dumper is not None:
+            progress.num_written = number + 1
+        if self._dumper is not None and not progress.is_judged:
             reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
             self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
             self._found = []
-        unseen, now = unsampled_nonfinite(finished), datetime.now(timezone.utc)
-        row = {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
-        is_later = (unseen or finished.tables) and not self.decides
-        self._writer.steps(partial(self._told, row) if is_later else self._told(row))
+            progress.is_judged = True
+        if progress.step is None:
+            unseen, now = unsampled_nonfinite(finished), datetime.now(timezone.utc)
+            row = {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
+            is_later = (unseen or finished.tables) and not self.decides
+            progress.step = partial(self._told, row) if is_later else self._told(row)
+        self._writer.steps(progress.step, once=True)
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
@@ -82,6 +93,23 @@ class StepSink:
             message = f"first NaN or Inf, in a step that was not sampled; origin: {row['nonfinite_origin']}"
             self._writer.event(row["step"], "nonfinite", row["nonfinite_module"], message)
         return row
+
+
+@dataclass
+class _Progress:
+    """How much of a step was handed to the writer: after an exception of the program, the rest is, and nothing twice.
+
+    Attributes:
+        rows: of the tables, made so far.
+        num_written: how many of these the writer has.
+        is_judged: whether the dumper knows of the step.
+        step: the step's own row, once it is made.
+    """
+
+    rows: list[Any] = field(default_factory=list)
+    num_written: int = 0
+    is_judged: bool = False
+    step: Any = None
 
 
 def _own(batch: pa.RecordBatch) -> pa.RecordBatch:

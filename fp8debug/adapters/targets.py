@@ -14,6 +14,7 @@ from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.attributes import has, stored
 from fp8debug.errors import AttachError
+from fp8debug.interruptions import is_ours
 from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
 from fp8debug.selectors import matching
@@ -45,6 +46,8 @@ class Candidate:
         try:
             return None if self.adapter is None else self.adapter.recipe(self.module)
         except Exception as error:  # a library's configuration that is not as we know it; the other modules are
+            if not is_ours(error):
+                raise
             self.unread = f"its recipe cannot be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
             return None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fp8debug.adapters.listening import Side
@@ -180,4 +181,4 @@ class TeProbe(PartProbe):
             return None if side is None else side.values
         cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))
         CASTS.setdefault(self.part, {})[which, role] = cast
-        return Quantized(side.values, side.scale_inv.float()), cast
+        return Quantized(side.values, side.scale_inv.to(torch.float32, copy=True)), cast

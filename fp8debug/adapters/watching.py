@@ -30,9 +30,11 @@ from fp8debug.adapters.stages import rank_entry
 from fp8debug.adapters.targets import Candidate
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
-from fp8debug.shielding import is_capturing, ordinary_torch
+from fp8debug.shielding import TorchState, is_capturing, ordinary_torch
+from fp8debug.store.schema import RECORDING_STOPPED
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
@@ -86,7 +88,8 @@ class Watch:
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
-        self._closed = False
+        self._closed = self._is_over = False
+        self._ending = [self._end_steps, self._end_recording, self._end_files]  # by close(), in order, what is not done yet
         self._pid = os.getpid()
         self._has_looked = False
         self._before_next: Callable[[], None] | None = None
@@ -123,6 +126,8 @@ class Watch:
         except Fp8DebugError:
             raise
         except Exception as error:  # a library that is not as we know it; the other modules are
+            if not is_ours(error):
+                raise
             candidate.reason = f"it cannot be watched: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
             say(self._writer, self._observer.step, f"{candidate.fqn} is not recorded: {candidate.reason}", candidate.fqn)
 
@@ -158,7 +163,6 @@ class Watch:
         if self._closed:
             raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
         self._explicit = True
-        self._counted = False
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
 
     def begin_step(self) -> None:
@@ -193,17 +197,38 @@ class Watch:
     def detach(self) -> None:
         """Take every hook off the model, which is then as it was before; what was recorded so far is kept."""
         while self._undo:
-            self._undo.pop()()
+            undo = self._undo[-1]
+            try:
+                undo()
+            except BaseException as error:
+                if is_ours(error):
+                    self._undo.pop()
+                raise
+            if self._undo and self._undo[-1] is undo:
+                self._undo.pop()
 
     def close(self) -> None:
-        """Detach, write what is under way, and end the run; calling it again does nothing."""
-        if self._closed:
+        """Detach, write what is under way, and end the run; calling it again does nothing.
+
+        After an exception of the program that came between, it goes on where it was: when called again, or when the process ends.
+        """
+        if self._is_over:
             return
         self._closed = True
+        while self._ending:
+            end = self._ending[0]
+            end()
+            if self._ending and self._ending[0] is end:  # else a signal handler has called close() meanwhile
+                del self._ending[0]
+        self._is_over = True
         atexit.unregister(self.close)
+
+    def _end_steps(self) -> None:
         self.close_counted_step()
         if self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
+
+    def _end_recording(self) -> None:
         try:
             self._changes.finish()
             self.detach()
@@ -211,7 +236,11 @@ class Watch:
                 self._observer.hand_over(wait=True)
             self._report_never_called()
         except Exception as error:  # the device may be what failed; the user's own error is the one to be seen
+            if not is_ours(error):
+                raise
             self._give_up(error)
+
+    def _end_files(self) -> None:
         if self._dumper is not None:
             self._dumper.close()
         self._writer.close()
@@ -219,7 +248,7 @@ class Watch:
 
     def _leave(self) -> None:
         """Let go of the model in a forked child, and write nothing."""
-        self._closed = True
+        self._closed = self._is_over = True
         self.detach()
 
     def __enter__(self) -> Watch:
@@ -239,7 +268,9 @@ class Watch:
             if self._observer.has_rows and not is_capturing():
                 with ordinary_torch():
                     self._observer.relieve_all()
-        except Exception as error:  # whatever it is, the user's step goes on
+        except Exception as error:
+            if not is_ours(error):
+                raise
             self._give_up(error)
         if self._before_next is not None:
             self._before_next()
@@ -256,7 +287,6 @@ class Watch:
     def close_counted_step(self) -> None:
         """Close a step that an optimizer ended; at the next forward pass, so that ``step()`` can come first."""
         if self._counted and not self._explicit:
-            self._counted = False
             self._end({}, counted=True)
 
     def _begin_forward(self) -> None:
@@ -264,30 +294,44 @@ class Watch:
         self.close_counted_step()
         try:
             self._changes.note(self._observer.step)
-        except Exception as error:  # whatever it is, the user's step goes on
+        except Exception as error:
+            if not is_ours(error):
+                raise
             self._give_up(error)
 
     def _end(self, given: dict[str, Any], *, settle: bool = True, counted: bool = False) -> None:
-        """Close the step; an error of ours ends the recording, and only a wrong number given to ``step()`` is raised.
+        """Close the step; an error of fp8debug ends the recording, and only a wrong number given to ``step()`` is raised.
+
+        An exception of the program passes through when the step is closed.
 
         Args:
             given: numbers of the step.
             settle: whether recipes may change now.
             counted: the step was counted from an optimizer, whose caller knows nothing of a wrong number in ``note()``.
         """
-        scalars, self._noted = {**self._noted, **{k: v for k, v in given.items() if v is not None}}, {}
+        scalars = {**self._noted, **{k: v for k, v in given.items() if v is not None}}
         try:
             scalars = {name: _number(name, value) for name, value in scalars.items()}
         except UsageError as error:
+            self._noted, self._counted = {}, False
             if not counted:
                 raise
             self._give_up(error)
             scalars = {}
+        step, before = self._observer.step, TorchState()
         try:
             with ordinary_torch():
                 self._close_step(scalars, settle)
-        except Exception as error:  # whatever it is, the user's step goes on
+        except BaseException as error:
+            before.restore()
+            if not is_ours(error):
+                if self._observer.step == step:
+                    with ordinary_torch():
+                        self._observer.end_step(scalars)
+                self._noted, self._counted = {}, False
+                raise
             self._give_up(error)
+        self._noted, self._counted = {}, False
         if self._writer.stopped is not None and not self._sink.decides:
             self._observer.turn_off()
 
@@ -304,11 +348,11 @@ class Watch:
         if settle:
             self._changes.settle(self._observer.step)
 
-    def _give_up(self, error: Exception) -> None:
-        """Stop observing after an error of ours: said once, and as an event; what waits is still written."""
+    def _give_up(self, error: BaseException) -> None:
+        """Stop observing after an error of fp8debug: reported once and as an event; what waits is still written."""
         if not self._observer.is_off:
             self._observer.turn_off()
-            text = f"recording stopped: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+            text = f"{RECORDING_STOPPED}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
             say(self._writer, self._observer.step, text, kind="recording")
 
     def _dump(self, module: str, actual: bool, gemm: Gemm, tensor: TensorRole, reference: Tensor, operand: Operand) -> None:
@@ -333,7 +377,9 @@ class Watch:
         try:
             if self._writer.rank:
                 self._writer.update_manifest(rank_entry(self._roots, self.coverage()), add=True)
-        except Exception as error:  # whatever it is, the user's step goes on
+        except Exception as error:
+            if not is_ours(error):
+                raise
             self._give_up(error)
 
     def _say_unread(self, candidates: list[Candidate]) -> None:

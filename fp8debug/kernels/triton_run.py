@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.triton_common import INTERPRETED
 
 _COMPILED: dict[Any, Any] = {}
@@ -142,7 +143,9 @@ def can_share() -> bool:
     """Return whether a kernel can be given more shared memory than this release of Triton knows of."""
     try:
         return triton.__version__.rpartition(".")[0] in _KNOWN and _driver() is not None
-    except OSError:
+    except OSError as error:
+        if not is_ours(error):
+            raise
         return False
 
 

@@ -7,16 +7,19 @@ in a property too.
 from __future__ import annotations
 
 from fp8debug.rules import Finding, Findings, Severity
+from fp8debug.rules.lost import Lost
 
 COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
 
 def to_github(findings: Findings) -> str:
-    """Return one workflow command per finding, after one for the classification."""
+    """Return one workflow command per finding, after one for the classification and one for each module that was lost."""
     lines = []
     if findings.classification is not None:
         words = f"{findings.verdict}: {findings.classification['what']}"
         lines.append(_command("notice", f"fp8debug {findings.run}", words))
+    for entry in findings.lost:
+        lines.append(_command("warning", "not recorded any more", str(Lost(**entry))))
     lines += [_command(COMMANDS[f.severity], _title(f), f"{_place(f)}{f.message}\ncure: {f.cure}") for f in findings]
     return "".join(f"{line}\n" for line in lines)
 

@@ -11,6 +11,7 @@ from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.reports.style import CSS
 from fp8debug.rules import RULES, Finding, Findings, Severity
 from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.lost import Lost
 from fp8debug.store.run import Run
 
 WORDS = {"error": "✖ error", "warning": "▲ warning", "info": "● info", "ok": "✔ ok"}
@@ -79,7 +80,9 @@ def _header(run: Run, findings: Findings) -> str:
     facts = [number, f"steps {first} to {last}", *_facts(run)]
     return (
         f"<header><h1>{_badge(findings.verdict)} {escape(findings.run)}</h1>"
-        f"<p class='muted'>{escape(' · '.join(facts))}</p></header>"
+        f"<p class='muted'>{escape(' · '.join(facts))}</p>"
+        + "".join(f"<p class='lead'>{escape(str(Lost(**entry)))}.</p>" for entry in findings.lost)
+        + "</header>"
     )
 
 

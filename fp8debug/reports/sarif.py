@@ -13,6 +13,7 @@ from typing import Any
 
 from fp8debug import __version__
 from fp8debug.rules import RULES, Finding, Findings, Rule, Severity
+from fp8debug.rules.lost import Lost
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
@@ -32,8 +33,11 @@ def to_sarif(findings: Findings) -> str:
             {
                 "executionSuccessful": True,
                 "toolExecutionNotifications": [
-                    {"level": "note", "message": {"text": f"skipped {code}: {reason}"}, "associatedRule": {"id": code}}
-                    for code, reason in findings.skipped
+                    *({"level": "warning", "message": {"text": str(Lost(**entry))}} for entry in findings.lost),
+                    *(
+                        {"level": "note", "message": {"text": f"skipped {code}: {reason}"}, "associatedRule": {"id": code}}
+                        for code, reason in findings.skipped
+                    ),
                 ],
             }
         ],

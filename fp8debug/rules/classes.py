@@ -31,7 +31,8 @@ class Classification:
     Attributes:
         kind: ``loss-spike``, ``divergence``, ``loss-fine`` or ``unknown`` (no loss recorded).
         cause: ``fp8``, ``not-fp8``, ``undecided`` of a spike; ``at-once``, ``configuration``, ``numerical``, ``not-fp8``,
-            ``undecided`` of a divergence; ``healthy``, ``findings``, ``mismatch`` of a fine loss; else ``no-loss``.
+            ``undecided`` of a divergence; ``healthy``, ``findings``, ``mismatch`` of a fine loss, ``incomplete`` where something
+            was not recorded to the end; else ``no-loss``.
         what: one sentence.
         evidence: further sentences.
         step: at which the loss left its course; None when it did not.

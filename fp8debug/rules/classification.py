@@ -16,6 +16,7 @@ from fp8debug.rules.changes import Change, changes_of
 from fp8debug.rules.classes import Classification, at_first, begun_by, name_of, near_before, number_of, since
 from fp8debug.rules.evidence import has_fp8
 from fp8debug.rules.losses import divergence, first_nonfinite, read_losses, spikes
+from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
 
 if TYPE_CHECKING:
@@ -71,6 +72,18 @@ def classify(
     if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
         return _gap(comparison, harmful)
     return _fine(run, findings, harmful)
+
+
+def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classification:
+    """Return the class of a run that stopped recording something: what was not recorded cannot be ruled out as the cause."""
+    if not lost:
+        return classification
+    what, cause = classification.what, classification.cause
+    if cause == "healthy":
+        what, cause = "the loss is fine, and no rule found a fault in what was recorded", "incomplete"
+    elif cause == "not-fp8" and (classification.step is None or lost[0].step <= classification.step):
+        what, cause = f"{what}, or at what was not recorded", "undecided"
+    return replace(classification, cause=cause, what=f"{what}; {in_one_sentence(lost)}")
 
 
 def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:

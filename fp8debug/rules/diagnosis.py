@@ -13,9 +13,10 @@ from pathlib import Path
 from fp8debug.errors import RunError, UsageError
 from fp8debug.rules.base import Finding, Rule
 from fp8debug.rules.baseline import compare
-from fp8debug.rules.classification import classify
+from fp8debug.rules.classification import classify, with_lost
 from fp8debug.rules.evidence import has_fp8, sampled_steps
 from fp8debug.rules.findings import Findings
+from fp8debug.rules.lost import losses_of
 from fp8debug.rules.nonfinite import SICK
 from fp8debug.rules.screening import is_kept_whole, screen
 from fp8debug.rules.selection import Thresholds, chosen, configured
@@ -81,13 +82,15 @@ def triage(
     ordered = with_victims(ordered, rules, sampled_steps(run))
     standing = [f for f in ordered if rules[f.code].stands(f, [o for o in ordered if o is not f], run)]
     standing.sort(key=lambda f: (f.order, f.code))
+    lost = losses_of(run)
     return Findings(
         [finding for finding in standing if finding.code in wanted],
         run=run.name,
         steps=run.steps_range,
         skipped=skipped,
         baseline=comparison,
-        classification=classify(run, standing, rules, comparison).to_dict(),
+        classification=with_lost(classify(run, standing, rules, comparison), lost).to_dict(),
+        lost=[one.to_dict() for one in lost],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )
 

@@ -26,6 +26,7 @@ class Findings(list[Finding]):
         baseline: comparison with another run, if one was asked for.
         classification: which class of problem the run shows (docs/triage.md).
         thresholds: in force, by code of each rule that was asked.
+        lost: what the run stopped recording before its end, as ``module``, ``rank``, ``step``, ``until`` and ``reason``.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Findings(list[Finding]):
         baseline: Mapping[str, Any] | None = None,
         classification: Mapping[str, Any] | None = None,
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
+        lost: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         super().__init__(findings)
         self.run = run
@@ -45,16 +47,18 @@ class Findings(list[Finding]):
         self.skipped = list(skipped)
         self.baseline = baseline
         self.classification = classification
+        self.lost = [dict(entry) for entry in lost]
         self.thresholds = {code: dict(limits) for code, limits in (thresholds or {}).items()}
 
     @property
     def verdict(self) -> str:
-        """The highest severity, or ``ok``."""
-        return str(max(finding.severity for finding in self)) if self else "ok"
+        """The highest severity, at least ``warning`` where something was lost, or ``ok``."""
+        severities = [finding.severity for finding in self] + ([Severity.WARNING] if self.lost else [])
+        return str(max(severities)) if severities else "ok"
 
     def reaches(self, severity: Severity) -> bool:
-        """Tell whether any finding is at least that severe."""
-        return any(finding.severity >= severity for finding in self)
+        """Tell whether any finding is at least that severe; what was lost counts as a warning."""
+        return any(finding.severity >= severity for finding in self) or (bool(self.lost) and severity <= Severity.WARNING)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``triage --format json`` (docs/triage.md); ``baseline`` only where there is one."""
@@ -65,6 +69,7 @@ class Findings(list[Finding]):
             "verdict": self.verdict,
             "classification": dict(self.classification) if self.classification is not None else None,
             "findings": [finding.to_dict() for finding in self],
+            "lost": self.lost,
             "skipped": [{"code": code, "reason": reason} for code, reason in self.skipped],
             "thresholds": {code: {k: finite(v) for k, v in limits.items()} for code, limits in self.thresholds.items()},
         }

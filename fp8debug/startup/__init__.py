@@ -93,4 +93,8 @@ def _begin(out: Path, options: dict[str, Any]) -> None:
 
         AutoWatch(out, options).start()
     except Exception as error:  # the process is not ours
+        from fp8debug.interruptions import is_ours
+
+        if not is_ours(error):
+            raise
         print(f"fp8debug: not recorded: {type(error).__name__}: {error}", file=sys.stderr)

@@ -17,6 +17,9 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 3: shard of stats.
 SCHEMA_VERSION = 3
 
+#: How an event tells that a module (kind ``skipped``) or everything (kind ``recording``) is not recorded from its step on.
+NOT_WATCHED, RECORDING_STOPPED = "not watched any more", "recording stopped"
+
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "int32": pa.int32(),

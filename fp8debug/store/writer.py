@@ -24,7 +24,7 @@ from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, che
 from fp8debug.store.packed import Message, OneRow
 from fp8debug.store.parts import Parts
 from fp8debug.store.places import refuse_to_write
-from fp8debug.store.schema import SCHEMA_VERSION, TABLES, arrow_schema
+from fp8debug.store.schema import RECORDING_STOPPED, SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.worker import Worker
 
 #: A stream becomes a part at this size, or at close().
@@ -92,10 +92,11 @@ class RunWriter:
         self._schemas: dict[str, pa.Schema] = {}
         self._waiting, self._waiting_rows = dict.fromkeys(TABLES, 0), 0
         self._counting = threading.Lock()
-        self._closed = False
+        self._closed = self._is_over = False
         self._parts = Parts(lambda: self._worker.put(self._parts.check))
-        self._must_tell_resume = False
+        self._must_tell_resume = self._has_told_dropped = False
         self._last_step: int | None = None
+        self._last_given: dict[str, object] = {}
         self._manifest = {"schema_version": SCHEMA_VERSION, "name": self._root.name, "created": _now(), **manifest}
         self._rank_manifest = {
             "schema_version": SCHEMA_VERSION,
@@ -169,7 +170,7 @@ class RunWriter:
             self._write_json(self._root / "manifest.json", self._manifest)
         self._worker.put(self._sync_manifests)  # which nobody waits for
 
-    def stats(self, columns: Content, num_rows: int | None = None) -> bool:
+    def stats(self, columns: Content, num_rows: int | None = None, *, once: bool = False) -> bool:
         """Append the rows of one sampled step.
 
         Args:
@@ -179,26 +180,29 @@ class RunWriter:
                 ``[rows, 64]``. Or a batch of them all, or a function that returns either, which is called in the writer's
                 thread, when those before are written.
             num_rows: how many rows a function will return.
+            once: drop it where the last call gave the same object: an exception may have hidden that that call succeeded.
 
         Returns:
             False when the rows will not be written (dropped, or recording has stopped); a function is not called then.
         """
         if num_rows is None:
             num_rows = 1 if callable(columns) else len(columns["step"])
-        return not self._is_full and self._append("stats", columns, num_rows)
+        return not self._is_full and self._append("stats", columns, num_rows, columns if once else None)
 
-    def steps(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+    def steps(self, row: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, once: bool = False) -> None:
         """Append the row of one step; ``rank`` and ``time`` may be left out, other missing columns are null.
 
         Args:
             row: by column, made what is written at once, or a function that returns it, which the writer's thread calls.
+            once: as in :meth:`stats`.
         """
+        given = row if once else None
         full = {"rank": self.rank, "time": datetime.now(timezone.utc)}
         if callable(row):
-            self._append("steps", lambda: self._message({**full, **row()}))
+            self._append("steps", lambda: self._message({**full, **row()}), given=given)
         else:
             full.update(row)
-            self._append("steps", self._step_row.message(full) or partial(self._message, full))
+            self._append("steps", self._step_row.message(full) or partial(self._message, full), given=given)
 
     def _message(self, row: Mapping[str, Any]) -> Message | pa.RecordBatch:
         return self._step_row.message(row) or row_batch(self._schema("steps"), row)
@@ -240,17 +244,23 @@ class RunWriter:
                 self._worker.wait(CLOSE_PATIENCE_S)  # which hears of what went wrong there
 
     def close(self) -> None:
-        """Write what waits, turn the streams into parts and end the thread; a second call does nothing."""
-        if not self._is_open():
+        """Write what waits, turn the streams into parts and end the thread; a second call does nothing.
+
+        A call that an exception of the program ended in the middle may be repeated, and is when the process ends.
+        """
+        if os.getpid() != self._pid or self._is_over:
             return
         self._closed = True
-        atexit.unregister(self.close)
         patience = CLOSE_PATIENCE_S if self.stopped is None else 1.0
-        self._worker.put(self._finish_all)
-        is_done = self._worker.wait(patience) and self._parts.wait(patience)
-        self._worker.put(self._end)
-        is_done = self._worker.end(patience if is_done else 0.0)
+        is_done = True
+        if self._worker.is_alive:
+            self._worker.put(self._finish_all)
+            is_done = self._worker.wait(patience) and self._parts.wait(patience)
+            self._worker.put(self._end)
+            is_done = self._worker.end(patience if is_done else 0.0)
         self._parts.end(OPEN_PATIENCE_S if is_done else 0.0)
+        self._is_over = True
+        atexit.unregister(self.close)
         if not (is_done or self.stopped):
             _say(f"gave up waiting for {self.path}: nothing got done; the last rows may be missing")
         elif self.num_dropped:
@@ -259,7 +269,7 @@ class RunWriter:
     def _is_open(self) -> bool:
         return os.getpid() == self._pid and not self._closed
 
-    def _append(self, table: str, content: Content | Message, num_rows: int = 0) -> bool:
+    def _append(self, table: str, content: Content | Message, num_rows: int = 0, given: object = None) -> bool:
         if not self._is_open() or self.stopped:
             return False
         if not self._worker.is_alive:
@@ -274,7 +284,7 @@ class RunWriter:
                 return False
             self._waiting[table] += 1
             self._waiting_rows += num_rows
-        self._worker.put(partial(self._store, table, content, num_rows))
+        self._worker.put(partial(self._store, table, content, num_rows, given))
         return True
 
     def _beat(self) -> None:
@@ -287,9 +297,9 @@ class RunWriter:
         if self.stopped is None:
             self._stop(reason or (str(error) if isinstance(error, RecordError) else f"{type(error).__name__}: {error}"))
             with contextlib.suppress(Exception):
-                self._put("events", self._event(self._last_step, "recording", None, f"recording stopped: {self.stopped}")())
+                self._put("events", self._event(self._last_step, "recording", None, f"{RECORDING_STOPPED}: {self.stopped}")())
 
-    def _stop(self, reason: str, what: str = "recording stopped") -> None:
+    def _stop(self, reason: str, what: str = RECORDING_STOPPED) -> None:
         if self.stopped is None:
             self.stopped = reason
             _say(f"{what}: {reason}")
@@ -297,8 +307,11 @@ class RunWriter:
     def _schema(self, table: str) -> pa.Schema:
         return self._schemas.get(table) or self._schemas.setdefault(table, arrow_schema(table))
 
-    def _store(self, table: str, content: Content | Message, num_rows: int) -> None:
+    def _store(self, table: str, content: Content | Message, num_rows: int, given: object) -> None:
         try:
+            if given is not None and given is self._last_given.get(table):
+                return
+            self._last_given[table] = given
             if self.stopped is None:
                 found = content() if callable(content) else content
                 if not isinstance(found, pa.RecordBatch | Message):
@@ -344,7 +357,8 @@ class RunWriter:
             self.event(self._last_step, "recording", None, text)
 
     def _finish_all(self) -> None:
-        if self.num_dropped and self.stopped is None:
+        if self.num_dropped and self.stopped is None and not self._has_told_dropped:
+            self._has_told_dropped = True
             text = f"{self.num_dropped} writings were dropped because the disk was too slow"
             self.event(self._last_step, "recording", None, text)
         for table in TABLES:  # events last: finishing the others may make some
@@ -354,7 +368,7 @@ class RunWriter:
     def _end(self) -> None:
         try:
             self._parts.wait()
-            if self.stopped is None:
+            if self.stopped is None and self._rank_manifest["ended"] is None:
                 self._parts.check()
                 self._beat()
                 self._rank_manifest["ended"] = _now()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from fp8debug.interruptions import is_ours
 from fp8debug.trainers.base import LOOPS, Recorder, ending, is_a, rate_of, replace, undoing
 
 
@@ -98,7 +99,9 @@ class Bridge:
 def _arguments(module: Any) -> Any:
     try:
         return module.get_args()
-    except Exception:  # not parsed yet, or not of this version
+    except Exception as error:  # not parsed yet, or not of this version
+        if not is_ours(error):
+            raise
         return None
 
 

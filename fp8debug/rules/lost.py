@@ -1,0 +1,87 @@
+"""What a run stopped recording before its end: no rule judges it from there on, so that nothing healthy can be said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.store.schema import NOT_WATCHED, RECORDING_STOPPED
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Modules that a sentence names.
+MAX_NAMES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A module, or a rank with all its modules, that is not recorded from a step on because of an error of fp8debug.
+
+    Attributes:
+        module: FQN; None for all modules of the rank.
+        rank: global rank.
+        step: the step in which the error came; the first that is not recorded, or not whole.
+        until: the step from which it is recorded again, after a resume; None where it is not.
+        reason: the error.
+    """
+
+    module: str | None
+    rank: int
+    step: int
+    until: int | None
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON values."""
+        return {"module": self.module, "rank": self.rank, "step": self.step, "until": self.until, "reason": self.reason}
+
+    def __str__(self) -> str:
+        end = "on" if self.until is None else f"to step {self.until - 1}"
+        return f"{self.module or f'rank {self.rank}'} is not recorded from step {self.step} {end}: {self.reason}"
+
+
+def losses_of(run: Run) -> list[Lost]:
+    """Return what the run stopped recording, in order; of each module and rank the first time."""
+    found: list[Lost] = run.memo("lost", lambda: _read(run))
+    return found
+
+
+def _read(run: Run) -> list[Lost]:
+    query = (
+        "SELECT rank, step, module, message FROM events WHERE"
+        " (kind = 'skipped' AND module IS NOT NULL AND message LIKE ?) OR (kind = 'recording' AND message LIKE ?)"
+        " ORDER BY step NULLS FIRST, rank, module"
+    )
+    found: dict[tuple[str | None, int], Lost] = {}
+    for row in run.sql(query, [f"% is {NOT_WATCHED}: %", f"{RECORDING_STOPPED}: %"]).to_pylist():
+        module, rank, step = row["module"], row["rank"] or 0, row["step"]
+        step = run.steps_range[0] if step is None else step
+        before, _, reason = row["message"].partition(f"{NOT_WATCHED}: ")
+        reason = reason or before.removeprefix(f"{RECORDING_STOPPED}: ")
+        if (module, rank) not in found:
+            found[module, rank] = Lost(module=module, rank=rank, step=step, until=_again(run, module, rank, step), reason=reason)
+    return list(found.values())
+
+
+def _again(run: Run, module: str | None, rank: int, step: int) -> int | None:
+    """Return the first later step with rows of a module, or of any; None where there is none."""
+    query = "SELECT min(step) AS step FROM raw WHERE rank = ? AND step > ?"
+    values: list[object] = [rank, step]
+    if module is not None:
+        query, values = f"{query} AND module = ?", [*values, module]
+    found: int | None = run.sql(query, values).to_pylist()[0]["step"]
+    return found
+
+
+def in_one_sentence(lost: Sequence[Lost]) -> str:
+    """Return what was lost, since when and why; empty where nothing was."""
+    if not lost:
+        return ""
+    names = list(dict.fromkeys(one.module or f"all of rank {one.rank}" for one in lost))
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    first = lost[0]
+    verb = "is" if len(names) == 1 else "are"
+    end = "on" if any(one.until is None for one in lost) else f"to step {max(one.until or 0 for one in lost) - 1}"
+    return f"{', '.join(names[:MAX_NAMES])}{more} {verb} not recorded from step {first.step} {end} ({first.reason})"
