@@ -147,7 +147,7 @@ class Probe(Riding):
     @guarded
     def fprop(
         self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, parameter: Tensor | None = None,
     ) -> Kept:  # fmt: skip
         """Record fprop, and wgrad's input, which is quantized in the forward pass.
 
@@ -159,10 +159,11 @@ class Probe(Riding):
             x_wgrad: x as wgrad reads it; None when no gradient of the weight is wanted.
             output: ``[M, N]``; None when FP8 is only tried, and the exact GEMM stands for it.
             bias: what the GEMM added to the output; it is no part of what is compared.
+            parameter: the leaf whose ``grad`` accumulates wgrad's results; by default the weight itself.
         """
         self.observer.relieve(x.device)
         source, tried = Source(x), Tried()
-        self._gradients.weight = weight
+        self._gradients.weight = weight if parameter is None else parameter
         self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:

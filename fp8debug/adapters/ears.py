@@ -203,7 +203,7 @@ class Ears(Hooks, Probe):
             self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
             return
         a, b, result = self._product(Gemm.FPROP, fits[0])
-        call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias)
+        call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias, parameter=weight)
         if call.kept is None or not output.requires_grad:
             return
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}

@@ -168,6 +168,7 @@ class Rule(ABC):
         is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
         follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
             another cause its findings are victims.
+        only_unexplained: True for a rule that knows no cause of its own: sites that another rule explains are left to that rule.
     """
 
     code: ClassVar[str]
@@ -178,6 +179,7 @@ class Rule(ABC):
     needs_fp8: ClassVar[bool] = True
     is_harmful: ClassVar[bool] = True
     follows: ClassVar[bool] = False
+    only_unexplained: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, run: Run) -> Iterable[Finding]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8debug.errors import RunError, UsageError
-from fp8debug.rules.base import Finding, Rule
+from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.baseline import compare
 from fp8debug.rules.classification import classify, with_lost
 from fp8debug.rules.evidence import has_fp8, sampled_steps
@@ -64,6 +64,7 @@ def triage(
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
     skipped: list[tuple[str, str]] = []
     findings: list[Finding] = []
+    unexplained: dict[str, list[Finding]] = {}
     if run.problems and not run.num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
     is_kept_whole(run)
@@ -74,9 +75,16 @@ def triage(
             progress(done, len(rules), rule.code)
         reason = reasons[rule.code]
         if reason is None:
-            findings += _joined(rule.check(run))
+            found = list(rule.check(run))
+            if rule.only_unexplained:
+                unexplained[rule.code] = found
+            else:
+                findings += _joined(found)
         elif rule.code in wanted:
             skipped.append((rule.code, reason))
+    known = _explained(findings)
+    for found in unexplained.values():
+        findings += _joined(f for f in found if (f.module, f.tensor) not in known)
     # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
     ordered = sorted(findings, key=lambda f: (f.order, f.code))
     ordered = with_victims(ordered, rules, sampled_steps(run))
@@ -101,6 +109,11 @@ def _missing(rule: Rule, run: Run) -> str | None:
         return f"no operand ran in FP8: the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
     columns = [column for column in rule.columns if not run.has(column)]
     return f"not recorded: {', '.join(columns)}" if columns else rule.needs(run)
+
+
+def _explained(findings: Iterable[Finding]) -> set[tuple[str | None, str | None]]:
+    """Return the modules and tensors for which a rule names a cause that does harm."""
+    return {(site.module, site.tensor) for f in findings if f.severity > Severity.INFO for site in f.sites}
 
 
 def _joined(found: Iterable[Finding]) -> list[Finding]:

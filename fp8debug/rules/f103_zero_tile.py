@@ -15,7 +15,9 @@ from fp8debug.rules.screening import may_have, source
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks")
+_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel")
+#: The cure where the scale itself is not finite.
+_LOAD = "load or compute the scale of this operand before its first use (synchronize scales with their data); else BF16 here"
 _IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 _POISONED = Look(
     _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
@@ -28,7 +30,8 @@ class ZeroTileNan(Rule):
 
     What it detects
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
-        so small that max / amax is not finite). The first such cast is the culprit; every module whose operands hold a
+        so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
+        finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. The first such cast is the culprit; every module whose operands hold a
         NaN or Inf from that step on is its victim, and no rule accuses it. Zero blocks that stay zero are healthy.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite; so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite).
@@ -110,14 +113,19 @@ class ZeroTileNan(Rule):
         row = trace.rows[0]
         count, blocks = row["num_actual_nonfinite"], row["num_blocks"] or 0
         zero, tiny = row["num_zero_blocks"] or 0, row["num_eps_blocks"] or 0
+        is_scale = not zero and not tiny and count >= row["numel"] // max(1, blocks)
         if zero or tiny:
             cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
             cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
+        elif is_scale:
+            extent = "all elements" if count == row["numel"] else "whole blocks"
+            cause = f"no block was all zero and {extent} are hit, so that the scale is NaN or Inf (never loaded, or never computed)"
         else:
             cause = "no block was all zero, so suspect the cast's kernel or its scale"
         elements = "1 finite element" if count == 1 else f"{count} finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
-        return trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
+        finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
+        return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
 
     def _of_gemm(self, origin: Origin) -> Finding:
         row = origin.row

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.bounds import contracted_length
 from fp8debug.rules.evidence import Trace, percent, traces
-from fp8debug.rules.looks import Look, below_db, look
+from fp8debug.rules.looks import FP8_PRODUCTS, Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
-
-#: Results of GEMMs that ran with both operands in FP8, where the exact product is finite.
-_RESULTS = (
-    "actual AND reference = 'exact' AND numel > 0 AND cast_name NOT LIKE 'bf16 %' AND cast_name NOT LIKE '% bf16'"
-    " AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
-)
 
 
 @dataclass(frozen=True)
@@ -28,7 +23,7 @@ class ShortAccumulator(Rule):
         The result of a GEMM in FP8 far from the exact GEMM of the same dequantized operands: the error is neither the
         cast's, which both share, nor the rounding of the result to BF16, which leaves 55 dB. It grows with the
         contracted dimension: K in fprop, N in dgrad, the tokens in wgrad. A gain below 1 tells that the operands have
-        one sign and the loss adds up; a gain above 1 or hardly any signal left (6 dB) rather tells of a wrong kernel.
+        one sign and the loss adds up. A result farther off than 14 bits can lose over K products is F129.
 
     Why it matters
         Hopper's FP8 tensor cores keep about 14 bits of a sum. Without promotion to FP32 every 128 elements, uniform
@@ -65,7 +60,7 @@ class ShortAccumulator(Rule):
     @property
     def _look(self) -> Look:
         keys = "actual AND reference = 'exact'"
-        return look(self._bad, ["sqnr_db", "gain"], below_db(self.warn_sqnr_db), rows=_RESULTS, keys=keys)
+        return look(self._bad, ["sqnr_db", "gain"], below_db(self.warn_sqnr_db), rows=FP8_PRODUCTS, keys=keys)
 
     def looks(self) -> Iterable[Look]:
         """Return the results far from the exact product."""
@@ -73,14 +68,14 @@ class ShortAccumulator(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
-        contracts = {
-            (m["fqn"], gemm): m.get(key)
-            for m in run.modules
-            for gemm, key in (("fprop", "in_features"), ("dgrad", "out_features"))
-        }
         for trace in traces(run, self._look):
             if trace.lasting(self.min_steps):
-                yield self._found(trace, contracts.get((trace.module, trace.gemm)))
+                yield self._found(trace, contracted_length(run, trace.module, trace.gemm))
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to a result that no accumulator explains."""
+        wrong = {(part.module, part.gemm) for f in others if f.code == "F129" for part in f.sites}
+        return any((part.module, part.gemm) not in wrong for part in finding.sites)
 
     def _found(self, trace: Trace, length: int | None) -> Finding:
         row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import Trace, above, traces
-from fp8debug.rules.looks import Look, exceeds, look
+from fp8debug.rules.evidence import Trace, above, percent, times, traces
+from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+#: The cure where one scale is older than its tensor.
+_RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class WrongScale(Rule):
     What it detects
         A gain that rounding cannot explain at a cosine that rounding explains well. A smaller deviation is not
         reported: values that are nearly equal (constants, weights one optimizer step after zero initialisation, inputs
-        of few distinct tokens) round the same way, and move the gain by some percent in healthy runs.
+        of few distinct tokens) round the same way, and move the gain by some percent in healthy runs. Under current scaling also
+        one scale for all blocks that is too small for the tensor, so that values clip: it is a static one, or one of an
+        earlier tensor (before a checkpoint was loaded). Scales that differ between blocks and do not fit are F119.
 
     Why it matters
         Every output of the layer is off by that factor, and cosine, SQNR of the data and plots of the direction look
@@ -42,10 +47,14 @@ class WrongScale(Rule):
         - min_cosine 0.999: numerics.md, 4 (warn below 0.999); below, the error is more than a factor.
         - max_overflow_rate 0.05: share of elements beyond the maximum by the recorded scale: with half the scale the
           maxima of all blocks count, at most one or two of 32. Above, equal values clip together (F101).
-        - max_subnormal_rate 0.5: share of subnormal codes. A delayed scale that has seen nothing but zeros is 1, under which
+        - max_underflow_rate 0.01: under delayed or static scaling, the share of nonzero elements that underflow, above which
+          the scale is too old (F102); numerics.md, 4. Current scaling has no such excuse.
+        - max_subnormal_rate 0.5: under delayed or static scaling, the share of subnormal codes. A delayed scale that has seen nothing but zeros is 1, under which
           weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
+        - min_headroom 1.25: amax over what the one scale holds, under current scaling, where it is 1 by construction and at most
+          1.143 with a scale rounded down.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
-        - Seen in TransformerEngine #123 and #982, sglang #25733.
+        - Seen in TransformerEngine #123, #567 and #982, sglang #25733.
     """
 
     code = "F113"
@@ -56,15 +65,18 @@ class WrongScale(Rule):
     max_gain_error: float = 0.05
     min_cosine: float = 0.999
     max_overflow_rate: float = 0.05
+    max_underflow_rate: float = 0.01
     max_subnormal_rate: float = 0.5
+    min_headroom: float = 1.25
     min_elements: int = 256
 
     @property
     def _bad(self) -> str:
         return (
             f"abs(gain - 1) > {self.max_gain_error} AND cosine >= {self.min_cosine} AND numel >= {self.min_elements}"
-            f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate} AND coalesce(underflow_nonzero_rate, 0) < 0.01"
-            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}"
+            f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate}"
+            f" AND (NOT {IS_DELAYED} OR coalesce(underflow_nonzero_rate, 0) < {self.max_underflow_rate}"
+            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate})"
         )
 
     @property
@@ -73,8 +85,22 @@ class WrongScale(Rule):
         return look(self._bad, columns, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
 
     def looks(self) -> Iterable[Look]:
-        """Return the operands whose gain is off."""
+        """Return the operands whose gain is off, and those that one scale for all blocks clips."""
         yield self._look
+        yield self._clipped
+
+    @property
+    def _clipped(self) -> Look:
+        bad = (
+            f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND numel >= {self.min_elements}"
+            f" AND num_saturated > 0 AND {ONE_SCALE}"
+        )
+        return look(
+            bad,
+            ["headroom", "overflow_rate", "scale_inv_max", "amax"],
+            f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
+            gates=[f"headroom > {self.min_headroom}"],
+        )
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
@@ -88,6 +114,16 @@ class WrongScale(Rule):
                     f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
+
+        for trace in traces(run, self._clipped):
+            row = trace.worst("headroom")
+            message = (
+                f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
+                f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
+                " smaller (static, or older than the tensor)"
+            )
+            found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+            yield replace(found, cure=_RECOMPUTE)
 
     def _limit(self, trace: Trace) -> float:
         cast = trace.cast

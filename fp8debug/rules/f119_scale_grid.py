@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import times, traces
-from fp8debug.rules.looks import Look, look
+from fp8debug.rules.looks import ONE_SCALE, Look, look
 from fp8debug.rules.weights import OUTGROWN_COSINE
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class ScaleGrid(Rule):
     What it detects
         An operand under current scaling that has lost nearly all accuracy (SQNR below 10 dB, typically below 0: the error is
         larger than the tensor), with values beyond what its recorded scales can hold. Under current scaling the scale is made
-        of the block's own amax, so that there can be none. One factor for all blocks is a wrong scale (F113), which keeps
-        the cosine; a scale that is off by rounding holds all but a factor of 1.15 (F104).
+        of the block's own amax, so that there can be none. One factor or one scale for all blocks is a wrong scale (F113); a
+        scale that is off by rounding holds all but a factor of 1.15 (F104).
 
     Why it matters
         The GEMM computes with noise. It happens when scales are stored for one layout and read in another (row or column
@@ -59,7 +59,7 @@ class ScaleGrid(Rule):
     def _bad(self) -> str:
         return (
             f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND sqnr_db < {self.max_sqnr_db}"
-            f" AND cosine < {self.max_cosine} AND numel >= {self.min_elements}"
+            f" AND cosine < {self.max_cosine} AND numel >= {self.min_elements} AND coalesce(NOT ({ONE_SCALE}), true)"
             f" AND NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)"
         )
 

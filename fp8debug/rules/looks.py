@@ -17,6 +17,13 @@ RUNNING = (
 )
 #: What their keys say, for the hint of a ``Look``.
 KEYS = "actual AND reference = 'operand' AND cast_name <> 'bf16'"
+#: Results of GEMMs that ran with both operands in FP8, where the exact product is finite.
+FP8_PRODUCTS = (
+    "actual AND reference = 'exact' AND numel > 0 AND cast_name NOT LIKE 'bf16 %' AND cast_name NOT LIKE '% bf16'"
+    " AND coalesce(num_nan, 0) + coalesce(num_inf, 0) = 0"
+)
+#: All blocks have one scale_inv, to the rounding of FP32.
+ONE_SCALE = "scale_inv_max <= scale_inv_min * (1 + 1e-6)"
 #: The format's name is the first word of a cast's name, the scaling its third.
 IS_DELAYED = "(cast_name LIKE '% delayed(%' OR cast_name LIKE '% static(%')"
 

@@ -1,0 +1,142 @@
+"""F128: an FP8 operand lies farther from its tensor than its cast can put it, and no other rule names the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.bounds import cast_floor_db
+from fp8debug.rules.evidence import Trace, percent, times, traces
+from fp8debug.rules.looks import Look, below_db, look
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
+_HIGHEST_FLOOR_DB = 24.61
+_COLUMNS = (
+    *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
+    *("num_eps_blocks", "num_blocks", "nmse"),
+)
+
+
+@dataclass(frozen=True)
+class OperandDiffers(Rule):
+    """The FP8 data of an operand are not the cast of its tensor, whatever the reason.
+
+    What it detects
+        An operand with a lower SQNR than rounding can cause. Under current scaling the bound is exact and holds for every
+        tensor: rounding to nearest changes a value by at most 1/17 of itself in E4M3 (24.6 dB), 1/9 in E5M2 (19.1 dB), and
+        a scale rounded down clips at most 1/8 (18.1 dB). One sampled step below it is proof. Delayed and static scales
+        may clip or flush values, so that their bound is empirical and has to last. A site that another rule explains is
+        left to that rule. The message lists what the statistics fit: zeros, signs, places, noise, or a scale that is not
+        the data's.
+
+    Why it matters
+        The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
+        seen; rows that a kernel never wrote, wrong signs and stale buffers have no signature of their own.
+
+    Example
+        blocks.1.down, wgrad input, e4m3fn 128x1 current: 3.0 dB from its tensor at 5 of 5 sampled steps, where this cast
+        gives at least 24.6 dB; 50 % of the nonzero elements are zero.
+
+    Cure
+        Dump the operand (watch(dump=...)), compare it with fp8debug.measure() of its tensor under the same cast, and repeat
+        the step with another backend; BF16 for this GEMM until then.
+
+    Thresholds
+        - margin_db 0.1: how far below the closed-form bound of the cast an operand must lie; FP32 rounding of the sums is
+          1e-6 dB. The bound follows from the format's mantissa bits; numerics.md, 4.
+        - delayed_sqnr_db 23.5, delayed_steps 2, warmup 8: under delayed or static scaling, the SQNR below which it counts, the
+          sampled steps that show it, and the first steps of a run, which do not count. A healthy weight that grows from
+          zero has 24.3 dB at step 8 [measured].
+        - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
+    """
+
+    code = "F128"
+    name = "operand-differs"
+    columns = ("sum_err2", "sum_x2")
+    cure = (
+        "dump this operand (watch(dump=...)) and compare it with fp8debug.measure() of its tensor; repeat the step with another"
+        " backend; else BF16 for this GEMM"
+    )
+    only_unexplained = True
+
+    margin_db: float = 0.1
+    delayed_sqnr_db: float = 23.5
+    delayed_steps: int = 2
+    warmup: int = 8
+
+    @property
+    def _look(self) -> Look:
+        return look(f"sqnr_db < {_HIGHEST_FLOOR_DB}", _COLUMNS, below_db(_HIGHEST_FLOOR_DB))
+
+    def looks(self) -> Iterable[Look]:
+        """Return the operands below the highest floor of any cast."""
+        yield self._look
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands that are not their tensor."""
+        for whole in traces(run, self._look):
+            cast = whole.cast
+            if cast is None:
+                continue
+            is_current = cast.scaling == "current"
+            floor = cast_floor_db(cast) - self.margin_db if is_current else min(self.delayed_sqnr_db, cast_floor_db(cast))
+            trace = whole.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
+            if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
+                yield self._finding(trace, floor, is_current)
+
+    def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
+        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
+        bound = f"this cast gives at least {floor:.1f} dB" if is_current else f"healthy operands have {floor:.1f} dB or more"
+        message = (
+            f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']}"
+            f" ({len(trace.rows)} of {since} sampled steps), where {bound}: {candidates(row)}"
+        )
+        return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
+
+
+def candidates(row: dict[str, Any]) -> str:
+    """Return the causes that the statistics of an operand leave, with the numbers that speak for them."""
+    flushed, over = row["underflow_nonzero_rate"] or 0.0, row["overflow_rate"] or 0.0
+    gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
+    headroom = 1.0 if row["headroom"] is None else row["headroom"]
+    if row["num_eps_blocks"]:
+        return (
+            f"{row['num_eps_blocks']} of {row['num_blocks']} blocks have an amax below the amax eps, which sets their scale:"
+            " lower the eps"
+        )
+    if flushed >= 0.9995:
+        return "every element is zero, so that the cast returned zeros or its output was never written"
+    if headroom < 2.0**-3:
+        return (
+            f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an inverse, a"
+            " static or a stale scale, or an amax floor far above the tensor)"
+        )
+    if over > 0.01 or headroom > 1.25:
+        return f"values lie {times(headroom)} times beyond what the scale holds, so that the scale is not the one of the data"
+    if flushed > 0.01 and 0.5 * flushed < (row["nmse"] or 0.0) < 3 * flushed:
+        return (
+            f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"
+            " were masked"
+        )
+    if cosine is None or gain is None or norm_ratio is None:
+        return "the cause is unknown"
+    if cosine >= 0.999:
+        return f"it is {gain:.3g} times its tensor at cosine {cosine:.5f}, so that one factor is missing or applied twice"
+    numbers = f"cosine {cosine:.3f}, gain {gain:.3g}, norm ratio {norm_ratio:.3g}"
+    if cosine < 0.9 and abs(norm_ratio - 1) < 0.05:
+        return (
+            f"{numbers}: the values have the right size, but wrong signs or places (sign bit, permuted or transposed data,"
+            " another tensor, an older version)"
+        )
+    if cosine >= 0.9 and abs(gain - 1) < 0.06:
+        return f"{numbers}: the right values with noise (another format's rounding, a race, random rounding) or block factors near 1"
+    return f"{numbers}: one factor per block (scales of other blocks, or rounded after the cast) or values of another tensor"
+
+
+RULES.add(OperandDiffers.code, OperandDiffers())
