@@ -31,8 +31,9 @@ class ZeroTileNan(Rule):
     What it detects
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
-        finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. The first such cast is the culprit; every module whose operands hold a
-        NaN or Inf from that step on is its victim, and no rule accuses it. Zero blocks that stay zero are healthy.
+        finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. The first such cast is the
+        culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
+        blocks that stay zero are healthy.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite; so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite).
         Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
@@ -119,7 +120,9 @@ class ZeroTileNan(Rule):
             cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
         elif is_scale:
             extent = "all elements" if count == row["numel"] else "whole blocks"
-            cause = f"no block was all zero and {extent} are hit, so that the scale is NaN or Inf (never loaded, or never computed)"
+            cause = (
+                f"no block was all zero and {extent} are hit, so that the scale is NaN or Inf (never loaded, or never computed)"
+            )
         else:
             cause = "no block was all zero, so suspect the cast's kernel or its scale"
         elements = "1 finite element" if count == 1 else f"{count} finite elements"

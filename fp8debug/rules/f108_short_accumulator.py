@@ -1,18 +1,22 @@
-"""F108: a GEMM's sums keep too few bits, so that its result is far from the exact product of its own operands."""
+"""F108: a GEMM's result is far from the exact product of its own operands: a short accumulator, or another kernel fault."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.bounds import contracted_length
+from fp8debug.rules.bounds import accumulator_floor_db, contracted_length
 from fp8debug.rules.evidence import Trace, percent, traces
 from fp8debug.rules.looks import FP8_PRODUCTS, Look, below_db, look
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
+
+_COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
+#: The cure where no accumulator explains the result.
+_OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,9 @@ class ShortAccumulator(Rule):
         The result of a GEMM in FP8 far from the exact GEMM of the same dequantized operands: the error is neither the
         cast's, which both share, nor the rounding of the result to BF16, which leaves 55 dB. It grows with the
         contracted dimension: K in fprop, N in dgrad, the tokens in wgrad. A gain below 1 tells that the operands have
-        one sign and the loss adds up. A result farther off than 14 bits can lose over K products is F129.
+        one sign and the loss adds up. A result farther off than 14 bits, the shortest accumulator in use, can lose over K
+        products is reported as result-differs: the kernel, or what it was handed, is wrong (scales that it cuts, ignores or
+        reads in another layout, rows that it never writes, an output buffer that something else writes to).
 
     Why it matters
         Hopper's FP8 tensor cores keep about 14 bits of a sum. Without promotion to FP32 every 128 elements, uniform
@@ -34,14 +40,19 @@ class ShortAccumulator(Rule):
         blocks.0.mlp.down, fprop output, tensorwise with fast_accum, K = 14336: 22 dB from the exact product, gain 0.92.
 
     Cure
-        Switch fast accumulation off (fast_accum of the Recipe; use_fast_accum, use_split_accumulator=True elsewhere), or
-        use blockwise scales, which have to promote; else BF16 for this GEMM.
+        For result-differs another kernel or backend, and a look at which scales it reads in which layout. Else switch fast
+        accumulation off (fast_accum of the Recipe; use_fast_accum, use_split_accumulator=True elsewhere), or use blockwise
+        scales, which have to promote; else BF16 for this GEMM.
 
     Thresholds
         - warn_sqnr_db 45: SQNR of the result against the exact GEMM, in dB, below which it warns; numerics.md, 4.
         - max_sqnr_db 35: below which it is an error; numerics.md, 4.
         - min_steps 2: sampled steps that show it, and half of those since the first; one step of a result that
           cancels is no evidence. No published basis.
+        - margin_db 3: how far below the closed-form bound of 14 bits, -20 log10(K * 2^-14), a result-differs lies. The bound
+          itself is 10 dB below what uniform operands lose at K = 1024 (34 dB).
+        - once_sqnr_db 10: SQNR below which a result-differs counts at a single sampled step; metrics/rows.py calls a row
+          below it one without signal. Seen in sglang #39193, DeepGEMM #365.
     """
 
     code = "F108"
@@ -52,6 +63,8 @@ class ShortAccumulator(Rule):
     warn_sqnr_db: float = 45.0
     max_sqnr_db: float = 35.0
     min_steps: int = 2
+    margin_db: float = 3.0
+    once_sqnr_db: float = 10.0
 
     @property
     def _bad(self) -> str:
@@ -60,7 +73,7 @@ class ShortAccumulator(Rule):
     @property
     def _look(self) -> Look:
         keys = "actual AND reference = 'exact'"
-        return look(self._bad, ["sqnr_db", "gain"], below_db(self.warn_sqnr_db), rows=FP8_PRODUCTS, keys=keys)
+        return look(self._bad, _COLUMNS, below_db(self.warn_sqnr_db), rows=FP8_PRODUCTS, keys=keys)
 
     def looks(self) -> Iterable[Look]:
         """Return the results far from the exact product."""
@@ -69,15 +82,28 @@ class ShortAccumulator(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the results that lie far from the exact product."""
         for trace in traces(run, self._look):
-            if trace.lasting(self.min_steps):
-                yield self._found(trace, contracted_length(run, trace.module, trace.gemm))
+            length = contracted_length(run, trace.module, trace.gemm)
+            floor = min(self.max_sqnr_db, accumulator_floor_db(length) - self.margin_db)
+            wrong = trace.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
+            lowest = min(row["sqnr_db"] for row in trace.rows)
+            if wrong is not None and (wrong.lasting(self.min_steps) or lowest < self.once_sqnr_db):
+                yield self._differing(wrong, floor, length)
+            elif trace.lasting(self.min_steps):
+                yield self._short(trace, length)
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to a result that no accumulator explains."""
-        wrong = {(part.module, part.gemm) for f in others if f.code == "F129" for part in f.sites}
-        return any((part.module, part.gemm) not in wrong for part in finding.sites)
+    def _differing(self, trace: Trace, floor: float, length: int | None) -> Finding:
+        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
+        over = f" over {length} terms" if length else ""
+        message = (
+            f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from the exact product of its own FP8 operands at step"
+            f" {row['step']} ({len(trace.rows)} of {since} sampled steps), where the shortest accumulator gives at least"
+            f" {floor:.0f} dB{over}: {candidates(row)}"
+        )
+        found = trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
+        return replace(found, name="result-differs", cure=_OF_KERNEL)
 
-    def _found(self, trace: Trace, length: int | None) -> Finding:
+    def _short(self, trace: Trace, length: int | None) -> Finding:
         row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
         sqnr, gain = float(row["sqnr_db"]), row["gain"]
         severity = Severity.ERROR if sqnr < self.max_sqnr_db else Severity.WARNING
@@ -89,6 +115,26 @@ class ShortAccumulator(Rule):
         )
         limit = self.max_sqnr_db if severity is Severity.ERROR else self.warn_sqnr_db
         return trace.finding(self, severity, message, value=sqnr, threshold=limit, unit="dB")
+
+
+def candidates(row: dict[str, Any]) -> str:
+    """Return the causes that the statistics of a result leave, with the numbers that speak for them."""
+    gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
+    bad, good = row.get("bad_row_rate") or 0.0, row.get("good_row_rate") or 0.0
+    if gain is None or cosine is None or norm_ratio is None:
+        return "the result holds nothing of the product"
+    if bad > 0.005 and good > 0.005 and bad + good > 0.9:
+        return f"{percent(bad)} of its rows are wrong and {percent(good)} right: the kernel left rows unwritten or mixed them"
+    if cosine >= 0.999:
+        return f"gain {gain:.3g} at cosine {cosine:.5f}, so that the kernel applies a scale twice, not at all, or another one"
+    if cosine >= 0.9:
+        return (
+            f"gain {gain:.3g} at cosine {cosine:.3f}, so that the kernel does not use the scales that it is given as they are"
+            " (exponents alone, another block, another layout)"
+        )
+    if norm_ratio < 0.05:
+        return f"norm ratio {norm_ratio:.2g}, so that the kernel wrote next to nothing"
+    return f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: other data, or an output buffer that something else wrote to"
 
 
 RULES.add(ShortAccumulator.code, ShortAccumulator())

@@ -49,8 +49,8 @@ class WrongScale(Rule):
           maxima of all blocks count, at most one or two of 32. Above, equal values clip together (F101).
         - max_underflow_rate 0.01: under delayed or static scaling, the share of nonzero elements that underflow, above which
           the scale is too old (F102); numerics.md, 4. Current scaling has no such excuse.
-        - max_subnormal_rate 0.5: under delayed or static scaling, the share of subnormal codes. A delayed scale that has seen nothing but zeros is 1, under which
-          weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
+        - max_subnormal_rate 0.5: under delayed or static scaling, the share of subnormal codes. A delayed scale that has seen
+          nothing but zeros is 1, under which weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
         - min_headroom 1.25: amax over what the one scale holds, under current scaling, where it is 1 by construction and at most
           1.143 with a scale rounded down.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.

@@ -114,8 +114,8 @@ def candidates(row: dict[str, Any]) -> str:
         return "every element is zero, so that the cast returned zeros or its output was never written"
     if headroom < 2.0**-3:
         return (
-            f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an inverse, a"
-            " static or a stale scale, or an amax floor far above the tensor)"
+            f"its values use {percent(headroom)} of the format's range, so that the scale is not the one of the data (an"
+            " inverse, a static or a stale scale, or an amax floor far above the tensor)"
         )
     if over > 0.01 or headroom > 1.25:
         return f"values lie {times(headroom)} times beyond what the scale holds, so that the scale is not the one of the data"
@@ -135,7 +135,9 @@ def candidates(row: dict[str, Any]) -> str:
             " another tensor, an older version)"
         )
     if cosine >= 0.9 and abs(gain - 1) < 0.06:
-        return f"{numbers}: the right values with noise (another format's rounding, a race, random rounding) or block factors near 1"
+        return (
+            f"{numbers}: the right values with noise (another format's rounding, a race, random rounding) or block factors near 1"
+        )
     return f"{numbers}: one factor per block (scales of other blocks, or rounded after the cast) or values of another tensor"
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from tests.recording.models import Net, batch, net
+from tests.recording.models import Net, batch, net, train
 from tests.recording.test_faults import sick_run
 
 STEPS, AT = 8, 4
@@ -47,7 +47,11 @@ def run_of(path: Path, model: nn.Module, microbatches: int, **options: Any) -> f
 @pytest.mark.parametrize("module", ["blocks.0.up", "blocks.1.down"])
 @pytest.mark.parametrize(
     ("name", "code", "options"),
-    [("stale_weight", "F112", {"lag": 4, "from_microbatch": 1}), ("bf16_gradient_sum", "F123", {})],
+    [
+        ("stale_weight", "F112", {"lag": 4, "from_microbatch": 1}),
+        ("bf16_gradient_sum", "F123", {}),
+        ("lost_microbatches", "F129", {}),
+    ],
 )
 def test_a_fault_between_microbatches_is_named(
     name: str, code: str, options: dict[str, int], module: str, tmp_path: Path
@@ -85,6 +89,16 @@ def test_a_checkpointed_model_with_another_scale_names_the_first_layer(tmp_path:
     fp8debug.inject(model, "recompute_scale", module="blocks.0.up", step=AT)
     (finding,) = fp8debug.triage(run_of(tmp_path / "run", model, 1))
     assert (finding.code, finding.module, finding.steps[0]) == ("F115", "blocks.0.up", AT)
+
+
+def test_a_weight_that_is_rounded_twice_is_named(tmp_path: Path) -> None:
+    model = net("blockwise_pow2", {"head": None})
+    fp8debug.inject(model, "rounded_weights", module="blocks.1.down", step=AT)
+    with fp8debug.watch(model, tmp_path / "run", every=3, what_if=("blockwise",)) as watch:
+        train(model, STEPS, after=lambda _, loss: watch.step(loss=loss))
+    (finding,) = fp8debug.triage(tmp_path / "run")
+    assert (finding.code, finding.module, finding.steps[0]) == ("F131", "blocks.1.down", AT)
+    assert "already" in finding.message
 
 
 def test_a_tied_weight_is_no_stalled_sum(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp8debug.metrics.histogram import NUM_BINS
 from tests.rules.sick_runs import INPUT, WEIGHT, share
 from tests.synthetic import Override, Slots
 
@@ -50,6 +51,12 @@ STALLED = {
     "grad_sum_err2": of_energy(10**-2.4), "grad_sum_xy": of_energy(0.97), "num_grad_bf16": lambda row: row["num_grad"],
 }  # fmt: skip
 
+EXACT: dict[str, Any] = {**OUTPUT, "reference": "exact"}
+LOST = {"grad_sum_err2": of_energy(0.4), "grad_sum_xy": of_energy(0.37)}
+CODES = {"amax": 448.0, "sqnr_db": 60.0}
+ON_GRID = {"sum_err2": 0.0, "sum_xy": of_energy(1.0), "sum_y2": of_energy(1.0)}
+ONE_BINADE = [0] * (NUM_BINS - 1) + [4096]
+
 FIRES: dict[str, dict[str, Any]] = {
     "F106": {"overrides": [Override(**DGRAD, slots={"cast_name": COARSE, "num_underflow": share(0.5)})]},
     "F107": {"overrides": [Override(**WGRAD, slots=TWICE)]},
@@ -61,6 +68,13 @@ FIRES: dict[str, dict[str, Any]] = {
     "F119": {"overrides": [Override(**WEIGHT, slots={**rotated(0.84, 3.0), "headroom": 4.0})]},
     "F121": {"overrides": [Override(**WEIGHT, slots=FOREIGN)]},
     "F123": {"overrides": [Override(**GRADIENT, slots=STALLED)]},
+    "F128": {"overrides": [Override(**WGRAD, slots=rotated(0.5))]},
+    "F129": {"overrides": [Override(**GRADIENT, slots=LOST)]},
+    "F130": {"overrides": [Override(**WEIGHT, slots=CODES)]},
+    "F131": {
+        "recipe": "blockwise_pow2", "what_if": ["blockwise"],
+        "overrides": [Override(**{**WEIGHT, "gemm": "fprop"}, actual=False, slots=ON_GRID)],
+    },
 }  # fmt: skip
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
@@ -96,7 +110,9 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "a second read as good as the first": {
             "overrides": [Override(**WEIGHT, slots={"sqnr_db": 30.4, "reread_sum_err2": of_energy(10**-2.95)})]
         },
-        "one sampled step": {"overrides": [Override(**{**WEIGHT, "steps": (40, 41)}, slots=STALE)]},
+        "one sampled step that rounding explains": {
+            "overrides": [Override(**{**WEIGHT, "steps": (40, 41)}, slots={**rotated(0.9985), "headroom": 1.06})]
+        },
     },
     "F115": {
         "a kernel that is not deterministic": {
@@ -147,6 +163,41 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "a weight that another module adds to": {
             "overrides": [Override(**GRADIENT, slots={**STALLED, "grad_first_nmse": 0.3})]
         },
-        "an all-reduce between FP32 sums": {"overrides": [Override(**GRADIENT, slots={"grad_sum_err2": of_energy(0.5)})]},
+    },
+    "F128": {
+        "rounding at its worst": {"overrides": [Override(**WGRAD, slots={"sqnr_db": 24.61})]},
+        "E5M2 at its worst": {
+            "recipe": "tensorwise_delayed", "overrides": [Override(**DGRAD, slots={"sqnr_db": 19.1})],
+        },
+        "a delayed scale in its first steps": {
+            "recipe": "tensorwise_delayed", "every": 1, "num_steps": 20,
+            "overrides": [Override(**{**INPUT, "steps": (2, 6)}, slots={"sqnr_db": 12.0})],
+        },
+    },
+    "F129": {
+        "a weight that another module adds to": {
+            "overrides": [Override(**GRADIENT, slots={**LOST, "grad_first_nmse": 0.3})]
+        },
+        "BF16 over its microbatches": {
+            "overrides": [Override(**GRADIENT, slots={**STALLED, "grad_sum_err2": of_energy(10**-4.8)})]
+        },
+    },
+    "F130": {
+        "a large weight": {"overrides": [Override(**WEIGHT, slots={"amax": 30.0})]},
+        "weights that are all so large": {
+            "overrides": [Override(tensor="weight", reference="operand", steps=(40, None), slots={"amax": 448.0})]
+        },
+    },
+    "F131": {
+        "a constant weight": {
+            "recipe": "blockwise_pow2", "what_if": ["blockwise"],
+            "overrides": [Override(**{**WEIGHT, "gemm": "fprop"}, actual=False, slots=ON_GRID),
+                          Override(**{**WEIGHT, "gemm": "fprop"}, slots={"log2_hist": ONE_BINADE})],
+        },
+        "a weight that both casts hold": {
+            "recipe": "blockwise_pow2", "what_if": ["blockwise"],
+            "overrides": [Override(**{**WEIGHT, "gemm": "fprop"}, actual=None,
+                                   slots={**ON_GRID, "log2_hist": ONE_BINADE})],
+        },
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""F130: the gradient that the optimizer gets is not the sum of the gradients that wgrad gave."""
+"""F129: the gradient that the optimizer gets is not the sum of the gradients that wgrad gave."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GradientSumDiffers(Rule):
         - Seen in Primus #1046.
     """
 
-    code = "F130"
+    code = "F129"
     name = "gradient-sum-differs"
     columns = ("num_grad", "grad_sum_err2")
     cure = "check what gates the accumulation into weight.grad (a per-step flag, a fused add that overwrites); no cast changes it"

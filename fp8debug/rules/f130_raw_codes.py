@@ -1,4 +1,4 @@
-"""F131: a weight's values are raw FP8 codes: the scales that belong to them were dropped when they were loaded."""
+"""F130: a weight's values are raw FP8 codes: the scales that belong to them were dropped when they were loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RawCodes(Rule):
         - Seen in unsloth #6978, LTX-2 #172, mcore-bridge #183, vllm #45835.
     """
 
-    code = "F131"
+    code = "F130"
     name = "raw-codes"
     columns = ("amax", "sum_err2", "sum_x2")
     cure = "load the weight's scales (weight_scale_inv) with its codes and dequantize it; no cast cures it"
@@ -95,7 +95,9 @@ class RawCodes(Rule):
                 f"the weight has an amax of {row['amax']:.4g} at step {row['step']}, the largest value of an FP8 format"
                 f" ({maximum:g}){exact}{others}: its values are codes whose scales were not applied"
             )
-            yield trace.finding(self, Severity.ERROR, message, value=row["amax"], threshold=self.min_amax_ratio * min(usual, maximum))
+            yield trace.finding(
+                self, Severity.ERROR, message, value=row["amax"], threshold=self.min_amax_ratio * min(usual, maximum)
+            )
 
     def _varies(self, row: dict[str, Any]) -> bool:
         histogram = row["log2_hist"]

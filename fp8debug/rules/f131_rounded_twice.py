@@ -1,0 +1,100 @@
+"""F131: weights that lie on an FP8 grid already are cast under other scales, so that each value is rounded twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import RUNNING, Trace, traces
+from fp8debug.rules.looks import Look, look
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+
+@dataclass(frozen=True)
+class RoundedTwice(Rule):
+    """A weight lies on an FP8 grid already, and the running cast rounds it again under other scales.
+
+    What it detects
+        A weight that a what-if cast holds without any error, while the running one leaves the noise of FP8. The weight was
+        made by the first cast: it comes from an FP8 checkpoint. Constant weights and those of few magnitudes, which
+        several casts hold exactly, are left out. It needs the checkpoint's own cast among what_if.
+
+    Why it matters
+        Each layer's weights carry two rounding errors. FP32 scales that are replaced by powers of two added 2.6 % error in
+        every layer and cost 12 points of accuracy in vllm #38083.
+
+    Example
+        blocks.0.up, fprop weight: 32.0 dB under e4m3fn 128x128 current pow2_ceil, no error under e4m3fn 128x128 current.
+
+    Cure
+        Keep the checkpoint's own codes and scales, or cast with its recipe; else train from the high-precision weights.
+
+    Thresholds
+        - min_exact_db 100: SQNR of the what-if cast; FP32 arithmetic leaves 120 dB and more, BF16 55.6 dB; numerics.md, 4.
+        - max_sqnr_db 45: SQNR of the running cast; between FP8's 31.5 dB and BF16's 55.6 dB; numerics.md, 4.
+        - min_binades 8: occupied bins of the exponent histogram of the weight. No published basis: a trained weight fills
+          twenty.
+        - min_elements 1024: elements; a small tensor may be exact by chance.
+        - Seen in vllm #38083, #37804 and #58157.
+    """
+
+    code = "F131"
+    name = "rounded-twice"
+    columns = ("sum_err2", "sum_x2")
+    cure = "keep the checkpoint's own codes and scales, or use the cast that holds the weight exactly"
+
+    min_exact_db: float = 100.0
+    max_sqnr_db: float = 45.0
+    min_binades: int = 8
+    min_elements: int = 1024
+
+    @property
+    def _look(self) -> Look:
+        kind = "NOT actual AND reference = 'operand' AND tensor = 'weight'"
+        limit = 10 ** (-self.min_exact_db / 10)
+        return look(
+            f"sum_err2 <= {limit:.16e} * sum_x2 AND sum_x2 > 0 AND numel >= {self.min_elements}",
+            (),
+            f"sum_err2 <= {limit * (1 + 1e-9):.16e} * sum_x2 AND tensor = 'weight'",
+            rows=kind,
+            keys=kind,
+        )
+
+    def looks(self) -> Iterable[Look]:
+        """Return the weights that a what-if cast holds exactly."""
+        yield self._look
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the weights that the running cast rounds once more."""
+        exact = {(t.module, t.gemm): t for t in traces(run, self._look)}
+        if not exact:
+            return
+        steps = {(t.module, t.gemm): {row["step"] for row in t.rows} for t in exact.values()}
+        bad = f"sqnr_db < {self.max_sqnr_db} AND tensor = 'weight'"
+        running = look(bad, ["sqnr_db", "log2_hist", "range_log2"], rows=RUNNING)
+        for whole in traces(run, running, [(module, step) for (module, _), at in steps.items() for step in at]):
+            key = whole.module, whole.gemm
+            trace = whole.where(lambda row, key=key: row["step"] in steps.get(key, ()) and self._varies(row))  # type: ignore[misc]  # bound now
+            if trace is not None:
+                yield self._finding(trace, exact[key].cast_name)
+
+    def _finding(self, trace: Trace, exact: str) -> Finding:
+        row = trace.rows[0]
+        message = (
+            f"the weight lies on the grid of {exact} already, which holds it without error, and {trace.cast_name} rounds it"
+            f" again ({row['sqnr_db']:.1f} dB at step {row['step']})"
+        )
+        return trace.finding(self, Severity.WARNING, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
+
+    def _varies(self, row: dict[str, Any]) -> bool:
+        histogram = row["log2_hist"]
+        if histogram is None:
+            return row["range_log2"] is not None and bool(row["range_log2"] >= self.min_binades)
+        return len([count for count in histogram if count]) >= self.min_binades
+
+
+RULES.add(RoundedTwice.code, RoundedTwice())
