@@ -103,19 +103,19 @@ for _fault in (
     ),
     Fault(
         name="lost_microbatches",
-        code="F129",
+        code="F134",
         description="weight.grad keeps the first microbatch of a step alone (Primus #1046)",
         plant=_lost,
     ),
     Fault(
         name="raw_codes",
-        code="F130",
+        code="F133",
         description="the weight is loaded as FP8 codes without their scales (unsloth #6978, vllm #45835)",
         plant=_codes,
     ),
     Fault(
         name="rounded_weights",
-        code="F131",
+        code="F137",
         description="the weight comes from an FP8 checkpoint and is cast again under other scales (vllm #38083)",
         plant=_on_grid,
     ),

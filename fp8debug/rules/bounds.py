@@ -36,11 +36,6 @@ def accumulator_floor_db(length: int | None) -> float:
     return -20 * math.log10(min(1.0, (length or 16384) * 2.0**-ACCUMULATOR_BITS))
 
 
-def bf16_sum_floor_db(count: int) -> float:
-    """Return the lowest SQNR, in dB, of ``count`` terms summed one after another in BF16: each addition rounds by 2^-9."""
-    return -20 * math.log10(min(1.0, max(count, 1) * 2.0**-9))
-
-
 def contracted_length(run: Run, module: str, gemm: str) -> int | None:
     """Return how many products each element of a GEMM's result sums, K; None where it is not recorded.
 

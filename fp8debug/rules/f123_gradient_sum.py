@@ -23,7 +23,7 @@ class Bf16GradientSum(Rule):
     What it detects
         A weight.grad that holds BF16 values and lies far from the FP32 sum of the very gradients that wgrad gave, on sampled
         columns. After one gradient the two must agree: where something else adds to weight.grad (a tied weight, an
-        all-reduce, a hook) nothing is concluded. More than BF16 can lose over that many microbatches is F129.
+        all-reduce, a hook) nothing is concluded. More than BF16 can lose over that many microbatches is F134.
 
     Why it matters
         BF16 keeps 8 bits: a gradient below 1/512 of the sum changes nothing. With many microbatches or data-parallel partial sums
@@ -95,7 +95,7 @@ class Bf16GradientSum(Rule):
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that lacks more than BF16 can lose."""
-        wrong = {part.module for f in others if f.code == "F129" for part in f.sites}
+        wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
         return any(part.module not in wrong for part in finding.sites)
 
 

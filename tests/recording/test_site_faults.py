@@ -50,7 +50,7 @@ def run_of(path: Path, model: nn.Module, microbatches: int, **options: Any) -> f
     [
         ("stale_weight", "F112", {"lag": 4, "from_microbatch": 1}),
         ("bf16_gradient_sum", "F123", {}),
-        ("lost_microbatches", "F129", {}),
+        ("lost_microbatches", "F134", {}),
     ],
 )
 def test_a_fault_between_microbatches_is_named(
@@ -93,11 +93,11 @@ def test_a_checkpointed_model_with_another_scale_names_the_first_layer(tmp_path:
 
 def test_a_weight_that_is_rounded_twice_is_named(tmp_path: Path) -> None:
     model = net("blockwise_pow2", {"head": None})
-    fp8debug.inject(model, "rounded_weights", module="blocks.1.down", step=AT)
+    fp8debug.inject(model, "rounded_weights", module="blocks.1.down", step=6)
     with fp8debug.watch(model, tmp_path / "run", every=3, what_if=("blockwise",)) as watch:
         train(model, STEPS, after=lambda _, loss: watch.step(loss=loss))
     (finding,) = fp8debug.triage(tmp_path / "run")
-    assert (finding.code, finding.module, finding.steps[0]) == ("F131", "blocks.1.down", AT)
+    assert (finding.code, finding.module, finding.steps[0]) == ("F137", "blocks.1.down", 6)
     assert "already" in finding.message
 
 

@@ -69,9 +69,9 @@ FIRES: dict[str, dict[str, Any]] = {
     "F121": {"overrides": [Override(**WEIGHT, slots=FOREIGN)]},
     "F123": {"overrides": [Override(**GRADIENT, slots=STALLED)]},
     "F128": {"overrides": [Override(**WGRAD, slots=rotated(0.5))]},
-    "F129": {"overrides": [Override(**GRADIENT, slots=LOST)]},
-    "F130": {"overrides": [Override(**WEIGHT, slots=CODES)]},
-    "F131": {
+    "F134": {"overrides": [Override(**GRADIENT, slots=LOST)]},
+    "F133": {"overrides": [Override(**WEIGHT, slots=CODES)]},
+    "F137": {
         "recipe": "blockwise_pow2", "what_if": ["blockwise"],
         "overrides": [Override(**{**WEIGHT, "gemm": "fprop"}, actual=False, slots=ON_GRID)],
     },
@@ -174,7 +174,7 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "overrides": [Override(**{**INPUT, "steps": (2, 6)}, slots={"sqnr_db": 12.0})],
         },
     },
-    "F129": {
+    "F134": {
         "a weight that another module adds to": {
             "overrides": [Override(**GRADIENT, slots={**LOST, "grad_first_nmse": 0.3})]
         },
@@ -182,13 +182,13 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "overrides": [Override(**GRADIENT, slots={**STALLED, "grad_sum_err2": of_energy(10**-4.8)})]
         },
     },
-    "F130": {
+    "F133": {
         "a large weight": {"overrides": [Override(**WEIGHT, slots={"amax": 30.0})]},
         "weights that are all so large": {
             "overrides": [Override(tensor="weight", reference="operand", steps=(40, None), slots={"amax": 448.0})]
         },
     },
-    "F131": {
+    "F137": {
         "a constant weight": {
             "recipe": "blockwise_pow2", "what_if": ["blockwise"],
             "overrides": [Override(**{**WEIGHT, "gemm": "fprop"}, actual=False, slots=ON_GRID),

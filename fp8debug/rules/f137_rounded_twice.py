@@ -1,4 +1,4 @@
-"""F131: weights that lie on an FP8 grid already are cast under other scales, so that each value is rounded twice."""
+"""F137: weights that lie on an FP8 grid already are cast under other scales, so that each value is rounded twice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RoundedTwice(Rule):
         - Seen in vllm #38083, #37804 and #58157.
     """
 
-    code = "F131"
+    code = "F137"
     name = "rounded-twice"
     columns = ("sum_err2", "sum_x2")
     cure = "keep the checkpoint's own codes and scales, or use the cast that holds the weight exactly"

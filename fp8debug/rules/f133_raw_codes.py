@@ -1,7 +1,8 @@
-"""F130: a weight's values are raw FP8 codes: the scales that belong to them were dropped when they were loaded."""
+"""F133: a weight's values are raw FP8 codes: the scales that belong to them were dropped when they were loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -49,7 +50,7 @@ class RawCodes(Rule):
         - Seen in unsloth #6978, LTX-2 #172, mcore-bridge #183, vllm #45835.
     """
 
-    code = "F130"
+    code = "F133"
     name = "raw-codes"
     columns = ("amax", "sum_err2", "sum_x2")
     cure = "load the weight's scales (weight_scale_inv) with its codes and dequantize it; no cast cures it"
@@ -79,21 +80,25 @@ class RawCodes(Rule):
         found = traces(run, self._look)
         if not found:
             return
-        query = "SELECT module, max(amax) AS amax FROM sites WHERE tensor = 'weight' AND reference = 'operand' GROUP BY module"
-        largest = {row["module"]: row["amax"] for row in run.sql(query).to_pylist() if row["amax"]}
+        query = "SELECT step, module, amax FROM sites WHERE tensor = 'weight' AND reference = 'operand' AND amax > 0 AND step IN "
+        steps = ", ".join(str(step) for step in {trace.rows[0]["step"] for trace in found})
         accused = {trace.module for trace in found}
-        usual = median([amax for module, amax in largest.items() if module not in accused] or [float("inf")])
+        others: dict[int, list[float]] = {}
+        for row in run.sql(f"{query}({steps})").to_pylist():
+            if row["module"] not in accused:
+                others.setdefault(row["step"], []).append(row["amax"])
         for trace in found:
             row = trace.rows[0]
+            usual = median(others.get(row["step"], [math.inf]))
             is_exact = row["step"] == trace.start and row["sum_err2"] == 0 and self._varies(row)
             if not is_exact and not row["amax"] >= self.min_amax_ratio * usual:
                 continue
             maximum = min(_MAXIMA, key=lambda value, amax=row["amax"]: abs(amax / value - 1))  # type: ignore[misc]  # bound now
-            others = f"; the other weights have an amax near {usual:.2g}" if usual < float("inf") else ""
+            beside = f"; the other weights have an amax near {usual:.2g}" if usual < math.inf else ""
             exact = ", and the cast has no error" if is_exact else ""
             message = (
                 f"the weight has an amax of {row['amax']:.4g} at step {row['step']}, the largest value of an FP8 format"
-                f" ({maximum:g}){exact}{others}: its values are codes whose scales were not applied"
+                f" ({maximum:g}){exact}{beside}: its values are codes whose scales were not applied"
             )
             yield trace.finding(
                 self, Severity.ERROR, message, value=row["amax"], threshold=self.min_amax_ratio * min(usual, maximum)
