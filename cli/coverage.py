@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -10,6 +10,7 @@ import click
 from fp8debug.errors import RunError
 from fp8debug.plain import one_line
 from fp8debug.rules.lost import losses_of
+from fp8debug.shares import Rest, gemm_shares
 
 from .console import open_run, print_table, to_csv, to_json
 from .plain import echo
@@ -56,7 +57,10 @@ SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
 @click.argument("run")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 def command(run: str, form: str) -> None:
-    """Say which Linears of RUN run in FP8, what share of the FLOPs they have, under which casts, and why others do not."""
+    """List the Linears of RUN: whether each runs in FP8, its share of the FLOPs of all GEMMs, its casts, and why not.
+
+    GEMMs outside the Linears follow: attention, other modules, weights that a function multiplies by.
+    """
     opened = open_run(run)
     if not opened.manifest.get("modules"):
         raise RunError(f"{opened.name}: coverage was not recorded, manifest.json is missing or lists no modules")
@@ -67,12 +71,25 @@ def command(run: str, form: str) -> None:
         ends = [str(one) for one in lost if one.module in (None, row["module"])]
         notes = *ends[:1], row["note"], _against_practice(told[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
+    shares = gemm_shares(opened.modules, opened.gemms)
+    if shares is not None:
+        for row in rows:
+            row["flops"] = _percent(shares.modules.get(row["module"], 0.0))
+        rows += [_row_of_rest(rest) for rest in shares.rest]
     if form != "table":
         click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
         return
     totals = opened.sql(TOTALS).to_pylist()[0]
-    share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
-    echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}\n")
+    if shares is not None:
+        share = f", {100 * shares.fp8:.1f} % of the FLOPs of all GEMMs"
+    else:
+        share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
+    echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}")
+    if shares is not None and shares.rest:
+        echo(f"outside these Linears: {_summary(shares.rest)}")
+    if note := opened.manifest.get("gemms_note"):
+        echo(f"not complete: {note}")
+    echo("")
     print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason", "note"])
     for one in lost:
         echo(f"warning: {one_line(str(one))}")
@@ -80,6 +97,27 @@ def command(run: str, form: str) -> None:
         echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
     for module in opened.manifest.get("outside") or ():
         echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
+
+
+def _row_of_rest(rest: Rest) -> dict[str, Any]:
+    row: dict[str, Any] = dict.fromkeys(COLUMNS)
+    in_fp8 = " in FP8, " in rest.reason
+    return {**row, "module": rest.fqn, "kind": rest.kind, "fp8": in_fp8, "flops": _percent(rest.share), "reason": rest.reason}
+
+
+def _summary(rest: Sequence[Rest], most: int = 4) -> str:
+    """Return the classes of modules behind GEMMs outside the Linears, with their shares, the largest first."""
+    kinds: dict[str, float] = {}
+    for one in rest:
+        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.share
+    largest = sorted(kinds.items(), key=lambda item: -item[1])
+    words = [f"{kind} {_percent(share)}" for kind, share in largest[:most]]
+    others = sum(share for _, share in largest[most:])
+    return ", ".join([*words, f"others {_percent(others)}"] if others else words)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
 
 
 def _against_practice(module: Mapping[str, Any]) -> str | None:

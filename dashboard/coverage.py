@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8debug.formats import TRANSPOSED
 from fp8debug.recipes import Cast
+from fp8debug.shares import gemm_shares
 from fp8debug.types import CONTRACTS_ROWS
 
 from .records import Coverage
@@ -16,17 +17,23 @@ from .records import Coverage
 _TURNED = {f"{gemm}.{tensor}" for gemm, tensor in CONTRACTS_ROWS}
 
 
-def coverage(modules: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]] = ()) -> Coverage:
-    """Count modules and FLOPs (6 * in * out per token: two for each of three GEMMs) by their casts.
+def coverage(
+    modules: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str, Any]] = (), gemms: Sequence[Mapping[str, Any]] = ()
+) -> Coverage:
+    """Count modules and FLOPs by their casts: of all forward GEMMs where they were counted, else of the Linears (6 * in * out).
 
     Args:
         modules: the manifest's modules, in execution order.
         filters: the manifest's filters.
+        gemms: FLOPs as counted (``Run.gemms``).
     """
-    flops = [6 * int(m.get("in_features") or 0) * int(m.get("out_features") or 0) for m in modules]
+    shared = gemm_shares(modules, gemms)
+    flops = [6.0 * int(m.get("in_features") or 0) * int(m.get("out_features") or 0) for m in modules]
     total = sum(flops)
+    if shared is not None:
+        flops, total = [shared.modules.get(str(m["fqn"]), 0.0) for m in modules], 1.0
     counts: Counter[str] = Counter()
-    shares: Counter[str] = Counter()
+    shares: dict[str, float] = {}
     words: dict[str, str] = {}  # hundreds of modules share a few choices of casts
     for module, cost in zip(modules, flops, strict=True):
         casts = module.get("casts")
@@ -34,7 +41,7 @@ def coverage(modules: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str
             words[key] = in_words(casts)
         name = words[key] if module.get("fp8") else "BF16 or FP32"
         counts[name] += 1
-        shares[name] += cost
+        shares[name] = shares.get(name, 0.0) + cost
     skipped = tuple(
         (
             str(m["fqn"]),
@@ -45,10 +52,13 @@ def coverage(modules: Sequence[Mapping[str, Any]], filters: Sequence[Mapping[str
         for m in modules
         if not m.get("fp8")
     )
+    linears_share = sum(c for m, c in zip(modules, flops, strict=True) if m.get("fp8")) / total if total else None
     return Coverage(
         num_linears=len(modules),
         num_fp8=len(modules) - len(skipped),
-        flops_share=sum(c for m, c in zip(modules, flops, strict=True) if m.get("fp8")) / total if total else None,
+        flops_share=linears_share if shared is None else shared.fp8,
+        is_of_all=shared is not None,
+        rest=() if shared is None else tuple((one.fqn, one.kind, one.share, one.reason) for one in shared.rest),
         casts=tuple((name, n, shares[name] / total if total else 0.0) for name, n in counts.most_common()),
         skipped=skipped,
         filters=tuple((str(f.get("kind")), str(f.get("pattern")), int(f.get("matched") or 0)) for f in filters),

@@ -157,7 +157,9 @@ class Coverage:
     Attributes:
         num_linears: all that were found.
         num_fp8: those that run in FP8.
-        flops_share: share of the Linears' FLOPs that run in FP8, in [0, 1]; None when shapes are not recorded.
+        flops_share: share of FLOPs that run in FP8, in [0, 1]; None when neither counts nor shapes are recorded.
+        is_of_all: whether the shares are of all forward GEMMs, or else of the Linears'.
+        rest: (module, class, share, reason) of GEMMs outside the Linears, the largest first.
         casts: (casts in words, number of modules, share of FLOPs), most first.
         skipped: (module, kind, asked for, reason) of those that do not, in execution order.
         filters: (kind, pattern, modules matched).
@@ -168,6 +170,8 @@ class Coverage:
     flops_share: float | None
     casts: tuple[tuple[str, int, float], ...] = ()
     skipped: tuple[tuple[str, str, str, str], ...] = ()
+    is_of_all: bool = False
+    rest: tuple[tuple[str, str, float, str], ...] = ()
     filters: tuple[tuple[str, str, int], ...] = ()
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -150,6 +149,8 @@ class Fp8Linear(nn.Linear):
 
     #: How often ``set_recipe`` was called in this process: a watch looks for what has changed when there were more.
     num_recipes_set: ClassVar[int] = 0
+    #: Called with the module and the FLOPs of its forward GEMM while a watch counts those of a model.
+    counters: ClassVar[list[Callable[[Fp8Linear, int], None]]] = []
 
     recipe: Recipe
     probe: Probe | None
@@ -322,6 +323,8 @@ class Fp8Linear(nn.Linear):
         if probe is not None:
             probe.layout = layout
         flat = x.reshape(-1, x.shape[-1])
+        for count in self.counters:
+            count(self, 2 * flat.numel() * weight.shape[0])
         if (use := self._use_now()) != self._use:  # to set an attribute of a module takes microseconds
             self._use = use
         try:  # a checkpoint ends its recomputation by an exception when it has what it needs
@@ -475,16 +478,20 @@ def _tell_refused(refused: Mapping[tuple[str, str], list[str]]) -> None:
         print(f"fp8debug: {', '.join(names[:3])}{more} ({kind}) {verb} not converted: {reason}", file=sys.stderr)
 
 
-@cache
+_CLASSES: dict[tuple[type[Fp8Linear], type[nn.Linear]], type[Fp8Linear]] = {}
+
+
 def _both(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> type[Fp8Linear]:
     """Return a class with the forward of ours and everything else of theirs, which pickles and copies as they do."""
 
     def reduce(self: Any, protocol: Any) -> Any:
-        made = super(kind, self).__reduce_ex__(max(int(protocol), 2))
+        made: Any = theirs.__reduce_ex__(self, max(int(protocol), 2))
         return (_new, (ours, theirs), *made[2:])
 
-    kind = type(f"Fp8{theirs.__name__}", (ours, theirs), {"__reduce_ex__": reduce, "__module__": theirs.__module__})
-    return kind
+    if (ours, theirs) not in _CLASSES:
+        body = {"__reduce_ex__": reduce, "__module__": theirs.__module__}
+        _CLASSES[ours, theirs] = type(f"Fp8{theirs.__name__}", (ours, theirs), body)
+    return _CLASSES[ours, theirs]
 
 
 def _new(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> Fp8Linear:

@@ -115,6 +115,7 @@ class Observer:
         self.is_rehearsing = False  # what runs now is no training
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
+        self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
         self.modules_seen: set[str] = set()  # those that have recorded anything
         self.modules_given_up: set[str] = set()  # those of which a sample ended early, which was reported
         self.generation = 0  # how many steps have begun
@@ -123,6 +124,8 @@ class Observer:
         self.before_forward: Callable[[], None] = _nothing
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
+        #: Called with (module, kind, is in FP8, precision, FLOPs) of each forward GEMM that is no op of torch's.
+        self.on_product: Callable[[str, str, bool, str, int], None] | None = None
         self.on_end_step: list[Callable[[], None]] = []
         self.on_interrupt: list[Callable[[], None]] = []  # called when an exception of the program ends a hook in the middle
         self.after_step: list[Callable[[], None]] = []  # called once, when the step under way has ended

@@ -127,6 +127,7 @@ class Probe(Riding):
             self._recomputed = True
             return False
         if self.call_index < 0:
+            self.observer.modules_called.add(self.module)
             self.call_index = self.observer.next_call_index()
             self.num_calls += 1
         return True

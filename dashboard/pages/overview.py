@@ -251,10 +251,11 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
 
 def _coverage(view: View, opened: Opened) -> list[Component | None]:
     manifest = opened.run.manifest
-    found = coverage(manifest.get("modules") or [], manifest.get("filters") or [])
+    found = coverage(manifest.get("modules") or [], manifest.get("filters") or [], opened.run.gemms)
     if not found.num_linears:
         return [note("The manifest lists no modules, so coverage is not known.")]
-    share = "" if found.flops_share is None else f", {percent(found.flops_share)} of their FLOPs"
+    whose = "the FLOPs of all GEMMs" if found.is_of_all else "their FLOPs"
+    share = "" if found.flops_share is None else f", {percent(found.flops_share)} of {whose}"
     casts = table(
         ["Modules", "FLOPs", "Cast"],
         [[number(n), percent(part), name] for name, n, part in found.casts],
@@ -273,6 +274,14 @@ def _coverage(view: View, opened: Opened) -> list[Component | None]:
     return [
         html.P([html.B(f"{found.num_fp8} of {found.num_linears}"), f" Linears run in FP8{share}."]),
         note("Filters that matched nothing: " + ", ".join(idle), kind="warning") if idle else None,
+        table(
+            ["GEMMs outside the Linears", "Kind", "FLOPs", "Precision"],
+            [[name, kind, percent(part), reason] for name, kind, part, reason in found.rest[:50]],
+            numeric=(2,),
+            name="gemms-outside",
+        )
+        if found.rest
+        else None,
         html.Div([casts, skipped if found.skipped else note("Every Linear runs in FP8.")], className="columns"),
     ]
 

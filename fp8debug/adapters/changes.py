@@ -148,6 +148,15 @@ class RecipeChanges:
             self._update_manifest()
         return looked
 
+    def add(self, candidate: Candidate) -> None:
+        """Add a module that was found while the model ran."""
+        self._candidates.append(candidate)
+        self._state.append(candidate.state)
+
+    def write(self) -> None:
+        """Write the manifest's modules as they are now."""
+        self._update_manifest()
+
     def _update_manifest(self) -> None:
         self._is_stale = False
         self._state = [c.state for c in self._candidates]

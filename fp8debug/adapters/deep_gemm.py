@@ -48,6 +48,8 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
     def call(a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(a, b, d, *args, **kwargs)
         ears = listener.ears
+        if listener.counter is not None and listener.counter.is_on:
+            listener.counter.see_library(name, d, a[0])
         if ears and ears[-1].hear is not None:
             before = TorchState()
             try:

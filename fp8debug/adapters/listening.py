@@ -25,11 +25,12 @@ from torch._C import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from fp8debug.adapters.gemms import FLOPS, GemmCounter
 from fp8debug.adapters.parts import Hooks
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.observer import Observer
-from fp8debug.shielding import TorchState, active_modes, ordinary_torch, set_modes
+from fp8debug.shielding import TorchState, active_modes, is_capturing, ordinary_torch, set_modes
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.
@@ -149,6 +150,7 @@ class Listener(TorchDispatchMode):
     """Hears the GEMMs of one watch; see the module."""
 
     is_ours = True
+    supports_higher_order_operators = True  # or torch refuses to run them, flex_attention among them
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -156,6 +158,8 @@ class Listener(TorchDispatchMode):
         self._stacks: list[list[Ear]] = []
         #: FP8 GEMMs of a forward pass that belong to no watched module, or that no adapter can read.
         self.strays: Counter[str] = Counter()
+        #: Counts the FLOPs of a forward pass, in one sampled step.
+        self.counter: GemmCounter | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -236,7 +240,9 @@ class Listener(TorchDispatchMode):
         """Run the op, and tell the innermost listener of it when it is a GEMM."""
         kwargs = kwargs or {}
         ears = self.ears
-        if ears and ears[-1].hear is not None and (key := _inside(func, args)) is not None:
+        counter = self.counter if self.counter is not None and self.counter.is_on else None
+        is_heard = bool(ears) and ears[-1].hear is not None
+        if (is_heard or counter is not None) and (key := _inside(func, args)) is not None:
             before, depth = TorchState(), self._depth
             self._local.depth = depth + 1
             try:
@@ -249,6 +255,11 @@ class Listener(TorchDispatchMode):
                 self._local.depth = depth
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
+        if counter is not None and packet in FLOPS:
+            try:
+                counter.see(packet, _bound(func, args, kwargs), result)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                counter.give_up()
         if packet in SCALED and not ears:
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
@@ -292,7 +303,7 @@ def _writes_to_arguments(func: Any) -> bool:
 
 #: Whether an op has no others inside that we may hear; its name is put together anew each time that it is asked for.
 _IS_WHOLE: dict[Any, bool] = {}
-_WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug")
+_WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug", "higher_order")
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:
@@ -326,14 +337,18 @@ def listener_of(observer: Observer) -> Listener:
 class RootHooks(Hooks):
     """Hooks on the roots of a watch: they count the FP8 GEMMs of sampled forward passes that belong to no watched module.
 
-    They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes.
+    They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes. In the first
+    sampled step the FLOPs of all GEMMs are counted, whatever their precision.
 
     Args:
         roots: the modules.
         observer: of the watch.
+        counter: of the FLOPs.
+        hears: whether FP8 GEMMs are looked for in the other sampled steps too.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], observer: Observer) -> None:
+    def __init__(self, roots: Iterable[nn.Module], observer: Observer, counter: GemmCounter, hears: bool) -> None:
+        self._counter, self._hears = counter, hears
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
         self._entered: list[nn.Module] = []
@@ -347,17 +362,23 @@ class RootHooks(Hooks):
         observer.on_end_step.append(self._report)
 
     def _before(self, root: nn.Module, args: Any) -> None:
-        is_ours = any(root is own for own in self._roots)  # and not a copy
-        if not is_ours or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(root is own for own in self._roots):
+            return  # evaluation, or a copy of the root
         self._observer.before_forward()
-        if self._observer.sampling and hasattr(TorchDispatchMode, "ignore_compile_internals") and self._listener.enter():
+        if not self._observer.sampling or not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+            return
+        counts = self._counter.is_wanted and torch._C._current_graph_task_id() == -1 and not is_capturing()
+        if (counts or self._hears) and self._listener.enter():
             self._entered.append(root)
+            if counts:
+                self._listener.counter = self._counter
+                self._counter.begin()
 
     def _after(self, root: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._entered and self._entered[-1] is root:
             self._entered.pop()
             self._listener.leave()
+            self._counter.end()
 
     def _report(self) -> None:
         self._entered.clear()
@@ -377,6 +398,7 @@ class RootHooks(Hooks):
         for handle in self._handles:
             handle.remove()
         self._report()
+        self._counter.end()
         self._listener.forget()
 
 

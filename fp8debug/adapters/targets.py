@@ -26,7 +26,20 @@ _AROUND = {"DistributedDataParallel": "module", "DeepSpeedEngine": "module", "Op
 
 @dataclass
 class Candidate:
-    """One Linear-like module of the target: its adapter, if one takes it, and why not if none does."""
+    """One Linear-like module of the target.
+
+    Attributes:
+        fqn: its name.
+        module: itself, or a Part of it.
+        adapter: what watches it; None where nothing does.
+        reason: why it is not watched; None where it is.
+        shared_with: the module that has the same weight.
+        selects: number of experts that it may choose among.
+        unread: why its recipe cannot be read.
+        not_run: why it did not run in FP8 although it is set to: no sampled step called it.
+        is_known_to_run: whether a sampled step has shown if it is called.
+        ran_fp8: whether FP8 GEMMs ran in it that no adapter takes.
+    """
 
     fqn: str
     module: nn.Module
@@ -35,11 +48,14 @@ class Candidate:
     shared_with: str | None = None
     selects: int | None = None
     unread: str | None = None
+    not_run: str | None = None
+    is_known_to_run: bool = False
+    ran_fp8: bool = False
 
     @property
     def fp8(self) -> bool:
-        """Whether the module runs in FP8 now."""
-        return self.recipe() is not None
+        """Whether the module runs in FP8 now, as far as is known; one that no sampled step called does not."""
+        return self.ran_fp8 or (self.not_run is None and self.recipe() is not None)
 
     def recipe(self) -> Recipe | None:
         """Return the recipe in force; None where there is none, or where it cannot be read, which ``unread`` then says."""
@@ -74,12 +90,13 @@ class Candidate:
             "out_features": out_features,
             "bias": has(self.module, "bias"),
             "index": index,
-            "fp8": recipe is not None,
+            "fp8": self.ran_fp8 or (recipe is not None and self.not_run is None),
+            "called": None if not self.is_known_to_run else self.not_run is None,
             "observed": self.adapter is not None and self.reason is None and self._is_observed(recipe is not None),
             "casts": casts,
             "recipe": recipe.name if recipe else None,
             "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
-            "reason": self.reason or (None if recipe else self.unread or self._why_not()),
+            "reason": self.reason or self.not_run or (None if recipe else self.unread or self._why_not()),
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
             "selects": self.selects,
@@ -149,6 +166,17 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def named_modules(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return every module of the roots with its FQN as it is recorded; a root's own is empty, or its number of several."""
+    found = []
+    for number, root in enumerate(roots):
+        before = layers_before(root)
+        for name, module in root.named_modules():
+            plain = plain_name(name_in_model(name, before))
+            found.append((module, f"{number}.{plain}".rstrip(".") if len(roots) > 1 else plain))
+    return found
+
+
 def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
     """Return every module with a 2-D weight named like a Linear's, in order of definition, adapters assigned.
 
@@ -157,14 +185,13 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
     """
     found: list[Candidate] = []
     by_weight: dict[int, str] = {}
-    for number, root in enumerate(roots):
-        before = layers_before(root)
+    names = {id(module): fqn for module, fqn in named_modules(roots)}
+    for root in roots:
         for name, module in root.named_modules():
             adapter = next((a for a in ADAPTERS if a.matches(module)), None)
             if adapter is None and not isinstance(module, nn.Linear):
                 continue
-            plain = plain_name(name_in_model(name, before))
-            fqn = (f"{number}.{plain}".rstrip(".") if len(roots) > 1 else plain) or type(module).__name__
+            fqn = names[id(module)] or type(module).__name__
             reason = None
             if adapter is None:
                 reason = "nn.MultiheadAttention multiplies by its weight without calling it"
@@ -175,8 +202,8 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
                 found.append(Candidate(whole, part, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
                 by_weight.setdefault(weight, whole)
     if not found:
-        names = ", ".join(type(r).__name__ for r in roots)
-        raise AttachError(f"{names} has no nn.Linear or Fp8Linear in it; there is nothing to watch")
+        kinds = ", ".join(type(r).__name__ for r in roots)
+        raise AttachError(f"{kinds} has no nn.Linear or Fp8Linear in it; there is nothing to watch")
     return found
 
 

@@ -59,6 +59,8 @@ class TeProbe(PartProbe):
         """Record fprop; nothing is kept of a GEMM in high precision."""
         a, b = unwrapped(gemm.first[place], False), unwrapped(gemm.second[place], False)
         if not is_quantized(a) and not is_quantized(b):
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.numel():
+                self._tell_flops(False, 2 * (a.numel() // a.shape[-1]) * b.numel())
             return
         if gemm.odd:
             self.give_up(gemm.odd)
@@ -70,6 +72,7 @@ class TeProbe(PartProbe):
             self.give_up("its input in high precision is not to be had")
             return
         x = self._plain(x, "input")
+        self._tell_flops(True, 2 * x.shape[0] * weight.numel())
         if first.values.shape != x.shape or second.values.shape != weight.shape:
             shapes = f"{list(first.values.shape)} by {list(second.values.shape)}"
             self.give_up(f"its GEMM of {shapes} is not input {list(x.shape)} by weight {list(weight.shape)} (gathered?)")
@@ -83,6 +86,12 @@ class TeProbe(PartProbe):
             kept = self.fprop(x, weight, *operands, later, result, bias)
             find = call.find_input(self.part.index) if later is None and self._trains() else None
             call.lines[self.part.index] = Line(weight, kept, find)
+
+    def _tell_flops(self, is_fp8: bool, flops: int) -> None:
+        """Report the FLOPs of fprop, for coverage's share of all GEMMs."""
+        if self.observer.on_product is not None:
+            precision = "fp8" if is_fp8 else "high precision"
+            self.observer.on_product(self.module, self.part.fp8debug_kind, is_fp8, precision, flops)
 
     @guarded
     def take_backward(self, call: Source, gemm: HeardGemm, place: int) -> None:

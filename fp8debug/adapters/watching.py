@@ -20,14 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
+from fp8debug.adapters.gemms import GemmCounter
 from fp8debug.adapters.inference import compare_paths
 from fp8debug.adapters.listening import RootHooks, listener_of
-from fp8debug.adapters.parts import TOKENS, was_called
+from fp8debug.adapters.parts import TOKENS, Part, kind_of_part, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.stages import rank_entry
-from fp8debug.adapters.targets import Candidate
+from fp8debug.adapters.targets import Candidate, named_modules
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
@@ -85,6 +86,7 @@ class Watch:
         self._optimizer = optimizer
         self._noted: dict[str, Any] = {}
         self._unread: set[str] = set()
+        self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._started = time.perf_counter()
@@ -93,14 +95,17 @@ class Watch:
         self._pid = os.getpid()
         self._has_looked = False
         self._before_next: Callable[[], None] | None = None
+        self._counter = GemmCounter(named_modules(roots), kind_of_part)
+        self._observer.on_product = self._counter.add
         self._undo: list[Callable[[], None]] = []
         if writer.stopped is not None and not self._sink.decides:
             self._observer.turn_off()
         try:
             for c in candidates:
                 self._attach(c)
-            if any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates):
-                self._undo.append(RootHooks(roots, self._observer).remove)
+            hears = any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates)
+            self._undo.append(RootHooks(roots, self._observer, self._counter, hears).remove)
+            if hears:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
             if eager_samples:
@@ -342,6 +347,8 @@ class Watch:
         scalars["seconds"], self._started = now - self._started, now
         if self._observer.sampling:
             self._say_unread(self._changes.look())
+        if self._observer.sampling:
+            self._note_what_ran()
         if self._observer.sampling and not self._has_looked:
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
@@ -388,6 +395,53 @@ class Watch:
             if c.unread is not None and c.fqn not in self._unread:
                 self._report(c.fqn, f"recorded, but not in coverage: {c.unread}", not self._unread)
                 self._unread.add(c.fqn)
+
+    def _note_what_ran(self) -> None:
+        """At the end of a sampled step: note which modules were called, and the FLOPs of all GEMMs if it counted them."""
+        counted = self._counter.take() if self._counter.is_wanted else None
+        changed = False
+        if counted is not None:
+            self._writer.update_manifest({"gemms": counted, "gemms_note": self._counter.note}, add=True)
+            self._uses = {entry["weight"].rpartition(".")[0]: entry for entry in reversed(counted) if entry["weight"]}
+            changed = self._add_modules_in_fp8(counted)
+        called = self._observer.modules_called
+        if called and not is_compile_in_use():
+            for c in self._candidates:
+                if c.reason is None and not (c.is_known_to_run and c.not_run is None):
+                    not_run = None if c.fqn in called or was_called(c.module) else self._why_not_run(c)
+                    changed |= (c.is_known_to_run, c.not_run) != (True, not_run)
+                    c.is_known_to_run, c.not_run = True, not_run
+        if changed:
+            self._changes.write()
+
+    def _add_modules_in_fp8(self, counted: list[dict[str, Any]]) -> bool:
+        """List each module that no adapter takes and that ran FP8 GEMMs; return whether there is any."""
+        known = {c.fqn for c in self._candidates} | {
+            c.fqn.rpartition(".")[0] for c in self._candidates if isinstance(c.module, Part)
+        }
+        modules = {fqn or type(module).__name__: module for module, fqn in reversed(named_modules(self._roots))}
+        for entry in counted:
+            if entry["fp8"] and entry["fqn"] not in known and entry["fqn"] in modules:
+                known.add(entry["fqn"])
+                reason = f"FP8 GEMMs run in it ({', '.join(entry['ops'])}) and are not recorded: fp8debug does not read its class"
+                found = Candidate(entry["fqn"], modules[entry["fqn"]], None, reason, is_known_to_run=True, ran_fp8=True)
+                self._candidates.append(found)
+                self._changes.add(found)
+                self._report(
+                    found.fqn, f"in coverage alone: {reason}; name the class ...Linear and its weight 'weight' [out, in]", True
+                )
+        return len(known) > 0 and any(c.ran_fp8 for c in self._candidates)
+
+    def _why_not_run(self, candidate: Candidate) -> str | None:
+        """Return why a module that is set to run in FP8 does not, having not been called; None for one that is not set to."""
+        recipe = getattr(candidate.module, "recipe", None)
+        if candidate.recipe() is None or (recipe is not None and recipe.is_high_precision):  # a schedule's BF16 steps
+            return None
+        if (use := self._uses.get(candidate.fqn)) is not None:
+            return f"never called in a sampled step: {use['fqn']} multiplies by its weight itself, in {use['precision']}"
+        if "forward" in vars(candidate.module):
+            return "its forward was replaced on the instance after convert(), and the new one does not run in FP8"
+        return "never called in a sampled step: what multiplies by its weight elsewhere, if anything, does not run in FP8"
 
     def _report_compiled(self, seen: set[str]) -> None:
         """At the first sampled step: say what torch.compile hides."""

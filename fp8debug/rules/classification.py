@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.changes import Change, changes_of
 from fp8debug.rules.classes import Classification, at_first, begun_by, name_of, near_before, number_of, since
-from fp8debug.rules.evidence import has_fp8
+from fp8debug.rules.evidence import has_fp8, unrecorded_fp8
 from fp8debug.rules.losses import divergence, first_nonfinite, read_losses, spikes
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
@@ -142,11 +142,21 @@ def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding]) -> 
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
     advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
     if not findings:
-        judged = "and no rule found a fault" if has_fp8(run) else "and no operand ran in FP8, so no cast was judged"
+        unread = unrecorded_fp8(run)
+        if has_fp8(run):
+            judged = "and no rule found a fault"
+        elif unread:
+            judged = f"and no cast was judged: FP8 ran in {unread[0]}{_and_more(len(unread) - 1)}, which is not recorded"
+        else:
+            judged = "and no operand ran in FP8, so no cast was judged"
         what = f"the loss is fine, {judged}"
         return Classification(kind="loss-fine", cause="healthy", what=what, evidence=(advice,))
     what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
 
 
 def _change(change: Change) -> str:

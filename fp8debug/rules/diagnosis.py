@@ -14,7 +14,7 @@ from fp8debug.errors import RunError, UsageError
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.baseline import compare
 from fp8debug.rules.classification import classify, with_lost
-from fp8debug.rules.evidence import has_fp8, sampled_steps
+from fp8debug.rules.evidence import has_fp8, sampled_steps, unrecorded_fp8
 from fp8debug.rules.findings import Findings
 from fp8debug.rules.lost import losses_of
 from fp8debug.rules.nonfinite import SICK
@@ -106,7 +106,10 @@ def triage(
 def _missing(rule: Rule, run: Run) -> str | None:
     """Return why a rule cannot judge this run; None when it can."""
     if rule.needs_fp8 and not has_fp8(run):
-        return f"no operand ran in FP8: the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
+        rows = f"the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
+        if unread := unrecorded_fp8(run):
+            return f"no FP8 operand was recorded: {rows}, and FP8 ran in {unread[0]}, which is not recorded"
+        return f"no operand ran in FP8: {rows}"
     columns = [column for column in rule.columns if not run.has(column)]
     return f"not recorded: {', '.join(columns)}" if columns else rule.needs(run)
 

@@ -56,6 +56,7 @@ class CoverageGap(Rule):
         filters = run.manifest.get("filters")
         entries = [entry for entry in filters if isinstance(entry, dict)] if isinstance(filters, list) else []
         named = {entry.get("pattern") for entry in entries}
+        used = {str(gemm["weight"]).rpartition(".")[0] for gemm in run.gemms if gemm.get("weight")}
         were_asked = any(module.get("requested") == "fp8" for module in converted)
         for module in run.modules:
             asked, reason = module.get("requested"), module.get("reason")
@@ -65,6 +66,8 @@ class CoverageGap(Rule):
                 yield self._finding(run, "it runs in FP8, and nobody asked for that here", module)
             if module.get("fp8") is not False or asked == "bf16":
                 continue
+            if module.get("called") is False and module["fqn"] not in used:
+                continue  # it computes nothing, as an expert without tokens or a pooler that nobody reads
             because = f": {reason}" if reason else ""
             is_other = module.get("observed") is False and module.get("kind") not in ("Linear", "Fp8Linear")
             if asked == "fp8" and (not is_other or module["fqn"] in named):

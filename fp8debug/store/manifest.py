@@ -18,8 +18,8 @@ from fp8debug.store.checked import read_json
 MAX_MODULES = 1_000_000
 
 _TOP: dict[str, Any] = {
-    **dict.fromkeys(("name", "created", "ended", "fp8debug_version", "plain_recipe", "device", "hostname"), str),
-    **dict.fromkeys(("modules", "filters", "outside", "writings", "argv", "what_if", "include", "exclude"), list),
+    **dict.fromkeys(("name", "created", "ended", "fp8debug_version", "plain_recipe", "device", "hostname", "gemms_note"), str),
+    **dict.fromkeys(("modules", "gemms", "filters", "outside", "writings", "argv", "what_if", "include", "exclude"), list),
     **dict.fromkeys(("recipe", "environment", "mesh", "git"), dict),
     **dict.fromkeys(("schema_version", "rank", "world_size", "every", "shadow_rows", "pid"), int),
 }
@@ -28,10 +28,11 @@ _OBJECTS: dict[str, dict[str, Any]] = {
     "modules": {
         **dict.fromkeys(("fqn", "kind", "reason", "requested", "shared_with", "recipe"), str),
         **dict.fromkeys(("in_features", "out_features", "index", "params", "selects"), int),
-        **dict.fromkeys(("bias", "fp8", "observed"), bool),
+        **dict.fromkeys(("bias", "fp8", "observed", "called"), bool),
         "casts": dict,
         "fast_accum": list,
     },
+    "gemms": {**dict.fromkeys(("fqn", "kind", "precision", "weight"), str), "flops": int, "fp8": bool, "ops": list},
     "filters": {"kind": str, "pattern": str, "matched": int},
     "outside": dict.fromkeys(("fqn", "kind", "reason"), str),
     "writings": {"first_part": int, "created": str},

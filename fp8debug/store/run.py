@@ -239,6 +239,19 @@ class Run:
                 self._modules = self._read_modules()
             return self._modules
 
+    @property
+    def gemms(self) -> list[dict[str, Any]]:
+        """FLOPs of the forward GEMMs of one step, by the module that ran them, of all stages; empty where none were counted.
+
+        The entries are those of ``gemms`` in the manifest (docs/schema.md).
+        """
+        known: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for manifest in (self.manifest, *(found for _, found in sorted(self.rank_manifests.items()))):
+            for entry in manifest.get("gemms") or ():
+                place = tuple(entry.get(name) for name in ("fqn", "kind", "precision", "fp8", "weight"))
+                known.setdefault(place, entry)
+        return list(known.values())
+
     def _read_modules(self) -> list[dict[str, Any]]:
         query = "SELECT module, min(call_index) AS call_index FROM raw WHERE module IS NOT NULL GROUP BY module"
         called = {row["module"]: row["call_index"] for row in self.sql(query).to_pylist()}

@@ -61,7 +61,7 @@ def trained(model: nn.Module, dtype: torch.dtype = torch.float32, watch: Any = N
     for step in range(2):
         x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
         loss = model(x).float().square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -167,7 +167,7 @@ def test_coverage_has_the_reason(tmp_path: Path) -> None:
 
 def test_modules_that_accelerate_hooked_run_in_fp8_inside_its_hooks(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", exc_type=ImportError)
-    model = net(nn.Linear)  # type: ignore[arg-type]
+    model = net(nn.Linear)
     accelerate.cpu_offload(model, execution_device="cpu")
     fp8debug.convert(model, "blockwise")
     assert model[0].weight.is_meta  # the hook fetches it for each call
