@@ -98,6 +98,6 @@ def _print(found: dict[str, Any]) -> None:
     if found["fallbacks"]:
         echo()
         rows = [[entry["module"], " ".join(entry["gemms"]), f"{entry['cost']:.1%}"] for entry in found["fallbacks"]]
-        print_table(["module", "gemms in BF16", "costs"], rows)
+        print_table(["module", "gemms in BF16", "costs"], rows, wrap=["module"], more="--format json")
         share = f"share of the gap closed {band(found['share'])}; " if found["share"] else ""
         echo(f"\n{share}{found['runs']} trainings, {lasting(found['seconds'])}\n{found['assumption']}")

@@ -42,7 +42,7 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
             ran = None if site.running is None else site.running.sqnr_db
             cells = [site.module, f"{site.gemm} {site.tensor}", *own, ran, _proposed(site.proposal)]
             rows.append([*cells, None if site.proposal is None else site.proposal.sqnr_db, site.note or None])
-        print_table(HEADER, rows, wrap=["module", "proposal", "note"])
+        print_table(HEADER, rows, wrap=["module", "proposal", "note"], drop=["note", "largest"], more="-o FILE")
 
 
 def _proposed(proposal: Expected | None) -> str | None:

@@ -17,6 +17,13 @@ from .plain import echo
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
 
+#: The order in which a narrow terminal loses columns: what a module is called, whether it is in FP8 and why not stay longest.
+_LAYOUT: dict[str, Any] = {
+    "wrap": ["module", "casts", "reason", "note"],
+    "drop": ["kind", "gemms", "requested", "casts", "note", "flops"],
+    "more": "--format csv",
+}
+
 #: The casts are those that the recorded steps ran, not those that were asked for. ``gemms`` is how many fprop/dgrad/wgrad GEMMs
 #: were seen a sampled step on all ranks; a module without a gradient to pass on has no dgrad, one with a frozen weight no wgrad.
 MODULES = """
@@ -90,7 +97,7 @@ def command(run: str, form: str) -> None:
     if note := opened.manifest.get("gemms_note"):
         echo(f"not complete: {note}")
     echo("")
-    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], wrap=["casts", "reason", "note"])
+    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], **_LAYOUT)
     for one in lost:
         echo(f"warning: {one_line(str(one))}")
     for entry in opened.manifest.get("filters") or ():

@@ -69,7 +69,8 @@ def _print(found: Differences, limit: int) -> None:
     parted = [site for site in found.sites if site.diverges_at is not None]
     if parted:
         echo()
-        print_table(HEADER, [_row(site) for site in (parted[:limit] if limit else parted)], wrap=["what"])
+        rows = [_row(site) for site in (parted[:limit] if limit else parted)]
+        print_table(HEADER, rows, wrap=["module", "what"], drop=["against"], more="--format csv")
         if limit and parted[limit:]:
             echo(f"and {len(parted[limit:])} more; --limit 0 prints all")
 

@@ -50,7 +50,8 @@ def command(
         _write(exporter, opened, fallbacks, output)
         return
     if fallbacks:
-        print_table(HEADER, [_row(fallback) for fallback in fallbacks], wrap=["cheaper", "run in"])
+        rows = [_row(fallback) for fallback in fallbacks]
+        print_table(HEADER, rows, wrap=["module", "cheaper", "run in", "reasons"], drop=["cheaper"], more="--to json")
         spent = sum(fallback.cost for fallback in fallbacks)
         beyond = f", more than the budget of {share:.1%}: errors are cured whatever it is" if spent > share + 1e-9 else ""
         echo(f"\ntogether {spent:.1%} of the FP8 speed-up{beyond}")

@@ -65,5 +65,6 @@ def _print(dump: Any, found: dict[str, dict[str, Any]], names: list[str]) -> Non
     if not found:
         echo("read in high precision: no cast ran; try one with --cast\n")
         return
-    print_table(["", *found], [[name, *(values[name] for values in found.values())] for name in names], wrap=list(found))
+    rows = [[name, *(values[name] for values in found.values())] for name in names]
+    print_table(["", *found], rows, wrap=list(found), more="--format csv")
     echo()

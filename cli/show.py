@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import click
 
 from .console import open_run, print_table, to_csv, to_json, warn
@@ -9,6 +12,9 @@ from .console import open_run, print_table, to_csv, to_json, warn
 #: What stands before the statistics in every row.
 KEYS = ["step", "module", "gemm", "tensor", "reference", "actual", "cast_name"]
 STATISTICS = ["sqnr_db", "cosine", "gain", "underflow_rate", "overflow_rate", "amax"]
+#: The order in which a narrow terminal loses keys and statistics.
+SPARE_KEYS = ["actual", "reference", "cast_name", "gemm", "tensor"]
+SPARE_STATISTICS = ["cosine", "gain", "overflow_rate", "underflow_rate"]
 
 
 @click.command("show")
@@ -46,9 +52,21 @@ def command(
         warn("no recorded row matches")
     if form == "table":
         rows = (table.slice(0, min(limit, table.num_rows)) if limit else table).to_pylist()
-        print_table(names, [[row[name] for name in names] for row in rows], wrap=["module", "cast_name"])
+        cells = [[row[name] for name in names] for row in rows]
+        print_table(names, cells, wrap=["module", "cast_name"], drop=_dropped(rows, asked), more="--columns")
         if len(rows) < table.num_rows:
             warn(f"the first {len(rows)} of {table.num_rows} rows; --limit 0 prints all")
     else:
         text = to_csv(names, table.to_pylist()) if form == "csv" else to_json(table.to_pylist())
         click.echo(text, nl=False)
+
+
+def _dropped(rows: Sequence[Mapping[str, Any]], asked: Sequence[str]) -> list[str]:
+    """Return the order in which a narrow terminal loses columns.
+
+    Keys that are the same in all rows go first, then the statistics that matter least, then keys by which rows differ.
+    """
+    alike = [key for key in SPARE_KEYS if len({str(row[key]) for row in rows}) < 2]
+    statistics = [name for name in (*SPARE_STATISTICS, *reversed(asked)) if name in asked]
+    keys = [key for key in SPARE_KEYS if key not in alike and key not in asked]
+    return list(dict.fromkeys([*(key for key in alike if key not in asked), *statistics[:-1], *keys]))

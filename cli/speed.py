@@ -89,7 +89,8 @@ def label(shape: Mapping[str, Any]) -> str:
 
 def _print(document: Mapping[str, Any]) -> None:
     echo(f"{document['device']}, torch {document['versions']['torch']}; shapes are tokens x in_features x out_features\n")
-    print_table(HEADER, (row for shape in document["shapes"] for row in _rows(shape)), wrap=["shape"])
+    rows = [row for shape in document["shapes"] for row in _rows(shape)]
+    print_table(HEADER, rows, wrap=["shape"], more="--format json")
     saved = total = 0.0
     for shape in document["shapes"]:
         bf16, fp8 = (len(shape["modules"]) * sum(shape["gemms"][g][key] for g in GEMMS) for key in ("bf16_us", "fp8_us"))

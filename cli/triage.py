@@ -120,7 +120,8 @@ def _print(findings: Findings) -> None:
     if findings:
         echo()
         header = ["code", "severity", "module", "site", "steps", "what"]
-        print_table(header, [_row(finding) for finding in findings], wrap=["what"])
+        rows = [_row(finding) for finding in findings]
+        print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"], more="--format json")
         echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)

@@ -81,7 +81,8 @@ def command(**options: Any) -> int:
     if options["form"] == "json":
         click.echo(json.dumps(found, indent=2))
     else:
-        print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["what"])
+        rows = [_row(arm) for arm in found["arms"]]
+        print_table(HEADER, rows, wrap=["arm", "what"], drop=["what", "trainings"], more="--format json")
         echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
         for statement in found["statements"]:
             echo(statement)
