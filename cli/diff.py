@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import click
 
 from fp8debug.rules.apart import SiteDifference
@@ -18,7 +21,7 @@ MAX_DIFFERENCES = 20
 
 @click.command("diff")
 @click.argument("first")
-@click.argument("second")
+@click.argument("second", nargs=-1, required=True)
 @click.option("--module", metavar="GLOB", default="*", show_default=True, help="Modules by name, e.g. 'blocks.3.*'.")
 @click.option("--steps", metavar="A:B", help="Steps from A to before B; either side may be empty.")
 @click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
@@ -29,7 +32,7 @@ MAX_DIFFERENCES = 20
 def command(
     ctx: click.Context,
     first: str,
-    second: str,
+    second: tuple[str, ...],
     module: str,
     steps: str | None,
     form: str,
@@ -39,19 +42,39 @@ def command(
 ) -> None:
     """Compare two runs: effective configuration, loss with its noise, and the first site and step at which they part.
 
-    FIRST is usually the good run, or the one in BF16. CSV has one line per site and step that both runs sampled.
+    FIRST is usually the good run, or the one in BF16; each SECOND is compared with it by itself. CSV has one line per site
+    and step that both runs sampled.
     """
     if form == "table" and output != "-":
         raise click.UsageError("-o needs --format json or csv")
-    differences = diff_runs(open_run(first), open_run(second), module, steps)
+    reference = open_run(first)
+    found = [diff_runs(reference, open_run(path), module, steps) for path in second]
     if form == "json":
-        write_file(output, to_json_document(differences.to_dict()))
+        write_file(output, to_json_document(_document(found)))
     elif form == "csv":
-        write_file(output, to_csv(differences.columns, differences.rows))
+        write_file(output, _csv(found))
     else:
-        _print(differences, limit)
-    if exit_code and differences.differ:
+        for place, differences in enumerate(found):
+            echo("" if not place else "\n", nl=False)
+            _print(differences, limit)
+    if exit_code and any(differences.differ for differences in found):
         ctx.exit(1)
+
+
+def _document(found: Sequence[Differences]) -> dict[str, Any]:
+    """Return the document of one comparison, or of several with the same first run."""
+    if len(found) == 1:
+        return found[0].to_dict()
+    names = [found[0].names[0], *(differences.names[1] for differences in found)]
+    return {"schema": 1, "runs": names, "comparisons": [differences.to_dict() for differences in found]}
+
+
+def _csv(found: Sequence[Differences]) -> str:
+    """Return one line per site and step; of several comparisons the name of the second run comes first."""
+    if len(found) == 1:
+        return to_csv(found[0].columns, found[0].rows)
+    rows = [{"run": differences.names[1], **row} for differences in found for row in differences.rows]
+    return to_csv(["run", *found[0].columns], rows)
 
 
 def _print(found: Differences, limit: int) -> None:

@@ -11,7 +11,7 @@ import click
 
 from fp8debug.plain import one_line
 from fp8debug.rules import Finding, Findings, Severity, triage
-from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.baseline import configuration_words, gap_words
 from fp8debug.rules.lost import Lost
 from fp8debug.rules.settings import load_settings
 from fp8debug.store.run import Run
@@ -142,12 +142,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 def _print_baseline(baseline: Mapping[str, Any]) -> None:
     echo(f"\nbaseline {baseline['run']}:")
-    if baseline["steps"]:
-        loss, other, gap, error = (cell(baseline[key]) for key in ("loss", "baseline_loss", "loss_gap", "loss_gap_error"))
-        steps = "-".join(map(str, baseline["steps"]))
-        echo(f"  median loss of steps {steps}: {loss} against {other} (gap {gap} +- {error})")
-    else:
-        echo("  no step has a loss in both runs")
+    echo(f"  {gap_words(baseline, (baseline['run'], 'this run'))}")
     differences = configuration_words(baseline["configuration"])
     for what, theirs, ours in differences[:MAX_DIFFERENCES]:
         echo(f"  {what}: {cell(theirs)} -> {cell(ours)}")

@@ -10,7 +10,7 @@ from fp8debug import __version__
 from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.reports.style import CSS
 from fp8debug.rules import RULES, Finding, Findings, Severity
-from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.baseline import configuration_words, gap_words
 from fp8debug.rules.lost import Lost
 from fp8debug.store.run import Run
 
@@ -179,11 +179,7 @@ def _prose(text: str) -> str:
 def _baseline(baseline: Mapping[str, Any] | None) -> str:
     if baseline is None:
         return ""
-    lines = []
-    if baseline["steps"]:
-        (first, last), loss, other = baseline["steps"], baseline["loss"], baseline["baseline_loss"]
-        gap = f"gap {baseline['loss_gap']:.2g} +- {baseline['loss_gap_error']:.1g}"
-        lines.append(f"median loss of steps {first} to {last}: {loss:.4g} against {other:.4g} ({gap})")
+    lines = [gap_words(baseline, (baseline["run"], "this run"))]
     lines += [f"{what}: {_told(theirs)} → {_told(ours)}" for what, theirs, ours in configuration_words(baseline["configuration"])]
     return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{_bullets(lines)}</section>"
 

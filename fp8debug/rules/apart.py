@@ -24,9 +24,16 @@ APART = {
     "gain": 0.01,
 }
 OF_REFERENCE = ("rms", "amax")
+#: Elements of a tensor, or of the cast that ran, that are NaN or Inf: apart where one of the runs has some.
+NONFINITE = "num_nonfinite"
 KEYS = ("step", "module", "gemm", "tensor", "reference")
 #: The columns of a line of ``row_of``.
-COLUMNS = [*KEYS, *(f"{name}_{run}" for name in APART for run in ("first", "second")), "apart"]
+COLUMNS = [
+    *KEYS,
+    *(f"{name}_{run}" for name in APART for run in ("first", "second")),
+    *(f"{NONFINITE}_{run}" for run in ("first", "second")),
+    "apart",
+]
 
 Site = tuple[str, str, str, str]
 Series = dict[int, dict[str, Any]]
@@ -73,8 +80,10 @@ def series_of(run: Run, steps: tuple[int | None, int | None]) -> dict[Site, Seri
         else f"max({name}) FILTER (WHERE actual AND cast_name <> 'bf16') AS {name}"
         for name in APART
     )
+    own = "coalesce(max(num_actual_nonfinite) FILTER (WHERE actual), 0)"
+    counts = f"max(coalesce(num_nan, 0) + coalesce(num_inf, 0)) + {own} AS {NONFINITE}"
     query = (
-        f"SELECT step, module, gemm, tensor, reference, min(call_index) AS place, {columns} FROM sites"
+        f"SELECT step, module, gemm, tensor, reference, min(call_index) AS place, {columns}, {counts} FROM sites"
         f" WHERE reference IN ('operand', 'shadow'){''.join(f' AND {condition}' for condition in within)}"
         " GROUP BY step, module, gemm, tensor, reference"
         " ORDER BY CASE gemm WHEN 'fprop' THEN 0 ELSE 1 END, CASE gemm WHEN 'fprop' THEN min(call_index)"
@@ -90,7 +99,9 @@ def series_of(run: Run, steps: tuple[int | None, int | None]) -> dict[Site, Seri
 def difference_of(site: Site, common: Sequence[int], ours: Series, theirs: Series) -> SiteDifference:
     """Return how a site differs at the steps that both runs sampled."""
     module, gemm, tensor, reference = site
-    differs_at = next((s for s in common if any(not _same(ours[s][name], theirs[s][name]) for name in OF_REFERENCE)), None)
+    differs_at = next(
+        (s for s in common if any(not _same(ours[s][name], theirs[s][name]) for name in (*OF_REFERENCE, NONFINITE))), None
+    )
     apart = [(step, _apart(ours[step], theirs[step])) for step in common]
     place = next((i for i, (_, what) in enumerate(apart) if what and all(later for _, later in apart[i : i + 2])), None)
     since = common if place is None else common[place:]
@@ -113,11 +124,14 @@ def row_of(site: Site, step: int, ours: dict[str, Any], theirs: dict[str, Any]) 
     row: dict[str, Any] = dict(zip(KEYS, (step, *site), strict=True))
     for name in APART:
         row |= {f"{name}_first": ours[name], f"{name}_second": theirs[name]}
+    row |= {f"{NONFINITE}_first": ours[NONFINITE], f"{NONFINITE}_second": theirs[NONFINITE]}
     return {**row, "apart": _apart(ours, theirs) or ""}
 
 
 def _apart(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """Return the first statistic that lies apart, with its two values; None when none does."""
+    if bool(ours[NONFINITE]) != bool(theirs[NONFINITE]):
+        return f"elements that are NaN or Inf {ours[NONFINITE]:.0f} -> {theirs[NONFINITE]:.0f}"
     for name, limit in APART.items():
         a, b = ours[name], theirs[name]
         if a is None or b is None:

@@ -17,40 +17,118 @@ WINDOW = 20
 #: A gap is one beyond so many standard errors and this share of the baseline's loss. No published basis: the loss of a
 #: good FP8 run lies within 0.25 % of BF16's in DeepSeek-V3 (appendix B.1), and small runs are noisier.
 MIN_ERRORS, MIN_SHARE = 4.0, 0.01
+#: The end of a run lies apart from its baseline, before half a window does, when so many last steps each lie beyond so many
+#: standard deviations of the steps' differences and this share of the loss. No published basis.
+FEW, FAR_NOISE, FAR_SHARE = 3, 8.0, 0.1
 _CAST_KEY = re.compile(r"(.+)\.(fprop|dgrad|wgrad)\.(\w+)")
 
 
 def compare(run: Run, baseline: Run) -> dict[str, Any]:
-    """Return the comparison as plain JSON values.
+    """Return the comparison as plain values, gaps and losses among them that are NaN or infinite.
 
     Returns:
-        ``run``: the baseline's name. ``steps``: the last common steps whose losses were compared, or None. ``loss`` and
-        ``baseline_loss``: their medians; ``loss_gap``: the difference, positive where the run is worse, and
-        ``loss_gap_error``: its standard error, from the losses' differences step by step. ``diverges_at``: the first
-        step from which on the gap exceeds the noise until the end, None when it does not. ``configuration``:
-        ``{key: [baseline's value, run's value]}`` of what differs.
+        ``run``: the baseline's name. ``steps``: the last common steps whose losses were compared, or None; from ``diverges_at``
+        on where that is later. ``loss`` and ``baseline_loss``: their medians, or the last loss where it is not finite;
+        ``loss_gap``: the difference, positive where the run is worse, infinite where one of the two is NaN or Inf, None where
+        both are; ``loss_gap_error``: its standard error, from the losses' differences step by step, None beside an infinite gap.
+        ``diverges_at``: the first step from which on the gap exceeds the noise until the end, None when it does not.
+        ``nonfinite_at``: of the baseline and of the run the first step whose loss is NaN or Inf, None where all are finite.
+        ``configuration``: ``{key: [baseline's value, run's value]}`` of what differs.
     """
-    ours, theirs = _finite(run), _finite(baseline)
+    ours, theirs = _losses(run), _losses(baseline)
     common = sorted(ours.keys() & theirs.keys())
-    last = common[-WINDOW:]
-    loss = median(ours[step] for step in last) if last else None
-    baseline_loss = median(theirs[step] for step in last) if last else None
-    _, error = gap_of([ours[step] - theirs[step] for step in last])
+    since = _diverges_at(common, ours, theirs)
+    last = [step for step in common[-WINDOW:] if since is None or step >= since]
+    loss, baseline_loss = _level(last, ours), _level(last, theirs)
+    gap, error = _gap(last, ours, theirs)
     ours_in_force, theirs_in_force = configuration(run), configuration(baseline)
     return {
         "run": baseline.name,
         "steps": [last[0], last[-1]] if last else None,
         "loss": loss,
         "baseline_loss": baseline_loss,
-        "loss_gap": loss - baseline_loss if loss is not None and baseline_loss is not None else None,
+        "loss_gap": gap,
         "loss_gap_error": error,
-        "diverges_at": _diverges_at(common, ours, theirs),
+        "diverges_at": since,
+        "nonfinite_at": [next((s for s in sorted(of) if not math.isfinite(of[s])), None) for of in (theirs, ours)],
         "configuration": {
             key: [theirs_in_force.get(key), ours_in_force.get(key)]
             for key in dict.fromkeys([*ours_in_force, *theirs_in_force])
             if ours_in_force.get(key) != theirs_in_force.get(key)
         },
     }
+
+
+def gap_words(comparison: Mapping[str, Any], names: tuple[str, str] = ("the first run", "the second run")) -> str:
+    """Return one line about the losses of a comparison, the baseline's first.
+
+    Args:
+        comparison: of :func:`compare`.
+        names: of the baseline and of the run.
+    """
+    if not comparison["steps"]:
+        return "no step has a loss in both runs"
+    first, last = comparison["steps"]
+    over = f"median of steps {first} to {last}" if first != last else f"step {last}"
+    what = f"{over}: {loss_text(comparison['baseline_loss'])} -> {loss_text(comparison['loss'])}, {_gap_text(comparison)}"
+    since, noise = comparison["diverges_at"], f"the noise ({MIN_ERRORS:g} standard errors, or {MIN_SHARE:.0%} of the loss)"
+    if since is not None:
+        what += f": beyond {noise} from step {since} on"
+    elif comparison["loss_gap"] is not None:
+        what += f": within {noise}"
+    for step, whose in zip(comparison["nonfinite_at"], names, strict=True):
+        what += f"; the loss of {whose} is NaN or Inf at step {step}" if step is not None else ""
+    return what
+
+
+def loss_text(loss: float | None) -> str:
+    """Write a loss for people; NaN and Inf by name."""
+    if loss is None:
+        return "-"
+    return f"{loss:.4g}" if math.isfinite(loss) else "NaN" if math.isnan(loss) else "Inf" if loss > 0 else "-Inf"
+
+
+def _gap_text(comparison: Mapping[str, Any]) -> str:
+    gap, error = comparison["loss_gap"], comparison["loss_gap_error"]
+    if gap is None:
+        return "both are NaN or Inf, so their gap is not defined"
+    return f"gap {gap:.2g} +- {error:.1g}" if math.isfinite(gap) and error is not None else "infinite gap"
+
+
+def without_nonfinite(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a comparison as strict JSON values: a number that is NaN or infinite is None."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in comparison.items()}
+
+
+def _level(steps: Sequence[int], losses: Mapping[int, float]) -> float | None:
+    """Return the median of losses, or the last one where it is NaN or infinite."""
+    if not steps or not math.isfinite(losses[steps[-1]]):
+        return losses[steps[-1]] if steps else None
+    return median(losses[step] for step in steps if math.isfinite(losses[step]))
+
+
+def _gap(steps: Sequence[int], ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """Return how far the losses lie apart at the end, and the standard error."""
+    if not steps:
+        return None, None
+    last = steps[-1]
+    if not math.isfinite(ours[last]) or not math.isfinite(theirs[last]):
+        gap = _difference(ours[last], theirs[last])
+        return (None if math.isnan(gap) else gap), None
+    known = [gap for gap in (_difference(ours[step], theirs[step]) for step in steps) if math.isfinite(gap)]
+    _, error = gap_of(known)
+    level, baseline_level = _level(steps, ours), _level(steps, theirs)
+    assert level is not None and baseline_level is not None
+    return level - baseline_level, error
+
+
+def _difference(ours: float, theirs: float) -> float:
+    """Return how much worse a loss is: infinite where one of the two is NaN or Inf, NaN where both are."""
+    if math.isfinite(ours) and math.isfinite(theirs):
+        return ours - theirs
+    if not math.isfinite(ours) and not math.isfinite(theirs):
+        return math.nan
+    return math.inf if math.isfinite(theirs) else -math.inf
 
 
 def gap_of(differences: Sequence[float]) -> tuple[float | None, float | None]:
@@ -67,21 +145,82 @@ def is_gap(gap: float | None, error: float | None, loss: float) -> bool:
     return gap is not None and error is not None and abs(gap) > max(MIN_ERRORS * error, MIN_SHARE * abs(loss))
 
 
-def _diverges_at(common: Sequence[int], ours: dict[int, float], theirs: dict[int, float]) -> int | None:
-    since = None
-    if not common:
+def _diverges_at(common: Sequence[int], ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+    """Return the first step from which on the losses lie apart until the end.
+
+    Where both are NaN or Inf nothing can be compared: the steps before decide.
+    """
+    gaps = {step: _difference(ours[step], theirs[step]) for step in common}
+    steps = [step for step in common if not math.isnan(gaps[step])]
+    if not steps:
         return None
-    for start in range(len(common) - min(WINDOW, len(common)), -1, -1):
-        window = common[start : start + WINDOW]
-        gap, error = gap_of([ours[step] - theirs[step] for step in window])
+    infinite = len(steps)
+    while infinite and math.isinf(gaps[steps[infinite - 1]]):
+        infinite -= 1
+    finite = [step for step in steps[:infinite] if math.isfinite(gaps[step])]
+    known = {step: gaps[step] for step in finite}
+    since = _begin_of_gap(finite, known, theirs)
+    if infinite == len(steps):
+        return since
+    # A gap that was there when the NaN came, in its direction, is part of the divergence.
+    is_one = since is not None and (known[finite[-1]] > 0) == (gaps[steps[-1]] > 0)
+    return since if is_one else steps[infinite]
+
+
+def _begin_of_gap(steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+    """Return the first step from which on finite gaps lie beyond the noise until the end."""
+    if not steps:
+        return None
+    since = None
+    for start in range(len(steps) - min(WINDOW, len(steps)), -1, -1):
+        window = steps[start : start + WINDOW]
+        gap, error = gap_of([gaps[step] for step in window])
         if not is_gap(gap, error, median(theirs[step] for step in window)):
             break
-        since = window[0]
-    return since
+        since = start
+    if since is None:
+        return _end_apart(steps, gaps, theirs)
+    return steps[_change(since, [gaps[step] for step in steps])]
 
 
-def _finite(run: Run) -> dict[int, float]:
-    return {step: loss for step, loss in zip(*read_losses(run), strict=True) if math.isfinite(loss)}
+def _change(since: int, gaps: Sequence[float]) -> int:
+    """Return where gaps change, given the first window whose median lies beyond the noise.
+
+    Half of a window does for its median to move, so the window's first step lies up to half a window before the change. The place
+    is the one that splits the gaps around it into two levels with the smallest sum of absolute deviations.
+    """
+    first, end = max(0, since - WINDOW // 2), min(len(gaps), since + WINDOW + WINDOW // 2)
+    level = median(gaps[since : since + WINDOW])
+
+    def deviation(place: int) -> float:
+        before, after = gaps[first:place], gaps[place:end]
+        return sum(abs(gap - median(part)) for part in (before, after) for gap in part)
+
+    places = [
+        place
+        for place in range(max(first + 1, since), min(end, since + WINDOW))
+        if abs(median(gaps[first:place])) < abs(level) / 2
+    ]
+    return min(places, key=deviation, default=since)
+
+
+def _end_apart(steps: Sequence[int], gaps: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+    """Return the first of the last steps that lie apart on the same side, each far beyond the noise, too few for a window."""
+    middle, _ = gap_of([gaps[step] for step in steps])
+    assert middle is not None
+    noise = 1.4826 * median(abs(gaps[step] - middle) for step in steps)
+    place, side = len(steps), gaps[steps[-1]] > middle
+    while place:
+        step = steps[place - 1]
+        far = abs(gaps[step] - middle) > max(FAR_NOISE * noise, FAR_SHARE * abs(theirs[step]))
+        if not far or (gaps[step] > middle) != side:
+            break
+        place -= 1
+    return steps[place] if FEW <= len(steps) - place < len(steps) else None
+
+
+def _losses(run: Run) -> dict[int, float]:
+    return dict(zip(*read_losses(run), strict=True))
 
 
 def configuration(run: Run) -> dict[str, Any]:

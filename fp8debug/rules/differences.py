@@ -12,9 +12,13 @@ from typing import Any
 
 from fp8debug.errors import NoMatchError
 from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
-from fp8debug.rules.baseline import MIN_ERRORS, MIN_SHARE, compare
+from fp8debug.rules.baseline import compare, gap_words, without_nonfinite
+from fp8debug.rules.nonfinite import Origin, first_poison
 from fp8debug.selectors import matching
 from fp8debug.store.run import Run, parse_steps
+
+#: What of a comparison of losses ``Differences`` keeps.
+LOSS_KEYS = ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "diverges_at", "nonfinite_at")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class Differences:
         only: modules that only the first, only the second run has.
         sites: the sites in both, those that diverge first, then by execution.
         rows: per site and common step the statistics of both, for CSV.
+        origin: name of a run and the origin of its first NaN or Inf, the site that triage names; of the run in which it comes
+            first, None where neither has one.
     """
 
     names: tuple[str, str]
@@ -36,6 +42,7 @@ class Differences:
     only: tuple[list[str], list[str]]
     sites: list[SiteDifference]
     rows: list[dict[str, Any]]
+    origin: tuple[str, Origin] | None = None
 
     @property
     def first(self) -> SiteDifference | None:
@@ -45,7 +52,8 @@ class Differences:
     @property
     def differ(self) -> bool:
         """Tell whether loss, modules or a site differ beyond the noise."""
-        return self.loss["diverges_at"] is not None or any(self.only) or self.first is not None
+        is_same = self.loss["nonfinite_at"][0] == self.loss["nonfinite_at"][1]
+        return self.loss["diverges_at"] is not None or not is_same or any(self.only) or self.first is not None
 
     @property
     def columns(self) -> list[str]:
@@ -55,31 +63,38 @@ class Differences:
     @property
     def loss_words(self) -> str:
         """One line about the losses."""
-        loss = self.loss
-        if not loss["steps"]:
-            return "no step has a loss in both runs"
-        first, last = loss["steps"]
-        noise = f"the noise ({MIN_ERRORS:g} standard errors, or {MIN_SHARE:.0%} of the loss)"
-        since = f"within {noise}" if loss["diverges_at"] is None else f"beyond {noise} from step {loss['diverges_at']} on"
-        return (
-            f"median of steps {first} to {last}: {loss['baseline_loss']:.4g} -> {loss['loss']:.4g}, gap {loss['loss_gap']:.2g}"
-            f" +- {loss['loss_gap_error']:.1g}: {since}"
-        )
+        return gap_words(self.loss, self.names)
 
     @property
     def site_words(self) -> str:
         """One line about the sites."""
         if not self.sites:
-            return "none was sampled at a common step in both runs"
+            return "none was sampled at a common step in both runs" + self._origin_words
         num = sum(site.diverges_at is not None for site in self.sites)
         same = sum(site.differs_at is None for site in self.sites)
+        equal = f"{same} have the same tensors to the last digits{self._origin_words}"
         if self.first is None:
-            return f"none of {len(self.sites)} sites diverges; {same} have the same tensors to the last digits"
+            return f"none of {len(self.sites)} sites diverges; {equal}"
         site = self.first
         return (
             f"{num} of {len(self.sites)} sites diverge, first {site.module} {site.gemm} {site.tensor} at step {site.diverges_at}:"
-            f" {site.what}; {same} have the same tensors to the last digits"
+            f" {site.what}; {equal}"
         )
+
+    @property
+    def _origin_words(self) -> str:
+        if self.origin is None:
+            return ""
+        name, found = self.origin
+        row = found.row
+        return f"; the first NaN or Inf of {name}: {row['module']} {row['gemm']} {row['tensor']} at step {found.step}"
+
+    @property
+    def _origin_place(self) -> dict[str, Any] | None:
+        if self.origin is None:
+            return None
+        name, found = self.origin
+        return {"run": name, "step": found.step, **{key: found.row[key] for key in ("module", "gemm", "tensor")}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``diff --format json`` (docs/triage.md)."""
@@ -87,7 +102,7 @@ class Differences:
             "schema": 1,
             "runs": list(self.names),
             "configuration": self.configuration,
-            "loss": self.loss,
+            "loss": {**without_nonfinite(self.loss), "first_nonfinite": self._origin_place},
             "modules": {"only_first": self.only[0], "only_second": self.only[1]},
             "first_divergence": asdict(self.first) if self.first else None,
             "sites": [asdict(site) for site in self.sites],
@@ -122,12 +137,25 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
             sites.append(difference_of(site, common, ours, theirs))
             rows += [row_of(site, step, ours[step], theirs[step]) for step in common]
     end = math.inf
-    sites.sort(key=lambda site: end if site.diverges_at is None else site.diverges_at)
+    origin = _origin(first, second)
+    site_of = (unwrapped(origin[1].row["module"]), origin[1].row["gemm"], origin[1].row["tensor"]) if origin else None
+
+    def place(site: SiteDifference) -> tuple[float, bool]:
+        return (end if site.diverges_at is None else site.diverges_at), (site.module, site.gemm, site.tensor) != site_of
+
+    sites.sort(key=place)
     return Differences(
         names=(first.name, second.name),
-        loss={key: loss[key] for key in ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "diverges_at")},
+        loss={key: loss[key] for key in LOSS_KEYS},
         configuration=configuration,
         only=([n for n in chosen if n not in names[1]], [n for n in chosen if n not in names[0]]),
         sites=sites,
         rows=rows,
+        origin=origin,
     )
+
+
+def _origin(first: Run, second: Run) -> tuple[str, Origin] | None:
+    """Return the name of the run in which a NaN or Inf comes first, and its origin; the second run where both have it there."""
+    found = [(run.name, origin) for run in (second, first) if (origin := first_poison(run)) is not None]
+    return min(found, key=lambda entry: entry[1].step, default=None)

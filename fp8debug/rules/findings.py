@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8debug.plain import field
 from fp8debug.rules.base import Finding, Severity, finite
+from fp8debug.rules.baseline import without_nonfinite
 
 #: What each version of the JSON document changed. 1: first version (fp8debug 0.1); a new key makes no new version.
 JSON_SCHEMA = 1
@@ -73,7 +74,7 @@ class Findings(list[Finding]):
             "skipped": [{"code": code, "reason": reason} for code, reason in self.skipped],
             "thresholds": {code: {k: finite(v) for k, v in limits.items()} for code, limits in self.thresholds.items()},
         }
-        return {**document, "baseline": dict(self.baseline)} if self.baseline is not None else document
+        return {**document, "baseline": without_nonfinite(self.baseline)} if self.baseline is not None else document
 
     def to_json(self) -> str:
         """Return :meth:`to_dict` as text; strict JSON, without NaN or Infinity."""
