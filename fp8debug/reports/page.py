@@ -122,7 +122,8 @@ def _todo(findings: Findings) -> str:
     if any(f.module and f.gemm for f in accused):
         steps.append("List what to run in another cast or in BF16, with its price: <code>fp8debug fallback RUN</code>.")
     if not steps:
-        steps.append("Nothing: no rule found a fault.")
+        asked = len(findings.thresholds)
+        steps.append(f"Nothing: {asked - len(findings.skipped)} of {asked} rules ran; none found a fault.")
     return f"<section class='panel'><h2>What to do now</h2><ol>{''.join(f'<li>{step}</li>' for step in steps)}</ol></section>"
 
 
@@ -190,7 +191,7 @@ def _appendix(run: Run, findings: Findings) -> str:
     problems = _bullets(run.problems)
     damage = f"<h3>What could not be read</h3>{problems}" if problems else ""
     return (
-        f"<section class='panel'>{damage}<details><summary>Rules that could not judge ({len(findings.skipped)})</summary>"
+        f"<section class='panel'>{damage}<details><summary>Rules skipped ({len(findings.skipped)})</summary>"
         f"{skipped}</details><details><summary>Thresholds in force</summary>{limits}</details></section>"
         f"<footer class='muted'>fp8debug {escape(__version__)}</footer>"
     )

@@ -87,6 +87,8 @@ class Finding:
         also: further modules with the same cause, in execution order.
         victims: modules that only suffer from it.
         call_index: execution order of the culprit in the forward pass.
+        origin: where the first NaN or Inf came from: ``cast``, ``gemm``, or ``outside`` where no Linear made it; None for
+            findings of other kinds, and where that was not recorded.
         parts: the findings per site of which this one was made; empty for a single site.
     """
 
@@ -107,6 +109,7 @@ class Finding:
     also: tuple[str, ...] = ()
     victims: tuple[str, ...] = ()
     call_index: int = 0
+    origin: str | None = None
     parts: tuple[Finding, ...] = field(default=(), repr=False, compare=False)
 
     @property
@@ -139,6 +142,7 @@ class Finding:
             "cure": self.cure,
             "also": list(self.also),
             "victims": list(self.victims),
+            "origin": self.origin,
         }
 
 

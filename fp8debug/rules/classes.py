@@ -18,7 +18,7 @@ NEAR = 5
 TITLES = {
     "loss-spike": "(a) loss spike",
     "divergence": "(b) divergence",
-    "loss-fine": "none of the three",
+    "loss-fine": "no loss problem",
     "unknown": "unknown",
 }
 MISMATCH_TITLE = "(c) loss fine, inference off"
@@ -31,8 +31,8 @@ class Classification:
     Attributes:
         kind: ``loss-spike``, ``divergence``, ``loss-fine`` or ``unknown`` (no loss recorded).
         cause: ``fp8``, ``not-fp8``, ``undecided`` of a spike; ``at-once``, ``configuration``, ``numerical``, ``not-fp8``,
-            ``undecided`` of a divergence; ``healthy``, ``findings``, ``mismatch`` of a fine loss, ``incomplete`` where something
-            was not recorded to the end; else ``no-loss``.
+            ``undecided`` of a divergence; ``healthy``, ``not-judged`` (no FP8, or statistics that cannot be read), ``findings``,
+            ``mismatch`` of a fine loss, ``incomplete`` where something was not recorded to the end; else ``no-loss``.
         what: one sentence.
         evidence: further sentences.
         step: at which the loss left its course; None when it did not.
@@ -74,10 +74,15 @@ def at_first(classification: Classification, culprits: Sequence[Finding]) -> Cla
     return replace(classification, module=culprits[0].module, code=culprits[0].code)
 
 
-def begun_by(run: Run, step: int, findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of modules that began up to the first sampled step at or after ``step``."""
+def begun_by(step: int, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of modules that began up to a step: what a later sampled step shows may be its consequence."""
+    return [f for f in findings if f.module and f.steps[0] <= step]
+
+
+def first_seen_after(run: Run, step: int, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of modules that began at the first sampled step after a step that was not sampled itself."""
     until = min((s for s in sampled_steps(run) if s >= step), default=step)
-    return [f for f in findings if f.module and f.steps[0] <= until]
+    return [f for f in findings if f.module and step < f.steps[0] <= until]
 
 
 def near_before(run: Run, step: int) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.changes import Change, changes_of
-from fp8debug.rules.classes import Classification, at_first, begun_by, name_of, near_before, number_of, since
-from fp8debug.rules.evidence import has_fp8, unrecorded_fp8
-from fp8debug.rules.losses import divergence, first_nonfinite, read_losses, spikes
+from fp8debug.rules.classes import Classification, at_first, begun_by, first_seen_after, name_of, near_before, number_of, since
+from fp8debug.rules.evidence import has_fp8, sampled_steps, unrecorded_fp8
+from fp8debug.rules.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
 
@@ -30,11 +30,21 @@ MISMATCH = ("F121", "F122")
 #: Of a run that diverges at its start, and what it asks for.
 AT_START = "F127"
 SUSPECT = "Suspect software, flags, learning rate or warm-up, not a layer"
+#: What the cause of a divergence is called where the loss comes back.
+_AS_SPIKE: Mapping[str, dict[str, Any]] = {
+    "numerical": {"kind": "loss-spike", "cause": "fp8"},
+    "not-fp8": {"kind": "loss-spike"},
+    "undecided": {"kind": "loss-spike"},
+}
 COMPARE = "run the trained weights in BF16 and in FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16"
 
 
 def classify(
-    run: Run, findings: Sequence[Finding], rules: Mapping[str, Rule], comparison: Mapping[str, Any] | None = None
+    run: Run,
+    findings: Sequence[Finding],
+    rules: Mapping[str, Rule],
+    comparison: Mapping[str, Any] | None = None,
+    num_skipped: int = 0,
 ) -> Classification:
     """Return the class of a run.
 
@@ -43,6 +53,7 @@ def classify(
         findings: all that stand, the culprit first.
         rules: by code, with the thresholds in force.
         comparison: with a baseline, if there is one.
+        num_skipped: of these rules, as they lacked what they need.
     """
     harmful = [f for f in findings if f.code in rules and rules[f.code].is_harmful and f.severity > Severity.INFO]
     steps, losses = read_losses(run)
@@ -59,19 +70,21 @@ def classify(
         told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
         return Classification(kind="divergence", cause="at-once", what=what, evidence=told, step=start.steps[0], code=AT_START)
     if sick is not None:
-        return _divergence(
-            run, steps[0], steps[sick], f"the loss is {losses[sick]} from step {steps[sick]} on", findings, harmful
-        )
+        lost = nonfinite(steps, losses)
+        assert lost is not None
+        found_it = _divergence(run, steps[0], lost.step, lost.what, findings, harmful)
+        # A loss that comes back is a spike, whoever made it.
+        return replace(found_it, **_AS_SPIKE.get(found_it.cause, {})) if lost.recovers_at is not None else found_it
     if diverged is not None:
         words = f"the loss rises from {diverged.best:.4g} to {diverged.last:.4g} from step {diverged.step} on and stays there"
         return _divergence(run, steps[0], diverged.step, words, findings, harmful)
     if found:
         worst = max(found, key=lambda spike: (spike.loss - spike.usual) / max(spike.noise, 1e-12))
         more = f" (the largest of {len(found)} spikes)" if len(found) > 1 else ""
-        return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.loss:.4g}, {worst.size}", harmful)
+        return _spike(run, worst.step, f"the loss spikes at step {worst.step}{more}: {worst.size}", harmful)
     if comparison is not None and comparison["diverges_at"] is not None and comparison["loss_gap"] > 0:
         return _gap(comparison, harmful)
-    return _fine(run, findings, harmful)
+    return _fine(run, findings, harmful, (len(rules) - num_skipped, len(rules)))
 
 
 def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classification:
@@ -87,11 +100,17 @@ def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classific
 
 
 def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:
-    near = [f for f in begun_by(run, step, harmful) if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
+    near = [f for f in begun_by(step, harmful) if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
     moved = movements_before(run, step)
     base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words,), step=step)
     if near:
         return at_first(replace(base, what=f"{words}. FP8's doing: {since(near[0])}"), near)
+    later = first_seen_after(run, step, harmful)
+    if later:
+        unclear = (
+            f"{name_of(later[0])} is first seen at step {later[0].steps[0]}, the next sampled step, and may be its consequence"
+        )
+        return replace(base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {unclear}")
     if moved.found or not moved.steps:
         unclear = "a cast moved before it, but no rule found a fault" if moved.found else "too little was recorded before it"
         return replace(base, cause="undecided", what=f"{words}. Whether FP8 did it is not decided: {unclear}")
@@ -102,29 +121,48 @@ def _divergence(
     run: Run, first: int, step: int, words: str, findings: Sequence[Finding], harmful: Sequence[Finding]
 ) -> Classification:
     base = Classification(kind="divergence", cause="numerical", what=words, step=step)
-    before = begun_by(run, step, harmful)
+    before = begun_by(step, harmful)
     sick = {name for f in before for name in (f.module, *f.also) if name}
     num_modules = len([m for m in run.modules if m["call_index"] is not None])
     is_everywhere = len(sick) >= max(2, EVERYWHERE * num_modules)
     changes = [c for c in changes_of(run) if near_before(run, step) <= c.step <= step]
     evidence = tuple(f"step {c.step}: {c.what}" for c in changes)
-    unseen = next((f for f in findings if f.code == "F125" and f.name != "loss-spike-not-fp8"), None)
+    lost = next((f for f in findings if f.code == "F125" and f.severity is Severity.ERROR), None)
     ours = [c for c in changes if c.module is None]
-    if step - first <= AT_ONCE and (is_everywhere or not before) and unseen is None:
+    if step - first <= AT_ONCE and (is_everywhere or not before) and lost is None:
         extent = f"{len(sick)} of {num_modules} modules at once" if sick else "no layer before the others"
         what = f"{words}: at once and everywhere ({extent}). {SUSPECT}"
         return replace(base, cause="at-once", what=what, evidence=evidence)
     if ours and (is_everywhere or not before):
         return replace(base, cause="configuration", what=f"{words}, after a change: {_change(ours[-1])}", evidence=evidence)
+    if lost is not None and lost.origin == "outside":
+        return _from_outside(base, lost, [f for f in before if f.severity is Severity.ERROR], evidence)
     if before:
         return at_first(replace(base, what=f"{words}: numerical, origin {since(before[0])}", evidence=evidence), before)
-    if unseen is not None:
-        cause = "not-fp8" if unseen.name == "nonfinite-from-outside" else "undecided"
-        return replace(base, cause=cause, what=unseen.message, evidence=(*evidence, unseen.cure))
+    if lost is not None:
+        return replace(base, cause="undecided", what=lost.message, evidence=(*evidence, lost.cure))
     moved = movements_before(run, step)
+    later = first_seen_after(run, step, harmful)
+    if later:
+        unclear = (
+            f"{name_of(later[0])} is first seen at step {later[0].steps[0]}, the next sampled step, and may be its consequence"
+        )
+        return replace(base, cause="undecided", what=f"{words}; {unclear}", evidence=(*evidence, moved.words))
     cause = "undecided" if moved.found or not moved.steps else "not-fp8"
     told = "no cast shows a fault: look at the data, the learning rate and the optimizer"
     return replace(base, cause=cause, what=f"{words}; {told}", evidence=(*evidence, moved.words))
+
+
+def _next_seen(finding: Finding) -> str:
+    return f"{name_of(finding)} is first seen at step {finding.steps[0]}, the next sampled step, and may be its consequence"
+
+
+def _from_outside(base: Classification, lost: Finding, before: Sequence[Finding], evidence: tuple[str, ...]) -> Classification:
+    """Return the class of a first NaN or Inf that no Linear produced; errors of casts before it leave open what led to it."""
+    found = replace(base, cause="not-fp8", what=lost.message, evidence=(*evidence, lost.cure))
+    if not before:
+        return found
+    return replace(found, cause="undecided", what=f"{lost.message}; before it: {since(before[0])}")
 
 
 def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classification:
@@ -135,28 +173,39 @@ def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classific
     return at_first(Classification(kind="divergence", cause=cause, what=what, step=step), harmful)
 
 
-def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding]) -> Classification:
+def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran: tuple[int, int]) -> Classification:
     mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO]
     if mismatch:
         what = f"the loss is fine, and training and inference differ: {since(mismatch[0])}"
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)
     advice = f"if downstream metrics are off all the same, training and inference differ: {COMPARE}"
     if not findings:
-        unread = unrecorded_fp8(run)
-        if has_fp8(run):
-            judged = "and no rule found a fault"
-        elif unread:
-            judged = f"and no cast was judged: FP8 ran in {unread[0]}{_and_more(len(unread) - 1)}, which is not recorded"
-        else:
-            judged = "and no operand ran in FP8, so no cast was judged"
-        what = f"the loss is fine, {judged}"
-        return Classification(kind="loss-fine", cause="healthy", what=what, evidence=(advice,))
+        return _nothing_found(run, ran, advice)
     what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
 
 
 def _and_more(count: int) -> str:
     return f" and {count} more" if count else ""
+
+
+def _nothing_found(run: Run, ran: tuple[int, int], advice: str) -> Classification:
+    """Return the class of a run in which no rule found a fault, with what this rests on."""
+    rules = f"{ran[0]} of {ran[1]} rules ran"
+    num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
+    extent = f"{num_steps} sampled step{'' if num_steps == 1 else 's'}, {num_modules} module{'' if num_modules == 1 else 's'}"
+    unread = tuple(f"not read: {problem}" for problem in run.problems)
+    if not has_fp8(run):
+        others = unrecorded_fp8(run)
+        why = "no operand ran in FP8, so no cast was judged"
+        if others:
+            why = f"no cast was judged: FP8 ran in {others[0]}{_and_more(len(others) - 1)}, which is not recorded"
+        what = f"the loss is fine, and {why}; {rules}; none found a fault ({extent})"
+        return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *unread))
+    what = f"the loss is fine; {rules}; none found a fault ({extent})"
+    if unread:
+        what += ", and part of the run could not be read"
+    return Classification(kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *unread))
 
 
 def _change(change: Change) -> str:

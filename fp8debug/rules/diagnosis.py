@@ -97,7 +97,7 @@ def triage(
         steps=run.steps_range,
         skipped=skipped,
         baseline=comparison,
-        classification=with_lost(classify(run, standing, rules, comparison), lost).to_dict(),
+        classification=with_lost(classify(run, standing, rules, comparison, sum(map(bool, reasons.values()))), lost).to_dict(),
         lost=[one.to_dict() for one in lost],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )

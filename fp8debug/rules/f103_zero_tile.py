@@ -88,7 +88,8 @@ class ZeroTileNan(Rule):
             yield self._of_gemm(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
-            yield replace(finding, victims=tuple(m for m in self._poisoned(run, finding.steps[0]) if m not in culprits))
+            victims = tuple(m for m in self._poisoned(run, finding) if m not in culprits)
+            yield replace(finding, victims=victims, origin="cast")
         yield from found[1:]
 
     def _first_of_several_calls(self, run: Run) -> list[Trace]:
@@ -148,14 +149,20 @@ class ZeroTileNan(Rule):
         return Finding(code=self.code, name="gemm-nonfinite", severity=Severity.ERROR, **site, cast=row["cast_name"],
                        steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), value=finite(origin.count),
                        threshold=float(self.max_nonfinite), message=message, cure=cure, call_index=row["call_index"] or 0,
+                       origin="gemm",
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
-    def _poisoned(self, run: Run, step: int) -> list[str]:
+    def _poisoned(self, run: Run, finding: Finding) -> list[str]:
+        """Return the modules with a NaN or Inf after a finding: in the same pass of its step those computed later, then all."""
+        if not may_have(run, _POISONED):
+            return []
+        step, is_forward = finding.steps[0], finding.gemm == "fprop"
+        order = "gemm = 'fprop' AND call_index >" if is_forward else "gemm <> 'fprop' AND call_index <"
         query = (
             f"SELECT module, min(call_index) AS place FROM {source(run, _POISONED)} WHERE {_IS_POISONED}"
-            f" AND step >= {step} GROUP BY module ORDER BY place, module"
+            f" AND (step > {step} OR (step = {step} AND {order} {finding.call_index})) GROUP BY module ORDER BY place, module"
         )
-        return [row["module"] for row in run.sql(query).to_pylist()] if may_have(run, _POISONED) else []
+        return [row["module"] for row in run.sql(query).to_pylist()]
 
 
 RULES.add(ZeroTileNan.code, ZeroTileNan())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import sampled_steps
-from fp8debug.rules.losses import first_nonfinite, read_losses, spikes
+from fp8debug.rules.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.movements import movements_before
 from fp8debug.rules.nonfinite import Origin, first_poison
 from fp8debug.spikes import SpikeDetector
@@ -16,7 +16,13 @@ from fp8debug.spikes import SpikeDetector
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-OUTSIDE = "look at what lies before it: the batch, the embedding, a norm, attention or softmax; record around it with every=1"
+#: Of a spike that a movement of a cast's statistics came before, or too little was recorded to tell.
+UNDECIDED = "loss-spike-undecided"
+#: Cures of a first NaN or Inf by where it was seen.
+OUTSIDE = "look at what lies before it: the batch, the embedding, a norm, attention or softmax"
+BACKWARD = "look at what the gradient comes from: the loss function, softmax or attention, an overflowing loss scale"
+AFTER = "look at the loss function (log of 0, division by 0, a sum that overflows), attention masks and the batch of that step"
+WEIGHT = "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -28,17 +34,20 @@ class LossSpikeNotFp8(Rule):
         of step-to-step differences, so that the initial descent and earlier spikes do not count) and beyond what noisy
         batches did before; or one that is no longer finite. The message says which statistics moved in the sampled
         steps up to it. It stands only when no other rule found a harmful fault up to the first sampled step after it.
-        Two losses that are no longer finite have names of their own. nonfinite-from-outside: the first NaN or Inf came
-        to a Linear from outside the Linears (data, embedding, norm, attention), or with its weight, and no cast or GEMM
-        made it. nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears nobody.
+        loss-spike-undecided: a cast's statistics moved before the spike, or too little was recorded before it.
+        A loss that is NaN or Inf is an error, whatever the other rules find, and names the first tensor that held one.
+        nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
+        function), and no cast or GEMM made it. nonfinite-weight: a weight held it when the step began, and the step before
+        was recorded and finite. nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
+        nobody. nonfinite-loss: a GEMM made it in a module that does not run in FP8.
 
     Why it matters
         The first question to a spike is whether FP8 did it. Leaving FP8 for a bad batch, a learning rate or a data
         loader costs the speed and cures nothing.
 
     Example
-        Loss 4.71 at step 118, 1.9 above the 2.81 of the steps before it (23 times their noise); the 11 sampled steps
-        up to step 120 show no fault of a cast.
+        The loss spikes at step 118: 4.71, up from 2.81 (23x the normal variation); 11 sampled steps up to step 110 show
+        no fault of a cast, nor does step 120 after it.
 
     Cure
         Look at the batch of that step, the learning rate and the gradient norm; skip the batch or clip the gradient.
@@ -77,20 +86,14 @@ class LossSpikeNotFp8(Rule):
         sampled = sampled_steps(run)
         sick = first_nonfinite(losses)
         for spike in spikes(steps[:sick], losses[:sick], **self.thresholds):
-            message = f"loss {spike.loss:.4g} at step {spike.step}, {spike.size}{self._checked(sampled, spike.step)}"
+            message = f"the loss spikes at step {spike.step}: {spike.size}{_checked(sampled, spike.step)}"
             moved = movements_before(run, spike.step)
-            message += f"; {moved.words}" if moved.found else ""
-            yield self._finding(run, Severity.INFO, spike.step, message, spike.loss, spike.limit)
-        if sick is not None:
-            yield self._nonfinite(run, sampled, steps[sick], losses[sick])
-
-    def _checked(self, sampled: Sequence[int], step: int) -> str:
-        until = _next_sampled(sampled, step)
-        num = sum(s <= until for s in sampled)
-        if not num:
-            return "; no step was sampled by then, so no cast was looked at"
-        looked = f"{num} sampled steps up to step {until} show" if num > 1 else f"the sampled step {until} shows"
-        return f"; {looked} no fault of a cast"
+            message += f"; {moved.words}" if moved.found or not moved.steps else ""
+            found = self._finding(run, Severity.INFO, spike.step, message, spike.loss, spike.limit)
+            yield replace(found, name=UNDECIDED) if moved.found or not moved.steps else found
+        lost = nonfinite(steps, losses)
+        if lost is not None:
+            yield self._nonfinite(run, sampled, lost)
 
     def _finding(
         self, run: Run, severity: Severity, step: int, message: str, value: float | None, threshold: float | None
@@ -98,48 +101,113 @@ class LossSpikeNotFp8(Rule):
         return Finding(code=self.code, name=self.name, severity=severity, steps=(step, step), ranks=tuple(run.ranks),
                        value=value, threshold=threshold, message=message, cure=self.cure)  # fmt: skip
 
-    def _nonfinite(self, run: Run, sampled: Sequence[int], step: int, loss: float) -> Finding:
+    def _nonfinite(self, run: Run, sampled: Sequence[int], lost: Nonfinite) -> Finding:
         """Return the finding of a loss that is not finite, named by how much is known of its origin."""
-        message = f"the loss is {loss} from step {step} on{self._checked(sampled, step)}"
-        finding = self._finding(run, Severity.WARNING, step, message, None, None)
+        step = lost.step
         origin = first_poison(run)
+        finding = self._finding(run, Severity.ERROR, step, lost.what, None, None)
         start = max((s for s in sampled if s < step), default=0)
+        is_every = step - 1 in sampled or not sampled or step <= min(sampled)
         again = f"train again from step {start} or before with every=1: the first NaN then names its layer"
-        if origin is not None and origin.step <= step and origin.kind == "outside":
-            return replace(finding, name="nonfinite-from-outside", message=f"{self._path(origin)}; the loss is {loss} from"
-                           f" step {step} on", cure=OUTSIDE, victims=origin.poisoned)  # fmt: skip
-        if origin is not None and origin.step <= step and origin.kind == "weight":
-            message = f"the loss is {loss} from step {step} on, as that step began with NaN or Inf in weights, first"
-            message += f" {origin.row['module']}'s: what made them in the step before was not recorded"
-            return replace(finding, name="nonfinite-loss-unseen", message=message, cure=again, victims=origin.poisoned)
-        if step in sampled:
-            return finding
-        message = (
-            f"the loss is {loss} from step {step} on, which was not sampled: whether a cast did it was not recorded, and"
-            " later everything is NaN"
-        )
-        return replace(finding, name="nonfinite-loss-unseen", message=message, cure=again)
+        if origin is None or origin.step > step:
+            return self._not_seen(finding, run, sampled, lost, origin, again)
+        finding = self._at(finding, origin)
+        row, count = origin.row, _elements(origin)
+        first = f"first NaN/Inf: the {_tensor(row)} of {row['module']} at step {origin.step}{count}"
+        if origin.kind == "weight":
+            began = f"{lost.what}; {first}, which held it when the step began"
+            if not is_every:
+                cause = f"what made it in the step before was not recorded: the last sampled step before is {start}"
+                name = "nonfinite-loss-unseen"
+                return replace(finding, name=name, message=f"{began}; {cause}", cure=again, origin=None)
+            cause = "no Linear produced it: it came with the initial weights or a checkpoint"
+            if step - 1 in sampled:
+                cause = (
+                    f"no Linear produced it: step {step - 1} was recorded too, and all tensors of Linears read there are finite"
+                )
+            return replace(finding, name="nonfinite-weight", message=f"{began}; {cause}", cure=WEIGHT)
+        if origin.kind == "outside":
+            before = (
+                f"; {origin.before}, computed before it, was finite" if origin.before else ", and no Linear is computed before it"
+            )
+            message = f"{first}; no Linear produced it{before}; {lost.what}"
+            cure = BACKWARD if row["gemm"] != "fprop" else OUTSIDE
+            more = "" if origin.step in sampled and is_every else "; record around it with every=1"
+            return replace(finding, name="nonfinite-from-outside", message=message, cure=f"{cure}{more}")
+        message = f"{first}, of finite operands; {lost.what}"
+        return replace(finding, name="nonfinite-loss", message=message, cure="check this GEMM's kernel and its output's type")
 
-    def _path(self, origin: Origin) -> str:
+    def _not_seen(
+        self, finding: Finding, run: Run, sampled: Sequence[int], lost: Nonfinite, origin: Origin | None, again: str
+    ) -> Finding:
+        """Return the finding of a loss in whose step, or before, no tensor of a Linear is known to hold a NaN or Inf."""
+        step, later = lost.step, ""
+        if origin is not None:
+            row = origin.row
+            later = f"; the first one recorded: the {_tensor(row)} of {row['module']} at step {origin.step}{_elements(origin)}"
+        is_counted = all(run.has(column) for column in ("num_nan", "num_inf"))
+        if step in sampled and is_counted:
+            message = (
+                f"{lost.what}; no Linear produced it: all tensors of Linears read at that step are finite, so the loss"
+                f" function, or what lies between the last Linear and the loss, made it{later}"
+            )
+            return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
+        why = "which was not sampled" if step not in sampled else "at which NaN and Inf were not counted"
+        message = f"{lost.what}, {why}: whether a cast did it was not recorded{later}"
+        return replace(finding, name="nonfinite-loss-unseen", message=message, cure=again, origin=None)
+
+    def _at(self, finding: Finding, origin: Origin) -> Finding:
+        """Return the finding with the site of the first tensor that held a NaN or Inf."""
         row = origin.row
-        elements = "" if origin.count is None else f" ({origin.count} elements)"
-        last = f"{origin.before}, computed before it, was finite" if origin.before else "no Linear is computed before it"
-        return (
-            f"the first NaN or Inf came to the {row['gemm']} {row['tensor']} of {row['module']} at step {origin.step} from"
-            f" outside the Linears{elements}: {last}"
-        )
+        site = {key: row[key] for key in ("module", "gemm", "tensor")}
+        made = origin.kind if origin.kind in ("cast", "gemm") else "outside"
+        victims = tuple(name for name in origin.poisoned if name != row["module"])
+        return replace(finding, **site, cast=row["cast_name"], ranks=tuple(row["ranks"]), call_index=row["call_index"] or 0,
+                       victims=victims, origin=made)  # fmt: skip
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Stand when no harmful finding began up to the first sampled step after the spike, its own backward pass apart."""
+        """Stand when no harmful finding began up to the first sampled step after the spike, its own backward pass apart.
+
+        A loss that is not finite stands beside all but an error that may have made it.
+        """
         until = _next_sampled(sampled_steps(run), finding.steps[0])
-        return not any(
-            RULES.get(f.code).is_harmful
+        earlier = [
+            f
+            for f in others
+            if RULES.get(f.code).is_harmful
             and (f.module or f.code == "F127")
             and f.severity > Severity.INFO
             and f.steps[0] <= until
             and not (f.steps[0] == finding.steps[0] and all(part.tensor == "grad_output" for part in f.sites))
-            for f in others
-        )
+        ]
+        if finding.severity is not Severity.ERROR:
+            return not earlier
+        makers = ("F103", "F127") if finding.origin == "outside" else tuple(RULES.names())
+        return not any(f.severity is Severity.ERROR and f.code in makers for f in earlier)
+
+
+def _checked(sampled: Sequence[int], step: int) -> str:
+    """Return what the sampled steps up to a step show, and the next one, in words."""
+    before = [s for s in sampled if s <= step]
+    after = next((s for s in sampled if s > step), None) if step not in sampled else None
+    if not before and after is None:
+        return "; no step was sampled by then, so no cast was looked at"
+    looked = f"{len(before)} sampled steps up to step {before[-1]} show" if len(before) > 1 else ""
+    looked = looked or (f"the sampled step {before[0]} shows" if before else "no step was sampled by then; step")
+    if not before:
+        return f"; no step was sampled by then; the sampled step {after} after it shows no fault of a cast"
+    return f"; {looked} no fault of a cast" + (f", nor does step {after} after it" if after is not None else "")
+
+
+def _tensor(row: Mapping[str, Any]) -> str:
+    """Return what an operand or result is called, for people."""
+    names = {("fprop", "input"): "forward input", ("fprop", "weight"): "weight", ("fprop", "output"): "forward output"}
+    return names.get((row["gemm"], row["tensor"]), f"{row['gemm']} {row['tensor']}")
+
+
+def _elements(origin: Origin) -> str:
+    """Return how many elements are not finite, in brackets; nothing where nobody counted."""
+    return "" if origin.count is None else f" ({origin.count} element{'' if origin.count == 1 else 's'})"
 
 
 def _next_sampled(sampled: Sequence[int], step: int) -> int:

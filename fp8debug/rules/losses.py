@@ -44,9 +44,39 @@ class Spike:
 
     @property
     def size(self) -> str:
-        """For people."""
-        ratio = f" ({(self.loss - self.usual) / self.noise:.0f} times their noise)" if self.noise else ""
-        return f"{self.loss - self.usual:.2g} above the {self.usual:.4g} of the steps before it{ratio}"
+        """The loss and what it rose from, for people."""
+        ratio = f" ({(self.loss - self.usual) / self.noise:.0f}x the normal variation)" if self.noise else ""
+        return f"{self.loss:.4g}, up from {self.usual:.3g}{ratio}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite:
+    """Losses that are NaN or infinite.
+
+    Attributes:
+        step: of the first.
+        loss: there.
+        last: step of the last.
+        recovers_at: the first step after the last whose loss is finite; None where there is none.
+        num: how many there are.
+    """
+
+    step: int
+    loss: float
+    last: int
+    recovers_at: int | None
+    num: int
+
+    @property
+    def what(self) -> str:
+        """One clause for people."""
+        name = "NaN" if math.isnan(self.loss) else "Inf" if self.loss > 0 else "-Inf"
+        if self.recovers_at is None and self.num == 1:
+            return f"the loss is {name} at step {self.step}, the last one"
+        if self.recovers_at is None:
+            return f"the loss is {name} from step {self.step} on"
+        where = f"at step {self.step}" if self.num == 1 else f"from step {self.step} on, last at step {self.last}"
+        return f"the loss is {name} {where}, and finite again from step {self.recovers_at} on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +104,21 @@ def read_losses(run: Run) -> tuple[list[int], list[float]]:
 def first_nonfinite(losses: Sequence[float]) -> int | None:
     """Return the place of the first loss that is NaN or infinite."""
     return next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), None)
+
+
+def nonfinite(steps: Sequence[int], losses: Sequence[float]) -> Nonfinite | None:
+    """Return where losses are NaN or infinite; None where all are finite."""
+    places = [place for place, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not places:
+        return None
+    after = steps[places[-1] + 1 :]
+    return Nonfinite(
+        step=steps[places[0]],
+        loss=losses[places[0]],
+        last=steps[places[-1]],
+        recovers_at=after[0] if after else None,
+        num=len(places),
+    )
 
 
 def spikes(steps: Sequence[int], losses: Sequence[float], **thresholds: float) -> Iterator[Spike]:

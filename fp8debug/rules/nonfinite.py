@@ -19,12 +19,16 @@ from fp8debug.rules.screening import bad_rows
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-#: The rows in which something is not finite.
+#: The rows in which something is not finite: of a module in high precision the tensors are those of casts that were only tried.
+_IS_READ = "(actual OR reference = 'operand')"
 SICK = Look(
-    "actual AND num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
+    f"{_IS_READ} AND num_nan + num_inf + CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END > 0",
     "num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
-    "actual",
-    ("reference", "numel", "num_tensors", "num_nan", "num_inf", "coalesce(num_actual_nonfinite, 0) AS num_made"),
+    _IS_READ,
+    (
+        *("reference", "numel", "num_tensors", "num_nan", "num_inf"),
+        "CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END AS num_made",
+    ),
     ("num_nan > 0", "num_inf > 0", "num_actual_nonfinite > 0"),
 )
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
@@ -41,7 +45,8 @@ class Origin:
         row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts; the counts are None for a
             step that was not sampled.
         before: the Linear that was computed before; None for the first.
-        poisoned: modules whose operands held a NaN or Inf in that step or later, in execution order.
+        poisoned: modules whose operands held a NaN or Inf after it, in execution order: in the same pass of that step those that
+            were computed after it, and all in later steps.
     """
 
     kind: str
@@ -83,11 +88,12 @@ def _first_unsampled(run: Run) -> Origin | None:
         "SELECT module, cast_name, call_index, ranks FROM sites WHERE actual AND gemm = 'fprop' AND tensor = 'output' AND step < "
     )
     known = run.sql(f"{last}{step} AND module = ? ORDER BY step DESC, call_index DESC LIMIT 1", [module]).to_pylist()
-    row: dict[str, Any] = {"cast_name": None, "call_index": 0, "ranks": run.ranks, **(known[0] if known else {})}
+    called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
+    at_first = next((at for at, fqn in called if fqn == module), 0)
+    row: dict[str, Any] = {"cast_name": None, "call_index": at_first, "ranks": run.ranks, **(known[0] if known else {})}
     tensor = {"outside": "input", "weight": "weight"}.get(kind, "output")
     row |= {"step": step, "module": module, "gemm": "fprop", "tensor": tensor, "numel": None, "num_nan": None}
-    called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
-    later = tuple(fqn for at, fqn in called if at > row["call_index"])
+    later = tuple(fqn for at, fqn in called if at > at_first)
     return Origin(kind=kind, row=row, before=_before(run, row), poisoned=(module, *later) if kind != "gemm" else later)
 
 
@@ -105,7 +111,7 @@ def _first_sampled(run: Run) -> Origin | None:
         is_backward = row["gemm"] != "fprop"
         follows = any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
         if kind == "cast" or follows or not is_backward:
-            later = [r for r in rows if r["step"] >= step and r["reference"] == "operand" and r["num_nan"] + r["num_inf"]]
+            later = [r for r in rows if r["reference"] == "operand" and r["num_nan"] + r["num_inf"] and is_after(row, r)]
             return Origin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
     return None
 
@@ -116,6 +122,21 @@ def _place(row: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
     is_backward = row["gemm"] != "fprop"
     stage = 2 if row["reference"] != "operand" else 1 if row["num_made"] and not row["num_nan"] + row["num_inf"] else 0
     return int(is_backward), -at if is_backward else at, int(row["gemm"] == "wgrad"), stage, row["tensor"]
+
+
+def is_after(origin: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Tell whether a row may suffer from an origin: of a later step, or computed after it in the same pass, or the origin itself.
+
+    The backward pass of a loss that is NaN reaches layers whose forward pass came before the origin: they are no victims of it in
+    that step.
+    """
+    if row["step"] != origin["step"]:
+        return bool(row["step"] > origin["step"])
+    is_backward = origin["gemm"] != "fprop"
+    if is_backward != (row["gemm"] != "fprop"):
+        return is_backward is False and row["module"] == origin["module"]
+    own, other = origin["call_index"] or 0, row["call_index"] or 0
+    return other <= own if is_backward else other >= own
 
 
 def _kind(row: Mapping[str, Any]) -> str:

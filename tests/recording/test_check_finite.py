@@ -53,9 +53,9 @@ def test_one_from_outside_accuses_no_linear(tmp_path: Path) -> None:
     model = net("blockwise", {"head": None})
     poison_at(model, "blocks.1.down", lambda x: torch.full_like(x, float("nan")))
     findings, _ = record(tmp_path / "run", model)
-    assert [(f.code, f.name, f.module, f.steps[0]) for f in findings] == [("F125", "nonfinite-from-outside", None, AT)]
-    assert "came to the fprop input of blocks.1.down at step 7 from outside the Linears: blocks.1.up, computed before it" in (
-        findings[0].message
+    assert [(f.code, f.name, f.module, f.steps[0]) for f in findings] == [("F125", "nonfinite-from-outside", "blocks.1.down", AT)]
+    assert findings[0].message.startswith(
+        "first NaN/Inf: the forward input of blocks.1.down at step 7; no Linear produced it; blocks.1.up, computed before it"
     )
 
 
@@ -67,8 +67,8 @@ def test_one_in_the_weights_was_made_a_step_earlier(tmp_path: Path) -> None:
 
     poison_at(model, "blocks.0.gate", spoil)
     findings, _ = record(tmp_path / "run", model)
-    assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-loss-unseen", None)]
-    assert "began with NaN or Inf in weights, first blocks.1.up's" in findings[0].message
+    assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-loss-unseen", "blocks.1.up")]
+    assert "first NaN/Inf: the weight of blocks.1.up at step 7, which held it when the step began" in findings[0].message
 
 
 def test_who_does_not_look_blames_nobody(tmp_path: Path) -> None:

@@ -35,14 +35,47 @@ def losses_from(step: int, course: Callable[[int], float], num: int = 100) -> di
 def test_a_healthy_run_is_none_of_them(tmp_path: Path) -> None:
     found = classified(tmp_path)
     assert (found["class"], found["cause"], found["step"], found["module"]) == ("loss-fine", "healthy", None, None)
-    assert found["title"] == "none of the three"
-    assert found["what"] == "the loss is fine, and no rule found a fault"
+    assert found["title"] == "no loss problem"
+    assert found["what"] == "the loss is fine; 24 of 27 rules ran; none found a fault (10 sampled steps, 6 modules)"
     assert "fp8debug diff RUN_FP8 RUN_BF16" in found["evidence"][0]
 
 
 def test_a_run_without_fp8_is_not_called_free_of_faults(tmp_path: Path) -> None:
     found = classified(tmp_path, recipe="bf16", what_if=["blockwise"])
-    assert found["what"] == "the loss is fine, and no operand ran in FP8, so no cast was judged"
+    assert found["what"].startswith("the loss is fine, and no operand ran in FP8, so no cast was judged; ")
+    assert found["what"].endswith(" of 27 rules ran; none found a fault (10 sampled steps, 6 modules)")
+    assert found["cause"] == "not-judged"
+
+
+def test_statistics_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    build(tmp_path / "run", with_results=False)
+    last = max((tmp_path / "run").glob("rank=*/stats/*.parquet"))
+    last.write_bytes(last.read_bytes()[:500])
+    found = triage(tmp_path / "run").classification
+    assert found is not None and found["cause"] == "not-judged"
+    assert found["what"].endswith(", and part of the run could not be read")
+    assert found["evidence"][1].startswith("not read: ")
+
+
+def test_what_is_first_seen_after_a_spike_is_not_blamed_for_it(tmp_path: Path) -> None:
+    """A learning rate that is too high: the loss spikes at 41, and the sampled step 50 shows what it left behind."""
+    clipped = Override(**{**INPUT, "steps": (50, None)}, slots=CLIPPED)
+    found = classified(tmp_path, overrides=[clipped], steps={41: {"loss": 9.0}})
+    assert (found["class"], found["cause"], found["module"]) == ("loss-spike", "undecided", None)
+    assert found["what"].endswith(
+        f"Whether FP8 did it is not decided: {CULPRIT} (F101 stale-scale-saturation) is first seen at step 50, the next sampled"
+        " step, and may be its consequence"
+    )
+
+
+def test_an_undecided_spike_has_no_finding_that_decides_it(tmp_path: Path) -> None:
+    moved = Override(**{**INPUT, "steps": (50, 60)}, slots={"amax": 60.0})
+    findings = triage(build(tmp_path / "run", overrides=[moved], steps={55: {"loss": 6.0}}, with_results=False))
+    assert findings.classification is not None and findings.classification["cause"] == "undecided"
+    assert [(f.code, f.name) for f in findings] == [("F125", "loss-spike-undecided")]
+    early = triage(build(tmp_path / "early", steps={15: {"loss": 16.0}}, with_results=False))
+    assert early.classification is not None and early.classification["cause"] == "undecided"
+    assert [f.name for f in early] == ["loss-spike-undecided"]
 
 
 def test_a_finding_under_a_fine_loss(tmp_path: Path) -> None:

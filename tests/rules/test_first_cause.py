@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,14 @@ def test_one_that_came_from_outside_the_linears(tmp_path: Path) -> None:
     made_later = Override(module=NAMES[5], gemm="dgrad", steps=(40, 41), slots={"num_actual_nonfinite": 9})
     overrides = [poisoned(INPUT), *DOWNSTREAM, made_later, RUINED]
     findings = triage(build(tmp_path / "run", overrides=overrides, steps=SICK_LOSS))
-    assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-from-outside", None)]
+    assert [(f.code, f.name, f.severity) for f in findings] == [("F125", "nonfinite-from-outside", Severity.ERROR)]
+    assert (findings[0].module, findings[0].gemm, findings[0].tensor) == (CULPRIT, "fprop", "input")
+    assert findings[0].to_dict()["origin"] == "outside"
     assert findings[0].message == (
-        f"the first NaN or Inf came to the fprop input of {CULPRIT} at step 40 from outside the Linears (3 elements):"
-        f" {NAMES[3]}, computed before it, was finite; the loss is nan from step 40 on"
+        f"first NaN/Inf: the forward input of {CULPRIT} at step 40 (3 elements); no Linear produced it; {NAMES[3]}, computed"
+        " before it, was finite; the loss is NaN from step 40 on"
     )
-    assert findings[0].victims == tuple(NAMES), "no cast of theirs is accused"
+    assert findings[0].victims == (*NAMES[:4], NAMES[5]), "no cast of theirs is accused"
     assert findings.classification is not None
     assert (findings.classification["class"], findings.classification["cause"]) == ("divergence", "not-fp8")
 
@@ -81,8 +84,12 @@ def test_one_that_came_with_the_data(tmp_path: Path) -> None:
 
 def test_one_that_came_with_the_weights(tmp_path: Path) -> None:
     findings = triage(build(tmp_path / "run", overrides=[poisoned({"tensor": "weight"}), RUINED], steps=SICK_LOSS))
-    assert [(f.code, f.name) for f in findings] == [("F125", "nonfinite-loss-unseen")]
-    assert "as that step began with NaN or Inf in weights, first blocks.0.attn.qkv's" in findings[0].message
+    assert [(f.code, f.name, f.origin) for f in findings] == [("F125", "nonfinite-loss-unseen", None)]
+    assert (findings[0].module, findings[0].gemm, findings[0].tensor) == (NAMES[0], "fprop", "weight")
+    assert findings[0].message == (
+        "the loss is NaN from step 40 on; first NaN/Inf: the weight of blocks.0.attn.qkv at step 40 (3 elements), which held it"
+        " when the step began; what made it in the step before was not recorded: the last sampled step before is 30"
+    )
     assert findings[0].cure == "train again from step 30 or before with every=1: the first NaN then names its layer"
 
 
@@ -100,6 +107,69 @@ def test_a_skipped_step_of_mixed_precision_is_not_the_origin(tmp_path: Path) -> 
     assert origin(tmp_path / "skipped", skipped, steps={}) is None
     found = origin(tmp_path / "later", skipped, poisoned(INPUT), RUINED)
     assert found is not None and found.step == 40
+
+
+def test_a_weight_after_a_step_that_was_recorded(tmp_path: Path) -> None:
+    """Nothing is asked for that was done: every step was sampled, and the one before is finite."""
+    plan = {"every": 1, "num_steps": 45, "overrides": [poisoned({"tensor": "weight"}), RUINED]}
+    losses = {step: {"loss": NAN} for step in range(40, 45)}
+    (finding,) = triage(build(tmp_path / "run", steps=losses, **plan))
+    assert (finding.name, finding.severity, finding.origin) == ("nonfinite-weight", Severity.ERROR, "outside")
+    assert (finding.module, finding.gemm, finding.tensor) == (NAMES[0], "fprop", "weight")
+    assert finding.message.endswith(
+        "which held it when the step began; no Linear produced it: step 39 was recorded too, and all tensors of Linears read"
+        " there are finite"
+    )
+    assert "every=1" not in finding.cure and "learning rate" in finding.cure
+
+
+@pytest.mark.parametrize("every_step", [1, 10])
+def test_what_was_done_is_not_asked_for(tmp_path: Path, every_step: int) -> None:
+    plan = {"every": every_step, "num_steps": 45, "overrides": [poisoned(INPUT)]}
+    (finding,) = triage(build(tmp_path / "run", steps={step: {"loss": NAN} for step in range(40, 45)}, **plan))
+    assert finding.origin == "outside" and ("every=1" in finding.cure) == (every_step > 1)
+
+
+def test_modules_computed_before_it_are_no_victims(tmp_path: Path) -> None:
+    """The backward pass of a NaN loss reaches them in the same step; the next step is finite again."""
+    backward = poisoned({"gemm": "dgrad", "tensor": "grad_output"})
+    for name, sick in (
+        ("cast", Override(**{**INPUT, "steps": (40, 41)}, slots={"num_actual_nonfinite": 8})),
+        ("outside", poisoned(INPUT)),
+    ):
+        run = build(tmp_path / name, overrides=[sick, *DOWNSTREAM, backward], steps={40: {"loss": NAN}})
+        (finding,) = triage(run)
+        assert (finding.module, finding.victims) == (CULPRIT, (NAMES[5],))
+
+
+def test_a_warning_before_it_does_not_hide_it(tmp_path: Path) -> None:
+    """Underflow since the start explains no NaN of the loss function."""
+    underflow = Override(**{**INPUT, "steps": (0, None)}, slots={"num_underflow": every})
+    findings = triage(build(tmp_path / "run", overrides=[underflow], steps=SICK_LOSS))
+    assert findings.verdict == "error"
+    lost = next(f for f in findings if f.code == "F125")
+    assert (lost.name, lost.origin, lost.severity) == ("nonfinite-from-outside", "outside", Severity.ERROR)
+
+
+def test_a_nan_of_one_step_is_an_error_and_a_spike(tmp_path: Path) -> None:
+    findings = triage(build(tmp_path / "run", steps={50: {"loss": NAN}}))
+    assert findings.verdict == "error" and findings.classification is not None
+    assert (findings.classification["class"], findings.classification["cause"]) == ("loss-spike", "not-fp8")
+    assert findings[0].message.startswith("the loss is NaN at step 50, and finite again from step 51 on; no Linear produced it")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_a_loss_that_only_overflows(tmp_path: Path, value: float) -> None:
+    findings = triage(build(tmp_path / "run", steps={step: {"loss": value} for step in range(90, 100)}))
+    assert [(f.code, f.severity, f.origin, f.module) for f in findings] == [("F125", Severity.ERROR, "outside", None)]
+    assert f"the loss is {'Inf' if value > 0 else '-Inf'} from step 90 on; no Linear produced it" in findings[0].message
+
+
+def test_a_plain_model_has_an_origin_too(tmp_path: Path) -> None:
+    """Its tensors are recorded under the casts that were only tried."""
+    plan = {"recipe": "bf16", "what_if": ["blockwise"], "overrides": [poisoned(INPUT), *DOWNSTREAM, RUINED]}
+    (finding,) = triage(build(tmp_path / "run", steps=SICK_LOSS, **plan))
+    assert (finding.code, finding.module, finding.tensor, finding.origin) == ("F125", CULPRIT, "input", "outside")
 
 
 @pytest.fixture

@@ -116,15 +116,18 @@ def test_e5m2_by_its_noise_alone(tmp_path: Path) -> None:
 def test_a_nan_loss_without_a_sick_cast(tmp_path: Path) -> None:
     losses = {step: {"loss": float("nan")} for step in range(50, 100)}
     findings = triage(build(tmp_path / "run", steps=losses))
-    assert [(f.code, f.module, f.severity) for f in findings] == [("F125", None, Severity.WARNING)]
-    assert findings[0].message == "the loss is nan from step 50 on; 6 sampled steps up to step 50 show no fault of a cast"
+    assert [(f.code, f.module, f.severity) for f in findings] == [("F125", None, Severity.ERROR)]
+    assert findings[0].message == (
+        "the loss is NaN from step 50 on; no Linear produced it: every tensor of a Linear that was read at that step is finite, so"
+        " the loss function, or what lies between the last Linear and the loss, made it"
+    )
 
 
 def test_a_nan_between_sampled_steps_clears_nobody(tmp_path: Path) -> None:
     losses = {step: {"loss": float("nan")} for step in range(55, 100)}
     (finding,) = triage(build(tmp_path / "run", steps=losses))
     assert (finding.code, finding.name, finding.module) == ("F125", "nonfinite-loss-unseen", None)
-    assert finding.message.startswith("the loss is nan from step 55 on, which was not sampled: whether a cast did it")
+    assert finding.message.startswith("the loss is NaN from step 55 on, which was not sampled: whether a cast did it")
     assert finding.cure == "train again from step 50 or before with every=1: the first NaN then names its layer"
 
 
