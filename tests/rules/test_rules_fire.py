@@ -118,8 +118,8 @@ def test_a_nan_loss_without_a_sick_cast(tmp_path: Path) -> None:
     findings = triage(build(tmp_path / "run", steps=losses))
     assert [(f.code, f.module, f.severity) for f in findings] == [("F125", None, Severity.ERROR)]
     assert findings[0].message == (
-        "the loss is NaN from step 50 on; no Linear produced it: every tensor of a Linear that was read at that step is finite, so"
-        " the loss function, or what lies between the last Linear and the loss, made it"
+        "the loss is NaN from step 50 on; no Linear produced it: all tensors of Linears read at that step are finite, so the"
+        " loss function, or what lies between the last Linear and the loss, made it"
     )
 
 
