@@ -1,4 +1,4 @@
-"""``fp8debug diff A B``: two runs side by side, what was in force first."""
+"""``fp8debug diff A B...``: runs side by side with the first, configuration differences first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _csv(found: Sequence[Differences]) -> str:
 
 
 def _print(found: Differences, limit: int) -> None:
-    echo(f"{found.names[0]} -> {found.names[1]}\n\nin force:")
+    echo(f"{found.names[0]} -> {found.names[1]}\n\nconfiguration differences:")
     lines = [f"  {what}: {cell(a)} -> {cell(b)}" for what, a, b in configuration_words(found.configuration)]
     for line in lines[:MAX_DIFFERENCES] or ["  no difference"]:
         echo(line)

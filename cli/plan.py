@@ -15,7 +15,7 @@ from .plain import echo
 @click.argument("modules", type=int)
 @click.option("--ranks", type=int, default=1, show_default=True, help="Ranks that would record.")
 @click.option("--steps", type=int, default=DEFAULT_STEPS, show_default=True, help="Steps of the whole run.")
-@click.option("--every", type=int, default=10, show_default=True, help="The wish; a budget makes it a multiple of this.")
+@click.option("--every", type=int, default=10, show_default=True, help="Desired sampling interval; --budget may raise it.")
 @click.option("--budget", metavar="SIZE", help="For all ranks together, e.g. 50GB.")
 @click.option("--recipe", default="blockwise", show_default=True, help="The running recipe.")
 @click.option(

@@ -135,7 +135,7 @@ def _divergence(
         return replace(base, cause="at-once", what=what, evidence=evidence)
     if ours and (is_everywhere or not before):
         return replace(base, cause="configuration", what=f"{words}, after a change: {_change(ours[-1])}", evidence=evidence)
-    if lost is not None and lost.origin == "outside":
+    if lost is not None and (lost.origin == "outside" or lost.name == "nonfinite-overflow"):
         return _from_outside(base, lost, [f for f in before if f.severity is Severity.ERROR], evidence)
     if before:
         return at_first(replace(base, what=f"{words}: numerical, origin {since(before[0])}", evidence=evidence), before)

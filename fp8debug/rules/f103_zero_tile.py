@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.evidence import Trace, traces
 from fp8debug.rules.looks import Look, look
-from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.rules.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
 from fp8debug.rules.screening import may_have, source
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class ZeroTileNan(Rule):
         finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
         blocks that stay zero are healthy.
-        A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite; so
+        A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
+        the operands are so large that it overflows in every format (F125); so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite).
         Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
 
@@ -84,12 +85,13 @@ class ZeroTileNan(Rule):
         if origin is not None and origin.kind != "cast":
             bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
         found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
-        if origin is not None and origin.kind == "gemm" and not found:
+        if origin is not None and origin.kind == "gemm" and not found and largest_product(run, origin.row) <= MAX_RESULT:
             yield self._of_gemm(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
             victims = tuple(m for m in self._poisoned(run, finding) if m not in culprits)
-            yield replace(finding, victims=victims, origin="cast")
+            ranks = origin.row["ranks"] if origin is not None and origin.row["module"] == finding.module else finding.ranks
+            yield replace(finding, victims=victims, origin="cast", ranks=tuple(ranks))
         yield from found[1:]
 
     def _first_of_several_calls(self, run: Run) -> list[Trace]:

@@ -10,7 +10,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import sampled_steps
 from fp8debug.rules.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.movements import movements_before
-from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.rules.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
 from fp8debug.spikes import SpikeDetector
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class LossSpikeNotFp8(Rule):
         nonfinite-from-outside: it came to a Linear from outside the Linears (data, embedding, norm, attention, loss
         function), and no cast or GEMM made it. nonfinite-weight: a weight held it when the step began, and the step before
         was recorded and finite. nonfinite-loss-unseen: it came between two sampled steps, which blames nobody and clears
-        nobody. nonfinite-loss: a GEMM made it in a module that does not run in FP8.
+        nobody. nonfinite-overflow: the operands of a GEMM are so large that its result overflows in every format.
+        nonfinite-loss: a GEMM made it in a module that does not run in FP8.
 
     Why it matters
         The first question to a spike is whether FP8 did it. Leaving FP8 for a bad batch, a learning rate or a data
@@ -113,7 +114,9 @@ class LossSpikeNotFp8(Rule):
             return self._not_seen(finding, run, sampled, lost, origin, again)
         finding = self._at(finding, origin)
         row, count = origin.row, _elements(origin)
-        first = f"first NaN/Inf: the {_tensor(row)} of {row['module']} at step {origin.step}{count}"
+        some = tuple(row["ranks"]) if len(row["ranks"]) < len(run.ranks) else ()
+        where = f" on rank{'' if len(some) == 1 else 's'} {', '.join(map(str, some))} of {len(run.ranks)}" if some else ""
+        first = f"first NaN/Inf: the {_tensor(row)} of {row['module']} at step {origin.step}{where}{count}"
         if origin.kind == "weight":
             began = f"{lost.what}; {first}, which held it when the step began"
             if not is_every:
@@ -127,13 +130,17 @@ class LossSpikeNotFp8(Rule):
                 )
             return replace(finding, name="nonfinite-weight", message=f"{began}; {cause}", cure=WEIGHT)
         if origin.kind == "outside":
-            before = (
-                f"; {origin.before}, computed before it, was finite" if origin.before else ", and no Linear is computed before it"
-            )
+            before = ", and no Linear is computed before it"
+            if row["gemm"] != "fprop":
+                before = ": the forward pass is finite, and no Linear's backward pass comes before"
+            before = f"; {origin.before}, computed before it, was finite" if origin.before else before
             message = f"{first}; no Linear produced it{before}; {lost.what}"
             cure = BACKWARD if row["gemm"] != "fprop" else OUTSIDE
-            more = "" if origin.step in sampled and is_every else "; record around it with every=1"
+            more = "" if origin.step in sampled else "; record around it with every=1"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=f"{cure}{more}")
+        if largest_product(run, row) > MAX_RESULT:
+            sizes = "its operands are finite, and so large that their product overflows in every format"
+            return replace(finding, name="nonfinite-overflow", message=f"{first}: {sizes}; {lost.what}", cure=WEIGHT)
         message = f"{first}, of finite operands; {lost.what}"
         return replace(finding, name="nonfinite-loss", message=message, cure="check this GEMM's kernel and its output's type")
 
@@ -151,6 +158,9 @@ class LossSpikeNotFp8(Rule):
                 f"{lost.what}; no Linear produced it: all tensors of Linears read at that step are finite, so the loss"
                 f" function, or what lies between the last Linear and the loss, made it{later}"
             )
+            return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
+        if origin is not None and origin.count is None:  # what searches the forward pass of each step has passed this one
+            message = f"{lost.what}; no Linear produced it: the forward pass of that step was searched and is finite{later}"
             return replace(finding, name="nonfinite-from-outside", message=message, cure=AFTER, origin="outside")
         why = "which was not sampled" if step not in sampled else "at which NaN and Inf were not counted"
         message = f"{lost.what}, {why}: whether a cast did it was not recorded{later}"

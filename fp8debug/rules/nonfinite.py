@@ -8,6 +8,7 @@ everything after it a victim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +34,8 @@ SICK = Look(
 )
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1
+#: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
+MAX_RESULT = 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,11 @@ def _first_sampled(run: Run) -> Origin | None:
             row, kind = (made[0], "cast") if made else (row, kind)
         is_backward = row["gemm"] != "fprop"
         follows = any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
+        maker = _overflowing(run, row) if kind == "outside" and not is_backward else None
+        if maker is not None:
+            row, kind = maker, "gemm"
         if kind == "cast" or follows or not is_backward:
+            row = {**row, "ranks": _sick_ranks(run, row)}
             later = [r for r in rows if r["reference"] == "operand" and r["num_nan"] + r["num_inf"] and is_after(row, r)]
             return Origin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
     return None
@@ -122,6 +129,48 @@ def _place(row: Mapping[str, Any]) -> tuple[int, int, int, int, str]:
     is_backward = row["gemm"] != "fprop"
     stage = 2 if row["reference"] != "operand" else 1 if row["num_made"] and not row["num_nan"] + row["num_inf"] else 0
     return int(is_backward), -at if is_backward else at, int(row["gemm"] == "wgrad"), stage, row["tensor"]
+
+
+def largest_product(run: Run, row: Mapping[str, Any]) -> float:
+    """Return how large an element of a GEMM's result can be, by the amax of its operands and the length of the sum."""
+    query = (
+        "SELECT tensor, max(amax) AS amax FROM sites WHERE step = ? AND module = ? AND gemm = ? AND reference = 'operand'"
+        " GROUP BY tensor"
+    )
+    found = run.sql(query, [row["step"], row["module"], row["gemm"]]).to_pylist()
+    return math.prod(r["amax"] or 0.0 for r in found) * _length(run, row["module"]) if len(found) > 1 else 0.0
+
+
+def _length(run: Run, module: str) -> int:
+    """Return over how many elements a module's fprop sums; 1 where that was not recorded."""
+    return next((m.get("in_features") or 1 for m in run.modules if m["fqn"] == module), 1)
+
+
+def _overflowing(run: Run, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the first Linear before a row whose output was not read and may have overflowed, by the sizes of its operands."""
+    query = (
+        "SELECT module, min(call_index) AS call_index, any_value(ranks) AS ranks FROM sites WHERE step = ? AND gemm = 'fprop'"
+        " AND call_index < ? GROUP BY module HAVING count(*) FILTER (WHERE actual AND reference <> 'operand') = 0"
+        " ORDER BY call_index, module"
+    )
+    for found in run.sql(query, [row["step"], row["call_index"] or 0]).to_pylist():
+        maker = {**row, **found, "gemm": "fprop", "tensor": "output", "cast_name": None, "numel": None, "num_nan": None}
+        if largest_product(run, maker) > MAX_RESULT:
+            return maker
+    return None
+
+
+def _sick_ranks(run: Run, row: Mapping[str, Any]) -> list[int]:
+    """Return the ranks whose tensor held a NaN or Inf; all that have the row where nobody counted."""
+    ranks: list[int] = list(row["ranks"])
+    if len(ranks) < 2 or row["num_nan"] is None:
+        return ranks
+    query = (
+        "SELECT DISTINCT rank FROM raw WHERE step = ? AND module = ? AND gemm = ? AND tensor = ?"
+        " AND num_nan + num_inf + CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END > 0 ORDER BY rank"
+    )
+    key = [row[name] for name in ("step", "module", "gemm", "tensor")]
+    return [found["rank"] for found in run.sql(query, key).to_pylist()] or ranks
 
 
 def is_after(origin: Mapping[str, Any], row: Mapping[str, Any]) -> bool:

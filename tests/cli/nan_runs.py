@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 import fp8debug
@@ -85,11 +85,12 @@ def _recovering(out: Tensor, classes: Tensor, step: int) -> Tensor:
 
 
 EVENTS: dict[str, Event] = {
+    "nothing": Event(),
     "loss function": Event(loss=_log_of_zero),
     "mask": Event(before=_mask),
     "weights": Event(gradients=_explode),
     "data": Event(data=lambda x: torch.full_like(x, NAN)),
-    "zero tile": Event(before=lambda model, step: None),
+    "zero tile": Event(),
     "optimizer": Event(gradients=_nan_gradient),
     "overflow": Event(loss=_overflow),
     "one step": Event(loss=_recovering, gradients=lambda model, step: step == AT),

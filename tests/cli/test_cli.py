@@ -155,7 +155,7 @@ def test_triage_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> No
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     assert lines == [
         "sick: error, 1 finding, steps 0 to 99",
-        "class: none of the three: the loss is fine so far; 1 finding, first blocks.1.mlp.up (F101 stale-scale-saturation)"
+        "class: no loss problem: the loss is fine so far; 1 finding, first blocks.1.mlp.up (F101 stale-scale-saturation)"
         " since step 40",
         "if downstream metrics are off all the same, training and inference differ: run the trained weights in BF16 and in"
         " FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16",
@@ -170,7 +170,7 @@ def test_triage_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> No
     healthy = Said(capsys, runs, "triage RUNS/healthy").out.splitlines()
     assert healthy[:2] == [
         "healthy: ok, 0 findings, steps 0 to 49",
-        "class: none of the three: the loss is fine, and no rule found a fault",
+        "class: no loss problem: the loss is fine; 24 of 27 rules ran; none found a fault (5 sampled steps, 6 modules)",
     ]
     assert len(healthy) == 3
 
@@ -191,7 +191,7 @@ def test_triage_for_programs(capsys: pytest.CaptureFixture[str], runs: Path) -> 
 def test_a_baseline(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     said = Said(capsys, runs, "triage RUNS/healthy --baseline RUNS/bf16")
     assert "baseline bf16:" in said.out
-    assert "median loss of steps 0-19" in said.out
+    assert "median of steps 0 to 19: " in said.out
     assert "recipe: bf16 -> blockwise" in said.out
 
 

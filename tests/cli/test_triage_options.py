@@ -38,7 +38,7 @@ def test_a_table_goes_to_a_file_too(capsys: pytest.CaptureFixture[str], runs: Pa
     said = Said(capsys, runs, f"triage RUNS/sick -o {tmp_path / 'table.txt'}")
     assert (said.code, said.out) == (1, "")
     text = (tmp_path / "table.txt").read_text(encoding="utf-8")
-    assert text.startswith("sick: error, 1 finding, steps 0 to 59\nclass: none of the three: ")
+    assert text.startswith("sick: error, 1 finding, steps 0 to 59\nclass: no loss problem: ")
     assert "\x1b" not in text
 
 
@@ -95,7 +95,7 @@ def test_diff_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> None
     assert lines == [
         "healthy -> sick",
         "",
-        "in force:",
+        "configuration differences:",
         "blocks.1.mlp.up.fprop.input: e4m3fn 1x128 current -> e4m3fn 1x128 current then e4m3fn tensorwise delayed(16,max)",
         "",
         "loss:",

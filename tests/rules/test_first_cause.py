@@ -127,7 +127,7 @@ def test_a_weight_after_a_step_that_was_recorded(tmp_path: Path) -> None:
 def test_what_was_done_is_not_asked_for(tmp_path: Path, every_step: int) -> None:
     plan = {"every": every_step, "num_steps": 45, "overrides": [poisoned(INPUT)]}
     (finding,) = triage(build(tmp_path / "run", steps={step: {"loss": NAN} for step in range(40, 45)}, **plan))
-    assert finding.origin == "outside" and ("every=1" in finding.cure) == (every_step > 1)
+    assert finding.origin == "outside" and "every=1" not in finding.cure, "step 40 was sampled"
 
 
 def test_modules_computed_before_it_are_no_victims(tmp_path: Path) -> None:

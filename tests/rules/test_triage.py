@@ -127,7 +127,7 @@ def test_the_json_document_is_the_documented_one(tmp_path: Path) -> None:
         "verdict": "error",
         "classification": {
             "class": "loss-fine",
-            "title": "none of the three",
+            "title": "no loss problem",
             "cause": "findings",
             "what": f"the loss is fine so far; 1 finding, first {CULPRIT} (F101 stale-scale-saturation) since step 40",
             "evidence": [
@@ -156,6 +156,7 @@ def test_the_json_document_is_the_documented_one(tmp_path: Path) -> None:
                 "cure": "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM",
                 "also": [],
                 "victims": [],
+                "origin": None,
             }
         ],
         "skipped": [],

@@ -1,0 +1,143 @@
+"""No number of a table is cut, at any width: columns are left out by name, text wraps, and a pipe gets everything."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug_cli.console import cell, print_table
+from tests.synthetic import Override, Plan, write
+
+NUMBERS: list[Any] = [5.341e-05, -1.234e-300, 12345678901, math.nan, math.inf, -math.inf, None, 0.0]
+TEXTS = ["5.341e-05", "-1.234e-300", "12345678901", "NaN", "Inf", "-Inf", "-", "0"]
+HEADER = ["module", *(f"statistic_{place}" for place in range(len(NUMBERS))), "what"]
+TEXT = "the amax of 5.341e-05 lies 12345678901 times below what blocks.0.mlp.experts.11.down_proj.weight holds (-1.234e-300)"
+ROW = ["blocks.0.mlp.experts.11.down_proj", *NUMBERS, TEXT]
+WIDTHS = [20, 40, 60, 80, 100, 120, 200, 400]
+
+
+def test_a_number_for_people() -> None:
+    assert list(map(cell, NUMBERS)) == TEXTS
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, None])
+def test_a_number_stands_whole_or_its_column_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    print_table(HEADER, [ROW], wrap=["module", "what"], drop=["what"], more="--columns")
+    *lines, last = capsys.readouterr().out.splitlines()
+    is_whole = not last.startswith("+")
+    lines += [last] if is_whole else []
+    left_out = [] if is_whole else last.partition(": ")[2].partition(" (")[0].split(", ")
+    assert is_whole or (last.endswith("(--columns or a wider terminal)") and last.startswith(f"+{len(left_out)} column"))
+    assert [name for name in HEADER if name not in left_out] == lines[0].split()
+    words = " ".join(lines[1:]).split()
+    for name, text in zip(HEADER[1:-1], TEXTS, strict=True):
+        assert name in left_out or text in words
+    if "what" not in left_out:
+        assert {"5.341e-05", "12345678901", "(-1.234e-300)"} <= set(words)
+    assert all(len(line) <= (width or 10_000) for line in lines) or width == 20, "narrower than the name of a module can be"
+    assert width is not None or is_whole
+
+
+@pytest.mark.parametrize("width", [12, 20, 33])
+def test_text_wraps_between_words_and_never_in_a_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(["what"], [[f"loss=5.341e-05,amax={12345678901}/x-1.234e-300y"]], wrap=["what"])
+    text = capsys.readouterr().out
+    assert "5.341e-05" in text and "12345678901" in text
+
+
+def test_wide_characters_and_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    print_table(["name", "n"], [["\u5c42" * 30, 7], ["b", 8]], wrap=["name"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.count("\u5c42") for line in lines) == 30
+    assert max(2 * line.count("\u5c42") + line.count(" ") + line.count("7") for line in lines) <= 30
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    tiny = Override(slots={"amax": 5.341e-05})
+    sick = Override(module="blocks.1.mlp.up", gemm="fprop", tensor="input", steps=(20, None), slots={"gain": 2.0})
+    write(folder / "run", Plan(num_steps=40, overrides=[tiny, sick]))
+    write(folder / "good", Plan(num_steps=40))
+    return folder
+
+
+def _in_a_terminal(words: list[str], width: int, **environment: str) -> str:
+    """Return what a command prints on a terminal of that width."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fp8debug_cli.main", *words],
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env={**env, "TERM": "xterm", **environment},
+    )
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        text += part
+    os.close(ours)
+    process.wait()
+    return text.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize(("width", "environment"), [(80, {}), (120, {"NO_COLOR": "1"}), (100, {"TERM": "dumb"})])
+def test_show_on_a_terminal(runs: Path, width: int, environment: dict[str, str]) -> None:
+    text = _in_a_terminal(["show", str(runs / "run"), "--limit", "5"], width, **environment)
+    lines = text.splitlines()
+    assert ("\x1b" in text) == (not environment)
+    assert max(len(line) for line in lines if "not shown" not in line and "\x1b" not in line) <= width
+    assert text.count("5.341e-05") == 5, "amax, the smallest of numbers, in each row"
+    assert "(--columns or a wider terminal)" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("command", ["triage RUN", "coverage RUN", "fallback RUN", "calibrate RUN", "diff GOOD RUN"])
+def test_every_table_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runs: Path, width: int, command: str
+) -> None:
+    from fp8debug_cli.main import status
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    places = {"RUN": str(runs / "run"), "GOOD": str(runs / "good")}
+    assert status([places.get(word, word) for word in command.split()]) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    heads = ("code", "module", "diverges")
+    (start,) = [place for place, line in enumerate(lines) if line.split()[:1] and line.split()[0] in heads]
+    table = list(itertools.takewhile(lambda line: line and not line.startswith("+"), lines[start:]))
+    assert len(table) > 1 and max(map(len, table)) <= width
+
+
+def test_an_asked_column_stays_longest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    from fp8debug_cli.main import status
+
+    monkeypatch.setenv("COLUMNS", "50")
+    assert status(["show", str(runs / "run"), "--columns", "amax", "--limit", "2"]) == 0
+    assert capsys.readouterr().out.count("5.341e-05") == 2
