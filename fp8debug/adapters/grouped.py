@@ -20,7 +20,7 @@ from fp8debug.adapters.base import ADAPTERS, num_dims
 from fp8debug.adapters.grouped_gemms import HeardGroup
 from fp8debug.adapters.grouped_probe import GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
-from fp8debug.adapters.parts import Hooks, Part, heard_recipe
+from fp8debug.adapters.parts import Hooks, Part, heard_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
@@ -163,15 +163,14 @@ class Grouped:
     hears_ops = False  # but inside its own modules
 
     def matches(self, module: nn.Module) -> bool:
-        """Return whether it holds 3-D parameters, and no other adapter knows better."""
+        """Return whether it holds stacks of matrices, and no other adapter knows better."""
         if type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.Linear):
             return False
-        return any(num_dims(p) == 3 for p in module._parameters.values())
+        return bool(stacks_of(module))
 
     def parts(self, module: nn.Module) -> dict[str, Part]:
-        """Return its 3-D parameters."""
-        weights = [name for name, p in module._parameters.items() if num_dims(p) == 3]
-        return {f".{name}": Part(module, i, [name], has_bias=False) for i, name in enumerate(weights)}
+        """Return its stacks of matrices."""
+        return {f".{name}": Part(module, i, [name], has_bias=False) for i, name in enumerate(stacks_of(module))}
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return the casts that were heard; None before the first, and without any."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS, num_dims
+from fp8debug.adapters.parts import stacks_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 
 #: By the top-level package that a module's class comes from: no adapter reads these.
@@ -41,6 +42,6 @@ def _reason(module: nn.Module) -> str | None:
     wrapped = next((type(p).__name__ for p in parameters if type(p).__module__.startswith("torchao.")), None)
     if wrapped is not None:
         return f"its parameters are {wrapped}: what torchao multiplies by them is not read"
-    if any(num_dims(p) == 3 for p in parameters) and not isinstance(module, nn.Linear):
+    if stacks_of(module) and not isinstance(module, nn.Linear):
         return "weights of several experts in one tensor: grouped GEMMs are not read"
     return None

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import class_of
+from fp8debug.adapters.base import class_of, num_dims
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
@@ -28,6 +28,18 @@ CALLED: WeakSet[nn.Module] = WeakSet()
 TRIED: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """Return the names of the module's own parameters that hold one matrix for each of several experts.
+
+    A parameter has three dimensions for other reasons too: ``cls_token`` [1, 1, width], position embeddings
+    [1, tokens, width]. One matrix alone is an expert (as each rank holds one under expert parallelism) only in a module
+    without children that has several such parameters.
+    """
+    found = {n: p for n, p in module._parameters.items() if p is not None and num_dims(p) == 3 and min(p.shape[1:]) > 1}
+    may_be_one = len(found) > 1 and not module._modules
+    return [name for name, p in found.items() if p.shape[0] != 1 or may_be_one]
 
 
 class Part(nn.Module):

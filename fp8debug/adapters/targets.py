@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
-from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of
+from fp8debug.adapters.base import ADAPTERS, Adapter
+from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of, stacks_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.attributes import has, stored
 from fp8debug.errors import AttachError
@@ -139,8 +139,8 @@ def _selects(root: nn.Module, name: str, module: nn.Module) -> int | None:
     for _ in range(2):  # a router may sit in a module of its own
         name = name.rpartition(".")[0]
         holder = root.get_submodule(name)
-        weights = [p for m in (holder, *holder.children()) for p in m.parameters(recurse=False) if num_dims(p) == 3]
-        if any(p.shape[0] == out_features and in_features in p.shape[1:] for p in weights):
+        weights = [m._parameters[stack] for m in (holder, *holder.children()) for stack in stacks_of(m)]
+        if any(p is not None and p.shape[0] == out_features and in_features in p.shape[1:] for p in weights):
             return out_features
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8debug.errors import Fp8DebugError
@@ -31,6 +32,8 @@ class ResultError(NamedTuple):
         damage: sum over the sampled rows of fprop's output; None for other GEMMs and where it was not recorded.
         damage_per_row: its mean.
         call_index: execution order of the module.
+        explained: error energy over what the healthy errors of its operands give when summed without regard to sign, as a
+            median; None where it cannot be told. Near 1 at a low SQNR, the products cancel and the cast is not at fault.
     """
 
     sqnr_db: float
@@ -39,6 +42,7 @@ class ResultError(NamedTuple):
     damage: float | None
     damage_per_row: float | None
     call_index: int
+    explained: float | None
 
 
 def parsed(name: str | None) -> Cast | None:
@@ -86,7 +90,7 @@ def result_errors(run: Run) -> dict[tuple[str, str], ResultError]:
         f" FROM sites WHERE actual AND reference = 'shadow' AND tensor IN ({results}) AND sqnr_db IS NOT NULL"
         " GROUP BY module, gemm ORDER BY module, gemm"
     )
-    found = {}
+    found, explained = {}, _explained(run)
     for row in run.sql(query).to_pylist():
         found[row["module"], row["gemm"]] = ResultError(
             sqnr_db=row["sqnr_db"],
@@ -95,8 +99,40 @@ def result_errors(run: Run) -> dict[tuple[str, str], ResultError]:
             damage=row["damage"] if row["gemm"] == Gemm.FPROP.value else None,
             damage_per_row=row["per_row"],
             call_index=row["call_index"] or 0,
+            explained=explained.get((row["module"], row["gemm"])),
         )
     return found
+
+
+def _explained(run: Run) -> dict[tuple[str, str], float]:
+    """Return by (module, gemm) the median over the sampled steps of ``ResultError.explained``.
+
+    Each element of a result sums K products. Independent operand errors of relative energy n1 and n2 give it an error of
+    K * mean(a^2) * mean(b^2) * (n1 + n2), whether the products add up or cancel. An operand counts with the error of its
+    format at most, so that its own fault explains nothing.
+    """
+    query = (
+        "SELECT module, gemm, step, tensor, cast_name, numel, sum_x2, sum_err2, reference FROM sites"
+        " WHERE actual AND reference IN ('operand', 'shadow') AND numel > 0 AND sum_x2 > 0"
+    )
+    calls: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for row in run.sql(query).to_pylist():
+        calls.setdefault((row["module"], row["gemm"], row["step"]), {})[row["tensor"]] = row
+    widths = {m["fqn"]: (m.get("in_features"), m.get("out_features")) for m in run.modules}
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for (module, gemm, _), rows in calls.items():
+        operands = [rows.get(tensor.value) for tensor in OPERANDS[Gemm(gemm)]]
+        result, (in_features, out_features) = rows.get(RESULTS[Gemm(gemm)].value), widths.get(module, (None, None))
+        if result is None or None in operands or not in_features or not out_features:
+            continue
+        first, second = (row for row in operands if row is not None)
+        tokens = first["numel"] / out_features if gemm == Gemm.WGRAD.value else 0.0
+        depth = {Gemm.FPROP.value: in_features, Gemm.DGRAD.value: out_features}.get(gemm, tokens)
+        products = depth * (first["sum_x2"] / first["numel"]) * (second["sum_x2"] / second["numel"])
+        healthy = products * sum(min(row["sum_err2"] / row["sum_x2"], _format_nmse(row["cast_name"])) for row in (first, second))
+        if healthy > 0:
+            ratios.setdefault((module, gemm), []).append(result["sum_err2"] / result["numel"] / healthy)
+    return {key: median(values) for key, values in ratios.items()}
 
 
 def expected_sqnr_db(cast_name: str) -> float:
@@ -105,8 +141,10 @@ def expected_sqnr_db(cast_name: str) -> float:
     Args:
         cast_name: of a result, ``FIRST @ SECOND``; the format is the first word of each.
     """
-    energy = 0.0
-    for operand in cast_name.split(" @ "):
-        fmt = FORMATS.get(operand.split()[0]) if operand.split() else None
-        energy += 10 ** (-((fmt.gaussian_sqnr_db if fmt else None) or BF16_SQNR_DB) / 10)
-    return -10 * math.log10(energy)
+    return -10 * math.log10(sum(_format_nmse(operand) for operand in cast_name.split(" @ ")))
+
+
+def _format_nmse(cast_name: str) -> float:
+    """Return the relative error energy of a cast's format, in closed form; BF16's for a name of no format."""
+    fmt = FORMATS.get(cast_name.split()[0]) if cast_name.split() else None
+    return float(10 ** (-((fmt.gaussian_sqnr_db if fmt else None) or BF16_SQNR_DB) / 10))

@@ -43,9 +43,10 @@ def recommend(
     Then measured errors, while the budget lasts. Damage (numerics.md, 6) ranks layers but says nothing by itself: every
     layer of a healthy FP8 run has some, and no threshold on it has a published basis. So a GEMM counts only where the
     error of its result lies outside the healthy envelope: SQNR against the shadow 3.5 dB below what its operands' formats
-    give, in the median of at least three sampled steps. An error inside the envelope is the price of FP8 that all layers
-    pay. fprop comes first: the choice of most damage that fits. Then dgrad, whose errors reach every earlier layer, and
-    last wgrad, which is a leaf, by error energy. A healthy run therefore gives an empty list.
+    give, in the median of at least three sampled steps. A result of low SQNR whose error is what healthy operands give
+    does not count either: its products cancel, as gradients do at a plateau. An error inside the envelope is the price of
+    FP8 that all layers pay. fprop comes first: the choice of most damage that fits. Then dgrad, whose errors reach every
+    earlier layer, and last wgrad, which is a leaf, by error energy. A healthy run therefore gives an empty list.
 
     Args:
         run: the run that was judged, or its folder.
@@ -225,6 +226,9 @@ def _knapsack(weights: Sequence[int], worths: Sequence[float]) -> list[int]:
 
 def _is_material(gemm: str, error: ResultError, total_damage: float) -> bool:
     is_large = error.num_steps >= MATERIAL_STEPS and error.sqnr_db < error.expected_db - MATERIAL_DEFICIT_DB
+    # Healthy operands whose products cancel: the error is no larger than that of a sum that does not, and their FP8 is no cause.
+    if error.explained is not None and abs(10 * math.log10(max(error.explained, 1e-30))) <= MATERIAL_DEFICIT_DB:
+        return False
     if gemm == Gemm.FPROP.value:
         return is_large and (error.damage or 0.0) >= MATERIAL_SHARE * total_damage > 0
     return is_large

@@ -120,18 +120,22 @@ def _explained(findings: Iterable[Finding]) -> set[tuple[str | None, str | None]
 
 
 def _joined(found: Iterable[Finding]) -> list[Finding]:
-    """Join one rule's findings per site into one with ``parts``; those without a module stay apart."""
+    """Join one rule's findings per site into one with ``parts``: faults apart from information, without a module each alone."""
     ordered = sorted(found, key=lambda f: f.order)
     apart = [f for f in ordered if f.module is None]
-    parts = [f for f in ordered if f.module is not None]
-    if not parts:
-        return apart
+    named = [f for f in ordered if f.module is not None]
+    kinds = [[f for f in named if (f.severity > Severity.INFO) is is_fault] for is_fault in (True, False)]
+    return [*(_joined_parts(parts) for parts in kinds if parts), *apart]
+
+
+def _joined_parts(parts: Sequence[Finding]) -> Finding:
+    """Join findings per site, in culprit order, into the first module's worst."""
     first = parts[0]
     own = [f for f in parts if f.module == first.module and f.severity == first.severity]
     worst = max(own, key=_excess)
     others = {f.module: f.call_index for f in reversed(parts) if f.module and f.module != first.module}
     victims = {module: None for f in parts for module in f.victims if module != first.module and module not in others}
-    joined = replace(
+    return replace(
         worst,
         steps=(first.steps[0], max(f.steps[1] for f in own)),
         ranks=tuple(sorted({rank for f in own for rank in f.ranks})),
@@ -140,7 +144,6 @@ def _joined(found: Iterable[Finding]) -> list[Finding]:
         call_index=first.call_index,
         parts=tuple(parts) if len(parts) > 1 else (),
     )
-    return [joined, *apart]
 
 
 def _excess(finding: Finding) -> tuple[bool, float]:

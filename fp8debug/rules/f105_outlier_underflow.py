@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent, times, traces
+from fp8debug.rules.evidence import RUNNING, Trace, has_fp8, percent, times, traces
 from fp8debug.rules.forecasts import underflow_ahead
 from fp8debug.rules.looks import Look, look, underflows
 from fp8debug.rules.spreads import spread_log2
+from fp8debug.types import Gemm, TensorRole
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -26,7 +28,8 @@ class OutlierUnderflow(Rule):
         when gate and up align. Underflow of values that are tiny anyway, such as the tail of GELU, comes with an amax
         near the median and is not reported. Where nothing underflows yet under one scale for the tensor, an amax that
         steadily runs away from the other values is reported as outlier-underflow-forecast, with when they will
-        (docs/triage.md), and with the two Linears of which it is the product.
+        (docs/triage.md), and with the two Linears of which it is the product. In a run without FP8 the cast that
+        plain_recipe tries at the input is judged in the same way: the finding says what would underflow, one severity lower.
 
     Why it matters
         The outlier is nearly all of the tensor's energy, so SQNR and cosine rise while the information of all other
@@ -54,6 +57,7 @@ class OutlierUnderflow(Rule):
 
     code = "F105"
     name = "outlier-underflow"
+    needs_fp8 = False
     columns = ("num_underflow", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
     follows = True
@@ -69,7 +73,10 @@ class OutlierUnderflow(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs that an outlier flushes, or else those that it will."""
-        found = list(self._flushed(run))
+        if not has_fp8(run):
+            yield from self._would_flush(run)
+            return
+        found = list(self._flushed(traces(run, self._look)))
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
 
     @property
@@ -91,8 +98,21 @@ class OutlierUnderflow(Rule):
         """Return the inputs that underflow."""
         yield self._look
 
-    def _flushed(self, run: Run) -> Iterable[Finding]:
-        for trace in traces(run, self._look):
+    def _would_flush(self, run: Run) -> Iterable[Finding]:
+        """Return the inputs of a run without FP8 that would underflow under the cast that plain_recipe tries."""
+        name = run.manifest.get("plain_recipe")
+        cast = get_recipe(name).casts[Gemm.FPROP, TensorRole.INPUT] if name in list_recipes() else None
+        if cast is None:
+            return
+        rows = RUNNING.replace("actual", "NOT actual", 1)
+        tried = look(f"{self._bad} AND cast_name = '{cast}'", self._look.columns, rows=rows)
+        for finding in self._flushed(traces(run, tried)):
+            severity = Severity.WARNING if finding.severity is Severity.ERROR else Severity.INFO
+            told = finding.message.replace(" underflows at step", " would underflow in FP8 at step", 1)
+            yield replace(finding, severity=severity, message=f"{told} (the run has no FP8: {finding.cast} was tried)")
+
+    def _flushed(self, found: Iterable[Trace]) -> Iterable[Finding]:
+        for trace in found:
             outlying = trace.where(self._has_outlier)
             if outlying is None:
                 continue

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.groups import Group, numbered
+from fp8debug.selectors import matching
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -17,18 +19,21 @@ class CoverageGap(Rule):
     """A Linear runs in FP8 or out of it although nobody asked for that, or a filter matches nothing.
 
     What it detects
-        A module that should run in FP8 and does not; a plain nn.Linear among converted ones that no override named; one
-        that runs in FP8 against an override, or unasked where the others were asked for (a head or a tied embedding that
-        a filter let through); an override, include or exclude pattern that matched no module. None of these: a module
-        that an override left in BF16; a subclass of nn.Linear, whose forward may be another, unless an override names it;
-        a head in FP8 that was asked for with all the others, which `fp8debug coverage` shows.
+        A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
+        against an override, or unasked where the others were asked for (a head or a tied embedding that a filter let
+        through); an override, include or exclude pattern that matched no module. Siblings are Linears of one shape whose
+        names differ in one number: one role in many blocks. A plain nn.Linear without a sibling in FP8 is the choice of
+        a filter (a head, a router, the adapters of LoRA or the Linears under them), and so are the first or last blocks
+        left out as a whole: an info. Not reported: a module that an override left in BF16; one that include or exclude
+        kept out of the watch; a subclass of nn.Linear, whose forward may be another, unless an override names it; a head
+        in FP8 that was asked for with all the others, which `fp8debug coverage` shows.
 
     Why it matters
         A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
         compares something else than its title says; a head in FP8 rounds the logits. No cast is at fault, so it is a warning.
 
     Example
-        blocks.5.mlp.up is a plain nn.Linear among 41 modules in FP8, and no override named it.
+        blocks.5.mlp.up is a plain nn.Linear in high precision, and 11 of its 11 siblings run in FP8.
 
     Cure
         Convert it, or say that BF16 is meant: overrides={'blocks.5.mlp.up': None}. Correct the pattern.
@@ -58,8 +63,11 @@ class CoverageGap(Rule):
         named = {entry.get("pattern") for entry in entries}
         used = {str(gemm["weight"]).rpartition(".")[0] for gemm in run.gemms if gemm.get("weight")}
         were_asked = any(module.get("requested") == "fp8" for module in converted)
+        unwatched, groups = _unwatched(run), numbered(run)
         for module in run.modules:
             asked, reason = module.get("requested"), module.get("reason")
+            if module["fqn"] in unwatched:
+                continue
             if module.get("fp8") and asked == "bf16":
                 yield self._finding(run, "it runs in FP8 although an override asked for high precision", module)
             elif module.get("fp8") and asked is None and were_asked:
@@ -73,17 +81,34 @@ class CoverageGap(Rule):
             if asked == "fp8" and (not is_other or module["fqn"] in named):
                 yield self._finding(run, f"FP8 was asked for, but the module runs in high precision{because}", module)
             elif converted and module.get("kind") == "Linear":
-                among = f"{len(converted)} module{'s' if len(converted) > 1 else ''} in FP8"
-                yield self._finding(run, f"a plain nn.Linear among {among}, and no override named it", module)
+                yield self._beside(run, module, groups, len(converted))
         for entry in entries:
             if entry.get("matched") == 0:
                 yield self._finding(run, f"the {entry.get('kind')} pattern {entry.get('pattern')!r} matches no module")
 
-    def _finding(self, run: Run, message: str, module: Mapping[str, Any] | None = None) -> Finding:
+    def _beside(self, run: Run, module: Mapping[str, Any], groups: Sequence[Group], num_fp8: int) -> Finding:
+        """Return the finding of a plain nn.Linear beside modules in FP8: a warning where its siblings are among them."""
+        precision = {m["fqn"]: bool(m.get("fp8")) for m in run.modules}
+        for group in groups:
+            if module["fqn"] in group.members.values():
+                siblings = [precision[fqn] for fqn in group.members.values() if fqn != module["fqn"]]
+                differs = sum(siblings) >= max(1, len(siblings) - sum(siblings))
+                if differs and not _is_edge_left_out(group, module["fqn"], precision):
+                    among = f"{sum(siblings)} of its {len(siblings)} sibling{'s' if len(siblings) > 1 else ''} run in FP8"
+                    return self._finding(run, f"a plain nn.Linear in high precision, and {among}", module)
+        message = (
+            f"a plain nn.Linear in high precision beside {num_fp8} module{'s' if num_fp8 > 1 else ''} in FP8; no sibling of it"
+            " is in FP8, so that a filter or the program's own choice left it out"
+        )
+        return self._finding(run, message, module, Severity.INFO)
+
+    def _finding(
+        self, run: Run, message: str, module: Mapping[str, Any] | None = None, severity: Severity = Severity.WARNING
+    ) -> Finding:
         return Finding(
             code=self.code,
             name=self.name,
-            severity=Severity.WARNING,
+            severity=severity,
             module=module["fqn"] if module else None,
             steps=run.steps_range,
             ranks=tuple(run.ranks),
@@ -98,6 +123,27 @@ class CoverageGap(Rule):
         """Stand unless every module is a router in FP8, which F109 names."""
         routers = {name for f in others if f.code == "F109" for name in (f.module, *f.also)}
         return finding.module is None or not {finding.module, *finding.also} <= routers
+
+
+def _unwatched(run: Run) -> set[str]:
+    """Return the modules that include or exclude kept out of the watch."""
+    names = [module["fqn"] for module in run.modules]
+    include, exclude = (_patterns(run, key) for key in ("include", "exclude"))
+    kept = {name for pattern in include for name in matching(names, pattern)} if include else set(names)
+    return (set(names) - kept) | {name for pattern in exclude for name in matching(names, pattern)}
+
+
+def _patterns(run: Run, key: str) -> list[str]:
+    found = run.manifest.get(key)
+    return [pattern for pattern in found if isinstance(pattern, str)] if isinstance(found, list) else []
+
+
+def _is_edge_left_out(group: Group, fqn: str, precision: Mapping[str, bool]) -> bool:
+    """Tell whether a module's whole block is in high precision, as all are from there to one end of the numbered list."""
+    blocks = [f"{group.prefix}.{number}.".lstrip(".") for number in group.members]
+    place = list(group.members.values()).index(fqn)
+    in_fp8 = [any(is_fp8 for name, is_fp8 in precision.items() if f"{name}.".startswith(block)) for block in blocks]
+    return not any(in_fp8[: place + 1]) or not any(in_fp8[place:])
 
 
 RULES.add(CoverageGap.code, CoverageGap())

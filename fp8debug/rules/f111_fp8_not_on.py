@@ -23,9 +23,11 @@ class Fp8NotOn(Rule):
     What it detects
         Both operands of a GEMM with an SQNR that no 8-bit format reaches, at half of the sampled steps or more. An
         outlier is kept exactly, being the amax of its block, and raises the SQNR of an FP8 tensor beyond any limit: so
-        the error must also be too small for the smaller nine tenths of the elements. Tensors that a cast keeps exactly
-        are left out: those with few distinct magnitudes (one-hot inputs, weights one optimizer step after zero
-        initialisation), and a weight that lies on the FP8 grid already beside an input that does not.
+        the error must also be too small for the smaller nine tenths of the elements. A tensor that FP8 holds exactly is no
+        evidence, and is left out: few distinct magnitudes (one-hot inputs, weights one optimizer step after zero
+        initialisation); powers of two; blocks with few nonzero elements, or with elements of one magnitude, each of which
+        is its block's amax (grad_output of a layer with one output, or of a router that takes the softmax of its two best
+        experts; a batch of one token in wgrad); a weight that lies on the FP8 grid already beside an input that does not.
 
     Why it matters
         A wrong flag or an unsupported dimension falls back to BF16 without a word. The run proves nothing about FP8
@@ -48,6 +50,11 @@ class Fp8NotOn(Rule):
         - min_binades 8: occupied bins of the exponent histogram (or log2(amax / amin) without one). No published
           basis: a trained operand fills twenty.
         - min_elements 256: elements; a small tensor may be exact by chance. No published basis.
+        - min_per_block 4: nonzero elements of a nonzero block, in the mean. Where a block has two, one is the amax and exact;
+          the errors of four leave 33 dB (closed form).
+        - min_block_range_log2 1: log2(amax / amin) of the widest block. Below, all elements of a block have one binade.
+        - min_mantissa2 1.05: mean of (x / 2^floor(log2 x))^2 over the energy of the exponents: 1 for powers of two, 2.3 for a
+          Gaussian (computed).
         - Seen in TransformerEngine #1422; KempnerForge's guide: "silent by default".
     """
 
@@ -63,17 +70,23 @@ class Fp8NotOn(Rule):
     max_underflow_rate: float = 0.01
     min_binades: int = 8
     min_elements: int = 256
+    min_per_block: float = 4.0
+    min_block_range_log2: float = 1.0
+    min_mantissa2: float = 1.05
 
     @property
     def _bad(self) -> str:
         return (
             f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
             f" AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}"
+            f" AND coalesce(max_block_range_log2, {self.min_block_range_log2}) >= {self.min_block_range_log2}"
+            " AND coalesce(numel - num_zero"
+            f" >= {self.min_per_block} * greatest(num_blocks - coalesce(num_zero_blocks, 0), 1), true)"
         )
 
     @property
     def _look(self) -> Look:
-        columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "amax", "rms"]
+        columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms"]
         return look(self._bad, columns, f"sum_err2 < {10 ** (-self.min_sqnr_db / 10) * (1 + 1e-9):.16e} * sum_x2")
 
     def looks(self) -> Iterable[Look]:
@@ -112,6 +125,8 @@ class Fp8NotOn(Rule):
             return spread is not None and bool(spread >= self.min_binades and crest <= self.max_crest)
         if len([count for count in histogram if count]) < self.min_binades:
             return False
+        if abs(row["sum_x2"] / _energy_of_exponents(histogram) - 1) < self.min_mantissa2 - 1:
+            return False  # powers of two
         return bool(row["sum_err2"] <= bulk_energy(histogram) * 10 ** (-self.min_bulk_sqnr_db / 10))
 
 
@@ -123,6 +138,11 @@ def bulk_energy(histogram: Sequence[int]) -> float:
         energy += min(count, left) * 2.0 * 4.0 ** (FIRST_LOG2 + place)
         left -= min(count, left)
     return energy
+
+
+def _energy_of_exponents(histogram: Sequence[int]) -> float:
+    """Return the sum of x^2 if every element were a power of two."""
+    return math.fsum(count * 4.0 ** (FIRST_LOG2 + place) for place, count in enumerate(histogram))
 
 
 RULES.add(Fp8NotOn.code, Fp8NotOn())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import Trace, above, percent, times, traces
 from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
+from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -28,6 +30,9 @@ class WrongScale(Rule):
         of few distinct tokens) round the same way, and move the gain by some percent in healthy runs. Under current scaling also
         one scale for all blocks that is too small for the tensor, so that values clip: it is a static one, or one of an
         earlier tensor (before a checkpoint was loaded). Scales that differ between blocks and do not fit are F119.
+        A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
+        scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
+        at); and two operands whose factors make 1 together.
 
     Why it matters
         Every output of the layer is off by that factor, and cosine, SQNR of the data and plots of the direction look
@@ -81,7 +86,7 @@ class WrongScale(Rule):
 
     @property
     def _look(self) -> Look:
-        columns = ["gain", "abs(gain - 1) AS gain_error", "cosine"]
+        columns = ["gain", "abs(gain - 1) AS gain_error", "cosine", "scale_inv_min", "scale_inv_max"]
         return look(self._bad, columns, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
 
     def looks(self) -> Iterable[Look]:
@@ -104,9 +109,12 @@ class WrongScale(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
-        for whole in traces(run, self._look):
+        found = traces(run, self._look)
+        gains = {(t.module, t.gemm, row["step"], t.tensor): float(row["gain"]) for t in found for row in t.rows}
+        for whole in found:
             limit = self._limit(whole)
             trace = whole.where(above("gain_error", limit))
+            trace = trace and trace.where(partial(self._is_inside, whole, gains, limit))
             if trace is not None:
                 row = trace.worst("gain_error")
                 message = (
@@ -115,7 +123,10 @@ class WrongScale(Rule):
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
 
-        for trace in traces(run, self._clipped):
+        for whole in traces(run, self._clipped):
+            trace = whole.where(lambda row: bool(row["scale_inv_max"] != 1.0))
+            if trace is None:
+                continue
             row = trace.worst("headroom")
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
@@ -124,6 +135,16 @@ class WrongScale(Rule):
             )
             found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             yield replace(found, cure=_RECOMPUTE)
+
+    def _is_inside(
+        self, trace: Trace, gains: Mapping[tuple[str, str, int, str], float], limit: float, row: dict[str, Any]
+    ) -> bool:
+        """Tell whether the GEMM has a scale for the operand, and the other operand does not make up for its factor."""
+        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0:
+            return False
+        other = next(tensor.value for tensor in OPERANDS[Gemm(trace.gemm)] if tensor.value != trace.tensor)
+        partner = gains.get((trace.module, trace.gemm, row["step"], other))
+        return partner is None or abs(partner * row["gain"] - 1) > 2 * limit
 
     def _limit(self, trace: Trace) -> float:
         cast = trace.cast

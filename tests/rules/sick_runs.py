@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
@@ -31,6 +32,11 @@ def outlier_histogram(row: Slots) -> list[int]:
         bins[binade - FIRST_LOG2] = row["numel"] // 11
     bins[18 - FIRST_LOG2] = row["numel"] // 128
     return bins
+
+
+def powers_of_two(row: Slots) -> float:
+    """The energy that a row's histogram has when every element is a power of two."""
+    return math.fsum(count * 4.0 ** (FIRST_LOG2 + place) for place, count in enumerate(row["log2_hist"]))
 
 
 CLIPPED = {"cast_name": DELAYED, "num_saturated": share(0.76), "headroom": 14.0, "sqnr_db": 3.0, "gain": 0.4}
@@ -143,6 +149,10 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "another kind of module": {
             "module_entries": {CULPRIT: {"fp8": False, "kind": "NonDynamicallyQuantizableLinear", "requested": None}}
         },
+        "a Linear that exclude keeps out of the watch": {
+            "module_entries": {CULPRIT: {"fp8": False, "kind": "Linear", "requested": None, "casts": None}},
+            "manifest": {"exclude": ["*.1.mlp.up"]},
+        },
     },
     "F111": {
         "one-hot input": {
@@ -151,6 +161,17 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
                                          "log2_hist": lambda row: [row["numel"] * (i == 45) for i in range(NUM_BINS)]})
             ]
         },
+        "one feature, each row its own amax": {
+            "overrides": [Override(**INPUT, slots={"sum_err2": 0.0, "num_blocks": lambda row: row["numel"],
+                                                   "max_block_range_log2": 0.0})]
+        },
+        "two values of one magnitude in a row": {
+            "overrides": [Override(**INPUT, slots={"sum_err2": 1e-14, "max_block_range_log2": 1e-7})]
+        },
+        "tokens so sparse that a block has one": {
+            "overrides": [Override(**INPUT, slots={"sum_err2": 0.0, "num_zero": share(0.99)})]
+        },
+        "powers of two": {"overrides": [Override(**INPUT, slots={"sum_err2": 0.0, "sum_x2": powers_of_two})]},
         "a weight on the FP8 grid": {"overrides": [Override(**WEIGHT, slots={"sum_err2": 0.0})]},
         "an outlier that is kept exactly": {
             "overrides": [Override(**INPUT, slots={"log2_hist": outlier_histogram, "amax": 2.0**18,
@@ -161,6 +182,15 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
     "F113": {
         "values that round to one code": {
             "recipe": "blockwise_pow2", "overrides": [Override(**WEIGHT, slots={"gain": 0.95, "sqnr_db": 200.0})]
+        },
+        "a unit scale, and a multiply after the GEMM": {
+            "overrides": [Override(**WEIGHT, slots={"gain": 4480.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0})]
+        },
+        "both scales on one operand's side": {
+            "overrides": [
+                Override(**{**WEIGHT, "gemm": "fprop"}, slots={"gain": 512.0}),
+                Override(**{**INPUT, "reference": "operand"}, slots={"gain": 1 / 512}),
+            ]
         },
         "an input of few tokens": {"overrides": [Override(**INPUT, slots={"gain": 1.018, "sqnr_db": 34.0})]},
         "a gain in the envelope": {"overrides": [Override(slots={"gain": 1.002}, reference="operand")]},
