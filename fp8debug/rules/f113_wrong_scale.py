@@ -102,7 +102,7 @@ class WrongScale(Rule):
         )
         return look(
             bad,
-            ["headroom", "overflow_rate", "scale_inv_max", "amax"],
+            ["headroom", "overflow_rate", "scale_inv_max", "amax", "cosine"],
             f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
             gates=[f"headroom > {self.min_headroom}"],
         )
@@ -122,9 +122,8 @@ class WrongScale(Rule):
                     f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
-
         for whole in traces(run, self._clipped):
-            trace = whole.where(lambda row: bool(row["scale_inv_max"] != 1.0))
+            trace = whole.where(lambda row: row["scale_inv_max"] != 1.0 or not (row["cosine"] or 0.0) >= self.min_cosine)
             if trace is None:
                 continue
             row = trace.worst("headroom")
@@ -133,8 +132,8 @@ class WrongScale(Rule):
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
                 " smaller (static, or older than the tensor)"
             )
-            found = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-            yield replace(found, cure=_RECOMPUTE)
+            finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+            yield replace(finding, cure=_RECOMPUTE)
 
     def _is_inside(
         self, trace: Trace, gains: Mapping[tuple[str, str, int, str], float], limit: float, row: dict[str, Any]

@@ -164,7 +164,7 @@ def test_torchao_with_its_head_left_out_is_clean(tmp_path: Path, recipe: str) ->
     assert [(f.code, f.module, f.severity) for f in triage(run)] == [("F110", "head", Severity.INFO)]
 
 
-MODULES = tuple((f"layers.{i}.{role}", 256, 256) for i in range(4) for role in ("a", "b")) + (("head", 256, 512),)
+MODULES = (*((f"layers.{i}.{role}", 256, 256) for i in range(4) for role in ("a", "b")), ("head", 256, 512))
 
 
 def left_out(path: Path, names: set[str]) -> dict[str | None, Finding]:
