@@ -5,7 +5,7 @@ A row whose reference holds a NaN or Inf is left out: its tensor came in sick, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fp8debug.rules.looks import IS_DELAYED as IS_DELAYED
 from fp8debug.rules.looks import RUNNING as RUNNING
 from fp8debug.rules.looks import Look
 from fp8debug.rules.screening import bad_rows
+from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -127,6 +128,31 @@ def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> li
         )
         for (module, gemm, tensor, cast_name), rows in found.items()
     ]
+
+
+def scaled_elsewhere(found: Iterable[Trace], tolerance: float = 0.15) -> Callable[[Trace, dict[str, Any]], bool]:
+    """Return the test whether a scale is applied outside the GEMM, or on the other operand's side.
+
+    The first shows as a scale_inv of 1 in every block, of codes that are the tensor but for factors; the second as two
+    operands of one GEMM whose factors make 1 together.
+
+    Args:
+        found: traces with ``gain``, ``cosine``, ``scale_inv_min`` and ``scale_inv_max``.
+        tolerance: relative difference of the product of two factors from 1.
+    """
+    gains = {(t.module, t.gemm, row["step"], t.tensor): row["gain"] for t in found for row in t.rows}
+
+    def holds(trace: Trace, row: dict[str, Any]) -> bool:
+        gain, cosine = row["gain"], row["cosine"]
+        if not gain or cosine is None or gain < 0:
+            return False
+        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0 and cosine >= 0.5 and not 0.5 < gain < 2:
+            return True
+        other = next((t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor), None)
+        partner = gains.get((trace.module, trace.gemm, row["step"], str(other)))
+        return bool(cosine >= 0.999 and partner and abs(partner * gain - 1) <= tolerance)
+
+    return holds
 
 
 def above(column: str, limit: float) -> Callable[[dict[str, Any]], bool]:

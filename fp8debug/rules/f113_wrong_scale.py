@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import Trace, above, percent, times, traces
+from fp8debug.rules.evidence import Trace, above, percent, scaled_elsewhere, times, traces
 from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
-from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -102,7 +100,7 @@ class WrongScale(Rule):
         )
         return look(
             bad,
-            ["headroom", "overflow_rate", "scale_inv_max", "amax", "cosine"],
+            ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"],
             f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
             gates=[f"headroom > {self.min_headroom}"],
         )
@@ -110,11 +108,11 @@ class WrongScale(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
         found = traces(run, self._look)
-        gains = {(t.module, t.gemm, row["step"], t.tensor): float(row["gain"]) for t in found for row in t.rows}
+        is_elsewhere = scaled_elsewhere(found)
         for whole in found:
             limit = self._limit(whole)
             trace = whole.where(above("gain_error", limit))
-            trace = trace and trace.where(partial(self._is_inside, whole, gains, limit))
+            trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None:
                 row = trace.worst("gain_error")
                 message = (
@@ -123,7 +121,7 @@ class WrongScale(Rule):
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
         for whole in traces(run, self._clipped):
-            trace = whole.where(lambda row: row["scale_inv_max"] != 1.0 or not (row["cosine"] or 0.0) >= self.min_cosine)
+            trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is None:
                 continue
             row = trace.worst("headroom")
@@ -134,16 +132,6 @@ class WrongScale(Rule):
             )
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             yield replace(finding, cure=_RECOMPUTE)
-
-    def _is_inside(
-        self, trace: Trace, gains: Mapping[tuple[str, str, int, str], float], limit: float, row: dict[str, Any]
-    ) -> bool:
-        """Tell whether the GEMM has a scale for the operand, and the other operand does not make up for its factor."""
-        if row["scale_inv_min"] == row["scale_inv_max"] == 1.0:
-            return False
-        other = next(tensor.value for tensor in OPERANDS[Gemm(trace.gemm)] if tensor.value != trace.tensor)
-        partner = gains.get((trace.module, trace.gemm, row["step"], other))
-        return partner is None or abs(partner * row["gain"] - 1) > 2 * limit
 
     def _limit(self, trace: Trace) -> float:
         cast = trace.cast

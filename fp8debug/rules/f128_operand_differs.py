@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.bounds import cast_floor_db
-from fp8debug.rules.evidence import Trace, percent, times, traces
+from fp8debug.rules.evidence import Trace, percent, scaled_elsewhere, times, traces
 from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HIGHEST_FLOOR_DB = 24.61
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
-    *("num_eps_blocks", "num_blocks", "nmse"),
+    *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max"),
 )
 
 
@@ -31,8 +31,9 @@ class OperandDiffers(Rule):
         tensor: rounding to nearest changes a value by at most 1/17 of itself in E4M3 (24.6 dB), 1/9 in E5M2 (19.1 dB), and
         a scale rounded down clips at most 1/8 (18.1 dB). One sampled step below it is proof. Delayed and static scales
         may clip or flush values, so that their bound is empirical and has to last. A site that another rule explains is
-        left to that rule. The message lists what the statistics fit: zeros, signs, places, noise, or a scale that is not
-        the data's.
+        left to that rule, and so is one whose scale is applied outside the GEMM (scale_inv is 1 in every block) or on the
+        other operand's side: a correct program may do so. The message lists what the statistics fit: zeros, signs, places,
+        noise, or a scale that is not the data's.
 
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
@@ -79,13 +80,16 @@ class OperandDiffers(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
-        for whole in traces(run, self._look):
+        found = traces(run, self._look)
+        is_elsewhere = scaled_elsewhere(found)
+        for whole in found:
             cast = whole.cast
             if cast is None:
                 continue
             is_current = cast.scaling == "current"
             floor = cast_floor_db(cast) - self.margin_db if is_current else min(self.delayed_sqnr_db, cast_floor_db(cast))
             trace = whole.where(lambda row, floor=floor: row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
+            trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
                 yield self._finding(trace, floor, is_current)
 
