@@ -26,9 +26,9 @@ def losses(runs: Sequence[tuple[str, Trace | None]], diverges_at: int | None = N
     gaps = [(name, _gap(known[0][1], trace)) for name, trace in known[1:]] if known[0][0] == runs[0][0] else []
     figure = Figure(2, heights=[3, 1.3], gap=0.06) if gaps else Figure()
     for i, (name, trace) in enumerate(known):
-        line(figure, trace, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i)
+        line(figure, trace, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
     for i, (_, gap) in enumerate(gaps, 1):
-        line(figure, gap, LINES[i % len(LINES)], 1, width=1.2)
+        line(figure, gap, LINES[i % len(LINES)], 1, width=1.2, what="no gap:")
     if gaps:
         figure.rule(GREY, 1, y=0)
         figure.axis("y", 1, title="gap", standoff=4)
@@ -44,7 +44,9 @@ def _gap(first: Trace, other: Trace) -> Trace:
     """Return first minus other at their common points."""
     steps, ours, theirs = np.intersect1d(first.steps, other.steps, return_indices=True)
     values = first.values[ours] - other.values[theirs]
-    return Trace(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32))
+    states = [t.states[at] for t, at in ((first, ours), (other, theirs)) if t.states is not None]
+    found = np.maximum.reduce(states) if states else None
+    return Trace(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
 
 
 def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step: int | None = None) -> Figure:
@@ -54,8 +56,8 @@ def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step:
         own = [t for t in traces if t.actual and t.reference != "exact"] or [t for t in traces if t.reference != "exact"][:1]
         for trace in own[:1]:
             named = replace(trace, name=name, actual=True)
-            line(figure, named, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i)
-    if not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
+            line(figure, named, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
+    if not figure.told and not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
         return empty(f"{metric} was recorded at this site in none of these runs", 200)
     if step is not None:
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")

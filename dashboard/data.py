@@ -20,7 +20,8 @@ from fp8debug.metrics import derived_columns, slots
 from fp8debug.metrics.histogram import FIRST_LOG2
 
 from .envelopes import KIND_SQL, badness_sql
-from .grids import floats, grid_of, ints
+from .grids import floats, grid_of, ints, known_floats, states
+from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
 from .spans import ends, sites_within, step_range, width_of
 
@@ -71,21 +72,30 @@ def training(run: Run) -> list[Trace]:
     )
     steps, traces = ints(table, "step"), []
     for name in SERIES:
-        values, low, high = (floats(table, name + suffix) for suffix in ("", "_low", "_high"))
-        known = np.isfinite(values) | np.isinf(values)
-        if not known.any() or (name != "loss" and np.nanmin(low) == np.nanmax(high)):
+        values, known = known_floats(table, name)
+        low, high = (_gaps(floats(table, name + suffix)) for suffix in ("_low", "_high"))
+        is_finite = np.isfinite(values)
+        is_constant = is_finite[known].all() and low[known].min(initial=np.inf) == high[known].max(initial=-np.inf)
+        if not known.any() or (name != "loss" and is_constant):
             continue
         banded = width > 1
+        found = np.where(is_finite, FINITE, np.where(np.isnan(values), NAN, INF)).astype(np.int8)
         traces.append(
             Trace(
                 name=name,
                 steps=steps[known],
-                values=np.where(np.isinf(values), np.float32(np.nan), values)[known],
+                values=_gaps(values)[known],
+                states=found[known] if not is_finite[known].all() else None,
                 low=low[known] if banded else None,
                 high=high[known] if banded else None,
             )
         )
     return traces
+
+
+def _gaps(values: Floats) -> Floats:
+    """Return values with NaN, which is drawn as a gap, for those that are infinite."""
+    return np.where(np.isinf(values), np.float32(np.nan), values)
 
 
 def loss_lost_at(run: Run) -> int | None:
@@ -206,18 +216,34 @@ def heat(
     first, last = shown
     width = width_of(run, "raw", first, last, MAX_CELLS)
     if narrow is not None and name in narrow.metrics:
-        names, cells, grid, kinds = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
-        return Heat(metric=metric, unit=unit, modules=tuple(names), steps=cells, values=grid, kinds=kinds, steps_per_cell=width)
+        names, cells, grid, kinds, found = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
+        return Heat(
+            metric=metric,
+            unit=unit,
+            modules=tuple(names),
+            steps=cells,
+            values=grid,
+            kinds=kinds,
+            states=found,
+            steps_per_cell=width,
+        )
     sites, apart = sites_within(run, first, last, is_thin)
     table = run.sql(
-        f"WITH picked AS (SELECT module, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
-        f" {badness_sql(name)} AS badness FROM {sites} AND {condition})"
+        f"WITH picked AS (SELECT module, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
+        f" {badness_sql(name)} AS badness, {state_sql(run, name)} AS state FROM {sites} AND {condition})"
         f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
-        " max_by(v, (badness, kind)) AS v, max_by(kind, (badness, kind)) AS kind"
-        " FROM picked WHERE v IS NOT NULL GROUP BY module, CAST(floor((step - {0}) / {1}) AS BIGINT)".format(first, width),
+        f" {WORST_SQL} FROM picked WHERE v IS NOT NULL OR state > 0"
+        f" GROUP BY module, CAST(floor((step - {first}) / {width}) AS BIGINT)",
         values,
     )
     return replace(grid_of(table, metric, unit, modules, width), steps_apart=apart)
+
+
+#: The worst of several rows of (v, kind, badness, state): that of the finite ones, and the largest state.
+WORST_SQL = (
+    "max_by(v, (badness, kind)) FILTER (WHERE v IS NOT NULL) AS v,"
+    " coalesce(max_by(kind, (badness, kind)) FILTER (WHERE v IS NOT NULL), max(kind)) AS kind, max(state) AS state"
+)
 
 
 def default_cast(run: Run) -> str:
@@ -229,7 +255,8 @@ def default_cast(run: Run) -> str:
 def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
     """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
 
-    Each row has step, module, gemm, tensor, sqnr_db and kind; one row per module, worst first.
+    Each row has step, module, gemm, tensor, sqnr_db, kind and state; one row per module, worst first: an operand that holds NaN
+    or Inf before all others.
     """
     last: int | None = ends(run)[1]
     rows = _worst_at(run, "running", last, count)
@@ -237,19 +264,21 @@ def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
         return rows
     cast = default_cast(run)  # the last step was not sampled, or nothing ran in FP8
     condition, _ = where("operands", cast)
-    last = _rows(run, f"SELECT max(step) AS step FROM stats WHERE {condition} AND sqnr_db IS NOT NULL")[0]["step"]
+    asked = f"SELECT max(step) AS step FROM stats WHERE {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
+    last = _rows(run, asked)[0]["step"]
     return _worst_at(run, cast, last, count)
 
 
 def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[str, Any]]:
     badness, (condition, _) = badness_sql("sqnr_db"), where("operands", cast)
-    key = f"({badness}, gemm, tensor)"  # of equally bad ones, the same for every column
+    badness = f"CASE WHEN {LOST_SQL} THEN 1e300 ELSE {badness} END"
+    key = f"(({STATE_SQL}), {badness}, gemm, tensor)"  # of equally bad ones, the same for every column
     return _rows(
         run,
         f"SELECT step, module, max_by(gemm, {key}) AS gemm, max_by(tensor, {key}) AS tensor,"
-        f" max_by(sqnr_db, {key}) AS sqnr_db, max_by({KIND_SQL}, {key}) AS kind FROM sites"
-        f" WHERE step = ? AND {condition} AND sqnr_db IS NOT NULL"
-        f" GROUP BY step, module ORDER BY max({badness}) DESC, module LIMIT {int(count)}",
+        f" max_by(coalesce(sqnr_db, 'nan'::DOUBLE), {key}) AS sqnr_db, max_by({KIND_SQL}, {key}) AS kind,"
+        f" max({STATE_SQL}) AS state FROM sites WHERE step = ? AND {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
+        f" GROUP BY step, module ORDER BY max({STATE_SQL}) DESC, max({badness}) DESC, module LIMIT {int(count)}",
         [step],
     )
 
@@ -290,44 +319,63 @@ def several_traces(
     width = width_of(run, "raw", *shown, MAX_POINTS)
     if narrow is not None and narrow.metrics.issuperset(wanted):
         return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
-    values = ", ".join(f"avg({n}) AS {n}_avg, min({n}) AS {n}_min, max({n}) AS {n}_max" for n in wanted)
+    columns = {n: value_sql(run, n) for n in wanted}
+    values = ", ".join(f"avg({c}) AS {n}_avg, min({c}) AS {n}_min, max({c}) AS {n}_max" for n, c in columns.items())
+    state = f"max({STATE_SQL})" if any(state_sql(run, n) == STATE_SQL for n in wanted) else str(FINITE)
     sites, apart = sites_within(run, *shown, is_thin)
     width = width if apart == 1 else 1  # each step is a point of its own
     table = run.sql(
-        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {values} FROM {sites} AND module = ?"
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {state} AS state, {values}"
+        f" FROM {sites} AND module = ?"
         " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
         " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
         [module],
     )
-    keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step"]
+    keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step", "state"]
+    is_lost = table.column("state").to_numpy() > FINITE
     found = {}
     for name in wanted:
         own = table.select([*keys, f"{name}_avg", f"{name}_min", f"{name}_max"]).rename_columns([*keys, "v", "low", "high"])
-        found[name] = _traces(own.filter(own.column("v").is_valid()), banded=width > 1)
+        shows = is_lost & _speaks_of(name, own)
+        found[name] = _traces(own.filter(pa.array(own.column("v").is_valid().to_numpy() | shows)), name, banded=width > 1)
     return found
 
 
-def _traces(table: pa.Table, banded: bool) -> list[Trace]:
+def _speaks_of(metric: str, table: pa.Table) -> NDArray[np.bool_]:
+    """Return the rows that would have a value of a metric were their elements finite.
+
+    Operands have some metrics that results have not: rows count whose reference has a value anywhere, or all where none has.
+    """
+    if metric in COUNTS or not table.num_rows:
+        return np.zeros(table.num_rows, np.bool_)
+    references = np.array(table.column("reference").to_pylist(), np.str_)
+    known = np.unique(references[table.column("v").is_valid().to_numpy()])
+    return np.isin(references, known) if len(known) else np.ones(table.num_rows, np.bool_)
+
+
+def _traces(table: pa.Table, metric: str, banded: bool) -> list[Trace]:
     keys = ("gemm", "tensor", "cast_name", "reference", "actual")
     if not table.num_rows:
         return []
     columns = [table.column(key).to_pylist() for key in keys]
     steps, values, low, high = ints(table, "step"), floats(table, "v"), floats(table, "low"), floats(table, "high")
+    found = states(table, "state") * (metric not in COUNTS)
     labels = list(zip(*columns, strict=True))
     starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
     traces = []
     for start, end in zip(starts, [*starts[1:], len(labels)], strict=True):
         part = slice(start, end)
-        traces.append(_trace(labels[start], steps[part], values[part], low[part], high[part], banded))
+        traces.append(_trace(labels[start], steps[part], values[part], low[part], high[part], found[part], banded))
     return traces
 
 
-def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, banded: bool) -> Trace:
+def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, found: States | None, banded: bool) -> Trace:
     gemm, tensor, cast_name, reference, actual = key
     return Trace(
         name=cast_name + ("" if actual else " (what-if)"),
         steps=steps,
-        values=np.where(np.isinf(values), np.float32(np.nan), values),
+        values=_gaps(values),
+        states=found if found is not None and found.any() else None,
         low=low if banded else None,
         high=high if banded else None,
         gemm=gemm,
@@ -349,14 +397,39 @@ def sampled_steps(run: Run, module: str, narrow: Narrow | None = None, is_thin: 
 
 
 def side_by_side(run: Run, module: str, site: tuple[str, str], step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per cast (or reference, of a result) of a site at one step, the running cast first."""
+    """Return one row per cast (or reference, of a result) of a site at one step, the running cast first.
+
+    Each has its ``state``, and ``lost``: no element is finite, and a value of the finite ones says nothing.
+    """
     names = ", ".join(column(name) for name in columns)
     return _rows(
         run,
-        f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {names} FROM sites"
+        f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
         " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
         [module, *site, step],
     )
+
+
+def last_sampled(run: Run) -> int | None:
+    """Return the last step with statistics."""
+    step = _rows(run, "SELECT max(step) AS step FROM raw")[0]["step"]
+    return None if step is None else int(step)
+
+
+def first_not_finite(run: Run, module: str) -> int | None:
+    """Return the first sampled step at which a tensor of a module holds NaN or Inf."""
+    if not has_nonfinite(run):
+        return None
+    step = _rows(run, f"SELECT min(step) AS step FROM raw WHERE module = ? AND {STATE_SQL} > 0", [module])[0]["step"]
+    return None if step is None else int(step)
+
+
+def lost_at(run: Run, module: str, site: tuple[str, str], step: int) -> int:
+    """Return the state of a site without any finite element at a step, or 0."""
+    asked = (
+        f"SELECT max({STATE_SQL}) AS state FROM sites WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND {LOST_SQL}"
+    )
+    return int(_rows(run, asked, [module, *site, step])[0]["state"] or 0)
 
 
 def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> Histogram | None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .figures import empty, plain
+from .figures import empty, mark_gaps, plain
+from .nonfinite import states_of
 from .plots import Figure
 from .theme import LINES, ORANGE, VERMILLION
 
@@ -40,6 +41,7 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
             },
             i,
         )
+        mark_gaps(figure, np.array(chart.steps, dtype=np.int32), states_of(chart.values), i)
         figure.note(plain(chart.title), i, x=0, y=1, xanchor="left", yanchor="bottom")
         if chart.limit is not None:
             figure.rule(VERMILLION, i, y=float(chart.limit), dash="dash")

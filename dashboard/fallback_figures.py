@@ -16,39 +16,51 @@ from .theme import LINES, ORANGE
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One point of the curve: a budget, what its candidates cost, and the share of all damage that they take away."""
+    """One point of the curve: a budget, what its candidates cost, and the share of all damage that they take away.
+
+    Attributes:
+        budget: share of the FP8 speed-up, in [0, 1].
+        cost: share of it that the candidates give back.
+        recovered: share of the recorded damage; None where candidates cure what no record measures, such as another cast's error.
+        count: number of candidates.
+    """
 
     budget: float
     cost: float
-    recovered: float
+    recovered: float | None
     count: int
 
 
 def pareto(choices: Sequence[Choice], chosen: Choice | None) -> Figure:
     """Return the curve of damage recovered over speed given back, with the chosen budget on it."""
-    if not choices or not any(choice.recovered > 0 for choice in choices):
+    known = [choice for choice in choices if choice.recovered is not None]
+    if not any(choice.recovered for choice in known):
         return empty("No damage was recorded, so nothing tells what a budget buys: record with shadow_rows above 0", 200)
-    cost = np.array([100 * choice.cost for choice in choices], dtype=np.float32)
+    cost = np.array([100 * choice.cost for choice in known], dtype=np.float32)
     figure = Figure()
     figure.add(
         {
             "type": "scatter",
             "x": cost,
-            "y": np.array([100 * choice.recovered for choice in choices], dtype=np.float32),
+            "y": np.array([100 * (choice.recovered or 0) for choice in known], dtype=np.float32),
             "mode": "lines+markers",
             "line": {"color": LINES[0], "width": 1.6},
             "marker": {"size": 5},
-            "customdata": np.array([[choice.count, round(100 * choice.budget)] for choice in choices], dtype=np.int32),
+            "customdata": np.array([[choice.count, round(100 * choice.budget)] for choice in known], dtype=np.int32),
             "hovertemplate": "budget %{customdata[1]}%: %{customdata[0]} candidates<br>gives back %{x:.3g}% of the speed-up,"
             " recovers %{y:.3g}% of the damage<extra></extra>",
         }
     )
-    if chosen is not None:
+    if chosen is not None and chosen.recovered is None:
+        figure.rule(ORANGE, x=100 * chosen.cost, width=1.6, dash="dash")
+        words = "chosen: what it recovers was not recorded; fp8debug verify measures it"
+        figure.note(words, 0, xref="x", x=100 * chosen.cost, xanchor="left", xshift=6, y=0.06)
+    elif chosen is not None:
         figure.add(
             {
                 "type": "scatter",
                 "x": np.array([100 * chosen.cost], dtype=np.float32),
-                "y": np.array([100 * chosen.recovered], dtype=np.float32),
+                "y": np.array([100 * (chosen.recovered or 0)], dtype=np.float32),
                 "mode": "markers+text",
                 "text": ["chosen"],
                 "textposition": "bottom right",

@@ -11,16 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from .envelopes import envelope, severities
-from .plots import Figure, Part
+from .nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
+from .plots import LEGEND, Figure, Part
 from .records import Floats, Heat, Ints, Mark, Trace
 from .theme import (
     COLORS,
     ICONS,
+    INF_COLOR,
     LINES,
+    MADE_COLOR,
+    MISSING_COLOR,
+    NAN_COLOR,
     SEVERITY_RANGE,
     SEVERITY_SCALE,
     SYMBOLS,
-    VERMILLION,
 )
 
 MAX_LABELS = 48
@@ -29,6 +33,10 @@ NAME_LENGTH = 34
 COLOR_BAR: Part = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
 _LETTER = 5.9
+#: Colours of what is no number.
+STATE_COLORS = {MISSING: MISSING_COLOR, INF: INF_COLOR, MADE: MADE_COLOR, NAN: NAN_COLOR}
+#: Stretches of one line that get words of their own.
+MAX_STRETCHES = 4
 #: What lies on the other side of healthy: no loss of precision, but not what was meant either.
 _BEYOND = {"sqnr_db": "not FP8", "headroom": "range unused", "scale_log2_ratio": "scale too large"}
 
@@ -58,7 +66,7 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
     Args:
         series: one subplot each, all over the same steps.
         marks: where findings begin; a dotted line runs from each through all subplots.
-        lost_at: first step whose loss is NaN or infinite; a line ends there, and nobody sees what is not drawn.
+        lost_at: first step whose loss is NaN or infinite, where a point stands for several steps.
     """
     if not series and not marks:
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
@@ -67,7 +75,10 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
     figure = Figure(len(rows), heights=rows, gap=0.025)
     first = 1 if marks else 0
     for i, trace in enumerate(series, first):
-        line(figure, trace, LINES[0], i, width=1.6 if trace.name == "loss" else 1.2)
+        is_loss = trace.name == "loss"
+        line(
+            figure, trace, LINES[0], i, width=1.6 if is_loss else 1.2, what=f"{trace.name} is", since=lost_at if is_loss else None
+        )
         ticks = _doublings(trace) if trace.name == "loss_scale" else {"nticks": 6 if i == first else 3}
         figure.axis("y", i, title=trace.name, standoff=4, **ticks)
     if marks:
@@ -78,12 +89,6 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
             style = {"color": COLORS[mark.severity], "width": 1, "dash": "dot"}
             ends = {"x0": mark.step, "x1": mark.step, "y0": 0, "y1": 1, "yref": "paper"}
             figure.shape({"type": "line", **ends, "layer": "below", "line": style})
-    if lost_at is not None:
-        axes: Part = {"xref": f"x{first + 1 if first else ''}", "x": lost_at, "xanchor": "left", "xshift": 6, "y": 0.5}
-        words = f"loss is NaN or infinite from step {lost_at:,}"
-        figure.note(words, first, **axes)
-        figure.layout["annotations"][-1]["font"]["color"] = VERMILLION
-        figure.rule(VERMILLION, first, x=lost_at, width=1.2)
     figure.axis("x", len(rows) - 1, title="step", standoff=4)
     return figure.set(int(70 + 64 * sum(rows)), hovermode="x" if series else "closest")
 
@@ -129,8 +134,25 @@ def line(
     legend: str | None = None,
     in_legend: bool = False,
     rank: int = 1000,
+    what: str = "",
+    since: int | None = None,
 ) -> None:
-    """Add a line, its band of smallest to largest value behind it, and points where a line alone would be invisible."""
+    """Add a line, its band of smallest to largest value behind it, and points where a line alone would be invisible.
+
+    Where its values are NaN or infinite it has a gap, which is marked: nobody sees what is not drawn.
+
+    Args:
+        figure: to add it to.
+        trace: the line.
+        color: its colour.
+        i: number of the subplot.
+        width: of the line, in pixels.
+        legend: name of its group in the legend.
+        in_legend: it stands in the legend.
+        rank: place in the legend.
+        what: begins the words about a gap.
+        since: step at which the first gap begins, where it is known better than by the line's points.
+    """
     grouped = {"legendgroup": legend} if legend else {}
     if trace.low is not None and trace.high is not None:
         band = np.concatenate([trace.high, trace.low[::-1]])
@@ -138,13 +160,48 @@ def line(
         known = ~np.isnan(band)
         area = {"type": "scatter", "x": steps[known], "y": band[known], "fill": "toself", "fillcolor": color, "opacity": 0.15}
         figure.add({**area, "mode": "none", "hoverinfo": "skip", "showlegend": False, **grouped}, i)
-    what = plain(trace.cast_name or trace.name) + ("" if trace.actual else " (what-if)")
+    name = plain(trace.cast_name or trace.name) + ("" if trace.actual else " (what-if)")
     style = {"color": color, "width": width, "dash": "solid" if trace.actual else "dot"}
     points = {"type": "scatter", "x": trace.steps, "y": trace.values, "line": style, "marker": {"size": 4}}
     named = {"name": plain(legend or trace.name), "showlegend": in_legend, "legendrank": rank, **grouped}
     mode = "lines+markers" if len(trace.steps) <= 40 else "lines"
     hover = "%{y:.5g} · step %{x}<br>%{meta}<extra></extra>"
-    figure.add({**points, "mode": mode, **named, "meta": what, "hovertemplate": hover}, i)
+    figure.add({**points, "mode": mode, **named, "meta": name, "hovertemplate": hover}, i)
+    if trace.states is not None:
+        mark_gaps(figure, trace.steps, trace.states, i, what, since)
+
+
+def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str = "", since: int | None = None) -> None:
+    """Shade the steps at which a line's values are NaN or infinite, and say which these are; the same of several lines once.
+
+    Args:
+        figure: to draw in.
+        steps: of the line's points.
+        states: of ``nonfinite``, one for each point.
+        i: number of the subplot.
+        what: begins the words.
+        since: step at which the first stretch begins, where it is known better.
+    """
+    n = str(i + 1) if i else ""
+    for k, (first, last, state) in enumerate(spans_of(steps, states)):
+        if k == MAX_STRETCHES:
+            break
+        begin = first if k or since is None else since
+        words = f"{what} {in_words(begin, last, state)}".strip()
+        if (i, words) in figure.told:
+            continue
+        row = sum(1 for at, _ in figure.told if at == i)
+        figure.told.add((i, words))
+        color = STATE_COLORS[state]
+        end = int(steps[-1]) if last is None else last
+        across = {"xref": f"x{n}", "yref": f"y{n} domain", "y0": 0, "y1": 1}
+        figure.shape(
+            {"type": "rect", "x0": begin, "x1": end, **across, "fillcolor": color, "opacity": 0.14, "line": {"width": 0}}
+        )
+        figure.rule(color, i, x=begin, width=1.4)
+        is_late = len(steps) > 1 and begin - int(steps[0]) > 0.6 * (int(steps[-1]) - int(steps[0]))
+        place = {"xanchor": "right", "xshift": -4} if is_late else {"xanchor": "left", "xshift": 4}
+        figure.note(words, i, xref=f"x{n}", x=begin, y=0.98, yanchor="top", yshift=-13 * row, **place)
 
 
 def heatmap(heat: Heat, view: str = "") -> Figure:
@@ -154,7 +211,8 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
 
     A metric without an envelope is coloured between its 2nd and 98th percentile, so that one outlier hides nothing.
     """
-    if not heat.modules or np.isnan(heat.values).all():
+    states = heat.states if heat.states is not None else np.where(np.isnan(heat.values), MISSING, FINITE).astype(np.int8)
+    if not heat.modules or (states == MISSING).all():
         return empty(f"{heat.metric} was not recorded for this choice", 300)
     names = [plain(name) for name in heat.modules]
     colors = severities(heat.metric, heat.values, heat.kinds)
@@ -178,8 +236,10 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
     }
     figure = Figure()
     figure.add(cells)
+    has_legend = _heat_states(figure, heat, states, cells)
     _heat_marks(figure, heat)
-    height = int(min(1400, max(240, 74 + len(names) * (18 if len(names) <= 60 else 9))))
+    top = 30 if has_legend else 8
+    height = int(min(1400, max(240, 66 + top + len(names) * (18 if len(names) <= 60 else 9))))
     every = -(-len(names) // MAX_LABELS) if len(names) > 80 else 1
     labelled = range(0, len(names), every)
     figure.axis("x", title="step", standoff=4, showgrid=False, uirevision=view)
@@ -193,7 +253,25 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
     )
     left = max(len(shorten(heat.modules[i])) for i in labelled)
     right = max((len(text) for text in cells["colorbar"].get("ticktext", ())), default=7)
-    return figure.set(height, margin={"l": 14 + _LETTER * left, "r": 42 + _LETTER * right, "t": 8, "b": 38})
+    margin = {"l": 14 + _LETTER * left, "r": 42 + _LETTER * right, "t": top, "b": 38}
+    return figure.set(
+        height, margin=margin, showlegend=has_legend, legend={**LEGEND, "itemclick": False, "itemdoubleclick": False}
+    )
+
+
+def _heat_states(figure: Figure, heat: Heat, states: States, cells: Part) -> bool:
+    """Add the cells that are NaN, infinite or not recorded, each kind in its own colour, and a legend; tell if there are any."""
+    shared = {key: cells[key] for key in ("type", "x", "y", "xgap", "ygap", "hoverongaps")}
+    found = [state for state in STATE_COLORS if (states == state).any()]
+    for state in found:
+        color, z = STATE_COLORS[state], np.where(states == state, np.float32(1), np.float32(np.nan))
+        look = {"colorscale": [[0, color], [1, color]], "zmin": 0, "zmax": 1, "showscale": False}
+        hover = f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric}: {NAMES[state]}<extra></extra>"
+        figure.add({**shared, "z": z, **look, "hovertemplate": hover, "name": NAMES[state]})
+        marker = {"symbol": "square", "size": 10, "color": color}
+        key = {"type": "scatter", "x": [None], "y": [None], "mode": "markers", "marker": marker, "hoverinfo": "skip"}
+        figure.add({**key, "name": NAMES[state], "showlegend": True})
+    return bool(found)
 
 
 def _robust(values: Floats) -> Part:
@@ -233,6 +311,7 @@ def _heat_marks(figure: Figure, heat: Heat) -> None:
             "x": np.array([mark.step for mark in marks], dtype=np.int32),
             "y": [plain(mark.module or "") for mark in marks],
             "mode": "markers",
+            "showlegend": False,
             "customdata": ["<br>".join(plain(line) for line in mark.lines) for mark in marks],
             "hovertemplate": "%{customdata}<extra></extra>",
             "marker": {**look, "symbol": [SYMBOLS[mark.severity] for mark in marks]},

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from fp8debug.store.numbers import numbers_of
 
+from .nonfinite import MISSING, NAN, States
 from .records import Floats, Heat, Ints
 
 #: What needs no conversion of Arrow's: importing those takes 50 ms, for which the first page shall not wait.
@@ -53,7 +54,7 @@ def ints(table: pa.Table, name: str) -> Ints:
 
 
 def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
-    """Return rows of (module, cell, step, v, kind) as an array of modules, in the given order, by cells of steps."""
+    """Return rows of (module, cell, step, v, kind, state) as an array of modules, in the given order, by cells of steps."""
     coded = table.column("module").cast(pa.string()).combine_chunks().dictionary_encode()
     named, codes = coded.dictionary.to_pylist(), numbers_of(coded.indices, np.int32)
     order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *named]))}
@@ -63,8 +64,25 @@ def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: 
     rows = np.array([row[name] for name in named], dtype=np.int64)[codes]
     values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
     kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
+    states = np.full((len(present), len(cells)), MISSING, dtype=np.int8)
     steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)
-    values[rows, index] = floats(table, "v")
+    own, known = known_floats(table, "v")
+    values[rows, index] = np.where(known, own, np.float32(np.nan))
     kinds[rows, index] = ints(table, "kind")
+    states[rows, index] = np.where(known & np.isnan(own), NAN, ints(table, "state"))
     np.minimum.at(steps, index, ints(table, "step"))
-    return Heat(metric=metric, unit=unit, modules=tuple(present), steps=steps, values=values, kinds=kinds, steps_per_cell=width)
+    return Heat(
+        metric=metric,
+        unit=unit,
+        modules=tuple(present),
+        steps=steps,
+        values=values,
+        kinds=kinds,
+        states=states,
+        steps_per_cell=width,
+    )
+
+
+def states(table: pa.Table, name: str) -> States:
+    """Return a column of states without nulls as int8."""
+    return ints(table, name).astype(np.int8)

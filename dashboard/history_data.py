@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +12,9 @@ from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.store.dump_files import Dump, dumps_of
 
-from .grids import floats, ints
-from .records import BlockMap, History
+from .grids import floats, ints, states
+from .nonfinite import LOST_SQL, STATE_SQL, has_nonfinite, spans_of
+from .records import BlockMap, History, Ints
 from .spans import sites_within, step_range, width_of
 
 if TYPE_CHECKING:
@@ -62,7 +64,19 @@ def history(run: Run, module: str, site: tuple[str, str], cast: str | None = Non
         scale_inv_log2=np.array([scale.get(c, np.nan) for c in ints(counted, "cell").tolist()], dtype=np.float32),
         format=name.split(" ")[0] if name.split(" ")[0] in FORMATS else "",
         cast_name=name,
+        lost=tuple(_lost(run, f"{sites} AND {of_site}", [module, *site], ints(counted, "step"))),
     )
+
+
+def _lost(run: Run, sites: str, params: list[str], counted: Ints) -> Iterator[tuple[int, int | None, int]]:
+    """Yield the stretches of steps at which a site has no finite element, and so no exponents."""
+    if not has_nonfinite(run):
+        return
+    table = run.sql(f"SELECT step, max({STATE_SQL}) AS state FROM {sites} AND {LOST_SQL} GROUP BY step ORDER BY step", params)
+    steps = np.concatenate([counted, ints(table, "step")])
+    found = np.concatenate([np.zeros(len(counted), np.int8), states(table, "state")])
+    order = np.argsort(steps, kind="stable")
+    yield from spans_of(steps[order], found[order])
 
 
 def dumped_steps(run: Run, module: str) -> list[tuple[int, str]]:

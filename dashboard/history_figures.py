@@ -9,14 +9,23 @@ import numpy as np
 from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
-from .figures import COLOR_BAR, empty, line, plain, severity_ticks
+from .figures import COLOR_BAR, STATE_COLORS, empty, line, plain, severity_ticks
+from .nonfinite import NAMES, in_words
 from .plots import LEGEND, Figure
 from .records import BlockMap, History, Trace
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
 
 
-def exponents(found: History | None, step: int | None = None) -> Figure:
-    """Return the share of each exponent by step, with the ends of what the cast can represent."""
+def exponents(found: History | None, step: int | None = None, lost: int = 0) -> Figure:
+    """Return the share of each exponent by step, with the ends of what the cast can represent.
+
+    Args:
+        found: the exponents, or None.
+        step: to mark.
+        lost: state of a tensor that has none at any step, as no element is finite; 0 of another.
+    """
+    if found is None and lost:
+        return empty(f"No element is finite at any step ({NAMES[lost]}): there is no exponent to show", 110)
     if found is None or not found.shares.any():
         return empty("No exponent histogram was recorded at this site", 110)
     filled = np.flatnonzero(found.shares.any(axis=1))
@@ -62,6 +71,12 @@ def exponents(found: History | None, step: int | None = None) -> Figure:
             )
     if step is not None:
         figure.rule(GREY, x=step, dash="dash")
+    for first, last, state in found.lost:
+        end = int(found.steps[-1]) if last is None else last
+        figure.rule(STATE_COLORS[state], x=first, width=1.4)
+        span = {"x0": first, "x1": max(first, end), "y0": 0, "y1": 1, "yref": "y domain"}
+        figure.shape({"type": "rect", **span, "fillcolor": STATE_COLORS[state], "opacity": 0.2, "line": {"width": 0}})
+        figure.note(f"no finite element: {in_words(first, last, state)}", x=first, xref="x", y=0.02, xanchor="right", xshift=-4)
     figure.axis("x", title="step", showgrid=False)
     figure.axis("y", title="log2 of magnitude", standoff=4, showgrid=False)
     return figure.set(320, margin={"r": 54})
@@ -70,7 +85,7 @@ def exponents(found: History | None, step: int | None = None) -> Figure:
 def error_split(traces: Sequence[Trace], step: int | None = None) -> Figure:
     """Return SQNR of a result against the exact and the shadow GEMM: what accumulation costs, and what quantization does."""
     words = {"shadow": "quantization: exact against shadow", "exact": "accumulation: actual against exact"}
-    own = [t for t in traces if t.reference in words and np.isfinite(t.values).any()]
+    own = [t for t in traces if t.reference in words and (np.isfinite(t.values).any() or t.states is not None)]
     if not own:
         return empty("The error of this GEMM's result was not recorded: it needs shadow_rows above 0", 110)
     figure = Figure()

@@ -12,6 +12,7 @@ from fp8debug.formats import FORMATS
 
 from .envelopes import envelope, kind_of
 from .figures import empty, line
+from .nonfinite import NAMES
 from .plots import LEGEND, Figure, Part
 from .records import CastRange, Histogram, Trace
 from .theme import GREY, LINES, ORANGE, VERMILLION, line_color
@@ -32,7 +33,7 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
 
     Where a healthy range is known the axis reaches at least to the warn threshold, so that noise looks like noise.
     """
-    if not any(np.isfinite(t.values).any() for t in traces):
+    if not any(map(_shows, traces)):
         return empty(f"{metric} was not recorded for this module", 300)
     flat = [site for row in SITES for site in row]
     figure = Figure(3, 3, gap=0.085, between=0.04)
@@ -42,7 +43,7 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     for i, site in enumerate(flat):
         title = f"{site[0]} · {site[1]}"
         title = f"<b>▸ {title}</b>" if site == selected else title
-        here = [t for t in traces if (t.gemm, t.tensor) == site and np.isfinite(t.values).any()]
+        here = [t for t in traces if (t.gemm, t.tensor) == site and _shows(t)]
         for trace in sorted(here, key=lambda t: t.actual):
             group = _group(trace)
             width = 1.6 if trace.actual else 1.2
@@ -65,6 +66,11 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
         figure.axis("x", i, title="step")
     legend = {**LEGEND, "y": 1.055}
     return figure.set(480, showlegend=True, legend=legend, margin={"l": 44, "t": 42})
+
+
+def _shows(trace: Trace) -> bool:
+    """Tell whether a line has anything to draw: values, or a gap that is NaN or infinite."""
+    return bool(np.isfinite(trace.values).any() or (trace.states is not None and trace.states.any()))
 
 
 def _thresholds(figure: Figure, traces: Sequence[Trace], metric: str, i: int) -> None:
@@ -110,7 +116,7 @@ def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None =
 
     Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
     """
-    if not any(np.isfinite(t.values).any() for t in (*scale, *headroom)):
+    if not any(map(_shows, (*scale, *headroom))):
         return empty("No scale_inv was recorded at this site: it is a GEMM's result, or runs in BF16", 110)
     figure = Figure(2, heights=[0.55, 0.45], gap=0.05)
     names = list(dict.fromkeys(t.cast_name for t in (*scale, *headroom)))
@@ -157,8 +163,15 @@ def _powers_of_two(traces: Sequence[Trace]) -> Part:
     return {"type": "log", "range": [low * two, high * two], "tickmode": "array", "tickvals": ticks, "ticktext": words}
 
 
-def histogram(hist: Histogram | None) -> Figure:
-    """Return the exponents of one tensor with the range drawn in that the chosen cast can represent."""
+def histogram(hist: Histogram | None, lost: int = 0) -> Figure:
+    """Return the exponents of one tensor with the range drawn in that the chosen cast can represent.
+
+    Args:
+        hist: the exponents, or None.
+        lost: state of a tensor without any finite element, which has none; 0 of another.
+    """
+    if lost:
+        return empty(f"No element is finite at this step ({NAMES[lost]}): there is no exponent to show", 110)
     if hist is None or not hist.counts.any():
         return empty("No exponent histogram was recorded at this site and step", 110)
     share = (hist.counts / hist.counts.sum()).astype(np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug import Run
@@ -60,7 +60,7 @@ class Judgement:
     @property
     def verdict(self) -> str:
         """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` without findings while pending, and after a failure."""
-        if self.failure or (self.is_pending and not self.known):
+        if self.failure or self.known is None:
             return "unknown"
         severities = [level(f.severity) for f in self.known or ()]
         if self.known is not None and self.known.lost:
@@ -69,6 +69,17 @@ class Judgement:
 
 
 PENDING = Judgement(is_pending=True)
+
+
+@dataclass
+class Verdicts:
+    """The newest judgement of a run, shared by its states while it is being written, and the lock under which it is judged.
+
+    A run that grows faster than it is judged has a verdict all the same: that of the state that was judged last.
+    """
+
+    latest: Judgement = PENDING
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass
@@ -82,7 +93,7 @@ class Opened:
         name: of its folder.
         siblings: returns the names of the runs in the same folder; none where one run is served.
         beside: opens another run of the same folder by its name.
-        earlier: what was known of an earlier state of the files.
+        verdicts: shared with the earlier and later states of the files.
         is_superseded: the files have changed since.
         narrow: the table in memory that answers for a large run once it was read.
     """
@@ -93,12 +104,11 @@ class Opened:
     name: str = ""
     siblings: Callable[[], list[str]] = list
     beside: Callable[[str], Opened] | None = None
-    earlier: Judgement = PENDING
+    verdicts: Verdicts = field(default_factory=Verdicts)
     is_superseded: bool = False
     narrow: Narrow | None = None
     _aside: Run | None = None
     _narrowing: threading.Thread | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _solving: threading.Lock = field(default_factory=threading.Lock)
     _judgement: Judgement | None = None
     _solve: Callable[..., list[Fallback]] | None = None
@@ -158,11 +168,11 @@ class Opened:
 
     def judge(self) -> Judgement:
         """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
-        with self._lock:
+        with self.verdicts.lock:
             if self._judgement is None:
                 if self.is_superseded:
-                    return self.earlier
-                self._judgement = self._triage()
+                    return self.verdicts.latest
+                self._judgement = self.verdicts.latest = self._triage()
             return self._judgement
 
     def _triage(self) -> Judgement:
@@ -187,14 +197,11 @@ class Opened:
             thread = threading.Thread(target=self.judge, daemon=True)
             thread.start()
             thread.join(WAIT_S)
-        if self._judgement is not None:
-            return self._judgement
-        earlier = self.earlier
-        return Judgement(known=earlier.known, is_pending=True, failure=earlier.failure)
+        return self.latest()
 
     def latest(self) -> Judgement:
-        """Return the newest conclusions without any work."""
-        return self._judgement or self.earlier
+        """Return the newest conclusions without any work; those of an earlier state of the files are pending."""
+        return self._judgement or replace(self.verdicts.latest, is_pending=True)
 
     @property
     def is_triaged(self) -> bool:

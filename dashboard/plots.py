@@ -25,10 +25,11 @@ LOOK: Part = {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"size": 11, "color": GREY, "family": "inherit"},
-        "hoverlabel": {"font": {"size": 11}, "align": "left"},
+        # Given, not taken from the line or marker under the pointer: a white marker's box would be white under white words.
+        "hoverlabel": {"font": {"size": 11, "color": "#ffffff"}, "bgcolor": "#24292f", "bordercolor": "#8a8f98", "align": "left"},
         "hovermode": "closest",
         "showlegend": False,
-        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},
+        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": LINES[0]},
         "colorway": list(LINES),
         "xaxis": {**_AXIS, "ticks": "outside", "ticklen": 3, "tickcolor": FAINT},
         "yaxis": {**_AXIS, "ticks": "", "ticklabelstandoff": 4, "exponentformat": "power"},
@@ -51,6 +52,8 @@ class Figure:
     Attributes:
         data: traces.
         layout: everything else.
+        num: number of subplots.
+        told: (subplot, words) of what is said about gaps, once for all lines that have them.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Figure:
     ) -> None:
         self.data: list[Part] = []
         self.layout: Part = {"template": LOOK, "uirevision": "keep"}
+        self.told: set[tuple[int, str]] = set()
         self.num = rows * cols
         if self.num == 1:
             return
@@ -102,8 +106,11 @@ class Figure:
 
     def note(self, text: str, i: int | None = None, *, size: int = 11, **values: Any) -> None:
         """Add words: at a place of the i-th subplot (0 to 1 both ways), or of the whole plot."""
-        n = "" if i is None else _number(i)
-        place = {"xref": "paper", "yref": "paper"} if i is None else {"xref": f"x{n} domain", "yref": f"y{n} domain"}
+        place: Part = {"xref": "paper", "yref": "paper"}
+        for letter in "xy" if i is not None else "":
+            if f"{letter}ref" not in values:  # by its place on the paper: a subplot without a line has no axes to refer to
+                low, high = self.layout.get(f"{letter}axis{_number(i or 0)}", {}).get("domain", (0, 1))
+                values[letter] = low + values[letter] * (high - low)
         look = {"text": text, "showarrow": False, "font": {"size": size}}
         self.layout.setdefault("annotations", []).append({**look, **place, **values})
 

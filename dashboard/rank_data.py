@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .data import MAX_CELLS, MAX_POINTS, column, metrics
+from .data import MAX_CELLS, MAX_POINTS, WORST_SQL, column, metrics
 from .envelopes import KIND_SQL, badness_sql
-from .grids import floats, grid_of, ints
+from .grids import floats, grid_of, ints, states
+from .nonfinite import States, state_sql, value_sql
 from .records import Heat, Trace
 from .spans import step_condition, step_range, width_of
 
@@ -45,10 +46,11 @@ def by_rank(run: Run, module: str, site: tuple[str, str], metric: str, is_thin: 
     within, apart = step_condition(run, first, last, is_thin)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     table = run.sql(
-        f"WITH picked AS (SELECT rank, step, CAST({name} AS DOUBLE) AS v, {KIND_SQL} AS kind, {badness_sql(name)} AS badness"
+        f"WITH picked AS (SELECT rank, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
+        f" {badness_sql(name)} AS badness, {state_sql(run, name)} AS state"
         f" FROM stats WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within})"
         f" SELECT concat('rank ', CAST(rank AS STRING)) AS module, {cell} AS cell, min(step) AS step,"
-        " max_by(v, badness) AS v, max_by(kind, badness) AS kind FROM picked WHERE v IS NOT NULL"
+        f" {WORST_SQL} FROM picked WHERE v IS NOT NULL OR state > 0"
         f" GROUP BY rank, {cell}",
         [module, *site, _reference(site[1])],
     )
@@ -66,19 +68,33 @@ def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str,
     width = width_of(run, "raw", first, last, MAX_POINTS)
     within, _ = step_condition(run, first, last, is_thin)
     table = run.sql(
-        f"WITH picked AS (SELECT rank, step, CAST({name} AS DOUBLE) AS v FROM stats"
-        f" WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within}), steps_of AS ("
-        " SELECT step, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) AS v, min(v) AS low, max(v) AS high,"
-        f" max(v) FILTER (WHERE rank = {int(rank)}) AS own FROM picked WHERE isfinite(v) GROUP BY step)"
-        " SELECT min(step) AS step, avg(v) AS v, min(low) AS low, max(high) AS high, avg(own) AS own FROM steps_of"
+        f"WITH picked AS (SELECT rank, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {state_sql(run, name)} AS state"
+        f" FROM stats WHERE module = ? AND gemm = ? AND tensor = ? AND reference = ? AND actual AND {within}), steps_of AS ("
+        " SELECT step, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) FILTER (WHERE isfinite(v)) AS v,"
+        " min(v) FILTER (WHERE isfinite(v)) AS low, max(v) FILTER (WHERE isfinite(v)) AS high, max(state) AS state,"
+        f" max(state) FILTER (WHERE rank = {int(rank)}) AS own_state,"
+        f" max(v) FILTER (WHERE isfinite(v) AND rank = {int(rank)}) AS own"
+        " FROM picked WHERE isfinite(v) OR state > 0 GROUP BY step)"
+        " SELECT min(step) AS step, avg(v) AS v, min(low) AS low, max(high) AS high, avg(own) AS own, max(state) AS state,"
+        " coalesce(max(own_state), 0) AS own_state FROM steps_of"
         f" GROUP BY CAST(floor((step - {first}) / {width}) AS BIGINT) ORDER BY 1",
         [module, *site, _reference(site[1])],
     )
     steps = ints(table, "step")
     all_ranks = Trace(
-        name="median of all ranks", steps=steps, values=floats(table, "v"), low=floats(table, "low"), high=floats(table, "high")
+        name="median of all ranks",
+        steps=steps,
+        values=floats(table, "v"),
+        states=_any(states(table, "state")),
+        low=floats(table, "low"),
+        high=floats(table, "high"),
     )
-    return Spread(median=all_ranks, outlier=Trace(name=f"rank {rank}", steps=steps, values=floats(table, "own")), rank=rank)
+    own = Trace(name=f"rank {rank}", steps=steps, values=floats(table, "own"), states=_any(states(table, "own_state")))
+    return Spread(median=all_ranks, outlier=own, rank=rank)
+
+
+def _any(found: States) -> States | None:
+    return found if found.any() else None
 
 
 def disagreement(run: Run, metric: str, is_thin: bool = False) -> list[dict[str, Any]]:

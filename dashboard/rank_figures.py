@@ -12,11 +12,11 @@ from .theme import GREY, LINES
 
 def spread(found: Spread, metric: str, step: int | None = None) -> Figure:
     """Return one site of all ranks over steps."""
-    if not np.isfinite(found.median.values).any():
+    if not np.isfinite(found.median.values).any() and found.median.states is None:
         return empty(f"{metric} was not recorded at this site", 220)
     figure = Figure()
-    line(figure, found.median, LINES[0], legend="median, band of all ranks", in_legend=True)
-    line(figure, found.outlier, LINES[1], legend=found.outlier.name, in_legend=True)
+    line(figure, found.outlier, LINES[1], legend=found.outlier.name, in_legend=True, rank=1001, what=f"{found.outlier.name}:")
+    line(figure, found.median, LINES[0], legend="median, band of all ranks", in_legend=True, what="a rank:")
     if step is not None:
         figure.rule(GREY, x=step, dash="dash")
     figure.axis("x", title="step")

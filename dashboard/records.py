@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .nonfinite import States
+
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
@@ -19,6 +21,7 @@ class Trace:
         name: what the legend says.
         steps: int32 ``[points]``.
         values: float32 ``[points]``, NaN where there is no data.
+        states: of ``nonfinite``, int8 ``[points]``, or None where all values are finite.
         low: smallest value behind each point, float32 ``[points]``, or None when a point is one value.
         high: largest value behind each point.
         gemm: GEMM of the site, or "".
@@ -31,6 +34,7 @@ class Trace:
     name: str
     steps: Ints
     values: Floats
+    states: States | None = None
     low: Floats | None = None
     high: Floats | None = None
     gemm: str = ""
@@ -60,7 +64,8 @@ class Heat:
         unit: unit of the column.
         modules: names in execution order.
         steps: first step of each column of cells, int32 ``[columns]``.
-        values: float32 ``[modules, columns]``, NaN where nothing was recorded.
+        values: float32 ``[modules, columns]``, NaN where nothing finite was recorded.
+        states: of ``nonfinite``, int8 ``[modules, columns]``: tells NaN, Inf and what was not recorded apart.
         kinds: bits of ``envelopes``, int32 ``[modules, columns]``.
         steps_per_cell: how many steps one cell spans; above 1 it shows the worst of them.
         steps_apart: above 1 each so many-th sampled step was read.
@@ -73,6 +78,7 @@ class Heat:
     steps: Ints
     values: Floats
     kinds: Ints
+    states: States | None = None
     steps_per_cell: int = 1
     steps_apart: int = 1
     marks: tuple[Mark, ...] = ()
@@ -123,6 +129,7 @@ class History:
         scale_inv_log2: mean log2 of scale_inv, float32 ``[points]``, NaN where it is not known.
         format: name of the number format of the cast, or "".
         cast_name: of the cast, or "".
+        lost: (first step, last step or None, state) of the stretches without any finite element.
     """
 
     first_log2: int
@@ -131,6 +138,7 @@ class History:
     scale_inv_log2: Floats
     format: str = ""
     cast_name: str = ""
+    lost: tuple[tuple[int, int | None, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from .theme import level
 if TYPE_CHECKING:
     from fp8debug import Finding
 
-    from .opened import Opened
+    from .opened import Judgement, Opened
     from .records import Mark, Summary
 
 #: A run whose files have not grown for this long and that was not closed is taken for killed.
@@ -89,7 +89,7 @@ class Source:
                 opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
                 opened.beside = self.open if self.is_folder else None
                 if found is not None:
-                    opened.earlier, found.is_superseded = found.latest(), True
+                    opened.verdicts, found.is_superseded = found.verdicts, True
                 found = self._opened[folder.name] = opened
             return found
 
@@ -113,13 +113,18 @@ class Source:
         found = self._opened.get(name)
         return found is not None and found.is_triaged
 
+    def known(self, name: str) -> Judgement | None:
+        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has opened."""
+        found = self._opened.get(name)
+        return None if found is None else found.latest()
+
     def judge_all(self, wait_s: float) -> bool:
         """Judge all runs one after another in the background, newest first; wait a moment for it.
 
         Returns:
             False where all verdicts were known already.
         """
-        waiting = [name for name in self.names() if not self.is_triaged(name)]
+        waiting = [name for name in self.names() if not self._is_current(name)]
         if not waiting:
             return False
         with self._lock:
@@ -129,6 +134,11 @@ class Source:
             thread = self._judging
         thread.join(wait_s)
         return True
+
+    def _is_current(self, name: str) -> bool:
+        """Tell whether the findings of a run as its files are now are known."""
+        found = self._opened.get(name)
+        return found is not None and found.is_triaged and found.stamp == file_stamp(self.path / name)
 
     def _judge(self, names: Sequence[str]) -> None:
         for name in names:

@@ -18,7 +18,7 @@ BLUE, SKY, GREEN, YELLOW, ORANGE, VERMILLION, PURPLE = (
 GREY = "#8a8f98"
 #: What a table says where there is no data.
 NO_DATA = "\u2013"
-#: The same in a grid, with four significant digits otherwise; AG Grid evaluates it without eval.
+#: The same in a grid, with four significant digits otherwise, evaluated without eval. NaN comes as text (``plain_number``).
 GRID_NUMBER = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.4~g')(params.value)"}
 FAINT = "rgba(128,128,128,0.18)"
 
@@ -26,6 +26,10 @@ FAINT = "rgba(128,128,128,0.18)"
 LINE_BLUE = "#2a85c8"
 #: Lines of one plot, the running cast first.
 LINES = (LINE_BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+
+
+#: NaN, Inf and values that were not recorded: hues that no scale of a figure has.
+NAN_COLOR, INF_COLOR, MADE_COLOR, MISSING_COLOR = "#8e24aa", "#ff5fb0", "#c77dff", "rgba(110,120,140,0.45)"
 
 
 def line_color(i: int) -> str:
@@ -50,6 +54,15 @@ ICONS = {"error": "✖", "warning": "▲", "info": "\u2139", "ok": "✔", "unkno
 WORDS = {"error": "Error", "warning": "Warning", "info": "Info", "ok": "Healthy", "unknown": "Unknown"}
 COLORS = {"error": VERMILLION, "warning": ORANGE, "info": BLUE, "ok": GREEN, "unknown": GREY}
 SYMBOLS = {"error": "x", "warning": "triangle-up", "info": "circle", "unknown": "diamond"}
+
+
+def plain_number(value: float | None) -> float | str | None:
+    """Return a number as JSON can hold it: NaN and infinities as text, which a grid shows as it is and never as "no data"."""
+    if value is None:
+        return None
+    if value != value:
+        return "NaN"
+    return float(value) if abs(value) != float("inf") else "Infinity" if value > 0 else "-Infinity"
 
 
 def level(severity: object) -> str:

@@ -209,6 +209,8 @@ def number(value: object, digits: int = 4) -> str:
     if isinstance(value, (int, float)):
         if value != value:
             return "NaN"
+        if abs(value) == float("inf"):
+            return "Inf" if value > 0 else "-Inf"
         return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
     return str(value)
 
@@ -217,14 +219,21 @@ def percent(value: float | None) -> str:
     """Return a share in percent."""
     if value is None or value == 0:
         return NO_DATA if value is None else "0%"
+    if value != value:
+        return "NaN"
     return f"{value:.1%}" if value >= 0.001 else f"{value * 100:.2g}%"
+
+
+def not_finite(text: str, title: str) -> Component:
+    """Return "NaN" or "Inf" in a table, in the colour of an error and with what it rests on."""
+    return html.Span([badge("error", text)], title=title)
 
 
 def graded(metric: str, value: float | None, kind: int) -> Child:
     """Return a value of a column, with an icon where it lies outside its healthy range; rates are in percent."""
     text = percent(value) if metric.endswith("_rate") else number(value, 6 if metric in ("cosine", "gain") else 4)
     found = envelope(metric, kind)
-    if value is None or found is None:
+    if value is None or value != value or found is None:
         return text
     severity = found.at_value(value)
     grade = "error" if severity >= 2 else "warning" if severity >= 1 else None

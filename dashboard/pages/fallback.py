@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -82,14 +83,18 @@ def budget_of(view: View) -> int:
 
 
 def _choice(opened: Opened, budget: int, total: float) -> Choice:
-    found = opened.fallbacks(budget / 100, fill=True)
-    return Choice(budget=budget / 100, cost=sum(f.cost for f in found), recovered=damage(found) / total, count=len(found))
+    return _chosen(opened.fallbacks(budget / 100, fill=True), budget, total)
 
 
-def damage(fallbacks: list[Fallback]) -> float:
-    """Return the damage of the modules whose forward GEMM a list takes out of FP8."""
-    taken = {f.module: f.damage or 0.0 for f in fallbacks if f.cast is None and "fprop" in f.gemms}
-    return sum(taken.values())
+def damage(fallbacks: list[Fallback]) -> float | None:
+    """Return the recorded damage of the modules whose forward GEMM a list takes out of FP8.
+
+    None where a list has candidates and the damage of none of them is known: what another cast or a backward GEMM takes away is
+    not recorded, nor is that of a module whose error is NaN.
+    """
+    taken = {f.module: f.damage for f in fallbacks if f.cast is None and "fprop" in f.gemms and f.damage is not None}
+    known = [value for value in taken.values() if math.isfinite(value)]
+    return sum(known) if known or not fallbacks else None
 
 
 def is_pending(view: View, opened: Opened) -> bool:
@@ -175,7 +180,9 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
 
 def _chosen(fallbacks: list[Fallback], budget: int, total: float) -> Choice:
     cost = sum(f.cost for f in fallbacks)
-    return Choice(budget=budget / 100, cost=cost, recovered=damage(fallbacks) / total, count=len(fallbacks))
+    taken = damage(fallbacks)
+    recovered = None if taken is None else taken / total
+    return Choice(budget=budget / 100, cost=cost, recovered=recovered, count=len(fallbacks))
 
 
 def _format(view: View) -> str:

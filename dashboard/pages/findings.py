@@ -133,7 +133,7 @@ def _about(judged: Judgement) -> Component:
     lost = "".join(f" {Lost(**entry)}." for entry in judged.findings.lost)
     if lost:
         return note(f"Not all was recorded:{lost}", kind="warning")
-    more = f" {silent} of {len(RULES)} rules could not look: they lack columns or a second rank." if silent else ""
+    more = f" {silent} of {len(RULES)} rules skipped: data not recorded, or no second rank." if silent else ""
     return note(f"Culprit first: errors, then the order of first appearance.{more}")
 
 
@@ -195,7 +195,7 @@ def reflowed(text: str) -> list[Component]:
 
 def _silent(judged: Judgement) -> list[Component]:
     lines = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.findings.skipped]
-    return [html.P("Rules that could not look:"), html.Ul(lines)] if lines else [note("Choose a finding.")]
+    return [html.P("Rules skipped, data not recorded:"), html.Ul(lines)] if lines else [note("Choose a finding.")]
 
 
 PAGE = Page(name="findings", layout=layout, parts=parts)

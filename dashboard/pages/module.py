@@ -11,19 +11,19 @@ from dash.development.base_component import Component
 from fp8debug.errors import Fp8DebugError, suggest
 from fp8debug.types import RESULTS, Gemm
 
-from .. import data, history_data, history_figures, module_figures
+from .. import data, history_data, history_figures, module_figures, nonfinite
 from ..coverage import in_words
 from ..figures import empty
 from ..module_figures import SITES
-from ..opened import SMALL_BYTES, Opened
+from ..opened import SMALL_BYTES, Judgement, Opened
 from ..records import History, Trace
 from ..spans import step_condition, step_range
 from ..theme import NO_DATA, level
 from ..urls import View, href
-from ..widgets import badge, card, control, facts, graded, graph, note, number, poster, segments, table
+from ..widgets import badge, card, code, control, facts, graded, graph, not_finite, note, number, poster, segments, table
 from .base import Page
 from .heatmap import metric_options, read_thinly
-from .overview import module_href
+from .overview import module_href, rules_in_words
 
 METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
 #: Metrics whose lines are there whichever one is chosen.
@@ -46,6 +46,8 @@ COLUMNS = (
     "worst_block_sqnr_db",
     "num_zero_blocks",
 )
+#: Counts that stand first in that table where there is any such element.
+NOT_FINITE = ("num_nan", "num_inf", "num_actual_nonfinite")
 
 
 def chosen_module(view: View, opened: Opened) -> str | None:
@@ -200,14 +202,15 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         )
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
     hist = data.histogram(run, module, site, step, cast)
+    lost = 0 if hist is not None else data.lost_at(run, module, site, step)
     return (
         _head(view, opened, module),
         about,
         nine,
         _casts(opened, module, site, step),
         module_figures.scales(scale, headroom, step),
-        module_figures.histogram(hist),
-        _history(view, opened, module, step),
+        module_figures.histogram(hist, lost),
+        _history(view, opened, module, step, lost),
         history_figures.error_split(traces, step),
         _dumped(view, opened, module, site, step),
     )
@@ -271,11 +274,11 @@ def _read_history(view: View, opened: Opened, module: str) -> History | None:
     return found
 
 
-def _history(view: View, opened: Opened, module: str, step: int) -> Any:
+def _history(view: View, opened: Opened, module: str, step: int, lost: int) -> Any:
     """Return the exponents over steps; of a large run they come later, as they are the widest column there is."""
     if opened.size >= SMALL_BYTES and not opened.is_kept(_key(view, module)):
         return empty("reading the histograms of all steps", 320)
-    return history_figures.exponents(_read_history(view, opened, module), step)
+    return history_figures.exponents(_read_history(view, opened, module), step, lost)
 
 
 def is_pending(view: View, opened: Opened) -> bool:
@@ -336,14 +339,41 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
     return [
         html.Div([html.H1(module), html.Nav(steps, className="neighbours")], className="module-title"),
         facts(pairs),
-        *(lines or (_silent(judged.is_pending),)),
+        *(lines or (_silent(opened, module, judged),)),
     ]
 
 
-def _silent(is_pending: bool) -> Component:
-    if is_pending:
+def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
+    """Return that no finding names a module, with what that rests on; a module that nobody looked at is not healthy."""
+    if judged.failure:
+        return html.Div([badge("unknown", "Not judged"), f": triage could not run: {judged.failure}"], className="named")
+    if judged.known is None:
         return poster("The rules are looking.")
-    return html.Div([badge("ok", "No finding"), " names this module"], className="named")
+    rests = f"No finding names this module; {rules_in_words(judged)}"
+    doubts = _doubts(opened, module)
+    if doubts:
+        words = f": {'; '.join(doubts)}. {rests}."
+        return html.Div([badge("unknown", "Not known to be healthy"), words], className="named")
+    skipped = [html.Li([code(rule), f" {reason}"]) for rule, reason in judged.known.skipped]
+    more = html.Details([html.Summary("rules skipped: data not recorded"), html.Ul(skipped)]) if skipped else None
+    words = f" names this module; {rules_in_words(judged)} on this run"
+    return html.Div([badge("ok", "No finding"), words, *([more] if more else [])], className="named")
+
+
+def _doubts(opened: Opened, module: str) -> list[str]:
+    """Return why statistics of a module say less than those of others: none, none of the last steps, NaN, or unreadable files."""
+    steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: data.last_sampled(opened.run)), []
+    entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
+    if not steps:
+        found.append(f"nothing was recorded for it ({entry.get('reason') or 'no reason recorded'})")
+    elif last is not None and steps[-1] < last:
+        found.append(f"recorded until step {steps[-1]:,} only, of {last:,}")
+    bad = opened.keep(("not finite", module), lambda: data.first_not_finite(opened.run, module))
+    if bad is not None:
+        found.append(f"its tensors hold NaN or Inf from step {bad:,}")
+    if opened.run.problems:
+        found.append("not all files of the run could be read")
+    return found
 
 
 def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -> Component:
@@ -358,16 +388,19 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
 
 
 def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Component:
-    columns = [name for name in COLUMNS if opened.run.has(name)]
+    columns = [name for name in (*COLUMNS, *NOT_FINITE) if opened.run.has(name)]
     rows = data.side_by_side(opened.run, module, site, step, columns)
     if not rows:
         return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
-    columns = [name for name in columns if any(row[name] is not None for row in rows)]
+    bad = any(row["state"] for row in rows)
+    counts = [name for name in ("num_nan", "num_inf", "num_actual_nonfinite") if bad and any(row.get(name) for row in rows)]
+    columns = [name for name in columns if bad or any(row[name] is not None for row in rows)]
+    columns = [*counts, *(name for name in columns if name not in NOT_FINITE)]
     body: list[list[Any]] = []
     for row in rows:
         running = "running" if row["actual"] else "what-if"
         what = running if row["reference"] == "operand" else f"against {row['reference']}"
-        body.append([row["cast_name"], what, *(graded(name, row[name], row["kind"]) for name in columns)])
+        body.append([row["cast_name"], what, *(_value(name, row) for name in columns)])
     numeric = range(2, 2 + len(columns))
     caption = f"{site[0]} {site[1]} at step {step:,}"
     return html.Div(
@@ -376,6 +409,13 @@ def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Com
             table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric), name="casts"),
         ]
     )
+
+
+def _value(name: str, row: dict[str, Any]) -> Component | str | None:
+    """Return a statistic of one cast: of a tensor without finite elements there is none, and 0 would be false."""
+    if row["lost"] and name not in nonfinite.COUNTS:
+        return not_finite(nonfinite.NAMES[row["state"]], "no element is finite")
+    return graded(name, row[name], row["kind"])
 
 
 def _head_of(name: str) -> str:

@@ -15,11 +15,12 @@ from fp8debug.errors import Fp8DebugError
 
 from .. import figures, source
 from ..coverage import coverage
+from ..nonfinite import NAMES
 from ..opened import SMALL_BYTES, Judgement, Opened
 from ..spans import step_range
-from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level
+from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
 from ..urls import View, href
-from ..widgets import badge, card, code, facts, graded, graph, grid, note, number, percent, poster, table
+from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
 from .base import Page
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
         "site": site or NO_DATA,
         "since": finding.steps[0],
         "until": finding.steps[1],
-        "value": None if finding.value is None else float(finding.value),
-        "threshold": None if finding.threshold is None else float(finding.threshold),
+        "value": plain_number(finding.value),
+        "threshold": plain_number(finding.threshold),
         "unit": "" if finding.unit == "1" else finding.unit,
         "message": finding.message,
         "others": ", ".join(others) or NO_DATA,
@@ -165,19 +166,27 @@ def sentence(judged: Judgement) -> str:
     findings = judged.known
     if judged.failure:
         return f"Triage could not run: {judged.failure}"
-    if judged.is_pending and not findings:
+    if findings is None:
         return "The rules are looking at the run; what they find appears here."
-    lost = ""
-    if findings is not None and findings.lost:
-        lost = f" Not all was recorded: {Lost(**findings.lost[0])}."
+    again = " The run has grown: the rules are looking again." if judged.is_pending else ""
+    lost = f" Not all was recorded: {Lost(**findings.lost[0])}." if findings.lost else ""
     if not findings:
-        return lost.strip() or "No finding: every rule that could look stayed silent."
+        return f"{lost.strip()} {rules_in_words(judged)}; none found a fault in what was recorded.{again}".strip() if lost else (
+            f"{rules_in_words(judged)}; none found a fault.{again}"
+        )
     first = findings[0]
     where = f"{first.module} is the first culprit" if first.module else "No layer is to blame"
     counts = Counter(level(f.severity) for f in findings)
     counted = ", ".join(f"{n} {name}{'s' if n > 1 and name != 'info' else ''}" for name, n in counts.items())
-    again = " The run has grown: the rules are looking again." if judged.is_pending else ""
     return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}.{lost}{again}"
+
+
+def rules_in_words(judged: Judgement) -> str:
+    """Return how many rules a verdict rests on: "22 of 27 rules ran"."""
+    from fp8debug.rules import RULES
+
+    num, skipped = len(RULES), 0 if judged.known is None else len(judged.known.skipped)
+    return f"{num - skipped} of {num} rules ran"
 
 
 def _classification(view: View, judged: Judgement) -> Component | None:
@@ -207,7 +216,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
     findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
     silent = html.Details(
         [
-            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} could not look"),
+            html.Summary(f"{len(skipped)} rule{'s' if len(skipped) != 1 else ''} skipped: data not recorded"),
             html.Ul([html.Li([code(rule), f" {reason}"]) for rule, reason in skipped]),
         ]
     )
@@ -215,7 +224,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
     if opened.last_loss() is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
-        if judged.is_pending:
+        if judged.known is None and not judged.failure:
             return [poster("The rules are looking."), *hints]
         return [html.P(_nothing(judged)), *hints]
     items: list[Component] = []
@@ -241,10 +250,14 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
         return [note("No operand's error was recorded.")]
     body: list[list[Any]] = []
     for worst in rows:
-        site = f"{worst['gemm']} {worst['tensor']}"
+        site, finite = f"{worst['gemm']} {worst['tensor']}", worst["sqnr_db"] == worst["sqnr_db"]
         params = {"module": worst["module"], "site": site.replace(" ", "."), "step": worst["step"]}
         link = dcc.Link(figures.shorten(worst["module"], 30), href=href("module", view.run, **params), title=worst["module"])
-        body.append([link, site, graded("sqnr_db", worst["sqnr_db"], worst["kind"])])
+        text = graded("sqnr_db", worst["sqnr_db"], worst["kind"])
+        if worst["state"]:
+            about = "NaN or Inf among its elements" + (f"; {number(worst['sqnr_db'])} dB of the finite ones" if finite else "")
+            text = not_finite(NAMES[worst["state"]].partition(" made")[0], about)
+        body.append([link, site, text])
     head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
     return [table(head, body, numeric=(2,), name="noisiest-operands")]
 

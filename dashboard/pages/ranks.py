@@ -14,7 +14,7 @@ from ..figures import empty, heatmap
 from ..module_figures import SITES
 from ..opened import Opened
 from ..rank_figures import spread
-from ..theme import GRID_NUMBER, NO_DATA
+from ..theme import GRID_NUMBER, NO_DATA, plain_number
 from ..urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
 from .base import Page
@@ -138,7 +138,8 @@ def _site(view: View, opened: Opened, found: Any) -> tuple[str, tuple[str, str],
 def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:
     site = f"{one['gemm']}.{one['tensor']}"
     target = href("ranks", view.run, of=one["module"], site=site, metric=view.get("metric"))
-    return {**one, "id": f"{one['module']} {site} {one['reference']}", "site": site.replace(".", " "), "href": target}
+    numbers = {name: plain_number(one[name]) for name in ("spread", "median", "value", "scale_spread")}
+    return {**one, **numbers, "id": f"{one['module']} {site} {one['reference']}", "site": site.replace(".", " "), "href": target}
 
 
 def _ranks(opened: Opened) -> list[Component]:

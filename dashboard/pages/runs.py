@@ -8,17 +8,18 @@ from typing import Any
 from dash import html
 from dash.development.base_component import Component
 
-from fp8debug.errors import Fp8DebugError
-
 from ..mantine import dmc
 from ..records import Summary
 from ..source import Source
-from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS
+from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
 from ..urls import href
 from ..widgets import card, grid
 
 #: How long the browser waits for verdicts before it shows those that are known; the others come with later refreshes.
 WAIT_S = 3.0
+
+#: What stands for the first finding until the rules have run.
+LOOKING = "the rules are looking"
 
 _TICK: dict[str, Any] = {"colId": "tick", "headerName": "", "cellRenderer": "Tick", "sortable": False, "filter": False}
 COLUMNS: tuple[dict[str, Any], ...] = (
@@ -65,14 +66,11 @@ def parts(source: Source) -> list[dict[str, Any]]:
     rows = []
     for name in source.names():
         summary = source.summary(name)
-        verdict, finding = "unknown", "" if summary.error else "the rules are looking"
-        if not summary.error and source.is_triaged(name):
-            try:
-                judged = source.open(name).judge()
-                verdict = judged.verdict
-                finding = next((f"{f.code} {f.name} {f.module or ''}" for f in judged.known or ()), judged.failure)
-            except Fp8DebugError as error:
-                finding = str(error)
+        verdict, finding = "unknown", "" if summary.error else LOOKING
+        judged = None if summary.error else source.known(name)
+        if judged is not None and (judged.known is not None or judged.failure):
+            verdict = judged.verdict
+            finding = next((f"{f.code} {f.name} {f.module or ''}" for f in judged.known or ()), judged.failure)
         rows.append(row(summary, verdict, finding))
     return rows
 
@@ -91,7 +89,7 @@ def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
         "last": summary.last,
         "sampled": summary.sampled,
         "ranks": summary.ranks,
-        "loss": summary.loss,
+        "loss": plain_number(summary.loss),
         "state": summary.state or "unreadable",
         "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.written)) if summary.written else NO_DATA,
         "problems": summary.error or "; ".join(summary.problems) or NO_DATA,

@@ -35,7 +35,7 @@ def charts_of(run: Run, finding: Finding) -> list[Chart]:
     columns = [column for column in COLUMNS if run.has(column)]
     reference = "reference = 'operand'" if finding.tensor in OPERANDS else "reference <> 'operand'"
     query = (
-        f"SELECT step, reference, {', '.join(f'max({column}) AS {column}' for column in columns)} FROM sites"
+        f"SELECT step, reference, {', '.join(f'max({_finite(column)}) AS {column}' for column in columns)} FROM sites"
         f" WHERE actual AND {reference} AND module = ? AND gemm = ? AND tensor = ? GROUP BY step, reference ORDER BY step"
     )
     rows = run.sql(query, [finding.module, finding.gemm, finding.tensor]).to_pylist()
@@ -50,9 +50,18 @@ def charts_of(run: Run, finding: Finding) -> list[Chart]:
     return [chart for is_first, chart in charts if is_first or _moves(chart.values)][:MAX_PANELS]
 
 
+def _finite(column: str) -> str:
+    """Return SQL for a statistic that is NaN where no element is finite: of none the largest magnitude would be 0."""
+    if column == "num_actual_nonfinite":
+        return column
+    return f"CASE WHEN num_nan + num_inf >= numel AND numel > 0 THEN 'nan'::DOUBLE ELSE {column} END"
+
+
 def _moves(values: Sequence[float | None]) -> bool:
-    """Tell whether values spread by more than ``MIN_SPREAD`` of the largest."""
+    """Tell whether values spread by more than ``MIN_SPREAD`` of the largest, or become NaN."""
     known = [value for value in values if value is not None and math.isfinite(value)]
+    if any(value is not None and not math.isfinite(value) for value in values):
+        return True
     return bool(known) and max(known) - min(known) > MIN_SPREAD * max(map(abs, known))
 
 

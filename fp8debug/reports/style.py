@@ -32,6 +32,7 @@ svg .name { fill: var(--ink); font-size: 12px; font-weight: 600; } svg .tick { f
 svg .strong { fill: var(--error); font-weight: 600; } svg .end { text-anchor: end; }
 svg .grid { stroke: var(--line); } svg .limit { stroke: var(--warning); stroke-dasharray: 5 4; }
 svg .mark { stroke: var(--error); stroke-dasharray: 2 3; } svg .span { fill: var(--shade); }
+svg .lost { fill: #8e24aa; fill-opacity: 0.18; }
 svg .line { fill: none; stroke: var(--accent); stroke-width: 1.5; } svg .dot { fill: var(--accent); }
 footer { margin-top: 20px; }
 @media print { body { background: none; } .panel { break-inside: avoid; } }

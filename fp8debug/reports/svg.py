@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 #: Points of a line beyond which it is thinned, keeping the extremes of each stretch.
 MAX_POINTS = 800
+#: Stretches of NaN or Inf that are shaded and named.
+MAX_GAPS = 4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 22, 24
 
 
@@ -19,7 +22,7 @@ class Chart:
     Attributes:
         title: above the plot.
         steps: where the values lie, rising.
-        values: the values; None or a value that is not finite is a gap.
+        values: the values; None is a gap; NaN and Inf are one that is shaded and named.
         limit: a threshold, drawn dashed; None for none.
         span: steps to shade, both included; None for none.
         marks: (step, label) of vertical lines.
@@ -39,8 +42,10 @@ class Chart:
     def to_svg(self) -> str:
         """Return the ``<svg>`` element; it scales with its column."""
         known = [v for v in self.values if v is not None and math.isfinite(v)]
+        gaps = list(self._gaps())
         if not known:
-            return f"<p class='muted'>{escape(self.title)}: no finite value</p>"
+            why = "; ".join(_gap_words(*gap) for gap in gaps) or "not recorded"
+            return f"<p class='muted'>{escape(self.title)}: {escape(why)}, no finite value</p>"
         is_log = min(known) > 0 and max(known) / min(known) > 1000
         ends = [*known, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
         low, high = min(ends), max(ends)
@@ -73,6 +78,16 @@ class Chart:
             at = down(self.limit)
             parts.append(f"<line x1='{_LEFT}' x2='{self.width - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}' class='limit'/>")
             parts.append(f"<text x='{self.width - _RIGHT}' y='{at - 4:.1f}' class='tick end'>threshold {self.limit:.3g}</text>")
+        for first_lost, last_lost, word in gaps[:MAX_GAPS]:
+            left, right = across(first_lost), across(last if last_lost is None else last_lost)
+            parts.append(
+                f"<rect x='{left:.1f}' y='{_TOP}' width='{max(right - left, 2):.1f}' height='{bottom - _TOP}' class='lost'/>"
+            )
+            side = " end" if left > self.width * 0.6 else ""
+            parts.append(
+                f"<text x='{left + (-4 if side else 4):.1f}' y='{bottom - 6}' class='tick strong{side}'>"
+                f"{escape(_gap_words(first_lost, last_lost, word))}</text>"
+            )
         for place, (step, label) in enumerate(self.marks):
             at = across(min(max(step, first), last))
             height = _TOP + 12 + 13 * (place % 4)
@@ -87,8 +102,21 @@ class Chart:
         for step, value in self._dots():
             told = f"<title>step {step}: {value:.6g}</title>"
             parts.append(f"<circle cx='{across(step):.1f}' cy='{down(value):.1f}' r='2.4' class='dot'>{told}</circle>")
-        label = escape(f"{self.title}, steps {first} to {last}, from {min(known):.3g} to {max(known):.3g}", quote=True)
+        lost = "".join(f", {_gap_words(*gap)}" for gap in gaps)
+        label = escape(f"{self.title}, steps {first} to {last}, from {min(known):.3g} to {max(known):.3g}{lost}", quote=True)
         return f"<svg viewBox='0 0 {self.width} {self.height}' role='img' aria-label='{label}'>{''.join(parts)}</svg>"
+
+    def _gaps(self) -> Iterator[tuple[int, int | None, str]]:
+        """Yield (first step, last step, NaN or Inf) of each stretch that is not finite; the last is None where the line ends."""
+        words = [
+            (step, "" if v is None or math.isfinite(v) else "NaN" if math.isnan(v) else "Inf")
+            for step, v in zip(self.steps, self.values, strict=True)
+        ]
+        for is_lost, group in groupby(words, key=lambda entry: bool(entry[1])):
+            stretch = list(group)
+            if is_lost:
+                ends_here = stretch[-1][0] == self.steps[-1]
+                yield stretch[0][0], None if ends_here else stretch[-1][0], max(word for _, word in stretch)
 
     def _lines(self) -> Iterator[list[tuple[int, float]]]:
         """Yield the unbroken stretches, thinned."""
@@ -103,6 +131,12 @@ class Chart:
     def _dots(self) -> list[tuple[int, float]]:
         found = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if v is not None and math.isfinite(v)]
         return found if len(found) <= 120 else []
+
+
+def _gap_words(first: int, last: int | None, word: str) -> str:
+    if last is None:
+        return f"{word} from step {first}"
+    return f"{word} at step {first}" if first == last else f"{word} in steps {first} to {last}"
 
 
 def thinned(line: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:

@@ -157,6 +157,36 @@ def write_old(path: Path) -> Path:
     return path
 
 
+NAN_MODULE, NAN_STEP = "blocks.1.mlp.up", 60
+#: Slots of a tensor without any finite element, as the recorder writes them.
+LOST: dict[str, Any] = {
+    **dict.fromkeys(("sum_x", "sum_x2", "sum_y2", "sum_xy", "sum_err", "sum_err2", "max_abs_err", "amax"), 0.0),
+    **dict.fromkeys(("num_zero", "num_underflow", "num_subnormal", "num_saturated"), 0),
+    **dict.fromkeys(("amin", "log2_hist", "headroom", "scale_inv_min", "scale_inv_max", "scale_inv_sum_log2")),
+    "num_nan": lambda row: row["numel"],
+}
+
+
+def write_nan(path: Path, num_steps: int = 120, state: str = "num_nan", **plan: Any) -> Path:
+    """Write a run whose loss is NaN from one step on, as one weight holds a NaN then, and all that comes after it is NaN.
+
+    Args:
+        path: folder.
+        num_steps: of the run.
+        state: what the weight holds: ``num_nan`` or ``num_inf``.
+        plan: other fields of the plan.
+    """
+    modules, first = gpt_modules(2), NAN_STEP
+    later = [name for name, _, _ in modules]
+    later = later[later.index(NAN_MODULE) :]
+    overrides = [Override(module=NAN_MODULE, tensor="weight", actual=None, slots={state: 1}, steps=(first, first + 1))]
+    for name in later:
+        overrides.append(Override(module=name, actual=None, slots=LOST, steps=(first + 1, None)))
+    steps = {step: {**row, **({"loss": math.nan} if step >= first else {})} for step, row in losses(num_steps).items()}
+    write(path, Plan(**{"num_steps": num_steps, "every": 10, "modules": modules, "steps": steps, "overrides": overrides, **plan}))
+    return path
+
+
 def write_dump(path: Path, module: str = SICK, step: int = 300) -> Path:
     """Write a dump of a module's input into a run: 4 x 6 tiles of 1 x 128, of which one row lost its small values."""
     rows, columns, tile = 256, 768, (64, 128)

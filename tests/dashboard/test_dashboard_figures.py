@@ -221,8 +221,9 @@ def test_a_band_shows_what_one_point_stands_for() -> None:
 
 
 def test_a_lost_loss_is_said_where_the_line_ends() -> None:
-    figure = figures.training([trace("loss")], [MARK], lost_at=20)
-    assert "loss is NaN or infinite from step 20" in [note["text"] for note in figure.layout["annotations"]]
+    lost = trace("loss", (3.0, 2.0, float("nan"), float("nan")), states=np.array([0, 0, 3, 3], np.int8))
+    figure = figures.training([lost], [MARK], lost_at=20)
+    assert "loss is NaN from step 20" in [note["text"] for note in figure.layout["annotations"]]
 
 
 def test_results_equal_to_the_exact_gemm_do_not_flatten_the_others() -> None:

@@ -125,9 +125,9 @@ def test_the_process_that_judges_ends_with_the_server() -> None:
 def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
     first = Opened(run, "")
     first.judge()
-    again = Opened(run, "", size=1 << 40, earlier=first.latest())
+    again = Opened(run, "", size=1 << 40, verdicts=first.verdicts)
     assert again.judged().is_pending and again.judged().verdict == "error"
-    overtaken = Opened(run, "", earlier=first.latest(), is_superseded=True)
+    overtaken = Opened(run, "", verdicts=first.verdicts, is_superseded=True)
     assert overtaken.judge() is first.latest() and not overtaken.is_triaged
 
 
