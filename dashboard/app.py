@@ -61,7 +61,7 @@ def make_app(path: str | Path | Source) -> dash.Dash:
         pages_folder="",
         serve_locally=True,
         suppress_callback_exceptions=True,  # pages come and go
-        title=f"{source.path.resolve().name} · fp8debug",
+        title="fp8debug",  # the page gives its own
         update_title="",
     )
     app.layout = lambda: _layout(source)
@@ -122,6 +122,7 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
             dcc.Store(id="here", data=here),
             dcc.Store(id="seen"),
             dcc.Store(id="unlisted"),
+            dcc.Store(id="reload"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(
                 [
@@ -168,7 +169,7 @@ def _route(app: dash.Dash, source: Source) -> None:
             head, page, now = shown.screen(place, source)
         except Exception as error:
             app.logger.exception("cannot show %s%s", place["pathname"], place["search"])
-            return no_update, _failure(error), {"n": place["n"], "head": None, "stamp": "", "was_pending": False}
+            return no_update, _failure(error), {"n": place["n"], "head": None, "stamp": "", "was_pending": False, "title": ""}
         is_new = here is None or here["head"] != now["head"]
         return head if is_new else no_update, page, now
 
@@ -236,6 +237,8 @@ def _settle(app: dash.Dash, source: Source) -> None:
     The answer is set from within, not as an output: what depends on a callback's output waits while it runs, and a control
     that moves must be answered while the rules are looking.
     """
+    _in_browser(app, "entitle", Input("here", "data"))
+    _in_browser(app, "reload", Input("reload", "data"))
     _in_browser(app, "look", Output("seen", "data"), Input("here", "data"), Input("asked", "data"))
 
     @app.callback(
@@ -312,6 +315,9 @@ def _refresh(app: dash.Dash, source: Source) -> None:
         from . import shown
 
         view = parse(asked["pathname"], asked["search"])
+        was_list = here["head"] is not None and here["head"][0] == shown.LIST
+        if was_list and not shown.is_list(view, source):
+            dash.set_props("reload", {"data": True})  # the folder has become a run
         stamp = source.stamp(view.run)
         if stamp not in (known, here["stamp"]):
             dash.set_props("stamp", {"data": stamp})

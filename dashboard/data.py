@@ -252,7 +252,11 @@ def default_cast(run: Run) -> str:
     return "running" if found else "what-if"
 
 
-def worst_operands(run: Run, count: int = 10) -> list[dict[str, Any]]:
+#: Modules in the list of the noisiest operands.
+WORST = 10
+
+
+def worst_operands(run: Run, count: int = WORST) -> list[dict[str, Any]]:
     """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
 
     Each row has step, module, gemm, tensor, sqnr_db, kind and state; one row per module, worst first: an operand that holds NaN

@@ -62,6 +62,8 @@ def import_rest() -> None:
         pass
 
 
+#: Stands for a page where the list of runs is shown.
+LIST = "runs"
 #: What the URL asks for: ``pathname``, ``search``, and ``n``, the number of the layout that serves it.
 Asked = dict[str, Any]
 #: What is on screen: the number of its layout, page and run of its head, the state of the files then, and whether it waited.
@@ -79,10 +81,21 @@ class Screen(NamedTuple):
 def screen(asked: Asked, source: Source) -> Screen:
     """Return what the browser shows for an address."""
     view = parse(asked["pathname"], asked["search"])
-    here = {"n": asked["n"], "head": [view.page, view.run], "stamp": source.stamp(view.run)}
+    place = LIST if is_list(view, source) else view.page
+    here = {"n": asked["n"], "head": [place, view.run], "stamp": source.stamp(view.run), "title": title_of(view, source)}
     here["was_pending"] = is_pending(view, source)  # asked before the page is laid out: what it shows may be older
     page = page_of(view, source)
     return Screen(navigation(view, source), page, here)  # in this order: a page that lists the modules does so for the search too
+
+
+def title_of(view: View, source: Source) -> str:
+    """Return the title of a page's tab: the page, the module if there is one, and the run or the folder."""
+    name = source.path.resolve().name
+    if is_list(view, source):
+        return f"Runs · {name} · fp8debug"
+    page = CONTENTS[view.page].title if view.page in CONTENTS else "No such page"
+    words = [page, *([view.get("module")] if view.page == "module" and view.get("module") else []), view.run or name]
+    return " · ".join([*words, "fp8debug"])
 
 
 def page_of(view: View, source: Source) -> Component:
@@ -125,15 +138,16 @@ def navigation(view: View, source: Source) -> Component:
     """Return the head of the page: where one is, and the ways from there."""
     links: list[Component] = [dcc.Link([html.B("fp8"), "debug"], href="/", className="mark")]
     if is_list(view, source):
-        return html.Div([*links, html.Span(str(source.path), className="dim")], className="nav")
+        return html.Div([*links, html.Span(str(source.path), className="dim folder")], className="nav")
     names = source.names()
     if names:
         choice = dmc.Select(
             id={"run-of": str(view.run)},
             value=view.run,
-            data=names[:500],
+            data=names,
+            limit=200,
             size="xs",
-            w=190,
+            className="run-choice",
             searchable=True,
             allowDeselect=False,
             comboboxProps={"keepMounted": False},
@@ -142,11 +156,15 @@ def navigation(view: View, source: Source) -> Component:
         links.append(choice)
     else:
         links.append(html.Span(source.path.resolve().name, className="run-name"))
+    tabs: list[Component] = []
     for name, entry in CONTENTS.items():
         current: dict[str, Any] = {"aria-current": "page"} if name == view.page else {}
         classes = "tab tab-current" if current else "tab"
-        links.append(html.Span(dcc.Link(entry.title, href=href(name, view.run), className=classes), **current))
-    return html.Div([*links, _search(view, source)], className="nav")
+        tabs.append(html.Span(dcc.Link(entry.title, href=href(name, view.run), className=classes), **current))
+    shown = CONTENTS[view.page].title if view.page in CONTENTS else "Pages"
+    expands: dict[str, Any] = {"aria-expanded": "false", "aria-controls": "tabs"}
+    menu = html.Button(["☰ ", shown], id="menu", className="linkish", title="the pages of this run", **expands)
+    return html.Div([*links, menu, html.Nav(tabs, id="tabs", className="tabs"), _search(view, source)], className="nav")
 
 
 def _search(view: View, source: Source) -> Component:
@@ -163,7 +181,7 @@ def _search(view: View, source: Source) -> Component:
         searchable=True,
         limit=60,
         size="xs",
-        w=270,
+        className="module-search",
         nothingFoundMessage="no such module",
         comboboxProps={"keepMounted": False},
         **{"aria-label": "find a module"},

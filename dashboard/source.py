@@ -29,10 +29,14 @@ class Source:
     """The folder that is served.
 
     Args:
-        path: a run, or a folder of runs.
+        path: a run, a folder of runs, or an empty folder, in which the first run is waited for.
+
+    Attributes:
+        path: the folder.
+        is_folder: it holds runs, or will; False for one run.
 
     Raises:
-        RunError: it is neither.
+        RunError: it is none of them.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -40,18 +44,27 @@ class Source:
         if not self.path.is_dir():
             raise RunError(f"{path}: no such folder; give a run, or a folder of runs")
         self.is_folder = not is_run(self.path)
-        if self.is_folder and not self.names():
+        self._written: dict[str, float] = {}
+        if self.is_folder and not self.names() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
         self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
         self._judging: threading.Thread | None = None
 
     def names(self) -> list[str]:
-        """Return the names of the runs in the folder, newest first; one run is not listed."""
+        """Return the names of the runs in the folder, the last written first; one run is not listed.
+
+        The times are those of the last :meth:`stamp` of the folder, so that one order holds on a page and in its choice of runs.
+        """
         if not self.is_folder:
             return []
-        runs = [p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith(".") and is_run(p)]
-        return [p.name for p in sorted(runs, key=lambda p: (-p.stat().st_mtime, p.name))]
+        runs = [p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith((".", "rank=")) and is_run(p)]
+        if not runs and is_run(self.path):  # what was an empty folder has become a run itself
+            self.is_folder = False
+        for path in runs:
+            if path.name not in self._written:
+                self._written[path.name] = last_write(path)
+        return [p.name for p in sorted(runs, key=lambda p: (-self._written[p.name], p.name))]
 
     def folder(self, name: str | None) -> Path:
         """Return a run's folder by its name in the list: a name with a path in it is no name.
@@ -150,8 +163,9 @@ class Source:
         try:
             if self.is_folder and name is None:
                 forget(self.path)
-                names = self.names()
-                return " ".join([*(file_stamp(self.path / n) for n in names), *(n for n in names if self.is_triaged(n))])
+                stamps = {name: file_stamp(self.path / name) for name in self.names()}
+                self._written = {name: written_at(stamp) for name, stamp in stamps.items()}
+                return " ".join([*stamps.values(), *(name for name in stamps if self.is_triaged(name))])
             folder = self.folder(name)
             forget(folder)  # an object store is listed when it is asked whether a run has grown, not for every answer
             return file_stamp(folder)
@@ -209,7 +223,12 @@ def file_stamp(folder: Path) -> str:
 
 def last_write(folder: Path) -> float:
     """Return the time of the newest file of a run, in seconds since 1970."""
-    return int(file_stamp(folder).split(".")[0], 16) / 1e9
+    return written_at(file_stamp(folder))
+
+
+def written_at(stamp: str) -> float:
+    """Return the time in a stamp, in seconds since 1970."""
+    return int(stamp.split(".")[0], 16) / 1e9
 
 
 def state(folder: Path, rank_manifests: Mapping[int, Mapping[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,17 +25,19 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
     """Serve a run or a folder of runs until interrupted.
 
     Args:
-        path: a run, or a folder of runs; it is only read.
+        path: a run, a folder of runs, or an empty folder, in which the first run is waited for; it is only read.
         host: address to bind to. Any but a loopback address demands a token.
         port: port to bind to; 0 takes a free one.
         token: what a browser must show; generated for a non-loopback address when it is not given.
 
     Raises:
-        RunError: the path is neither a run nor a folder of runs.
+        RunError: the path is none of them.
         UsageError: nobody can listen at that address.
         ModuleNotFoundError: a package that it needs is not installed.
     """
     source = Source(path)
+    if source.is_folder and not source.names():
+        print(f"fp8debug: no run in {path} yet: the page shows the first one when it comes", file=sys.stderr, flush=True)
     check_address(host, port)
     for package in _PACKAGES:
         if find_spec(package) is None:

@@ -20,6 +20,10 @@ GREY = "#8a8f98"
 NO_DATA = "\u2013"
 #: The same in a grid, with four significant digits otherwise, evaluated without eval. NaN comes as text (``plain_number``).
 GRID_NUMBER = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.4~g')(params.value)"}
+#: A share in percent, in a grid.
+GRID_PERCENT = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.3~%')(params.value)"}
+#: Orders of a grid's column, by functions of assets/fp8debug.js: the worst last, and numbers with NaN as the largest.
+BY_SEVERITY, BY_NUMBER = {"function": "bySeverity"}, {"function": "byNumber"}
 FAINT = "rgba(128,128,128,0.18)"
 
 #: Okabe and Ito's blue, lighter: a thin line of the original drowns in a dark page.

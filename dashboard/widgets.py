@@ -58,8 +58,9 @@ def card(title: str, *children: Child, note: Child = None, id: str | None = None
 def graph(id: str, figure: Figure) -> Component:
     """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
     place = {"--height": f"{figure.layout['height']}px"}
-    plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot", style=place)
-    return html.Div([plot, _save("PNG", f"save the plot {id} as PNG", {"data-png": id})], className="saved saved-plot")
+    plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot")
+    save = _save("PNG", f"save the plot {id} as PNG", {"data-png": id})
+    return html.Div([plot, save], className="saved saved-plot", style=place)  # the plot itself is not there before its script is
 
 
 def _save(text: str, label: str, what: dict[str, str]) -> Component:
@@ -87,14 +88,32 @@ def code(text: str) -> Component:
     return html.Code(text)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Child]], numeric: Sequence[int] = (), name: str = "table") -> Component:
-    """Return a small plain table; columns in ``numeric`` are aligned right, ``name`` is that of its CSV file."""
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Child]],
+    numeric: Sequence[int] = (),
+    name: str = "table",
+    total: int = 0,
+    rest: str = "",
+) -> Component:
+    """Return a small plain table.
+
+    Args:
+        head: of its columns.
+        rows: its cells.
+        numeric: columns that are aligned right.
+        name: of its CSV file.
+        total: rows that there are, where not all of them are shown.
+        rest: where to find the others.
+    """
 
     def cells(tag: Callable[..., Component], row: Sequence[Child]) -> list[Component]:
         return [tag(cell, className="num" if i in numeric else None) for i, cell in enumerate(row)]
 
     body = [html.Tr(cells(html.Td, row)) for row in rows]
-    shown = html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table")
+    shown = html.Div(html.Table([html.Thead(html.Tr(cells(html.Th, head))), html.Tbody(body)]), className="table", tabIndex=0)
+    if total > len(rows):
+        shown = html.Div([shown, note(f"{len(rows):,} of {total:,} rows; {rest}.")])
     return html.Div([shown, _save("CSV", f"save the table {name} as CSV", {"data-csv": name})], className="saved")
 
 
@@ -117,7 +136,7 @@ def grid(
     component: Component = dag.AgGrid(
         id=id,
         # Not fitted by a callback: that leaves two pixels to scroll, and the bar lies over the last row.
-        columnDefs=[{**column, "flex": column["width"]} for column in columns],
+        columnDefs=[{"minWidth": _least(column), **column, "flex": column["width"]} for column in columns],
         rowData=list(rows),
         defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
         dashGridOptions={
@@ -142,6 +161,11 @@ def grid(
     )
     save = [_save("CSV", f"save the table {id} as CSV", {"data-csv-grid": id})] if csv else []
     return html.Div([component, *save], className="saved saved-grid", style={"--height": f"{height_of(len(rows))}px"})
+
+
+def _least(column: Mapping[str, Any]) -> int:
+    """Return the smallest width of a grid's column in pixels: below it words would be cut, and the grid scrolls instead."""
+    return max(64, round(0.62 * column["width"]), 7 * len(column["headerName"]) + 28)
 
 
 def height_of(num_rows: int) -> int:

@@ -239,6 +239,9 @@
         const isFull = search && search.props.data && search.props.data.length;
         return search && !isFull ? seen : window.dash_clientside.no_update;
       },
+      // One title for each page and run; the browser lists tabs and history by it.
+      entitle(here) { if (here && here.title) document.title = here.title; },
+      reload(now) { if (now) window.location.reload(); },
       pause(follow) { return !follow; },
       search_runs(text) {
         const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
@@ -280,6 +283,11 @@
 
   const functions = (window.dashAgGridFunctions = window.dashAgGridFunctions || {});
   functions.pageBody = () => document.body;
+  const grades = ["ok", "unknown", "info", "warning", "error"];
+  functions.bySeverity = (a, b) => grades.indexOf(a) - grades.indexOf(b);
+  // "NaN" comes as text; it is worse than any number, and what is not there better.
+  const rank = (value) => (value === null || value === undefined ? -Infinity : Number.isNaN(Number(value)) ? Infinity : Number(value));
+  functions.byNumber = (a, b) => (rank(a) === rank(b) ? 0 : rank(a) - rank(b));
 
   const grid = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
   grid.Link = function (props) {
@@ -375,6 +383,12 @@
     setTimeout(() => { button.textContent = before; button.disabled = false; }, 1500);
   };
   document.addEventListener("click", (event) => {
+    const menu = event.target.closest && event.target.closest("#menu");
+    const head = document.querySelector(".top");
+    const isOpen = Boolean(menu) && !head.classList.contains("menu-open");
+    head.classList.toggle("menu-open", isOpen);  // a click elsewhere, on a page say, closes it
+    const opener = document.getElementById("menu");
+    if (opener) opener.setAttribute("aria-expanded", String(isOpen));
     const button = event.target.closest && event.target.closest("button.save, [data-copy]");
     if (!button) return;
     const { copy: text, png, csv, csvGrid } = button.dataset;

@@ -1,4 +1,4 @@
-"""This run beside others: loss gap, what was in force, and the first site and step at which they part."""
+"""This run beside others: loss gap, configuration differences, and the first site and step at which they part."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ METRIC = "rms"
 SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
 MAX_SETTINGS, MAX_SITES = 60, 300
+REST = "fp8debug diff --format json has all"
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
@@ -36,8 +37,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "reference", "headerName": "Against", "width": 90},
     {"field": "what", "headerName": "What", "width": 300, "tooltipField": "what"},
     {"field": "differs", "headerName": "Differs since", "type": "rightAligned", "width": 100},
-    {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140},
-    {"field": "rms", "headerName": "rms", "width": 170},
+    {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140, "sortable": False},
+    {"field": "rms", "headerName": "rms", "width": 170, "sortable": False},
 )
 
 
@@ -85,7 +86,7 @@ def layout(view: View, opened: Opened) -> Component:
                     className="controls",
                 ),
             ),
-            card("What was in force", html.Div(settings, id="compare-settings"), note="what differs"),
+            card("Configuration differences", html.Div(settings, id="compare-settings")),
         ],
         className="page",
     )
@@ -128,10 +129,13 @@ def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
 def _about(found: Differences) -> list[Component]:
     gap = found.loss["diverges_at"] is not None
     first = found.first
+    parted = sum(site.diverges_at is not None for site in found.sites)
     lines: list[Component] = [
         html.P([badge("warning" if gap else "ok", "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
         html.P([badge("warning" if first is not None else "ok", "sites"), f" {found.site_words}"]),
     ]
+    if parted > MAX_SITES:
+        lines.append(note(f"{MAX_SITES} of {parted} rows below; {REST}."))
     for name, only in zip(found.names, found.only, strict=True):
         if only:
             more = f" and {len(only) - 8} more" if len(only) > 8 else ""
@@ -144,13 +148,7 @@ def _settings(found: Differences) -> Component:
     if not words:
         return note("No difference.")
     body = [[what, _cell(first), _cell(second)] for what, first, second in words[:MAX_SETTINGS]]
-    more = (
-        note(f"and {len(words) - MAX_SETTINGS} more; fp8debug diff --format json has them all")
-        if len(words) > MAX_SETTINGS
-        else None
-    )
-    shown = table(["What", found.names[0], found.names[1]], body, name="configuration")
-    return html.Div([shown, more] if more is not None else [shown])
+    return table(["What", found.names[0], found.names[1]], body, name="configuration", total=len(words), rest=REST)
 
 
 def _cell(value: Any) -> str:

@@ -17,7 +17,7 @@ from fp8debug.store.speed_file import cost_basis
 from ..fallback_figures import Choice, pareto, trials
 from ..figures import empty
 from ..opened import SMALL_BYTES, Opened
-from ..theme import NO_DATA
+from ..theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
 from ..trial_files import read_trial
 from ..urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
@@ -41,6 +41,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "headerName": "Damage",
         "width": 90,
         "type": "rightAligned",
+        "valueFormatter": GRID_NUMBER,
+        "comparator": BY_NUMBER,
         "headerTooltip": "mean over sampled rows of the output, in loss^2: what its rounding errors do to the loss",
     },
     {
@@ -48,6 +50,8 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "headerName": "Given back",
         "width": 100,
         "type": "rightAligned",
+        "valueFormatter": GRID_PERCENT,
+        "comparator": BY_NUMBER,
         "headerTooltip": "share of what FP8 saves over BF16 in all Linears together",
     },
     {
@@ -70,8 +74,8 @@ def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
         "tensor": "all" if fallback.tensor == "*" else str(fallback.tensor),
         "cast": "BF16" if fallback.cast is None else str(fallback.cast),
         "reasons": " ".join(fallback.reasons),
-        "damage": number(fallback.damage),
-        "cost": percent(fallback.cost),
+        "damage": plain_number(fallback.damage),
+        "cost": plain_number(fallback.cost),
         "cheaper": fallback.cheaper or NO_DATA,
     }
 

@@ -13,12 +13,12 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import figures, source
+from .. import data, figures, source
 from ..coverage import coverage
 from ..nonfinite import NAMES
 from ..opened import SMALL_BYTES, Judgement, Opened
 from ..spans import step_range
-from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
+from ..theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
 from ..urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
 from .base import Page
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     from fp8debug import Finding
 
 COLUMNS: tuple[dict[str, Any], ...] = (
-    {"field": "severity", "headerName": "Severity", "cellRenderer": "Severity", "width": 96, "maxWidth": 110},
+    {
+        "field": "severity",
+        "headerName": "Severity",
+        "cellRenderer": "Severity",
+        "comparator": BY_SEVERITY,
+        "width": 96,
+        "maxWidth": 110,
+    },
     {"field": "code", "headerName": "Code", "width": 72, "maxWidth": 84},
     {"field": "name", "headerName": "What", "width": 170, "tooltipField": "name"},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 180, "tooltipField": "module"},
@@ -39,6 +46,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "headerName": "Value",
         "type": "rightAligned",
         "valueFormatter": GRID_NUMBER,
+        "comparator": BY_NUMBER,
         "width": 84,
         "maxWidth": 110,
     },
@@ -47,6 +55,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "headerName": "Limit",
         "type": "rightAligned",
         "valueFormatter": GRID_NUMBER,
+        "comparator": BY_NUMBER,
         "width": 80,
         "maxWidth": 110,
     },
@@ -54,6 +63,10 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "message", "headerName": "Evidence", "width": 360, "tooltipField": "message"},
     {"field": "others", "headerName": "Also / victims", "width": 120, "tooltipField": "others"},
 )
+
+
+#: Modules outside FP8 that the page lists.
+MAX_SKIPPED = 200
 
 
 def layout(view: View, opened: Opened) -> Component:
@@ -259,7 +272,8 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
             text = not_finite(NAMES[worst["state"]].partition(" made")[0], about)
         body.append([link, site, text])
     head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
-    return [table(head, body, numeric=(2,), name="noisiest-operands")]
+    more = note(f"The {len(rows)} worst, one site a module.") if len(rows) == data.WORST else None
+    return [table(head, body, numeric=(2,), name="noisiest-operands"), more]
 
 
 def _coverage(view: View, opened: Opened) -> list[Component | None]:
@@ -279,9 +293,11 @@ def _coverage(view: View, opened: Opened) -> list[Component | None]:
         ["Not in FP8", "Kind", "Asked for", "Why"],
         [
             [dcc.Link(name, href=href("module", view.run, module=name)), kind, asked, reason]
-            for name, kind, asked, reason in found.skipped[:200]
+            for name, kind, asked, reason in found.skipped[:MAX_SKIPPED]
         ],
         name="not-in-fp8",
+        total=len(found.skipped),
+        rest="fp8debug show and manifest.json name all",
     )
     idle = [f"{kind} {pattern!r}" for kind, pattern, matched in found.filters if not matched]
     return [

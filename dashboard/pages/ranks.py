@@ -14,15 +14,17 @@ from ..figures import empty, heatmap
 from ..module_figures import SITES
 from ..opened import Opened
 from ..rank_figures import spread
-from ..theme import GRID_NUMBER, NO_DATA, plain_number
+from ..theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
 from ..urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
 from .base import Page
 from .heatmap import metric_options, read_thinly
 
 SITE = "fprop.input"
+#: Ranks that the page lists.
+MAX_RANKS = 256
 NAMES = tuple(f"{gemm}.{tensor}" for row in SITES for gemm, tensor in row)
-_NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "width": 110}
+_NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 110}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 150},
@@ -87,7 +89,7 @@ def layout(view: View, opened: Opened) -> Component:
             card(
                 "Sites by disagreement",
                 grid("rank-sites", COLUMNS, rows, "No site with two ranks"),
-                note="click a module to see it above",
+                note=f"the largest spread first, {rank_data.MAX_SITES} sites at most; click a module to see it above",
             ),
             card("Ranks", html.Div(listed, id="rank-list")),
         ],
@@ -145,12 +147,15 @@ def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:
 def _ranks(opened: Opened) -> list[Component]:
     manifests = opened.run.rank_manifests
     body: list[list[Any]] = []
-    for one in rank_data.rank_rows(opened.run)[:256]:
+    listed = rank_data.rank_rows(opened.run)
+    for one in listed[:MAX_RANKS]:
         own = manifests.get(one["rank"], {})
         state = "ended" if own.get("ended") else "not closed" if own else "no manifest"
         body.append([number(one["rank"]), number(one["last"]), number(one["n"]), str(own.get("device") or NO_DATA), state])
     missing = [note(problem, kind="warning") for problem in opened.run.problems if "rank" in problem]
-    return [*missing, table(["Rank", "Last step", "Rows", "Device", "State"], body, numeric=(0, 1, 2), name="ranks")]
+    head = ["Rank", "Last step", "Rows", "Device", "State"]
+    rest = "the folders rank=... of the run have all"
+    return [*missing, table(head, body, numeric=(0, 1, 2), name="ranks", total=len(listed), rest=rest)]
 
 
 PAGE = Page(name="ranks", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

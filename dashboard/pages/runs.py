@@ -11,9 +11,9 @@ from dash.development.base_component import Component
 from ..mantine import dmc
 from ..records import Summary
 from ..source import Source
-from ..theme import GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
+from ..theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
 from ..urls import href
-from ..widgets import card, grid
+from ..widgets import card, code, grid, note
 
 #: How long the browser waits for verdicts before it shows those that are known; the others come with later refreshes.
 WAIT_S = 3.0
@@ -25,7 +25,7 @@ _TICK: dict[str, Any] = {"colId": "tick", "headerName": "", "cellRenderer": "Tic
 COLUMNS: tuple[dict[str, Any], ...] = (
     {**_TICK, "width": 34, "minWidth": 34, "maxWidth": 34, "resizable": False},
     {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 180, "tooltipField": "name"},
-    {"field": "severity", "headerName": "Verdict", "cellRenderer": "Severity", "width": 110},
+    {"field": "severity", "headerName": "Verdict", "cellRenderer": "Severity", "comparator": BY_SEVERITY, "width": 110},
     {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
     {"field": "recipe", "headerName": "Recipe", "width": 170, "tooltipField": "recipe"},
     {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
@@ -37,6 +37,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "type": "rightAligned",
         "width": 96,
         "valueFormatter": GRID_NUMBER,
+        "comparator": BY_NUMBER,
     },
     {"field": "state", "headerName": "State", "width": 96, "minWidth": 92},
     {"field": "written", "headerName": "Last write", "width": 134, "minWidth": 134, "headerTooltip": "local time of the server"},
@@ -49,12 +50,15 @@ def layout(source: Source) -> Component:
     chosen = html.Span("tick two or more to compare them", id="compare-chosen", className="dim")
     label = {"aria-label": "search the runs"}
     search = dmc.TextInput(id="runs-search", placeholder="Search  ( / )", size="xs", w=220, **label)
+    record = f"fp8debug.watch(model, '{source.path}/exp1')"
+    first = None if source.names() else note("This folder is empty. To record a run into it: ", code(record))
     return html.Div(
         [
             card(
                 "Runs",
-                grid("runs", COLUMNS, parts(source), "No run"),
-                note=html.Div([search, html.Span(["newest first; click one to open it; ", chosen])], className="controls"),
+                grid("runs", COLUMNS, parts(source), "No run yet: the first one stands here when it comes"),
+                first,
+                note=html.Div([search, html.Span(["last written first; click one to open it; ", chosen])], className="controls"),
             )
         ],
         className="page",
