@@ -114,7 +114,7 @@ def settle(view: View, opened: Opened) -> object:
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     rows, text, about, notes, curve, proof = parts(view, opened)
-    fill = [{"value": "no", "label": "what is ill"}, {"value": "yes", "label": "fill the budget"}]
+    fill = [{"value": "no", "label": "modules with findings"}, {"value": "yes", "label": "fill the budget"}]
     controls = html.Div(
         [
             slider("budget", BUDGET, budget_of(view), "budget: share of the FP8 speed-up to give back", (0, 10, 25, 50, 75, 100)),
@@ -143,7 +143,7 @@ def layout(view: View, opened: Opened) -> Component:
                 ],
                 className="columns",
             ),
-            card("Proof", html.Div(proof, id="fallback-proof"), note="candidates are proved by a run with them"),
+            card("Verification", html.Div(proof, id="fallback-proof"), note="trainings with and without the candidates"),
         ],
         className="page",
     )
@@ -153,7 +153,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return the rows, the exported text, lines about both, the curve, and the proof."""
     budget, judged, proof = budget_of(view), opened.judged(), _proof(view, opened)
     if judged.is_pending or (opened.size >= SMALL_BYTES and is_pending(view, opened)):
-        waiting = poster("The rules are looking; candidates come with what they find.")
+        waiting = poster("Triage is running; candidates follow from its findings.")
         return [], "", waiting, None, empty("not known yet", 200), proof
     if judged.failure:
         failed = note(f"Triage could not run, so nothing is recommended: {judged.failure}", kind="warning")
@@ -215,7 +215,10 @@ def _use(view: View, opened: Opened) -> Component:
 def _proof(view: View, opened: Opened) -> list[Component]:
     path = shlex.quote(str(opened.run.path))
     shown: list[Component] = []
-    for name, ask in (("verify.json", "what the list buys: "), ("bisect.json", "what must leave FP8, by the loss alone: ")):
+    for name, ask in (
+        ("verify.json", "how much of the loss gap the list closes: "),
+        ("bisect.json", "which modules must leave FP8, judged by the loss alone: "),
+    ):
         command = f"fp8debug {name.removesuffix('.json')} {path} --script train.py"
         try:
             found = read_trial(opened.run.path, name)
@@ -223,7 +226,7 @@ def _proof(view: View, opened: Opened) -> list[Component]:
             shown.append(note(str(error), kind="warning"))
             continue
         if found is None:
-            shown.append(note(f"Not measured yet: {ask}", code(command)))
+            shown.append(note(f"Not measured yet, {ask}", code(command)))
             continue
         verdict = str(found.get("verdict", "unknown"))
         shown.append(html.H3([badge(GRADES.get(verdict, "unknown"), f"{name}: {verdict.replace('_', ' ')}")]))

@@ -117,7 +117,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     finding = chosen(view, judged)
     if finding is None:
         words = "No rule found a fault, so there is no evidence to show."
-        waiting = "The rules are looking; evidence appears with the first finding."
+        waiting = "Triage is running; evidence appears with the first finding."
         return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
     return _about(judged), rows, _head(view, finding), _evidence(opened, judged, finding), _manual(finding)
 
@@ -126,7 +126,7 @@ def _about(judged: Judgement) -> Component:
     if judged.failure:
         return note(f"Triage could not run: {judged.failure}", kind="warning")
     if judged.is_pending:
-        return poster("The rules are looking at the run.")
+        return poster("Triage is running.")
     silent = len(judged.findings.skipped)
     from fp8debug.rules.lost import Lost
 
@@ -134,7 +134,7 @@ def _about(judged: Judgement) -> Component:
     if lost:
         return note(f"Not all was recorded:{lost}", kind="warning")
     more = f" {silent} of {len(RULES)} rules skipped: data not recorded, or no second rank." if silent else ""
-    return note(f"Culprit first: errors, then the order of first appearance.{more}")
+    return note(f"Most likely cause first: errors before warnings, then by first step.{more}")
 
 
 def _head(view: View, finding: Finding) -> list[Component]:

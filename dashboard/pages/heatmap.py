@@ -23,7 +23,7 @@ METRIC, SITE = "sqnr_db", "operands"
 #: Units of the schema that a reader of the page does not know.
 UNITS = {"x": "units of the tensor", "x^2": "squared units of the tensor", "log2": "powers of two"}
 #: Of a large run, for its first half minute.
-READING = " The main metrics are being read into memory; until they are, another view takes seconds."
+READING = " The main metrics are being read into memory; until then each change of view takes seconds."
 
 
 def site_options() -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
 
 def read_thinly(apart: int) -> str:
     """Return the sentence that one of so many sampled steps was read only."""
-    return f"So large a run is read at one of {apart} sampled steps."
+    return f"Large run: one of {apart} sampled steps was read."
 
 
 def _about(heat: Heat, num_modules: int) -> str:

@@ -348,7 +348,7 @@ def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
     if judged.failure:
         return html.Div([badge("unknown", "Not judged"), f": triage could not run: {judged.failure}"], className="named")
     if judged.known is None:
-        return poster("The rules are looking.")
+        return poster("Triage is running.")
     rests = f"No finding names this module; {rules_in_words(judged)}"
     doubts = _doubts(opened, module)
     if doubts:

@@ -168,7 +168,7 @@ def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
         ("last loss", number(opened.last_loss())),
         ("state", source.state(run.path, run.rank_manifests)),
     ]
-    word = "Looking" if judged.is_pending and verdict == "unknown" else ""
+    word = "Triage running" if judged.is_pending and verdict == "unknown" else ""
     return [html.Div([badge(verdict, word), html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
 
 
@@ -180,15 +180,13 @@ def sentence(judged: Judgement) -> str:
     if judged.failure:
         return f"Triage could not run: {judged.failure}"
     if findings is None:
-        return "The rules are looking at the run; what they find appears here."
-    again = " The run has grown: the rules are looking again." if judged.is_pending else ""
+        return "Triage is running; its findings appear here."
+    again = " The run has grown since: triage is running again." if judged.is_pending else ""
     lost = f" Not all was recorded: {Lost(**findings.lost[0])}." if findings.lost else ""
     if not findings:
-        return f"{lost.strip()} {rules_in_words(judged)}; none found a fault in what was recorded.{again}".strip() if lost else (
-            f"{rules_in_words(judged)}; none found a fault.{again}"
-        )
+        return f"{lost} {rules_in_words(judged)}; none found a fault.{again}".strip()
     first = findings[0]
-    where = f"{first.module} is the first culprit" if first.module else "No layer is to blame"
+    where = f"{first.module} is the first culprit" if first.module else "No single layer is the cause"
     counts = Counter(level(f.severity) for f in findings)
     counted = ", ".join(f"{n} {name}{'s' if n > 1 and name != 'info' else ''}" for name, n in counts.items())
     return f"{where}: {first.name.replace('-', ' ')} since step {first.steps[0]:,} ({first.code}). {counted}.{lost}{again}"
@@ -238,7 +236,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
         if judged.known is None and not judged.failure:
-            return [poster("The rules are looking."), *hints]
+            return [poster("Triage is running."), *hints]
         return [html.P(_nothing(judged)), *hints]
     items: list[Component] = []
     for finding in list(dict.fromkeys(f for f in findings if level(f.severity) != "info"))[:3] or [findings[0]]:

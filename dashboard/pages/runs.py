@@ -19,7 +19,7 @@ from ..widgets import card, code, grid, note
 WAIT_S = 3.0
 
 #: What stands for the first finding until the rules have run.
-LOOKING = "the rules are looking"
+LOOKING = "triage is running"
 
 _TICK: dict[str, Any] = {"colId": "tick", "headerName": "", "cellRenderer": "Tick", "sortable": False, "filter": False}
 COLUMNS: tuple[dict[str, Any], ...] = (

@@ -34,7 +34,7 @@ def take(page: Page, address: str, path: Path) -> None:
     page.goto(address)
     page.locator(".page").wait_for(timeout=30_000)
     page.locator(".pulse").first.wait_for(state="detached", timeout=60_000)
-    page.get_by_text("the rules are looking").first.wait_for(state="detached", timeout=60_000)
+    page.get_by_text("triage is running").first.wait_for(state="detached", timeout=60_000)
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(1500)
     bottom = page.locator(".page > :last-child").bounding_box()

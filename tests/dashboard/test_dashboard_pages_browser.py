@@ -139,7 +139,7 @@ def test_the_budget_is_solved_while_the_slider_moves_and_its_last_value_counts(c
 def test_two_runs_are_chosen_in_the_list_and_compared(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/")
     expect(clean_page.locator("#runs .ag-row").first).to_be_attached()
-    expect(clean_page.locator("#runs")).not_to_contain_text("the rules are looking")
+    expect(clean_page.locator("#runs")).not_to_contain_text("triage is running")
     for name in ("sick", "healthy", "ranks"):
         clean_page.get_by_role("checkbox", name=f"tick {name}", exact=True).check()
     clean_page.locator("#compare-chosen a").click()
@@ -160,10 +160,10 @@ def test_a_tick_stays_whatever_the_list_does(clean_page: Page, tmp_path: Path) -
     longer = samples.write_healthy(tmp_path / "third", num_steps=30, modules=samples.gpt_modules(1))
     with served(folder) as address:
         go(clean_page, f"{address}/")
-        clean_page.get_by_role("checkbox", name="tick third").check()  # the rules may still be looking
+        clean_page.get_by_role("checkbox", name="tick third").check()  # triage may still be running
         clean_page.locator(row.format("first")).locator("[col-id=tick]").focus()
         clean_page.keyboard.press("Space")
-        expect(clean_page.locator("#runs")).not_to_contain_text("the rules are looking")
+        expect(clean_page.locator("#runs")).not_to_contain_text("triage is running")
         samples.write_healthy(folder / "fourth", num_steps=20, modules=samples.gpt_modules(1))
         shutil.copytree(longer, folder / "third", dirs_exist_ok=True)
         clean_page.get_by_role("button", name="Refresh").click()
