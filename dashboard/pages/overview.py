@@ -217,9 +217,10 @@ def _classification(view: View, judged: Judgement) -> Component | None:
 
 
 def _nothing(judged: Judgement) -> str:
+    """Return what to do where there is no finding."""
     if judged.known is not None and judged.known.lost:
         return "No rule found a fault in what was recorded. Find out why fp8debug failed, and record those steps again."
-    return "Nothing: no rule found a fault." if judged.verdict == "ok" else "Nothing can be said yet."
+    return f"Nothing: {rules_in_words(judged)}; none found a fault." if judged.verdict == "ok" else "No verdict yet."
 
 
 def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | None]:

@@ -57,7 +57,8 @@ def to_html(run: Run, findings: Findings) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+base-uri 'none'; form-action 'none'">
 <title>{escape(findings.run)}: {escape(findings.verdict)} - fp8debug</title>
 <style>{CSS}</style>
 </head>
