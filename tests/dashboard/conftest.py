@@ -75,7 +75,8 @@ def clean_page(page: Page, warm: None) -> Iterator[Page]:
     """A page; the test fails when the console had an error or a warning, or a request failed or left this machine."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=30_000)  # the machine may be busy with other tests
+    expect.set_options(timeout=180_000)  # the machine may be busy with other tests
+    page.set_default_timeout(180_000)
     said: list[str] = []
 
     def listen(message: ConsoleMessage) -> None:

@@ -28,7 +28,7 @@ LAST_STEP = f"Math.max(...{PLOT}._fullData.flatMap(trace => Array.from(trace.x))
 
 def go(page: Page, address: str) -> None:
     page.goto(address)
-    expect(page.locator(".page")).to_be_visible(timeout=30_000)
+    expect(page.locator(".page")).to_be_visible(timeout=180_000)
 
 
 def test_the_list_of_runs_names_verdicts_and_opens_a_run(clean_page: Page, site: str) -> None:
@@ -226,14 +226,14 @@ def test_a_run_that_is_being_written_grows_on_the_page(clean_page: Page, tmp_pat
         clean_page.wait_for_function(f"start => {RANGE}[0] > start", arg=before[0])
         zoomed = clean_page.evaluate(RANGE)
         write(11, 31)
-        expect(clean_page.locator("#verdict")).to_contain_text("0 to 30", timeout=15_000)
+        expect(clean_page.locator("#verdict")).to_contain_text("0 to 30")
         clean_page.wait_for_function(f"() => {LAST_STEP} === 30")
         assert clean_page.evaluate(f"[{PLOT}.mark, {RANGE}]") == ["the same", zoomed], "drawn anew, or the zoom is lost"
         clean_page.get_by_role("switch", name="follow").click(force=True)
         clean_page.wait_for_function("() => window.dash_component_api.getLayout('tick').props.disabled === true")
         write(31, 40)
         clean_page.get_by_role("button", name="Refresh").click()
-        expect(clean_page.locator("#verdict")).to_contain_text("0 to 39", timeout=15_000)
+        expect(clean_page.locator("#verdict")).to_contain_text("0 to 39")
         writer.close()
         clean_page.get_by_role("button", name="Refresh").click()
-        expect(clean_page.locator("#live")).to_have_text("ended", timeout=15_000)
+        expect(clean_page.locator("#live")).to_have_text("ended")

@@ -72,7 +72,8 @@ def narrow_page(browser: Browser, warm: None, request: pytest.FixtureRequest) ->
     """A page of the width and colours that the test asks for."""
     width, scheme = getattr(request, "param", (390, "light"))
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    expect.set_options(timeout=30_000)
+    context.set_default_timeout(180_000)  # the machine may be busy with other tests
+    expect.set_options(timeout=180_000)
     yield context.new_page()
     context.close()
 
@@ -80,11 +81,10 @@ def narrow_page(browser: Browser, warm: None, request: pytest.FixtureRequest) ->
 def settle(page: Page, address: str) -> None:
     """Wait until a page has everything that it draws by itself."""
     go(page, address)
-    page.locator(".pulse").first.wait_for(state="detached", timeout=60_000)
+    page.locator(".pulse").first.wait_for(state="detached")
     page.wait_for_function(
         "() => Array.from(document.querySelectorAll('.saved-plot')).every((box) => box.querySelector('.main-svg'))"
-        " && Array.from(document.querySelectorAll('.saved-grid')).every((box) => box.querySelector('.ag-root'))",
-        timeout=60_000,
+        " && Array.from(document.querySelectorAll('.saved-grid')).every((box) => box.querySelector('.ag-root'))"
     )
     page.wait_for_load_state("networkidle")
 
