@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
@@ -350,7 +351,7 @@ def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
     if judged.known is None:
         return poster("Triage is running.")
     rests = f"No finding names this module; {rules_in_words(judged)}"
-    doubts = _doubts(opened, module)
+    doubts = _doubts(opened, module, judged.known.lost)
     if doubts:
         words = f": {'; '.join(doubts)}. {rests}."
         return html.Div([badge("unknown", "Not known to be healthy"), words], className="named")
@@ -360,13 +361,18 @@ def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
     return html.Div([badge("ok", "No finding"), words, *([more] if more else [])], className="named")
 
 
-def _doubts(opened: Opened, module: str) -> list[str]:
+def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why statistics of a module say less than those of others: none, none of the last steps, NaN, or unreadable files."""
+    from fp8debug.rules.lost import Lost
+
     steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: data.last_sampled(opened.run)), []
     entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
     if not steps:
         found.append(f"nothing was recorded for it ({entry.get('reason') or 'no reason recorded'})")
-    elif last is not None and steps[-1] < last:
+    gone = [str(Lost(**one)) for one in lost if one["module"] in (None, module)]
+    if gone:
+        found += gone
+    elif steps and last is not None and steps[-1] < last:
         found.append(f"recorded until step {steps[-1]:,} only, of {last:,}")
     bad = opened.keep(("not finite", module), lambda: data.first_not_finite(opened.run, module))
     if bad is not None:
