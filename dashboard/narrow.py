@@ -121,7 +121,7 @@ class Narrow:
         found, m = [], self.modules.index(module)
         block = self.blocks[metric][:, :, m]
         marks = self.states[:, :, m] if self.states is not None and metric not in COUNTS else None
-        have = {self.keys[i][3] for i in np.flatnonzero((block != NOTHING).any(axis=1))}
+        have = {self.keys[i][3] for i in np.flatnonzero((block != NOTHING).any(axis=1)).tolist()}
         for i in sorted(range(len(self.keys)), key=lambda i: _order(self.keys[i])):
             is_known, is_marked = block[i] != NOTHING, np.zeros(block.shape[1], np.bool_)
             if marks is not None and (self.keys[i][3] in have or not have):

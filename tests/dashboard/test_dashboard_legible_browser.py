@@ -71,7 +71,7 @@ OUTSIDE = """
 def narrow_page(browser: Browser, warm: None, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page of the width and colours that the test asks for."""
     width, scheme = getattr(request, "param", (390, "light"))
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="dark" if scheme == "dark" else "light")
     context.set_default_timeout(180_000)  # the machine may be busy with other tests
     expect.set_options(timeout=180_000)
     yield context.new_page()
@@ -275,7 +275,8 @@ def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
     class Found:
         loss: dict[str, Any] = {"diverges_at": 3}  # noqa: RUF012  # a stand-in
         first = None
-        names, only = ("a", "b"), ([], [])
+        names = ("a", "b")
+        only: tuple[list[str], list[str]] = ([], [])
         loss_words = site_words = ""
         sites = [object.__new__(SiteDifference) for _ in range(378)]  # noqa: RUF012  # a stand-in
 
