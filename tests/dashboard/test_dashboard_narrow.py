@@ -148,7 +148,7 @@ def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(spans, "FEWEST_READ", 5)
     monkeypatch.setattr(spans, "MOST_READ", 7)
     assert found.is_thin("sqnr_db")
-    words = "read at one of 4 sampled steps"
+    words = "one of 4 sampled steps was read"
     view = View("heatmap", None, {})
     assert words in str(heatmap.parts(view, found)[0])
     assert words in str(module.parts(View("module", None, {}), found)[1])

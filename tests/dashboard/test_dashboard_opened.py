@@ -37,6 +37,8 @@ def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
 
 
 def test_a_source_that_is_nothing_says_so(tmp_path: Path) -> None:
+    assert Source(tmp_path).names() == [], "an empty folder waits for its first run"
+    (tmp_path / "notes.txt").write_text("no run")
     with pytest.raises(RunError, match="neither a run nor a folder of runs"):
         Source(tmp_path)
     with pytest.raises(RunError, match="no such folder"):

@@ -177,6 +177,7 @@ def test_an_address_where_nobody_can_listen_is_one_line(folder: Path) -> None:
 
 
 def test_a_path_that_is_no_run_fails_before_anything_is_bound(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no run")
     with pytest.raises(RunError, match="neither a run nor a folder of runs"):
         serve(tmp_path)
 
