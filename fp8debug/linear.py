@@ -284,10 +284,17 @@ class Fp8Linear(nn.Linear):
         Under torch.compile it runs outside the graph, watched or not, so that both compute the same.
 
         Raises:
+            Unsupported: torch.compile(fullgraph=True) compiles it.
             UsageError: the last dimension of input is not in_features, or a transform of torch.func (grad, vmap, jvp) runs it
                 in FP8.
         """
-        return self._outside_graph(input) if torch.compiler.is_compiling() else self._run(input)
+        if not torch.compiler.is_compiling():
+            return self._run(input)
+        if torch.compiler.is_dynamo_compiling():
+            from torch._dynamo.comptime import comptime
+
+            comptime(_refuse_full_graph)
+        return self._outside_graph(input)
 
     def _run(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != (self.in_features,):
@@ -355,6 +362,12 @@ class Fp8Linear(nn.Linear):
         """Return nn.Linear's line with the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a pickle or a copy of the module, which no watch observes."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        state["probe"] = None
+        return state
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._histories:
@@ -371,6 +384,22 @@ class Fp8Linear(nn.Linear):
             if cast is not None and cast.scaling == "delayed":
                 self.history(key, cast, next(self.parameters()).device).load_state(state)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+#: Message to a user who compiles an Fp8Linear with ``fullgraph=True``.
+NO_FULL_GRAPH = (
+    "Fp8Linear cannot be part of a graph that torch.compile(fullgraph=True) asks for: it runs outside of compiled code;"
+    " compile with fullgraph=False, or leave the modules around it uncompiled"
+)
+
+
+def _refuse_full_graph(context: Any) -> None:
+    """Raise one line at compile time where a graph break is an error; Dynamo calls it while it traces."""
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if any(getattr(t, n, False) for t in (tracer, tracer.output.root_tx) for n in ("one_graph", "error_on_graph_break")):
+        from torch._dynamo.exc import Unsupported
+
+        raise Unsupported(NO_FULL_GRAPH)
 
 
 def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str | Recipe | None] | None = None) -> nn.Module:

@@ -7,7 +7,6 @@ their MSE, cosine and SQNR estimate those of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from weakref import ref
 
 import torch
@@ -70,13 +69,6 @@ class Probe(Riding):
         self._tried_weight: Tried = {}
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: Keys | None = None
-
-    def __deepcopy__(self, memo: object) -> None:
-        """A copy of a watched model is not watched."""
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """A pickle of a watched model is not watched."""
-        return (_none, ())
 
     def forget(self) -> None:
         """Forget the step that it was last called in; nothing is made anew, which the garbage collector would have to look at."""
@@ -363,7 +355,3 @@ class Probe(Riding):
 
     def _sample(self, length: int, device: torch.device) -> Tensor | slice:
         return slice(None) if (lines := self.observer.sample(length, device).lines) is None else lines
-
-
-def _none() -> None:
-    return None

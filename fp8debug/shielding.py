@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch._C import (
     _push_on_torch_dispatch_stack,
     _push_on_torch_function_stack,
 )
+from torch._C import _dynamo as _dynamo_c
+from torch.fx import _symbolic_trace as _fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8debug.interruptions import is_ours
@@ -33,7 +35,55 @@ if TYPE_CHECKING:
 
     P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound="Callable[..., Any]")
 S = TypeVar("S", bound="Shielded")
+
+
+_FRAMES: Any = _dynamo_c.eval_frame
+
+
+def skipped_by_dynamo(function: F) -> F:
+    """Keep Dynamo from compiling a function's own frame, where code of a compiled function runs after a graph break.
+
+    Functions that it calls may be compiled; torch._dynamo is not imported for it.
+    """
+    code = function.__code__
+    if hasattr(_FRAMES, "set_code_exec_strategy"):  # torch 2.7
+        skip, default = _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
+        _FRAMES.set_code_exec_strategy(code, _FRAMES._FrameExecStrategy(skip, default))
+    else:
+        _FRAMES.skip_code(code)
+    return function
+
+
+def untraced(function: F) -> F:
+    """Let Dynamo compile neither a function of ours nor what it calls, as :func:`torch.compiler.disable` does at lower cost."""
+
+    @skipped_by_dynamo
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        callback = _FRAMES.get_eval_frame_callback()
+        if callback is None:
+            return function(*args, **kwargs)
+        _FRAMES.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _FRAMES.set_eval_frame(callback)
+
+    return cast("F", call)
+
+
+@skipped_by_dynamo
+def is_under_dynamo() -> bool:
+    """Return whether torch.compile runs the code that called: a frame that begins now may be compiled."""
+    return _FRAMES.get_eval_frame_callback() is not None
+
+
+@skipped_by_dynamo
+def is_traced() -> bool:
+    """Return whether a module's call is traced into a graph (torch.jit.trace, torch.fx, torch.export) and trains nothing."""
+    return torch._C._get_tracing_state() is not None or bool(getattr(_fx, "_is_fx_tracing_flag", False))
 
 
 class Shielded:
@@ -130,7 +180,7 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
             probe.observer.report(probe.module, f"{NOT_WATCHED}: {type(error).__name__}: {lines[0]}"[:300], True)
             return None
 
-    return call
+    return untraced(call)
 
 
 class TorchState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ PAGES = Path(__file__).parent / "dashboard"
 TIMED = Path(__file__).parent / "test_speed.py"
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Let no test find what an earlier one compiled: a program has one process."""
+    if (utils := sys.modules.get("torch._dynamo.utils")) is not None:
+        utils.counters.clear()
 
 
 def pytest_collection_finish() -> None:

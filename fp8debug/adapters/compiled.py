@@ -1,12 +1,14 @@
-"""Code under torch.compile is traced without our hooks and runs without them: it is left alone, or sampled steps avoid it."""
+"""Code under torch.compile runs as it would without a watch and is not recorded, or sampled steps run without torch.compile."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from fp8debug.adapters.calls import was_trained_eagerly
 from fp8debug.observer import Observer
 
 
@@ -38,6 +40,38 @@ def run_samples_eagerly(observer: Observer) -> tuple[Callable[[], None], Callabl
 
 def _set_stance(is_eager: bool) -> None:
     torch.compiler.set_stance("force_eager" if is_eager else "default")
+
+
+#: Reason in coverage for a module that no eager code called in a sampled step of a program that compiles.
+NOT_RECORDED = (
+    "not called outside code under torch.compile, which is not recorded;"
+    " watch(..., compiled='eager') runs sampled steps without torch.compile"
+)
+
+
+def modules_in_compiled_code(roots: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of modules that compiled code may call.
+
+    These are all of a root that eager code never called with gradients, as far as the observer of its calls knows, and all within
+    a module that is compiled itself.
+    """
+    found: set[int] = set()
+    if is_compile_in_use():
+        for root in roots:
+            tops = [m for m in root.modules() if _is_compiled(m)] if was_trained_eagerly(root) else [root]
+            found.update(id(m) for top in tops for m in top.modules())
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` wraps a module, its call or its ``forward``."""
+    own = vars(module)
+    forward = own.get("forward", getattr(type(module), "forward", None))
+    return (
+        own.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(forward, "_torchdynamo_orig_callable")
+    )
 
 
 def is_compile_in_use() -> bool:

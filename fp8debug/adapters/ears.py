@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from fp8debug.adapters.calls import observe_calls
 from fp8debug.adapters.listening import Heard, Side, listener_of, nodes_between, version_of
-from fp8debug.adapters.parts import CALLED, TRIED, Hooks, is_new
+from fp8debug.adapters.parts import CALLED, TRIED, is_new
 from fp8debug.adapters.plain import Trial
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
@@ -23,7 +24,7 @@ from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast
 from fp8debug.second_look import Kept, Tried
 from fp8debug.sharding import layout_by_marks
-from fp8debug.shielding import guarded
+from fp8debug.shielding import guarded, untraced
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
@@ -74,8 +75,8 @@ class Call:
         return self.versions.get(name) is None or x._version == self.versions[name]
 
 
-class Ears(Hooks, Probe):
-    """A probe that is fed by hooks and by the listener.
+class Ears(Probe):
+    """A probe that records what the listener sees of its module's GEMMs.
 
     Args:
         observer: where it records.
@@ -105,7 +106,7 @@ class Ears(Hooks, Probe):
         self._trial = trial
 
     def listen(self, module: nn.Module) -> Callable[[], None]:
-        """Hook the module and return what undoes it.
+        """Observe the module's calls and return what ends it.
 
         Raises:
             AttachError: another watch listens to it.
@@ -114,32 +115,25 @@ class Ears(Hooks, Probe):
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         _HEARD.add(module)
         CALLED.discard(module)  # by an earlier watch
-        self._own = module
         self.layout = layout_by_marks(module, stored(module, "weight"))
-        handles = [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, prepend=True, with_kwargs=True, always_call=True),
-        ]
+        end = observe_calls(module, self)
 
         def undo() -> None:
             _HEARD.discard(module)
-            for handle in handles:
-                handle.remove()
+            end()
 
         return undo
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if module is not self._own or torch.compiler.is_compiling():
-            return
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends."""
         call = Call(copies=self._copies) if self.begin() else None
         if call is not None:
             CALLED.add(module)
             call.arguments = {id(x): version_of(x) for x in args if isinstance(x, Tensor)}
         self._listener.begin(self, call, None if call is None else call.hear, self._fail)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is not self._own or torch.compiler.is_compiling():
-            return
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record fprop, and wait for the backward pass."""
         ear = self._listener.end(self)
         if ear is None or not isinstance(ear.call, Call):
             return
@@ -216,14 +210,17 @@ class Ears(Hooks, Probe):
             self.observer.after_step.append(self._end_step)
         self._unfinished.append(call)
 
+        @untraced
         def before(grads: Any) -> None:
             self._listener.begin(call, call, partial(self._take, call), self._fail)
 
+        @untraced
         def after(grads: Any, others: Any) -> None:
             self._listener.end(call)
             call.nodes_left -= 1
             self._sort(call)
 
+        @untraced
         def take(grad: Tensor) -> None:
             if call in self._unfinished:
                 call.grad_output = grad.detach().reshape(-1, grad.shape[-1])

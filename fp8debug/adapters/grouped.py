@@ -17,13 +17,15 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from fp8debug.adapters.base import ADAPTERS, num_dims
+from fp8debug.adapters.calls import observe_calls
 from fp8debug.adapters.grouped_gemms import HeardGroup
 from fp8debug.adapters.grouped_probe import GroupProbe
 from fp8debug.adapters.listening import listener_of, nodes_between
-from fp8debug.adapters.parts import Hooks, Part, heard_recipe, stacks_of
+from fp8debug.adapters.parts import Part, heard_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
+from fp8debug.shielding import untraced
 
 #: Nodes between a GEMM and its weight: views, transposes, casts.
 _MAX_STEPS = 16
@@ -41,37 +43,31 @@ class GroupCall:
             self.heard.append(heard.held())
 
 
-class GroupEars(Hooks):
-    """The hooks on one module, for all its 3-D weights that a watch observes."""
+class GroupEars:
+    """Observer of one module's calls, for all its 3-D weights that a watch records."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
         self.module, self.observer, self._listener = module, observer, listener_of(observer)
         self.probes: dict[str, GroupProbe] = {}
-        self._handles = [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, always_call=True),
-        ]
+        self._end = observe_calls(module, self)
 
     def detach(self, name: str) -> None:
-        """Take one weight off, and with the last of them the hooks."""
+        """Take one weight off, and with the last of them the observation of calls."""
         self.probes.pop(name, None)
         if not self.probes:
-            for handle in self._handles:
-                handle.remove()
+            self._end()
             _EARS.pop(self.module, None)
 
-    def _before(self, module: nn.Module, args: Any) -> None:
-        if module is not self.module or torch.compiler.is_compiling():
-            return
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends."""
         observed = [probe.part for probe in self.probes.values() if probe.begin()]
         for part in observed:
             part.was_called = True
         call = GroupCall() if observed else None
         self._listener.begin(self, call, None if call is None else call.hear, self._fail)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module is not self.module or torch.compiler.is_compiling():
-            return
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record fprop, and wait for the backward pass."""
         ear = self._listener.end(self)
         if ear is not None and isinstance(ear.call, GroupCall) and ear.call.heard:
             first = next(iter(self.probes.values()))
@@ -132,10 +128,12 @@ class GroupEars(Hooks):
             return
         heard = GroupCall()
 
+        @untraced
         def before(grads: Any) -> None:
             line.grad_output = None if grads[0] is None else grads[0].detach()
             self._listener.begin(line, line, heard.hear, self._fail)
 
+        @untraced
         def after(grads: Any, others: Any) -> None:
             self._listener.end(line)
             probe.take_backward(line, heard.heard)

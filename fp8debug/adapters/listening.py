@@ -23,10 +23,9 @@ from torch._C import (
     _push_on_torch_dispatch_stack,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
+from fp8debug.adapters.calls import observe_calls
 from fp8debug.adapters.gemms import FLOPS, GemmCounter
-from fp8debug.adapters.parts import Hooks
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.observer import Observer
@@ -334,8 +333,8 @@ def listener_of(observer: Observer) -> Listener:
     return _LISTENERS[observer]
 
 
-class RootHooks(Hooks):
-    """Hooks on the roots of a watch: they count the FP8 GEMMs of sampled forward passes that belong to no watched module.
+class RootHooks:
+    """Observer of the roots' calls: counts the FP8 GEMMs of sampled forward passes that belong to no watched module.
 
     They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes. In the first
     sampled step the FLOPs of all GEMMs are counted, whatever their precision.
@@ -345,37 +344,37 @@ class RootHooks(Hooks):
         observer: of the watch.
         counter: of the FLOPs.
         hears: whether FP8 GEMMs are looked for in the other sampled steps too.
+        is_told: returns whether compiled code was reported on stderr, which need not be repeated.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], observer: Observer, counter: GemmCounter, hears: bool) -> None:
+    def __init__(
+        self, roots: Iterable[nn.Module], observer: Observer, counter: GemmCounter, hears: bool, is_told: Callable[[], bool]
+    ) -> None:
         self._counter, self._hears = counter, hears
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
         self._entered: list[nn.Module] = []
-        self._told = False
-        self._handles: list[RemovableHandle] = []
-        for root in self._roots:
-            self._handles += [
-                root.register_forward_pre_hook(self._before),
-                root.register_forward_hook(self._after, always_call=True),
-            ]
+        self._told, self._is_told = False, is_told
+        self._ends = [observe_calls(root, self) for root in self._roots]
         observer.on_end_step.append(self._report)
 
-    def _before(self, root: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(root is own for own in self._roots):
-            return  # evaluation, or a copy of the root
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends, unless it is an evaluation."""
+        if not torch.is_grad_enabled():
+            return
         self._observer.before_forward()
         if not self._observer.sampling or not hasattr(TorchDispatchMode, "ignore_compile_internals"):
             return
         counts = self._counter.is_wanted and torch._C._current_graph_task_id() == -1 and not is_capturing()
         if (counts or self._hears) and self._listener.enter():
-            self._entered.append(root)
+            self._entered.append(module)
             if counts:
                 self._listener.counter = self._counter
                 self._counter.begin()
 
-    def _after(self, root: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._entered and self._entered[-1] is root:
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """End it."""
+        if self._entered and self._entered[-1] is module:
             self._entered.pop()
             self._listener.leave()
             self._counter.end()
@@ -390,13 +389,13 @@ class RootHooks(Hooks):
                 " function, or a module that no adapter takes); run sampled steps without torch.compile to record them"
             )
             strays.clear()
-            self._observer.report("the model", text, not self._told)
+            self._observer.report("the model", text, not self._told and not self._is_told())
             self._told = True
 
     def remove(self) -> None:
-        """Take them off again."""
-        for handle in self._handles:
-            handle.remove()
+        """End the observation."""
+        for end in self._ends:
+            end()
         self._report()
         self._counter.end()
         self._listener.forget()

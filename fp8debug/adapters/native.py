@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.plain import Trial
@@ -18,11 +19,11 @@ from fp8debug.recipes import Recipe
 class TrialInBf16(Trial):
     """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
 
-    def _after(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Leave it to the module's own probe from the moment it runs in FP8."""
         assert isinstance(module, Fp8Linear)
         if module.recipe.is_high_precision:
-            super()._after(module, args, kwargs, output)
+            super().after_call(module, args, kwargs, output)
 
 
 class Native:

@@ -128,25 +128,6 @@ def kind_of_part(module: nn.Module) -> str:
     return module.fp8debug_kind if isinstance(module, Part) else class_of(module).__name__
 
 
-class Deaf:
-    """What hooks on a module become in a pickle of it, which is not watched."""
-
-    def _before(self, *args: Any) -> None:
-        pass
-
-    _after = _before
-
-
-class Hooks:
-    """Hooks on a module as bound methods ``_before`` and ``_after``; a copy and a pickle of the module are not watched."""
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self  # its hooks ignore every other module
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return Deaf, ()
-
-
 #: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
 CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
 FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()

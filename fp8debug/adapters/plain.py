@@ -1,6 +1,6 @@
 """The adapter of plain nn.Linear in BF16 or FP32: what would FP8 do to this run?
 
-The module's own arithmetic is not touched. A forward hook sees the input, a hook on its autograd node sees grad_output, and
+The module's own arithmetic is not touched. An observer of its calls sees the input and a hook on its autograd node grad_output;
 the three GEMMs are tried on sampled rows under a recipe; every row is recorded with ``actual = false``.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of
-from fp8debug.adapters.parts import Hooks
+from fp8debug.adapters.calls import observe_calls
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source
@@ -27,19 +26,20 @@ from fp8debug.shielding import guarded, is_batched
 from fp8debug.types import Gemm, TensorRole
 
 
-class Trial(Hooks, Probe):
+class Trial(Probe):
     """A probe that also does the quantizing, under the recipe of the observer's settings."""
 
     def follow(self, module: nn.Linear) -> Callable[[], None]:
-        """Hook a module; return what undoes it."""
-        self._own = module
+        """Observe a module's calls; return what ends it."""
         self.layout = layout_by_marks(module, stored(module, "weight"))
-        # first of the hooks: FSDP2 takes the weight away in a later one
-        return module.register_forward_hook(self._after, prepend=True, with_kwargs=True).remove
+        return observe_calls(module, self)
 
-    def _after(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing: all that is recorded is known afterwards."""
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record fprop and wait for the gradient; the output itself is left alone."""
-        if module is self._own and not torch.compiler.is_compiling() and self.begin():
+        if output is not None and self.begin():
             self._try_fprop(module, args[0] if args else kwargs["input"], output)
 
     @guarded
@@ -133,7 +133,7 @@ class Plain:
         return None
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
-        """Hook the module."""
+        """Observe the module's calls."""
         assert isinstance(module, nn.Linear)
         return Trial(observer, name, actual=False).follow(module)
 

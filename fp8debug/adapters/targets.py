@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8debug.adapters.base import ADAPTERS, Adapter
+from fp8debug.adapters.compiled import NOT_RECORDED
 from fp8debug.adapters.parts import TRIED, Part, kind_of_part, parts_of, stacks_of
 from fp8debug.adapters.stages import layers_before, name_in_model
 from fp8debug.attributes import has, stored
@@ -51,6 +52,7 @@ class Candidate:
     not_run: str | None = None
     is_known_to_run: bool = False
     ran_fp8: bool = False
+    is_compiled: bool = False  #: no eager code called it in a sampled step of a program that compiles
 
     @property
     def fp8(self) -> bool:
@@ -77,6 +79,11 @@ class Candidate:
         """Whether only its GEMMs tell if it runs in FP8."""
         return self.adapter is not None and self.adapter.is_heard
 
+    @property
+    def why_not_recorded(self) -> str | None:
+        """Why nothing of the module is recorded; None where something is, as far as that is known."""
+        return self.reason or (NOT_RECORDED if self.is_compiled else None)
+
     def describe(self, index: int) -> dict[str, Any]:
         """Return the module's entry of the manifest."""
         recipe, casts = self.recipe(), None
@@ -92,11 +99,11 @@ class Candidate:
             "index": index,
             "fp8": self.ran_fp8 or (recipe is not None and self.not_run is None),
             "called": None if not self.is_known_to_run else self.not_run is None,
-            "observed": self.adapter is not None and self.reason is None and self._is_observed(recipe is not None),
+            "observed": self.adapter is not None and self.why_not_recorded is None and self._is_observed(recipe is not None),
             "casts": casts,
             "recipe": recipe.name if recipe else None,
             "fast_accum": [g.value for g in recipe.fast_accum] if recipe else [],
-            "reason": self.reason or self.not_run or (None if recipe else self.unread or self._why_not()),
+            "reason": self.why_not_recorded or self.not_run or (None if recipe else self.unread or self._why_not()),
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
             "selects": self.selects,

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.calls import observe_calls
 from fp8debug.adapters.ears import weakly
 from fp8debug.adapters.listening import nodes_between
-from fp8debug.adapters.parts import Hooks, Part, heard_recipe
+from fp8debug.adapters.parts import Part, heard_recipe
 from fp8debug.adapters.transformer_engine_gemms import GEMMS, HeardGemm, read_gemm
 from fp8debug.adapters.transformer_engine_modules import (
     activated,
@@ -175,25 +175,21 @@ class Call:
         return grad if splits is None else rows_of(grad, splits, place)
 
 
-class ModuleEars(Hooks):
-    """The hooks on one module of the library, for all its Linears that a watch observes."""
+class ModuleEars:
+    """Observer of the calls of one module of the library, for all its Linears that a watch records."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
         self.module, self.observer = module, observer
         self.probes: dict[int, TeProbe] = {}
-        self._handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+        self._end = observe_calls(module, self)
         self._is_called_back = False  # when the step ends
         self._check = ScaleCheck(lambda fqn, text: observer.report(fqn, text, True))
 
     def detach(self, number: int) -> None:
-        """Take one Linear off, and with the last of them the hooks."""
+        """Take one Linear off, and with the last of them the observation of calls."""
         self.probes.pop(number, None)
         if not self.probes:
-            for handle in self._handles:
-                handle.remove()
+            self._end()
             _EARS.pop(self.module, None)
             self._end_step()
 
@@ -208,9 +204,8 @@ class ModuleEars(Hooks):
         if not self._check.settle():
             self._call_back()
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is not self.module or torch.compiler.is_compiling():
-            return
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Collect the GEMMs that the library runs until the call ends."""
         x = args[0] if args else next(iter(kwargs.values()), None)
         observed = {number: probe for number, probe in self.probes.items() if probe.begin()}
         for probe in observed.values():
@@ -227,8 +222,9 @@ class ModuleEars(Hooks):
         GEMMS.listen(self)
         self._check.look(name, self.module)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is not self.module or torch.compiler.is_compiling() or not GEMMS.calls:
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record fprop, and wait for the backward pass."""
+        if not GEMMS.calls:
             return
         call = GEMMS.calls.pop()
         if isinstance(call, Call) and call.module is module and call.lines and output is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug.adapters.changes import RecipeChanges
-from fp8debug.adapters.compiled import is_compile_in_use, run_samples_eagerly
+from fp8debug.adapters.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.gemms import GemmCounter
 from fp8debug.adapters.inference import compare_paths
@@ -93,7 +93,8 @@ class Watch:
         self._closed = self._is_over = False
         self._ending = [self._end_steps, self._end_recording, self._end_files]  # by close(), in order, what is not done yet
         self._pid = os.getpid()
-        self._has_looked = False
+        self._has_looked = self._has_told_compiled = False
+        self._unseen: set[str] = set()
         self._before_next: Callable[[], None] | None = None
         self._counter = GemmCounter(named_modules(roots), kind_of_part)
         self._observer.on_product = self._counter.add
@@ -104,7 +105,8 @@ class Watch:
             for c in candidates:
                 self._attach(c)
             hears = any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates)
-            self._undo.append(RootHooks(roots, self._observer, self._counter, hears).remove)
+            is_told = partial(getattr, self, "_has_told_compiled")
+            self._undo.append(RootHooks(roots, self._observer, self._counter, hears, is_told).remove)
             if hears:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
@@ -349,7 +351,6 @@ class Watch:
             self._say_unread(self._changes.look())
         if self._observer.sampling:
             self._note_what_ran()
-        if self._observer.sampling and not self._has_looked:
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
         if settle:
@@ -444,15 +445,27 @@ class Watch:
         return "never called in a sampled step: what multiplies by its weight elsewhere, if anything, does not run in FP8"
 
     def _report_compiled(self, seen: set[str]) -> None:
-        """At the first sampled step: say what torch.compile hides."""
+        """Mark the modules that only compiled code calls, for coverage, and report them once on stderr."""
         self._has_looked = True
         accounted_for = seen | self._observer.modules_given_up
-        unseen = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
-        hidden = [c.fqn for c in unseen if not was_called(c.module)]
-        if hidden and self._before_next is None and is_compile_in_use():
+        waiting = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
+        unseen = {c.fqn for c in waiting if not was_called(c.module)}
+        if self._before_next is not None or unseen == self._unseen:
+            return
+        self._unseen = unseen
+        compiled = modules_in_compiled_code(self._roots) if unseen else set()
+        before = [c.is_compiled for c in self._candidates]
+        for c in self._candidates:
+            c.is_compiled = c.fqn in unseen and id(getattr(c.module, "owner", c.module)) in compiled
+        hidden = [c.fqn for c in self._candidates if c.is_compiled]
+        if [c.is_compiled for c in self._candidates] != before:
+            self._changes.write()
+        if hidden and not self._has_told_compiled:
+            self._has_told_compiled = True
+            which = "is" if len(hidden) == 1 else "are"
             text = (
-                f"{len(hidden)} of {len(self._candidates)} modules are not seen at step {self._observer.step}, {hidden[0]} the"
-                " first: code under torch.compile is not recorded; watch(..., compiled='eager') runs sampled steps without it"
+                f"{len(hidden)} of {len(self._candidates)} modules {which} not recorded at step {self._observer.step}"
+                f" ({hidden[0]} is the first): {NOT_RECORDED}"
             )
             say(self._writer, self._observer.step, text)
 
@@ -461,7 +474,8 @@ class Watch:
             return
         accounted_for = self._observer.modules_seen | self._observer.modules_given_up
         silent = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
-        missing = [c.fqn for c in silent if not was_called(c.module)]
+        missing = [c.fqn for c in silent if not was_called(c.module) and not c.is_compiled]
+        silent = [c for c in silent if not c.is_compiled]
         if silent and not missing and not self._observer.modules_seen and not any(c.fp8 for c in silent):
             text = f"no FP8 GEMM was heard in any of {len(silent)}: they run in high precision, or in kernels that are not read"
             say(self._writer, self._observer.step, text)

@@ -25,6 +25,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def train(
@@ -85,8 +86,9 @@ def test_a_compiled_linear_is_refused_with_the_flag_to_set(
     first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(None, tmp_path / "run", first=first, fullgraph=True) == train(None, None, first=first, fullgraph=True)
-    text = "7 of 7 modules are not seen at step 0, blocks.0.gate the first: code under torch.compile is not recorded"
-    assert capsys.readouterr().err.count(f"fp8debug: {text}; watch(..., compiled='eager') runs sampled steps without it\n") == 1
+    text = "7 of 7 modules are not recorded at step 0 (blocks.0.gate is the first): not called outside code under torch.compile"
+    way_out = "watch(..., compiled='eager') runs sampled steps without torch.compile"
+    assert capsys.readouterr().err.count(f"fp8debug: {text}, which is not recorded; {way_out}\n") == 1
     run = fp8debug.Run(tmp_path / "run")
     assert [r["loss"] is not None for r in run.sql("SELECT loss FROM steps").to_pylist()] == [True] * STEPS
     assert text in str(run.sql("SELECT message FROM events WHERE step = 0").to_pylist())
