@@ -421,8 +421,12 @@ class Watch:
             c.fqn.rpartition(".")[0] for c in self._candidates if isinstance(c.module, Part)
         }
         modules = {fqn or type(module).__name__: module for module, fqn in reversed(named_modules(self._roots))}
+        compiled, watched = modules_in_compiled_code(self._roots), {id(c.module) for c in self._candidates}
         for entry in counted:
             if entry["fp8"] and entry["fqn"] not in known and entry["fqn"] in modules:
+                inside = modules[entry["fqn"]].modules()
+                if id(modules[entry["fqn"]]) in compiled and any(id(m) in watched for m in inside):
+                    continue  # its GEMMs are those of Linears that compiled code calls, which are named themselves
                 known.add(entry["fqn"])
                 reason = f"FP8 GEMMs run in it ({', '.join(entry['ops'])}) and are not recorded: fp8debug does not read its class"
                 found = Candidate(entry["fqn"], modules[entry["fqn"]], None, reason, is_known_to_run=True, ran_fp8=True)
