@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 #: Begins the last word of a training process that cannot give its model the arm.
 REFUSED = "fp8debug: this arm cannot be trained: "
 
+#: ``every`` of an arm that records its loss alone, which is what counts, unless ``--every`` asks for statistics.
+NEVER = 2**62
+
 #: Kinds of modules, as a manifest has them, whose casts an arm can change; None in a run that says no kind.
 CHANGEABLE = ("Fp8Linear", "Float8Linear", "Linear", None)
 

@@ -1,75 +1,165 @@
-"""What a script that nobody changed gives away of its loss: the scalars it calls ``backward()`` on, and its gradient scaler."""
+"""Losses of a script that nobody changed: the scalars on which it calls ``backward()``, and its gradient scaler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from fp8debug.adapters.watching import Watch
+from fp8debug.imports import after_import
 from fp8debug.trainers.base import replace, scale_of, undoing
 
 
 class LossMeter:
     """Sees every scalar on which ``backward()`` is called, before a gradient scaler multiplied it, and the scale.
 
+    A loss belongs to every watch whose model it gives gradients to. With one watch that is not looked at: it has all losses.
+
     Args:
-        watch: returns the watch that is to be told, None before there is one.
+        watches: returns the watches, of which there may be none yet.
+        before_backward: called with the tensor at each ``backward()``, first of all.
     """
 
-    def __init__(self, watch: Callable[[], Watch | None]) -> None:
-        self._watch = watch
-        self._step = -1
-        self._total: Tensor | None = None
-        self._num = 0
-        self._scaled: Tensor | None = None
+    def __init__(self, watches: Callable[[], Sequence[Watch]], before_backward: Callable[[Tensor], None]) -> None:
+        self._watches = watches
+        self._before_backward = before_backward
+        self._unscaled: Tensor | None = None  # of the loss that a scaler multiplied for the backward pass that comes next
+        self._means: WeakKeyDictionary[Watch, _Mean] = WeakKeyDictionary()
 
     def start(self) -> Callable[[], None]:
         """Begin; return what ends it."""
 
         def backward(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if tensor is not self._scaled:
-                    self._note(tensor)
-                self._scaled = None
-                return own(tensor, *args, **kwargs)
+            before, after = untraced(self._begin), untraced(self._end)
 
-            return heard
-
-        def scale(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(scaler: Any, outputs: Any) -> Any:
-                scaled = own(scaler, outputs)
-                if isinstance(outputs, Tensor) and scaled is not outputs:
-                    self._note(outputs)
-                    self._scaled = scaled
-                    if (watch := self._watch()) is not None and (factor := scale_of(scaler)) is not None:
-                        watch.note(loss_scale=factor)
-                return scaled
-
-            return heard
-
-        def step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-                result = own(scaler, optimizer, *args, **kwargs)
-                if (watch := self._watch()) is not None:
-                    watch.count_step(optimizer)  # also one that an overflow made the scaler skip
+            def measured(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                marks = before(tensor)
+                result = own(tensor, *args, **kwargs)
+                after(marks)
                 return result
 
-            return heard
+            return uncompiled(measured)
+
+        def scale(own: Callable[..., Any]) -> Callable[..., Any]:
+            note = untraced(self._note_scaled)
+
+            def measured(scaler: Any, outputs: Any) -> Any:
+                scaled = own(scaler, outputs)
+                note(scaler, outputs, scaled)
+                return scaled
+
+            return uncompiled(measured)
+
+        def step(own: Callable[..., Any]) -> Callable[..., Any]:
+            count = untraced(self._count_step)
+
+            def measured(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                result = own(scaler, optimizer, *args, **kwargs)
+                count(optimizer)
+                return result
+
+            return uncompiled(measured)
 
         scaler = torch.amp.GradScaler
         return undoing([replace(Tensor, "backward", backward), replace(scaler, "scale", scale), replace(scaler, "step", step)])
 
-    def _note(self, loss: Tensor) -> None:
-        watch = self._watch()
-        if watch is None or loss.dim() != 0:
-            return
-        watch.close_counted_step()  # compiled code does not tell that the next step has begun
-        if watch.current_step != self._step or self._total is None:
-            self._step, self._total, self._num = watch.current_step, loss.detach(), 1
-            watch.note(loss=loss.detach())
+    def _begin(self, tensor: Tensor) -> list[tuple[Watch, Any, Tensor]]:
+        """At a backward pass: note its loss, or return what tells afterwards to whom it belongs."""
+        self._before_backward(tensor)
+        loss = tensor if self._unscaled is None else self._unscaled
+        self._unscaled = None
+        watches = list(self._watches())
+        for watch in watches:
+            watch.begin_backward()
+        if loss.dim() != 0:
+            return []
+        loss = loss.detach()
+        if len(watches) == 1:
+            self._mean_of(watches[0]).add(loss)
+            return []
+        return [(watch, watch.gradients(), loss) for watch in watches]
+
+    def _end(self, marks: list[tuple[Watch, Any, Tensor]]) -> None:
+        reached = [(watch, mark, loss) for watch, mark, loss in marks if watch.gradients() != mark]
+        for watch, mark, loss in reached or marks:
+            self._mean_of(watch).add(loss, mark)
+        for watch in self._watches():
+            watch.end_backward()
+
+    def _mean_of(self, watch: Watch) -> _Mean:
+        if watch not in self._means:
+            self._means[watch] = _Mean(watch)
+        return self._means[watch]
+
+    def _note_scaled(self, scaler: Any, outputs: Any, scaled: Any) -> None:
+        if isinstance(outputs, Tensor) and scaled is not outputs:
+            self._unscaled = outputs
+            if (factor := scale_of(scaler)) is not None:
+                for watch in self._watches():
+                    watch.note(loss_scale=factor)
+
+    def _count_step(self, optimizer: Any) -> None:
+        for watch in self._watches():
+            watch.count_step(optimizer)  # also one that an overflow made the scaler skip
+
+
+class _Mean:
+    """The mean of the losses of one watch's step.
+
+    A loss whose gradients were thrown away before the optimizer used them does not count: a generator's loss also reaches the
+    discriminator, which sets its gradients to zero and then has a loss of its own.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._step = -1
+        self._total: Tensor | None = None
+        self._num = 0
+        self._left: Any = None  # the gradients that the last loss left
+
+    def add(self, loss: Tensor, before: Any = None) -> None:
+        """Add a loss.
+
+        Args:
+            loss: a scalar.
+            before: the gradients before its backward pass; None where they were not looked at.
+        """
+        watch = self._watch
+        was_cleared = before is not None and before != self._left
+        if watch.current_step != self._step or self._total is None or was_cleared:
+            self._step, self._total, self._num = watch.current_step, loss, 1
         else:
-            self._total, self._num = self._total + loss.detach(), self._num + 1
-            watch.note(loss=self._total / self._num)
+            self._total, self._num = self._total + loss, self._num + 1
+        watch.note(loss=self._total if self._num == 1 else self._total / self._num)
+        if before is not None:
+            self._left = watch.gradients()
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same while Dynamo looks away, from it and from all that it calls."""
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
+
+    return uncompiled(apart)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo run a function of ours as it is, when it meets it outside a graph, and go on with what it calls."""
+
+    def skip() -> None:
+        import torch._dynamo
+
+        torch._dynamo.disable(function, recursive=False)
+
+    after_import("torch._dynamo", skip)
+    return function

@@ -145,6 +145,12 @@ class Observer:
         """Whether the step under way has recorded anything."""
         return bool(self._filled)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step under way has recorded a GEMM of the backward pass."""
+        rows = (info for _, filled in self._filled.values() for info in filled.values())
+        return any(info.key.gemm is not Gemm.FPROP for info in rows)
+
     def is_filled(self, row: int) -> bool:
         """Return whether the step under way has recorded anything in a row."""
         return any(row in filled for _, filled in self._filled.values())

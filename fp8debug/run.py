@@ -1,8 +1,10 @@
 """``python -m fp8debug.run [--out DIR] [--every N] train.py ARGS``: record an unmodified training script.
 
-The script runs as ``__main__``. The model is taken to be the outermost module with a Linear whose forward runs with gradients
-on, the loss the scalar on which ``backward()`` is called (the mean where a step has several), and a step ends with
-``optimizer.step()``. A script that calls ``fp8debug.watch()`` itself is left to it.
+The script, ``-m package.module`` or a folder or archive with a ``__main__.py`` runs as by ``python``, in a ``__main__`` of its
+own with its own ``sys.argv`` and ``sys.path``, and torch is not imported before the script imports it. The models are those
+whose forward runs with gradients (see ``waiting``), the loss the scalar on which ``backward()`` is called (the mean where a step
+has several), and a step ends with ``optimizer.step()`` or with a change of the weights. A script that calls
+``fp8debug.watch()`` itself is left to it.
 
 With ``--arm`` the same script is one training of an experiment: see ``arms`` and ``fp8debug verify``.
 """
@@ -10,37 +12,30 @@ With ``--arm`` the same script is one training of an experiment: see ``arms`` an
 from __future__ import annotations
 
 import argparse
-import json
-import random
+import atexit
+import builtins
+import io
+import os
+import pkgutil
 import runpy
 import sys
+import threading
+import types
+import zipfile
 from collections.abc import Callable
-from functools import partial
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-
-from fp8debug import adapters
-from fp8debug.adapters import attach
-from fp8debug.adapters.environment import rank_and_world
-from fp8debug.adapters.quiet import check_ranks
-from fp8debug.adapters.targets import roots_of
-from fp8debug.arms import REFUSED, Arm, apply_arm, convert_plain, end_with_parent
-from fp8debug.errors import Fp8DebugError, RecordError, UsageError
-from fp8debug.guard import Guard
-from fp8debug.meter import LossMeter
-from fp8debug.recipes import get_recipe
-from fp8debug.selectors import Selector
+from fp8debug.arms import NEVER, Arm, end_with_parent
+from fp8debug.errors import RecordError, UsageError
+from fp8debug.imports import after_import
 from fp8debug.store.places import refuse_to_write
-from fp8debug.store.volume import parse_size
-from fp8debug.trainers import loop_of
 
-#: In an arm the loss is what counts: no statistics, unless ``--every`` asks for them.
-_NEVER = 2**62
+if TYPE_CHECKING:
+    from fp8debug.waiting import AutoWatch
+
 #: Options that go to :func:`fp8debug.watch` as they are; an arm takes none of them.
 _WATCH_OPTIONS = (
     "dump",
@@ -56,165 +51,17 @@ _WATCH_OPTIONS = (
 )
 
 
-class AutoWatch:
-    """Waits for a script's model, then watches it.
-
-    Args:
-        out: the run directory.
-        options: keyword arguments of :func:`fp8debug.watch`.
-    """
-
-    def __init__(self, out: Path, options: dict[str, Any]) -> None:
-        self.watch: attach.Watch | None = None
-        self.found = False
-        self._out = out
-        self._options = options
-        self._undo: list[Callable[[], None]] = []
-
-    def start(self) -> None:
-        """Listen for the first training forward, for the loss, and for a script that attaches itself."""
-        self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
-        self._undo.append(LossMeter(lambda: self.watch).start())
-        attach.on_watch.append(self.stop)
-
-    def stop(self) -> None:
-        """Stop listening, for the script attaches itself or has ended; a watch goes on."""
-        self.found = True
-        while self._undo:
-            self._undo.pop()()
-        if self.stop in attach.on_watch:
-            attach.on_watch.remove(self.stop)
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        if not _trains(module):
-            return
-        self.found = True
-        self._undo.pop(0)()
-        attach.on_watch.remove(self.stop)
-        try:
-            self.watch = attach.watch(module, self._out, **self._options)
-            if rank_and_world()[0] == 0:
-                print(f"fp8debug: recording {type(module).__name__} into {self._out}", file=sys.stderr)
-        except Fp8DebugError as error:
-            print(f"fp8debug: not recorded: {error}", file=sys.stderr)
-
-
-class ArmWatch(AutoWatch):
-    """Records one arm: gives the model its arm at the first training forward, and ends the script after some steps.
-
-    What the script itself hands to ``fp8debug.watch`` is recorded into the arm's folder instead of the script's.
-
-    Args:
-        out: the run directory.
-        options: keyword arguments of :func:`fp8debug.watch` that override the script's.
-        arm: what to change.
-        steps: the script ends before the step after so many; None lets it run to its end.
-    """
-
-    def __init__(self, out: Path, options: dict[str, Any], arm: Arm, steps: int | None) -> None:
-        super().__init__(out, options)
-        self._arm, self._steps = arm, steps
-        self._root: nn.Module | None = None  # the module whose forward begins a step
-        self._targets: list[nn.Module] = []
-        self._first = self._num_watches = 0
-        self._own_watch = attach.watch
-
-    def start(self) -> None:
-        """Listen, and stand in for ``fp8debug.watch``."""
-        self._undo.append(register_module_forward_pre_hook(self._before_forward).remove)
-        self._undo.append(LossMeter(lambda: self.watch).start())
-        for place in (attach, adapters, sys.modules["fp8debug"]):
-            vars(place)["watch"] = self._redirected
-            self._undo.append(partial(vars(place).__setitem__, "watch", self._own_watch))
-
-    def _redirected(self, target: object, path: str | Path, **options: Any) -> Any:
-        if loop_of(target) is not None:  # a trainer: its model comes here when it is ready
-            return self._own_watch(target, self._out, **options)
-        out = self._out if self._num_watches == 0 else self._out / f"watch-{self._num_watches}"
-        self._num_watches += 1
-        roots = roots_of(target)
-        if not self._targets:
-            self._targets = roots
-            convert_plain(self._arm, roots)
-        watch = self._begin_watch(target, out, options)
-        if self.watch is None:
-            self.watch, self._first = watch, watch.current_step
-        return watch
-
-    def _begin_watch(self, target: object, out: Path, options: dict[str, Any]) -> attach.Watch:
-        watch = self._own_watch(target, out, **{**options, **self._options})
-        if self._options["every"] == _NEVER:
-            watch.skip_statistics()  # not at step 0 either
-        return watch
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
-        if self._root is not None:
-            if module is self._root and torch.is_grad_enabled():
-                self._begin_step()
-        elif _trains(module):
-            self._root, self.found = module, True
-            try:
-                self._begin(module)
-            except Fp8DebugError as error:
-                print(f"{REFUSED}{error}", file=sys.stderr)
-                raise SystemExit(2) from None  # another arm than the one asked for must not go on
-
-    def _begin(self, module: nn.Module) -> None:
-        roots = self._targets or roots_of(module)
-        applied = apply_arm(self._arm, roots, self._first)
-        if self.watch is None:
-            self._num_watches += 1
-            self.watch = self._begin_watch(module, self._out, {})
-            self._first = self.watch.current_step
-        if rank_and_world()[0] == 0:
-            (self._out / "arm.json").write_text(json.dumps({**self._arm.to_dict(), "applied": applied}), encoding="utf-8")
-
-    def _begin_step(self) -> None:
-        assert self.watch is not None
-        self.watch.begin_step()
-        if self._steps is not None and self.watch.current_step - self._first >= self._steps:
-            raise SystemExit(0)
-
-
-def _trains(module: nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(m, nn.Linear) for m in module.modules())
-
-
-def shift_seeds(offset: int) -> None:
-    """Seed torch, NumPy and ``random`` alike in every arm, and add an offset to the seeds that the script sets.
-
-    A ``torch.Generator`` that the script makes and seeds is out of reach: its data stay the same.
-    """
-    own_torch, own_random, own_numpy = torch.manual_seed, random.seed, np.random.seed
-    own_torch(offset)
-    own_random(offset)
-    own_numpy(offset)
-    if not offset:
-        return
-
-    def shifted(seed: Any) -> Any:
-        return seed + offset if isinstance(seed, int) else seed
-
-    def manual_seed(seed: int) -> torch.Generator:
-        return own_torch(shifted(seed))
-
-    torch.manual_seed = torch.random.manual_seed = manual_seed
-    random.seed = lambda a=None, version=2: own_random(shifted(a), version)
-    np.random.seed = lambda seed=None: own_numpy(shifted(seed))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a script under the recorder; return its exit code.
 
     Raises:
         SystemExit: as the script does.
     """
-    options = _parser().parse_args(argv)
-    out = options.out or Path("runs") / options.script.stem
+    options = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        program = Program.of(options)
+        out = options.out or Path("runs") / program.name
         refuse_to_write(out)
-        if not options.script.is_file():
-            raise UsageError(f"no script {options.script}; expected the path of a Python file")
         for name in ("every", "steps", "shadow_rows", "total_steps"):
             if (value := getattr(options, name)) is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -231,31 +78,179 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.child:
         end_with_parent()
-    auto = AutoWatch(out, {"every": options.every or 10, **recording})
-    if arm is not None:
-        # absolute, because the script may change its directory
-        # and arms differ by nothing but what they are: a guard of the script would change some of them
-        overriding = {"every": options.every or _NEVER, "what_if": (), "dump": (), "guard": None}
-        auto = ArmWatch(out.absolute(), overriding, arm, options.steps)
-        shift_seeds(options.seed_offset)
-    auto.start()
-    sys.argv = [str(options.script), *options.args]
-    sys.path.insert(0, str(options.script.resolve().parent))
+    out = out.absolute()  # the script may change its directory
+    if arm is None:
+        return _record(program, out, {"every": options.every or 10, **recording})
+    # arms differ by nothing but what they are: a guard of the script would change some of them
+    overriding = {"every": options.every or NEVER, "what_if": (), "dump": (), "guard": None}
+    return _train_arm(program, out, overriding, arm, options)
+
+
+class Program:
+    """The user's program: a script, a module, or a folder or archive with a ``__main__.py``.
+
+    Args:
+        target: the path as it was given, or the name of the module.
+        args: the program's own arguments.
+        kind: ``script``, ``module`` or ``folder``.
+
+    Attributes:
+        name: name of the default run directory.
+
+    Raises:
+        UsageError: there is no such program.
+    """
+
+    def __init__(self, target: str, args: list[str], kind: str) -> None:
+        self._target, self._args, self._kind = target, args, kind
+        self.name = target.rpartition(".")[2] if kind == "module" else Path(target).resolve().stem
+        if kind == "module":
+            top = target.partition(".")[0]
+            if not top or find_spec(top) is None:
+                raise UsageError(f"no module {target}; expected a name that `python -m` runs from this folder")
+        elif kind == "script" and not Path(target).is_file():
+            raise UsageError(f"no script {target}; expected the path of a Python file")
+        elif kind == "folder" and not _has_main(target):
+            raise UsageError(f"{target} has no __main__.py; give the path of a Python file in it")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Program:
+        """Return the program that a command line names."""
+        target, args = options.script, options.args
+        if options.module:
+            return cls(target, args, "module")
+        is_folder = Path(target).is_dir() or zipfile.is_zipfile(target)
+        return cls(target, args, "folder" if is_folder else "script")
+
+    def run(self) -> None:
+        """Run it as ``python`` does, in a new ``__main__``.
+
+        Raises:
+            BaseException: as the program does.
+        """
+        main = types.ModuleType("__main__")
+        vars(main)["__builtins__"] = builtins
+        if sys.version_info < (3, 14):
+            vars(main)["__annotations__"] = {}
+        sys.modules["__main__"] = main
+        is_safe = getattr(sys.flags, "safe_path", False)
+        if self._kind == "module":
+            if not is_safe:
+                sys.path.insert(0, str(Path.cwd()))
+            sys.argv = ["-m", *self._args]
+            runpy._run_module_as_main(self._target)  # type: ignore[attr-defined]  # which is `python -m`
+            return
+        sys.argv = [self._target, *self._args]
+        path = os.path.abspath(self._target)  # noqa: PTH100  # as python does: links in it stay
+        if self._kind == "folder":
+            sys.path.insert(0, path)
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # as above
+            return
+        if not is_safe:
+            sys.path.insert(0, str(Path(path).resolve().parent))
+        with io.open_code(path) as file:
+            compiled = pkgutil.read_code(file)
+        loader = SourceFileLoader if compiled is None else SourcelessFileLoader
+        vars(main).update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+        exec(compiled or compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
+
+
+def _has_main(folder: str) -> bool:
+    if Path(folder).is_dir():
+        return any((Path(folder) / f"__main__.py{end}").is_file() for end in ("", "c"))
+    with zipfile.ZipFile(folder) as archive:
+        return not {"__main__.py", "__main__.pyc"}.isdisjoint(archive.namelist())
+
+
+def _record(program: Program, out: Path, options: dict[str, Any]) -> int:
+    """Run a program, and record the models that it trains from the import of torch on."""
+    found: list[AutoWatch] = []
+
+    def begin() -> None:
+        try:
+            from fp8debug.waiting import AutoWatch
+
+            auto = AutoWatch(out, options)
+            auto.start()
+            found.append(auto)
+        except Exception as error:  # whatever it is, the user's program goes on
+            print(f"fp8debug: not recorded: {type(error).__name__}: {error}", file=sys.stderr)
+
+    end = after_import("torch", begin)
+
+    def close() -> None:
+        end()
+        if found:
+            found.pop().close()
+        elif "torch" not in sys.modules:
+            print("fp8debug: nothing recorded: the program did not import torch", file=sys.stderr)
+
+    return _run_and_close(program, close)
+
+
+def _train_arm(program: Program, out: Path, overriding: dict[str, Any], arm: Arm, options: argparse.Namespace) -> int:
+    """Run a program as one training of an experiment."""
+    from fp8debug.waiting import ArmWatch, shift_seeds
+
+    watch = ArmWatch(out, overriding, arm, options.steps)
+    shift_seeds(options.seed_offset)
+    watch.start()
+    return _run_and_close(program, watch.close)
+
+
+def _run_and_close(program: Program, close: Callable[[], None]) -> int:
+    """Run a program, and end the recording with it: at exit where it leaves threads, which may train."""
+    is_process = __name__ == "__main__"
+    before = sys.modules["__main__"]
+    if is_process and not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the current directory, which is there for `python -m`
     try:
-        runpy.run_path(str(options.script), run_name="__main__")
+        program.run()
+    except Exception:
+        if is_process:
+            sys.excepthook = _without_our_frames(sys.excepthook)
+        raise
+    except KeyboardInterrupt:
+        if is_process:
+            sys.excepthook = _without_our_frames(sys.excepthook)
+        raise
     finally:
-        found = auto.found
-        auto.stop()
-        if auto.watch is not None:
-            auto.watch.close()
-        elif not found:
-            print("fp8debug: nothing recorded: no module with a Linear ran forward with gradients on", file=sys.stderr)
+        if is_process and any(not t.daemon and t is not threading.current_thread() for t in threading.enumerate()):
+            atexit.register(close)
+        else:
+            close()
+        if not is_process:
+            sys.modules["__main__"] = before
     return 0
+
+
+def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an excepthook that is shown a program's traceback as it is without us."""
+    ours = str(Path(__file__).parent)
+
+    def trimmed(trace: types.TracebackType | None) -> types.TracebackType | None:
+        frames = []
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        files = [frame.tb_frame.f_code.co_filename for frame in frames]
+        first = max((place for place, file in enumerate(files) if file == __file__), default=-1) + 1
+        kept = None
+        for frame, file in reversed(list(zip(frames, files, strict=True))[first:]):
+            if os.path.dirname(file) != ours:  # noqa: PTH120  # of every frame
+                kept = types.TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        return kept
+
+    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
+        trace = trimmed(trace)
+        return hook(kind, error.with_traceback(trace), trace)
+
+    return shown
 
 
 def _holds_run(out: Path) -> bool:
     """Return whether this rank's part of a run is there: another rank of the job may have begun already."""
-    rank, _ = rank_and_world()
+    rank = int(text) if (text := os.environ.get("RANK", "0")).isdecimal() else 0
     return (out / "manifest.json" if rank == 0 else out / f"rank={rank:05d}").exists()
 
 
@@ -265,6 +260,11 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
     """
+    from fp8debug.guard import Guard
+    from fp8debug.recipes import get_recipe
+    from fp8debug.selectors import Selector
+    from fp8debug.store.volume import parse_size
+
     found: dict[str, Any] = {}
     for name in _WATCH_OPTIONS:
         value = getattr(options, name)
@@ -277,6 +277,8 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
     if options.budget is not None:
         parse_size(options.budget)
     if options.ranks is not None:
+        from fp8debug.adapters.quiet import check_ranks
+
         check_ranks(found.setdefault("ranks", _ranks(options.ranks)))
     if options.guard is not None:
         found["guard"] = Guard(after=options.guard)
@@ -291,15 +293,42 @@ def _ranks(text: str) -> list[int] | str:
     return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else text
 
 
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Return the options; ``module`` says whether ``script`` is the name of a module, given by ``-m``."""
+    parser = _parser()
+    place = _place_of_program(words, parser)
+    is_module = place < len(words) and words[place].startswith("-m")
+    if is_module:
+        name = [words[place][2:]] if len(words[place]) > 2 else []
+        if not (name or words[place + 1 :]):
+            parser.error("-m needs the name of a module")
+        words = [*words[:place], *name, *words[place + 1 :]]
+    options = parser.parse_args(words)
+    options.module = is_module
+    return options
+
+
+def _place_of_program(words: list[str], parser: argparse.ArgumentParser) -> int:
+    """Return the place of the script, or of the ``-m`` before a module, behind our own options."""
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if not word.startswith("-") or (word.startswith("-m") and not word.startswith("--")):
+            break
+        takes_value = [a.nargs != 0 for a in parser._actions if any(name.startswith(word) for name in a.option_strings)]
+        place += 2 if takes_value[:1] == [True] else 1
+    return place
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fp8debug run",
-        usage="fp8debug run [--out DIR] [--every N] [OPTIONS] train.py ARGS...",
+        usage="fp8debug run [--out DIR] [--every N] [OPTIONS] (train.py | -m package.module) ARGS...",
         description="Run a training script unchanged and record the numerics of its FP8 GEMMs.",
         epilog="Several processes: torchrun ... -m fp8debug.run train.py ARGS. What follows the script's name is the script's.",
     )
     add = parser.add_argument
-    add("--out", metavar="DIR", type=Path, help="run directory (default: runs/SCRIPT)")
+    add("--out", metavar="DIR", type=Path, help="run directory (default: runs/SCRIPT); further models in folders below it")
     add("--every", metavar="N", type=int, help="record every that many steps (default: 10; with --arm: only the loss)")
     add(
         "--dump",
@@ -323,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", metavar="N", type=int, help="with --arm: end the script after N optimizer steps")
     add("--seed-offset", metavar="K", type=int, default=0, help="with --arm: added to the seeds that the script sets")
     add("--child", action="store_true", help=argparse.SUPPRESS)  # started by verify or bisect: ends when they do
-    add("script", type=Path, help="the training script")
+    add("script", help="the training script, a folder or archive with a __main__.py, or -m and the name of a module")
     add("args", nargs=argparse.REMAINDER, help="the script's own arguments").required = False
     return parser
 

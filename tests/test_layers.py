@@ -22,6 +22,7 @@ LAYERS = {
     "fp8debug.plain": 0,
     "fp8debug.attributes": 0,
     "fp8debug.interruptions": 0,
+    "fp8debug.imports": 0,
     "fp8debug.registry": 0.5,
     "fp8debug.spikes": 0.5,
     "fp8debug.shares": 0.5,
@@ -60,6 +61,7 @@ LAYERS = {
     "fp8debug.reports": 7,
     "fp8debug.arms": 7.2,
     "fp8debug.meter": 7.2,
+    "fp8debug.waiting": 7.3,
     "fp8debug.run": 7.5,
     "fp8debug.trials": 7.5,
     "fp8debug.startup": 7.6,
@@ -76,7 +78,8 @@ READING = (
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
-    *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.store.writer", "fp8debug.store.schema"),
+    *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
+    *("fp8debug.store.writer", "fp8debug.store.schema"),
     *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
     *("fp8debug.guard", "fp8debug.schedule"),
 )

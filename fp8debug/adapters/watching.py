@@ -29,6 +29,7 @@ from fp8debug.adapters.rehearsals import ignore_rehearsals
 from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.stages import rank_entry
 from fp8debug.adapters.targets import Candidate, named_modules
+from fp8debug.adapters.updates import WeightUpdates, is_in_backward
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
@@ -40,6 +41,8 @@ from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
+#: Backward passes without a step, after which that is told: more than anybody accumulates gradients over in a first step.
+MANY_BACKWARDS = 256
 
 
 class Watch:
@@ -89,6 +92,9 @@ class Watch:
         self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
+        self._updates = WeightUpdates(roots)
+        self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
+        self._num_backwards = self._num_ended = 0
         self._started = time.perf_counter()
         self._closed = self._is_over = False
         self._ending = [self._end_steps, self._end_recording, self._end_files]  # by close(), in order, what is not done yet
@@ -180,6 +186,41 @@ class Watch:
         """Take none at the step under way; loss and learning rate are recorded all the same."""
         self._observer.sampling = False
 
+    def begin_late(self) -> None:
+        """Take no statistics of the step under way, whose forward pass is over, but of the one after it."""
+        observer = self._observer
+        if not observer.sampling:
+            return
+        observer.sampling = False
+        if self._before_next is None:  # else compiled code is avoided where the clock wants a sample, and nowhere else
+
+            def sample() -> None:
+                observer.sampling = not observer.is_off and not observer.is_asleep
+
+            observer.after_step.append(sample)
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is one of the model's, as it was when the watch began."""
+        return id(parameter) in self._params
+
+    def gradients(self) -> tuple[Any, ...]:
+        """Return a value that changes when a backward pass gives gradients to the model, or when they are cleared."""
+        return self._updates.gradients()
+
+    def begin_backward(self) -> None:
+        """Say that a loss of the step under way is there: a step that was ended before is closed."""
+        self.close_counted_step()  # compiled code does not tell that the next step has begun
+        self._see_update()
+
+    def end_backward(self) -> None:
+        """Say that a backward pass is over: where no optimizer of torch's updates the weights, it is seen when they change."""
+        if self._explicit or self._optimizer is not None:
+            return
+        self._num_backwards += 1
+        self._weights = self._updates.weights()
+        if self._num_backwards == MANY_BACKWARDS:
+            self._say_no_steps()
+
     def note(self, **values: Any) -> None:
         """Give numbers (as for :meth:`step`) of the step under way when steps are counted from the optimizer."""
         self._noted.update(values)
@@ -232,8 +273,11 @@ class Watch:
 
     def _end_steps(self) -> None:
         self.close_counted_step()
+        self._see_update()
         if self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
+        if self._num_backwards > 1:
+            self._say_no_steps()
 
     def _end_recording(self) -> None:
         try:
@@ -283,6 +327,8 @@ class Watch:
             self._before_next()
 
     def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling():  # an optimizer's compiled step; it is seen when the weights have changed
+            return
         if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
             self._after_optimizer(optimizer, args, kwargs)
 
@@ -299,12 +345,46 @@ class Watch:
     def _begin_forward(self) -> None:
         """At a watched module's forward pass: close a step that an optimizer ended; recipes set since then hold in this one."""
         self.close_counted_step()
+        self._see_update()
         try:
             self._changes.note(self._observer.step)
         except Exception as error:
             if not is_ours(error):
                 raise
             self._give_up(error)
+
+    def _see_update(self) -> None:
+        """Close the step when the weights have changed since its backward pass without a word from an optimizer.
+
+        Backward passes are told by :meth:`end_backward`. Where nobody does, weights are compared from one forward pass to the
+        next, and the rows of a sampled step tell whether a backward pass ran.
+        """
+        if self._explicit or self._optimizer is not None or is_in_backward():
+            return
+        if self._num_backwards and self._weights is None:  # this step has had none
+            return
+        weights = self._updates.weights()
+        has_changed = self._weights is not None and weights != self._weights
+        if self._num_backwards:
+            self._weights = None if has_changed else self._weights
+        else:
+            self._weights = weights
+            has_changed = has_changed and (not self._observer.sampling or self._observer.has_gradients)
+        if has_changed:
+            self._end({}, counted=True)
+
+    def _say_no_steps(self) -> None:
+        """Say once that no step was counted, though gradients were computed."""
+        if self._num_ended or self._explicit or self._counted:
+            return
+        self._num_ended = 1
+        say(
+            self._writer,
+            self._observer.step,
+            "no steps counted: no torch optimizer of this model stepped, and no change of its weights was seen; attach"
+            " fp8debug.watch(model, ...) in the script and call watch.step(loss=loss) after each update",
+            kind="note",
+        )
 
     def _end(self, given: dict[str, Any], *, settle: bool = True, counted: bool = False) -> None:
         """Close the step; an error of fp8debug ends the recording, and only a wrong number given to ``step()`` is raised.
@@ -343,6 +423,7 @@ class Watch:
             self._observer.turn_off()
 
     def _close_step(self, scalars: dict[str, Any], settle: bool) -> None:
+        self._num_ended += 1
         now = time.perf_counter()
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")

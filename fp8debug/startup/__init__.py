@@ -3,7 +3,7 @@
     export PYTHONPATH=$(python -m fp8debug.startup):$PYTHONPATH FP8DEBUG=runs/exp1,every=20
 
 The folder on ``PYTHONPATH`` holds a ``sitecustomize.py``, which every Python process runs at its start. Without ``FP8DEBUG`` it
-looks at the environment and does nothing else; with it, torch is waited for, and the first model that trains is watched as by
+looks at the environment and does nothing else; with it, torch is waited for, and the models that train are watched as by
 ``fp8debug run``. Where a process takes a function to call at its start, that is :func:`start`.
 """
 
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fp8debug.imports import after_import
 
 VARIABLE = "FP8DEBUG"
 #: What may stand behind the folder, and how it is read.
@@ -30,7 +31,7 @@ OPTIONS = {
 
 
 def start() -> None:
-    """Watch the first model that trains in this process, if the environment says so; a wrong value is one line on stderr."""
+    """Watch the models that train in this process, if the environment says so; a wrong value is one line on stderr."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return
@@ -39,10 +40,9 @@ def start() -> None:
     except ValueError as error:
         print(f"fp8debug: not recorded: {VARIABLE}={text}: {error}", file=sys.stderr)
         return
-    if "torch" in sys.modules:
-        _begin(out, options)
-    else:
-        sys.meta_path.insert(0, _AfterTorch(out, options))
+    # a process started from here may stand in another folder
+    os.environ[VARIABLE] = ",".join([str(out), *text.split(",")[1:]])
+    after_import("torch", partial(_begin, out, options))
 
 
 def parse(text: str) -> tuple[Path, dict[str, Any]]:
@@ -65,31 +65,9 @@ def parse(text: str) -> tuple[Path, dict[str, Any]]:
     return Path(folder).absolute(), {"every": 10, **options}
 
 
-class _AfterTorch(MetaPathFinder):
-    """Begins once torch is imported."""
-
-    def __init__(self, out: Path, options: dict[str, Any]) -> None:
-        self._arguments = out, options
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                own(module)
-                _begin(*self._arguments)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader
-        return spec
-
-
 def _begin(out: Path, options: dict[str, Any]) -> None:
     try:
-        from fp8debug.run import AutoWatch
+        from fp8debug.waiting import AutoWatch
 
         AutoWatch(out, options).start()
     except Exception as error:  # the process is not ours
