@@ -23,6 +23,7 @@ import threading
 import types
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         arm = Arm.read(options.arm) if options.arm else None
         if options.steps is not None and arm is None:
             raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
+        if options.recipe is not None:
+            if arm is None:
+                raise UsageError("--recipe needs --arm; to try a recipe on a model without FP8, give --plain-recipe")
+            arm = replace(arm, recipe=_known_recipe(options.recipe))
         if _holds_run(out) and not options.child and options.resume_from is None:
             raise UsageError(f"{out} already holds a run; choose another --out or delete it, or go on with --resume-from STEP")
     except (UsageError, RecordError) as error:
@@ -248,6 +253,18 @@ def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
     return shown
 
 
+def _known_recipe(name: str) -> str:
+    """Return the name of a recipe.
+
+    Raises:
+        UsageError: there is no such recipe.
+    """
+    from fp8debug.recipes import get_recipe
+
+    get_recipe(name)
+    return name
+
+
 def _holds_run(out: Path) -> bool:
     """Return whether this rank's part of a run is there: another rank of the job may have begun already."""
     rank = int(text) if (text := os.environ.get("RANK", "0")).isdecimal() else 0
@@ -349,6 +366,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks", metavar="R,R", help="global ranks that record, or all (default: all of up to 16, else one replica)")
     add("--guard", metavar="M", type=int, help="put a module into BF16 after M sampled steps of hard evidence: changes the run")
     add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")
+    add("--recipe", metavar="RECIPE", help="with --arm: what a model without FP8 modules is converted to")
     add("--steps", metavar="N", type=int, help="with --arm: end the script after N optimizer steps")
     add("--seed-offset", metavar="K", type=int, default=0, help="with --arm: added to the seeds that the script sets")
     add("--child", action="store_true", help=argparse.SUPPRESS)  # started by verify or bisect: ends when they do

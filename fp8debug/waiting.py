@@ -106,7 +106,7 @@ class AutoWatch:
     def _meet_dynamo(self) -> None:
         """Have the hook taken off before Dynamo looks at anything, and before a compiled module warns of it."""
         from torch._dynamo.callback import callback_handler
-        from torch._dynamo.eval_frame import OptimizedModule
+        from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 
         def make(own: Callable[..., Any]) -> Callable[..., Any]:
             def begin(*args: Any, **kwargs: Any) -> Any:
@@ -115,6 +115,15 @@ class AutoWatch:
 
             return begin
 
+        def make_of_module(own: Callable[..., Any]) -> Callable[..., Any]:
+            def compiled(context: Any, fn: Any) -> Any:
+                if isinstance(getattr(fn, "__self__", None), nn.Module):  # Module.compile(): hooks run inside
+                    self._end_lookout()
+                return own(context, fn)
+
+            return compiled
+
+        self._undo.append(replace(OptimizeContext, "__call__", make_of_module))
         self._undo.append(replace(callback_handler, "run_start_callbacks", make))
         self._undo.append(replace(OptimizedModule, "__init__", make))
         if torch.compiler.is_compiling() or _has_compiled():

@@ -77,7 +77,7 @@ def test_a_script_that_fails_keeps_its_traceback_and_its_record(tmp_path: Path) 
 def test_a_script_without_a_model_says_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')")
     done = start(tmp_path, "train.py")
-    assert done.stdout == "hello\n" and "nothing recorded: no module with a Linear ran forward" in done.stderr
+    assert done.stdout == "hello\n" and done.stderr == "fp8debug: nothing recorded: the program did not import torch\n"
 
 
 @pytest.mark.parametrize(
@@ -165,3 +165,135 @@ def test_help_is_plain_text() -> None:
     done = start(Path.cwd(), "--help", by="fp8debug_cli.main run")
     assert done.returncode == 0 and "``" not in done.stdout and ":func:" not in done.stdout
     assert done.stdout.startswith("usage: fp8debug run [--out DIR] [--every N]")
+
+
+SEVERAL = """
+import os, torch
+from torch import nn
+os.makedirs("elsewhere"); os.chdir("elsewhere")
+class Teacher(nn.Sequential): pass
+class Actor(nn.Sequential): pass
+class Critic(nn.Sequential): pass
+torch.manual_seed(0)
+teacher, actor, critic = Teacher(nn.Linear(32, 32)), Actor(nn.Linear(32, 32)), Critic(nn.Linear(32, 32))
+optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+x = torch.randn(16, 32)
+for step in range(4):
+    with torch.no_grad():
+        y = teacher(x)
+    loss = (actor(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for part in x.split(8):  # accumulation: one step
+        value = critic(part).square().mean() + 100
+        value.backward()
+    with torch.no_grad():
+        for p in critic.parameters():
+            p -= 0.1 * p.grad
+            p.grad = None
+"""
+
+
+def test_all_models_of_a_script_are_recorded_or_named_with_their_own_steps_and_losses(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SEVERAL)
+    done = start(tmp_path, "--out", "out", "--every", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "recording Actor into",
+        "recording Critic into",
+        "not recorded: Teacher, whose forward pass runs without gradients",
+    ):
+        assert text in done.stderr
+    assert not list((tmp_path / "elsewhere").rglob("manifest.json")), "--out is where the user stood"
+    for folder, least in (("out", 0.0), ("out/Critic", 100.0)):
+        run = fp8debug.Run(tmp_path / folder)
+        steps = run.sql("SELECT step, loss FROM steps ORDER BY step").to_pylist()
+        assert [s["step"] for s in steps] == [0, 1, 2, 3]
+        assert all(least < s["loss"] < least + 50 for s in steps)
+
+
+COMPILED = """
+import os
+assert "torch" not in __import__("sys").modules, "the program sets its environment before it imports torch"
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + self.a(x).relu()
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block(), nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+HOW
+x = torch.randn(8, 16)
+for step in range(4):
+    if step % 2 == 0:
+        with torch.no_grad():
+            print("eval", repr(model(x).square().mean().item()))
+        seen = dict(counters["stats"]) if step else {}
+    (model(x) - x).square().mean().backward()
+    if not step:
+        print(len(torch.nn.modules.module._global_forward_pre_hooks))
+        print(dict(counters["stats"]), sum(counters["graph_break"].values()))
+    optimizer.step()
+    optimizer.zero_grad()
+print(sorted(vars()), __builtins__.__class__, __spec__, __file__, __loader__.__class__)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "model = torch.compile(model, backend='eager')",
+        "for block in model[:2]: block.compile(backend='eager', fullgraph=True)",
+    ],
+)
+def test_nothing_of_ours_is_in_what_dynamo_traces_while_training_is_waited_for(how: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COMPILED.replace("HOW", how))
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = start(tmp_path, "--out", "out", "--every", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == alone.stdout and "global hooks" not in done.stderr
+    assert "recording Sequential into out" in done.stderr
+    steps = fp8debug.Run(tmp_path / "out").sql("SELECT step FROM steps ORDER BY step").to_pylist()
+    assert [s["step"] for s in steps] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("words", [("train.py", "a"), ("-m", "package.inner", "a"), ("folder", "-m", "a")])
+def test_a_program_runs_as_by_python(words: tuple[str, ...], tmp_path: Path) -> None:
+    text = "import sys\nfrom HELPER import name\nclass A: pass\n"
+    text += "print(__name__, __package__, sys.argv, sys.path[:2], sorted(vars()), name)\n"
+    text += "import pickle; print(pickle.loads(pickle.dumps(A())).__class__ is A)\nraise KeyError('mine')\n"
+    for folder, module, helper in ((".", "train", "helper"), ("package", "inner", ".helper"), ("folder", "__main__", "helper")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{module}.py").write_text(text.replace("HELPER", helper))
+        (tmp_path / folder / "helper.py").write_text("name = __name__")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, *words]
+    alone = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    done = start(tmp_path, *words)
+    assert (done.returncode, done.stdout) == (alone.returncode, alone.stdout)
+    shown = done.stderr.replace("fp8debug: nothing recorded: the program did not import torch\n", "")
+    assert shown == alone.stderr and "KeyError: 'mine'" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-m", "nowhere.at_all"), "error: no module nowhere.at_all; expected a name that `python -m` runs from this folder"),
+        (("taken",), "error: taken has no __main__.py; give the path of a Python file in it"),
+        (
+            ("--recipe", "mxfp8", "train.py"),
+            "error: --recipe needs --arm; to try a recipe on a model without FP8, give --plain-recipe",
+        ),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "train.py").write_text("print('never')")
+    done = start(tmp_path, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
