@@ -178,7 +178,11 @@ def _record(program: Program, out: Path, options: dict[str, Any]) -> int:
             auto = AutoWatch(out, options)
             auto.start()
             found.append(auto)
-        except Exception as error:  # whatever it is, the user's program goes on
+        except Exception as error:  # an error of fp8debug's; the user's program goes on
+            from fp8debug.interruptions import is_ours
+
+            if not is_ours(error):
+                raise
             print(f"fp8debug: not recorded: {type(error).__name__}: {error}", file=sys.stderr)
 
     end = after_import("torch", begin)
@@ -211,11 +215,7 @@ def _run_and_close(program: Program, close: Callable[[], None]) -> int:
         del sys.path[0]  # the current directory, which is there for `python -m`
     try:
         program.run()
-    except Exception:
-        if is_process:
-            sys.excepthook = _without_our_frames(sys.excepthook)
-        raise
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt):
         if is_process:
             sys.excepthook = _without_our_frames(sys.excepthook)
         raise
