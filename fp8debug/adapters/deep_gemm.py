@@ -46,7 +46,8 @@ def wrap_deep_gemm(listener: Listener) -> Callable[[], None]:
 def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
     @wraps(original)
     def call(a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(a, b, d, *args, **kwargs)
+        with listener.muted():
+            result = original(a, b, d, *args, **kwargs)
         ears = listener.ears
         if listener.counter is not None and listener.counter.is_on:
             listener.counter.see_library(name, d, a[0])

@@ -9,9 +9,11 @@ are counted, and are nobody's.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -153,6 +155,8 @@ class Listener(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        # torch imports it at the first op under a dispatch mode: a second that no training step should wait for.
+        importlib.import_module("torch._dynamo")
         self._local = threading.local()
         self._stacks: list[list[Ear]] = []
         #: FP8 GEMMs of a forward pass that belong to no watched module, or that no adapter can read.
@@ -178,6 +182,20 @@ class Listener(TorchDispatchMode):
     def _depth(self) -> int:
         """How many custom ops run on this thread, one inside the other."""
         return getattr(self._local, "depth", 0)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Report no op of this thread: a library's kernel runs, whose GEMM is reported as a whole."""
+        before = self._is_muted
+        self._local.is_muted = True
+        try:
+            yield
+        finally:
+            self._local.is_muted = before
+
+    @property
+    def _is_muted(self) -> bool:
+        return getattr(self._local, "is_muted", False)
 
     def enter(self) -> bool:
         """Hear the ops of this thread until :meth:`leave`; False where they are heard already.
@@ -238,6 +256,8 @@ class Listener(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run the op, and tell the innermost listener of it when it is a GEMM."""
         kwargs = kwargs or {}
+        if self._is_muted:
+            return func(*args, **kwargs)
         ears = self.ears
         counter = self.counter if self.counter is not None and self.counter.is_on else None
         is_heard = bool(ears) and ears[-1].hear is not None
@@ -257,7 +277,9 @@ class Listener(TorchDispatchMode):
         if counter is not None and packet in FLOPS:
             try:
                 counter.see(packet, _bound(func, args, kwargs), result)
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            except Exception as error:  # an op of other arguments than it has today; the training goes on
+                if not is_ours(error):
+                    raise
                 counter.give_up()
         if packet in SCALED and not ears:
             self.strays[str(packet)] += 1

@@ -86,7 +86,7 @@ def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
             loss.backward()
             watch.step(loss=loss)
             assert not observer.after_step
-    assert ends == [2, 0, 2, 0] and relieved == [0] * 4 + [2] * 4, "two modules, forward and backward"
+    assert ends == [2, 0, 2, 0] and relieved == [0] * 5 + [2] * 5, "two forward passes, and dgrad and wgrad as each has run"
 
 
 def test_rows_are_joined_after_the_optimizers_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

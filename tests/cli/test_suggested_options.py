@@ -37,7 +37,7 @@ def suggestions() -> Iterator[tuple[Path, str, str]]:
     for path, text in texts():
         for match in SUGGESTION.finditer(text):
             command, rest = match[1] or match[2], match[3]
-            rest = re.split(r"\S+\.py\b", rest)[0]
+            rest = re.split(r"\S+\.py\b", rest)[0].replace("--seed-arg --seed", "--seed-arg")
             for option in OPTION.findall(rest):
                 yield path, command, option
 
@@ -62,7 +62,7 @@ def test_every_suggested_option_is_one_of_the_command() -> None:
 
 
 #: Options of other programs that our messages name.
-FOREIGN = {"--nproc-per-node", "--porcelain", "--untracked-files"}
+FOREIGN = {"--cuda-graph-impl", "--nproc-per-node", "--porcelain", "--untracked-files"}
 
 
 def test_every_option_that_a_message_names_is_one_of_ours() -> None:

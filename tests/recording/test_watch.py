@@ -271,17 +271,25 @@ def test_manifest_says_what_ran(tmp_path: Path) -> None:
 
 def test_coverage_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Odd(nn.Linear):
-        pass
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
 
     model = nn.Sequential(nn.Linear(64, 64), Odd(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     fp8debug.convert(model, "blockwise", overrides={"3": None})
     with fp8debug.watch(model, tmp_path / "run", exclude=("2",)) as watch:
-        model[0](torch.randn(4, 64)).sum().backward()
+        model(torch.randn(4, 64)).sum().backward()
         watch.step()
         found = {c["fqn"]: (c["fp8"], c["observed"], c["reason"]) for c in watch.coverage()}
     assert found == {
         "0": (True, True, None),
-        "1": (False, False, "no FP8 GEMM was heard in it: it runs in high precision, or in kernels that are not read"),
+        "1": (
+            False,
+            False,
+            (
+                "not converted: Odd has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or leave it in"
+                " high precision with overrides={FQN: None}"
+            ),
+        ),
         "2": (True, False, "excluded"),
         "3": (False, False, "left in high precision on request"),
     }
