@@ -286,8 +286,8 @@ def test_coverage_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str
             False,
             False,
             (
-                "not converted: Odd has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or leave it in"
-                " high precision with overrides={FQN: None}"
+                "not converted: Odd has a forward of its own, which Fp8Linear's would replace; use nn.Linear there, or"
+                " leave it in high precision with overrides={FQN: None}"
             ),
         ),
         "2": (True, False, "excluded"),
