@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dash import html
@@ -23,12 +24,15 @@ from .base import Page
 
 if TYPE_CHECKING:
     from fp8debug.rules.differences import Differences
+    from fp8debug.rules.nonfinite import Origin
 
 METRIC = "rms"
 #: What a folder name cannot hold: it separates names in the URL.
 SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
 MAX_SETTINGS, MAX_SITES = 60, 300
+#: Heights that are kept free while runs are compared, in pixels: two lines about each pair, and the plot of one site.
+ABOUT_HEIGHT, SITE_HEIGHT = 48, 260
 REST = "fp8debug diff --format json has all"
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
@@ -49,13 +53,13 @@ def others(view: View, opened: Opened) -> list[str]:
 
 
 def is_pending(view: View, opened: Opened) -> bool:
-    """Tell whether the sites are still to be compared, which reads both runs."""
-    return any(opened.differences(name) is None for name in others(view, opened)[:1])
+    """Tell whether a run is still to be compared, which reads the sites of both."""
+    return any(opened.differences(name) is None for name in others(view, opened))
 
 
 def settle(view: View, opened: Opened) -> object:
-    """Compare the sites of this run with the first of the others."""
-    opened.compare(others(view, opened)[:1])
+    """Compare this run with each of the others."""
+    opened.compare(others(view, opened))
     return None
 
 
@@ -68,16 +72,16 @@ def layout(view: View, opened: Opened) -> Component:
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
     metrics = [name for name in APART if opened.run.has(name)]
+    lines_height = {"minHeight": f"{ABOUT_HEIGHT * max(1, len(others(view, opened)))}px"}
     pick = control("with", "", value, options, "with", 260)
     return html.Div(
         [
             card(
                 "Loss",
-                html.Div(about, id="compare-about"),
+                html.Div(about, id="compare-about", style=lines_height),
                 graph("compare-loss", figure),
                 note=html.Div([pick], className="controls"),
             ),
-            card("Where they diverge", grid("compare-sites", COLUMNS, rows, "No site to list"), note="first divergence on top"),
             card(
                 "One site in these runs",
                 graph("compare-site", site),
@@ -85,6 +89,12 @@ def layout(view: View, opened: Opened) -> Component:
                     [control("metric", METRIC, view.get("metric", METRIC), metrics or [METRIC], "metric", 200)],
                     className="controls",
                 ),
+            ),
+            # Below the plots: its height is known only after the comparison.
+            card(
+                "Where they diverge",
+                grid("compare-sites", COLUMNS, rows, "No site to list"),
+                note="first divergence on top; click a module to see it above",
             ),
             card("Configuration differences", html.Div(settings, id="compare-settings")),
         ],
@@ -101,16 +111,26 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         beside = [(name, opened.beside(name).run) for name in names]
     except Fp8DebugError as error:
         return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
-    found = opened.differences(names[0])
     runs = [(opened.name, opened.run), *beside]
     curves = [(name, next((t for t in data.training(run) if t.name == "loss"), None)) for name, run in runs]
-    figure = losses(curves, found.loss["diverges_at"] if found else None)
-    if found is None:
-        waiting = poster(f"The sites of {opened.name} and {names[0]} are being compared.")
-        return waiting, figure, None, [], empty("not known yet", 160)
+    pairs = [found for name in names if (found := opened.differences(name)) is not None]
+    figure = losses(curves, [found.loss["diverges_at"] for found in pairs], _nonfinite_at(pairs))
+    if len(pairs) < len(names):
+        waiting = poster(f"The sites of {opened.name} and {' and '.join(names)} are being compared.")
+        return waiting, figure, None, [], empty("not known yet", SITE_HEIGHT)
+    about = [line for found in pairs for line in _about(found)]
+    if len(pairs) > 1:
+        about.append(note(f"The sites and the configuration below are those of {opened.name} beside {names[0]}."))
+    found = pairs[0]
     parted = [site for site in found.sites if site.diverges_at is not None]
     rows = [_row(site, view) for site in parted[:MAX_SITES]]
-    return _about(found), figure, _settings(found), rows, _site(view, runs, parted)
+    return about, figure, _settings(found), rows, _site(view, runs, parted, found.origin)
+
+
+def _nonfinite_at(pairs: Sequence[Differences]) -> dict[str, int]:
+    """Return by run the first step whose loss is NaN or Inf, for the runs that have one."""
+    steps = {name: step for found in pairs for name, step in zip(found.names, found.loss["nonfinite_at"], strict=True)}
+    return {name: step for name, step in steps.items() if step is not None}
 
 
 def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
@@ -127,12 +147,13 @@ def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
 
 
 def _about(found: Differences) -> list[Component]:
-    gap = found.loss["diverges_at"] is not None
-    first = found.first
+    is_lost = any(step is not None for step in found.loss["nonfinite_at"])
+    loss_level = "error" if is_lost else "ok" if found.loss["diverges_at"] is None else "warning"
+    site_level = "error" if found.origin is not None else "ok" if found.first is None else "warning"
     parted = sum(site.diverges_at is not None for site in found.sites)
     lines: list[Component] = [
-        html.P([badge("warning" if gap else "ok", "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
-        html.P([badge("warning" if first is not None else "ok", "sites"), f" {found.site_words}"]),
+        html.P([badge(loss_level, "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
+        html.P([badge(site_level, "sites"), f" {found.site_words}"]),
     ]
     if parted > MAX_SITES:
         lines.append(note(f"{MAX_SITES} of {parted} rows below; {REST}."))
@@ -174,12 +195,17 @@ def _row(site: SiteDifference, view: View) -> dict[str, Any]:
     }
 
 
-def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference]) -> Any:
-    first = parted[0] if parted else None
-    module = view.get("of") or (first.module if first else "")
-    gemm, _, tensor = (view.get("site") or (f"{first.gemm}.{first.tensor}" if first else "fprop.input")).partition(".")
+def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference], origin: tuple[str, Origin] | None = None) -> Any:
+    """Return one site in all runs: of the URL, or the first that diverges, or else the first tensor that is NaN or Inf."""
+    places = {(site.module, site.gemm, site.tensor): site.diverges_at for site in parted}
+    if origin is not None:
+        row = origin[1].row
+        places.setdefault((unwrapped(str(row["module"])), str(row["gemm"]), str(row["tensor"])), origin[1].step)
+    first = next(iter(places), ("", "fprop", "input"))
+    module = view.get("of") or first[0]
+    gemm, _, tensor = (view.get("site") or ".".join(first[1:])).partition(".")
     metric = view.get("metric", METRIC)
-    step = next((s.diverges_at for s in parted if (s.module, s.gemm, s.tensor) == (module, gemm, tensor)), None)
+    step = places.get((module, gemm, tensor))
     lines = []
     for name, run in runs:
         own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)

@@ -272,7 +272,7 @@ def test_plotly_knows_every_value_of_the_figures() -> None:
         history_figures.error_split(results, 10),
         history_figures.blocks(BlockMap(title="t", sqnr_db=np.full((2, 3), 20, np.float32), tile=(1, 128))),
         rank_figures.spread(Spread(median=trace(), outlier=trace("rank 1"), rank=1), "rms", 10),
-        compare_figures.losses([("a", trace()), ("b", trace())], 10),
+        compare_figures.losses([("a", trace()), ("b", trace())], [10]),
         compare_figures.site_in_both([("a", [trace()]), ("b", [trace()])], "rms", 10),
         fallback_figures.pareto([choice], choice),
         fallback_figures.trials({"arms": [{"name": "fp8", "losses": [[2.0, 1.0], [2.1, 1.1]]}]}),

@@ -50,7 +50,10 @@ new PerformanceObserver((list) => {
   for (const entry of list.getEntries()) {
     if (entry.hadRecentInput) continue;
     window.shift.sum += entry.value;
-    window.shift.worst.push([entry.value, entry.sources.map(({ node }) => node && (node.id || node.className || node.nodeName))]);
+    window.shift.worst.push([entry.value, entry.sources.map(({ node, previousRect, currentRect }) => [
+      node && (node.id || node.className || node.nodeName),
+      [previousRect.y, previousRect.height], [currentRect.y, currentRect.height],
+    ])]);
   }
 }).observe({ type: "layout-shift", buffered: true });
 """
@@ -273,8 +276,8 @@ def test_a_table_that_stops_says_so() -> None:
 
 def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
     class Found:
-        loss: dict[str, Any] = {"diverges_at": 3}  # noqa: RUF012  # a stand-in
-        first = None
+        loss: dict[str, Any] = {"diverges_at": 3, "nonfinite_at": [None, None]}  # noqa: RUF012  # a stand-in
+        first = origin = None
         names = ("a", "b")
         only: tuple[list[str], list[str]] = ([], [])
         loss_words = site_words = ""

@@ -27,7 +27,7 @@ from fp8debug_dashboard import (
 from fp8debug_dashboard.fallback_figures import Choice
 from fp8debug_dashboard.nonfinite import FINITE, INF, MADE, MISSING, NAN
 from fp8debug_dashboard.opened import Judgement, Opened
-from fp8debug_dashboard.pages import fallback, module, overview, runs
+from fp8debug_dashboard.pages import compare, fallback, module, overview, runs
 from fp8debug_dashboard.records import Heat, Trace
 from fp8debug_dashboard.source import Source
 from fp8debug_dashboard.urls import View
@@ -258,3 +258,50 @@ def test_a_run_that_is_being_written_keeps_its_verdict(path: Path) -> None:
     assert first.judge() is found
     empty = Judgement(known=type(found.findings)(), is_pending=True)
     assert empty.verdict == "ok" and "none found a fault. The run has grown" in overview.sentence(empty)
+
+
+def test_a_run_that_is_nan_diverges_from_a_good_one_in_words_and_in_the_plot(path: Path) -> None:
+    folder = path.parent.parent / "compared"
+    samples.write_nan(folder / "bad")
+    for name in ("good", "better"):
+        samples.write_healthy(folder / name, every=10)
+    opened = Source(folder).open("bad")
+    view = View("compare", "bad", {"with": "good/better"})
+    assert compare.is_pending(view, opened)
+    compare.settle(view, opened)
+    assert not compare.is_pending(view, opened)
+    about, figure, _, rows, site = compare.parts(view, opened)
+    said = text(about)
+    for other in ("good", "better"):
+        assert f"{other} -> bad, step 60 to 119" in said or f"{other} -> bad, median of steps" in said
+    assert said.count(f"from step {samples.NAN_STEP} on") == 2 and "within the noise" not in said
+    assert said.count(f"the loss of bad is NaN or Inf at step {samples.NAN_STEP}") == 2
+    origin = f"the first NaN or Inf of bad: {samples.NAN_MODULE} fprop weight at step {samples.NAN_STEP}"
+    assert said.count(origin) == 2
+    assert f"bad: NaN from step {samples.NAN_STEP}" in words(figure)
+    dashed = [shape["x0"] for shape in figure.layout["shapes"] if shape["line"].get("dash") == "dash"]
+    assert set(dashed) == {samples.NAN_STEP}
+    assert (rows[0]["module"], rows[0]["site"], rows[0]["at"]) == (samples.NAN_MODULE, "fprop weight", samples.NAN_STEP)
+    assert any(trace["name"].startswith(f"bad: {samples.NAN_MODULE} fprop weight") for trace in site.data)
+
+
+def test_a_comparison_with_a_nan_is_never_ok(path: Path) -> None:
+    folder = path.parent.parent / "both"
+    for name in ("one", "other"):
+        samples.write_nan(folder / name)
+    opened = Source(folder).open("one")
+    view = View("compare", "one", {"with": "other"})
+    compare.settle(view, opened)
+    about, _, _, rows, site = compare.parts(view, opened)
+    levels = [line.children[0].className for line in about]
+    assert levels == ["badge badge-error"] * 2 and "nothing diverges" not in text(about) and rows == []
+    assert any(trace["name"].startswith(f"one: {samples.NAN_MODULE} fprop weight") for trace in site.data)
+
+
+def test_the_first_nan_of_a_long_run_is_dated_by_its_step_and_not_by_its_points() -> None:
+    steps = np.arange(0, 80, 8, dtype=np.int32)
+    states = np.where(steps >= 40, NAN, FINITE).astype(np.int8)
+    bad = Trace(name="loss", steps=steps, values=np.where(steps >= 40, np.nan, 2).astype(np.float32), states=states)
+    good = Trace(name="loss", steps=steps, values=np.ones(10, np.float32))
+    figure = compare_figures.losses([("bad", bad), ("good", good)], [43], {"bad": 43})
+    assert {"bad: NaN from step 43", "no gap: NaN from step 43"} <= set(words(figure))
