@@ -31,8 +31,8 @@ METRIC = "rms"
 SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
 MAX_SETTINGS, MAX_SITES = 60, 300
-#: Heights that are kept free while runs are compared, in pixels: two lines about each pair, and the plot of one site.
-ABOUT_HEIGHT, SITE_HEIGHT = 48, 260
+#: Height of the plot of one site, in pixels: kept free while runs are compared.
+SITE_HEIGHT = 260
 REST = "fp8debug diff --format json has all"
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
@@ -72,13 +72,13 @@ def layout(view: View, opened: Opened) -> Component:
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
     metrics = [name for name in APART if opened.run.has(name)]
-    lines_height = {"minHeight": f"{ABOUT_HEIGHT * max(1, len(others(view, opened)))}px"}
+    pairs = {"--pairs": max(1, len(others(view, opened)))}
     pick = control("with", "", value, options, "with", 260)
     return html.Div(
         [
             card(
                 "Loss",
-                html.Div(about, id="compare-about", style=lines_height),
+                html.Div(about, id="compare-about", style=pairs),
                 graph("compare-loss", figure),
                 note=html.Div([pick], className="controls"),
             ),
