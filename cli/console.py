@@ -83,6 +83,7 @@ def print_table(
     kept, left_out = _fitting(columns, width, [*order, *(i for i in reversed(range(len(columns))) if i not in order)])
     widths = _widths([columns[place] for place in kept], width)
     has_colour = os.environ.get("TERM") not in ("dumb", "unknown")
+    printed: list[str] = []
 
     def show(words: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         parts = [_broken(word, size) for (word, _), size in zip(words, widths, strict=True)]
@@ -94,11 +95,15 @@ def print_table(
                     line += " " * gap + (click.style(piece, **style) if style and has_colour else piece)
                     gap = 0
                 gap += size - _length(piece) + GAP
-            click.echo(line)
+            printed.append(line)
 
     show([(titles[place], {"bold": True}) for place in kept])
     for row in cells:
         show([row[place] for place in kept])
+    try:
+        click.echo("\n".join(printed))
+    except BrokenPipeError:  # the reader (head, less) has gone; click would end the command with status 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if left_out:
         names = ", ".join(titles[place] for place in sorted(left_out))
         ways = f"{more} or a wider terminal" if more else "a wider terminal"

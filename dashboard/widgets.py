@@ -165,7 +165,7 @@ def grid(
 
 def _least(column: Mapping[str, Any]) -> int:
     """Return the smallest width of a grid's column in pixels: below it words would be cut, and the grid scrolls instead."""
-    return max(64, round(0.62 * column["width"]), 7 * len(column["headerName"]) + 28)
+    return max(64, round(0.62 * float(column["width"])), 7 * len(column["headerName"]) + 28)
 
 
 def height_of(num_rows: int) -> int:

@@ -156,7 +156,9 @@ def said(findings: Findings) -> dict[str, Any]:
 
 def _without_sentences(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_sentences(inner) for name, inner in value.items() if name not in ("run", "message", "reason")}
+        return {
+            name: _without_sentences(inner) for name, inner in value.items() if name not in ("run", "message", "reason", "what")
+        }
     return [_without_sentences(inner) for inner in value] if isinstance(value, list) else value
 
 

@@ -159,7 +159,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def skip() -> None:
         import torch._dynamo
 
-        torch._dynamo.disable(function, recursive=False)
+        torch._dynamo.disable(function, recursive=False)  # type: ignore[no-untyped-call]  # torch's
 
     after_import("torch._dynamo", skip)
     return function

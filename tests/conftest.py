@@ -15,6 +15,8 @@ from tests.interpreter import patch_language_once
 # Before torch is imported, and for child processes: on small tensors, two threads that wait for each other on a busy
 # machine take ten times as long as one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tables to a pipe have lines without end, unless a shell tells the width of its terminal.
+os.environ.pop("COLUMNS", None)
 # Before triton is imported, which torchao does: without a GPU the kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

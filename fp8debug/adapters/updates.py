@@ -58,4 +58,4 @@ def spread(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def is_in_backward() -> bool:
     """Return whether autograd runs on this thread: a module's forward pass is then a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]  # not in torch's stubs
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -42,9 +42,8 @@ def contracted_length(run: Run, module: str, gemm: str) -> int | None:
     For wgrad it is the number of tokens: the elements of its input over the module's input features.
     """
     entry = next((m for m in run.modules if m["fqn"] == module), None)
-    key = {"fprop": "in_features", "dgrad": "out_features"}.get(gemm)
-    if entry is None or key is not None:
-        return None if entry is None else entry.get(key)
+    if entry is None or gemm != "wgrad":
+        return None if entry is None else entry.get("in_features" if gemm == "fprop" else "out_features")
     if not entry.get("in_features"):
         return None
     query = (

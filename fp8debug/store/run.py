@@ -316,7 +316,7 @@ class Run:
         # Histograms are many times as large as all the rest.
         asked = [name for name in self._columns if name not in ("ranks", "log2_hist")]
         known = ", ".join(f"count({name}) > 0 AS {name}" for name in asked)
-        first = min(self.sampled_steps, default=0)
+        first = min((step for step in self.sampled_steps if step is not None), default=0)
         row: dict[str, bool] = self.sql(f"SELECT {known} FROM stats WHERE step = {first}").to_pylist()[0]
         return row
 

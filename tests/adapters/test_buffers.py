@@ -34,7 +34,7 @@ class Linear(nn.Linear):
         self.scales = torch.tensor(0.02), torch.tensor(0.002), torch.tensor(1e-6)
 
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = Matmul.apply(input, self.weight, self)  # type: ignore[no-untyped-call]
+        out: Tensor = Matmul.apply(input, self.weight, self)
         return out
 
     def fprop(self, x: Tensor, w: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ HANDLERS: list[Callable[[int, FrameType | None], Any]] = [
 
 
 @pytest.fixture
-def handling() -> Iterator[Callable[[Any], None]]:
+def handling() -> Iterator[Callable[[Any], object]]:
     before = signal.getsignal(SIGNAL)
     yield lambda handler: signal.signal(SIGNAL, handler)
     signal.signal(SIGNAL, before)
@@ -99,7 +99,7 @@ def judged(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_what_a_signal_handler_raises_is_not_ours(handling: Callable[[Any], None], handler: Any) -> None:
+def test_what_a_signal_handler_raises_is_not_ours(handling: Callable[[Any], object], handler: Any) -> None:
     handling(handler)
     assert not judged(lambda: signal.raise_signal(SIGNAL))
 
@@ -121,7 +121,7 @@ def test_what_a_signal_handler_raises_is_not_ours(handling: Callable[[Any], None
     assert not judged(in_context)
 
 
-def test_what_the_program_handles_while_it_calls_us_is_no_matter(handling: Callable[[Any], None]) -> None:
+def test_what_the_program_handles_while_it_calls_us_is_no_matter(handling: Callable[[Any], object]) -> None:
     handling(ring)
     try:
         signal.raise_signal(SIGNAL)
@@ -192,7 +192,7 @@ class ScaledMm(torch.autograd.Function):
 
 class TheirLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        out: Tensor = ScaledMm.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        out: Tensor = ScaledMm.apply(input, self.weight)
         return out
 
 
@@ -266,7 +266,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_signal_at_any_line_reaches_the_program_and_the_recording_goes_on(
-    tmp_path: Path, handling: Callable[[Any], None], whole: tuple[int, int], part: int
+    tmp_path: Path, handling: Callable[[Any], object], whole: tuple[int, int], part: int
 ) -> None:
     handling(ring)
     (lines, sites), places = whole, set()
@@ -290,7 +290,7 @@ def test_a_signal_at_any_line_reaches_the_program_and_the_recording_goes_on(
     assert len(places) > 3
 
 
-def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, handling: Callable[[Any], None]) -> None:
+def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, handling: Callable[[Any], object]) -> None:
     from fp8debug.adapters.following import TrainerWatch
 
     class Loop:
@@ -311,9 +311,10 @@ def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, 
 
 
 def test_a_module_is_watched_again_after_the_interruption(
-    tmp_path: Path, handling: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, handling: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, rung = Probe._operand, []
+    own = Probe._operand
+    rung: list[bool] = []
 
     def slow(self: Probe, *args: Any, **kwargs: Any) -> Any:
         if not rung and self.observer.step == 1:

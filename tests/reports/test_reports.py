@@ -46,7 +46,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Findings]:
 
 def test_a_finding_is_one_workflow_command(sick: tuple[Run, Findings]) -> None:
     first, *lines = to_github(sick[1]).splitlines()
-    assert first.startswith("::notice title=fp8debug sick::error: the loss is nan from step 40 on: numerical, origin ")
+    assert first.startswith("::notice title=fp8debug sick::error: the loss is NaN from step 40 on: numerical, origin ")
     assert len(lines) == len(sick[1]) == 2
     assert lines[0].startswith(f"::error title=F103 zero-tile-nan in {CULPRIT}::{CULPRIT} fprop input, steps 40: 128 finite")
     assert "%0Acure: amax_eps=1e-12" in lines[0]
@@ -204,7 +204,7 @@ def test_the_page_says_it_all(sick: tuple[Run, Findings]) -> None:
     for words in (
         "✖ error sick",
         "Class: (b) divergence",
-        "the loss is nan from step 40 on: numerical, origin blocks.1.mlp.up (F103 zero-tile-nan) since step 40",
+        "the loss is NaN from step 40 on: numerical, origin blocks.1.mlp.up (F103 zero-tile-nan) since step 40",
         "What to do now",
         "fp8debug explain F103",
         "F103 zero-tile-nan",

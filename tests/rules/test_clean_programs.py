@@ -30,7 +30,8 @@ class Reward(nn.Module):
         self.up, self.score = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.score(torch.tanh(self.up(x))) - x[:, :1]).square().mean()
+        out: Tensor = (self.score(torch.tanh(self.up(x))) - x[:, :1]).square().mean()
+        return out
 
 
 class Top2(nn.Module):
@@ -47,7 +48,8 @@ class Top2(nn.Module):
         best, chosen = self.gate(h).topk(2)
         outputs = torch.stack([expert(h) for expert in self.experts], 1)
         taken = outputs.gather(1, chosen[..., None].expand(-1, -1, WIDTH)) * best.softmax(-1)[..., None]
-        return (taken.sum(1) + self.shared(h) - x.roll(1, -1)).square().mean()
+        out: Tensor = (taken.sum(1) + self.shared(h) - x.roll(1, -1)).square().mean()
+        return out
 
 
 class Vit(nn.Module):
@@ -88,7 +90,8 @@ class PowersOfTwo(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.b(torch.relu(self.a(torch.exp2((2 * x).round())))) - x).square().mean()
+        out: Tensor = (self.b(torch.relu(self.a(torch.exp2((2 * x).round())))) - x).square().mean()
+        return out
 
 
 class Adapted(nn.Module):
@@ -106,7 +109,8 @@ class Adapted(nn.Module):
         h = x
         for base, a, b in zip(self.base, self.a, self.b, strict=True):
             h = torch.tanh(base(h) + b(a(h)))
-        return (self.head(h) - x).square().mean()
+        out: Tensor = (self.head(h) - x).square().mean()
+        return out
 
 
 def recorded(model: nn.Module, path: Path, num_steps: int = 24) -> Run:
@@ -213,7 +217,8 @@ def test_an_outlier_of_a_plain_model_is_judged_by_what_fp8_would_do(tmp_path: Pa
     def outlier(x: Tensor) -> Tensor:
         spread: Any = torch.ones(WIDTH)
         spread[3] = 3e6
-        return x * spread
+        out: Tensor = x * spread
+        return out
 
     class Wide(Reward):
         def forward(self, x: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def test_the_json_document_is_the_documented_one(tmp_path: Path) -> None:
         "run": "exp1",
         "steps": [0, 99],
         "verdict": "error",
+        "lost": [],
         "classification": {
             "class": "loss-fine",
             "title": "no loss problem",
