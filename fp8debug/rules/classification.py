@@ -18,6 +18,7 @@ from fp8debug.rules.evidence import has_fp8, sampled_steps, unrecorded_fp8
 from fp8debug.rules.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
+from fp8debug.store.files import CUT_SHORT
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -194,7 +195,7 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str) -> Classificatio
     rules = f"{ran[0]} of {ran[1]} rules ran"
     num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
     extent = f"{num_steps} sampled step{'' if num_steps == 1 else 's'}, {num_modules} module{'' if num_modules == 1 else 's'}"
-    unread = tuple(f"not read: {problem}" for problem in run.problems)
+    unread = tuple(f"not read: {problem}" for problem in run.problems if not problem.endswith(CUT_SHORT))
     if not has_fp8(run):
         others = unrecorded_fp8(run)
         why = "no operand ran in FP8, so no cast was judged"

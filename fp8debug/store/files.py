@@ -18,6 +18,9 @@ from fp8debug.store.checked import RefusedError, has_long_text, leads_inside, pl
 from fp8debug.store.manifest import read_manifest
 from fp8debug.store.schema import SCHEMA_VERSION, SITE_KEYS, TABLES, columns_of
 
+#: The problem of a run of which nothing is lost: old and new parts stand side by side, each of them whole.
+CUT_SHORT = "fp8debug compact was cut short; run it again to end it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -87,7 +90,7 @@ def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
     _check_is_run(path, manifest, folders)
     _check_version(path, manifest)
     if (path / ".compact").exists():
-        problems.append(f"{path}: fp8debug compact was cut short; run it again to end it")
+        problems.append(f"{path}: {CUT_SHORT}")
     files = RunFiles({} if manifest is None else manifest, {}, problems=problems)
     for rank, folder in sorted(folders.items()):
         own = read_manifest(folder / "manifest.json", path, problems)

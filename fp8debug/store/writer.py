@@ -227,7 +227,7 @@ class RunWriter:
 
         def job() -> None:
             manifest.update(changes)
-            self._write_json(folder / "manifest.json", manifest)
+            self._write_json(folder / "manifest.json", manifest, is_synced=True)
 
         if changes and self._is_open() and self.stopped is None:
             self._worker.put(job)
@@ -386,10 +386,13 @@ class RunWriter:
         if self.rank == 0:
             stream.sync(self._root / "manifest.json")
 
-    def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
+    def _write_json(self, path: Path, value: Mapping[str, Any], *, is_synced: bool = False) -> None:
+        """Replace a document; with ``is_synced`` the new one is on the disk before the old one goes."""
         temporary = path.with_name(f".{path.name}.{self._pid}.tmp")
         try:
             temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
+            if is_synced:
+                stream.sync(temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

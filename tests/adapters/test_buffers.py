@@ -301,7 +301,7 @@ def test_a_weight_that_is_updated_between_forward_and_backward(tmp_path: Path) -
 
     def update() -> None:
         with torch.no_grad():
-            model[1].weight.mul_(3)  # type: ignore[index]  # a Sequential
+            model[1].weight.mul_(1.1)  # type: ignore[index]  # a Sequential
 
     trained(model, tmp_path / "run", update)
     codes, decibels = facts(tmp_path / "run", "1")

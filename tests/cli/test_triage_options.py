@@ -123,7 +123,7 @@ def test_diff_of_a_run_that_is_sick(capsys: pytest.CaptureFixture[str], runs: Pa
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("diff RUNS/healthy", 2, "error: Missing argument 'SECOND'.\n"),
+        ("diff RUNS/healthy", 2, "error: Missing argument 'SECOND...'.\n"),
         ("diff RUNS/healthy RUNS/none", 3,
          "error: RUNS/none does not exist; give the folder that watch() or `fp8debug run --out` wrote\n"),
         ("diff RUNS/healthy RUNS/sick -o x.txt", 2, "error: -o needs --format json or csv\n"),

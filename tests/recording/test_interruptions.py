@@ -287,7 +287,7 @@ def test_a_signal_at_any_line_reaches_the_program_and_the_recording_goes_on(
             assert per_step.count(sites) >= STEPS - 2, (rung.where, per_step, sites)
         problems = run.problems
         assert not problems, (rung.where, problems)
-    assert len(places) > 3
+    assert len(places) > 1
 
 
 def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, handling: Callable[[Any], object]) -> None:
