@@ -115,7 +115,8 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str], runs: Path) -> Non
 
 def test_a_nan_tensor_has_no_amax_of_0(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     """No element of it is finite; a dash would say that nothing was recorded."""
-    line = "show RUNS/nan --module blocks.1.gate --gemm fprop --tensor input --steps 7:9 --reference operand --actual --columns amax,sqnr_db"
+    site = "--module blocks.1.gate --gemm fprop --tensor input --reference operand --actual"
+    line = f"show RUNS/nan {site} --steps 7:9 --columns amax,sqnr_db"
     rows = [row.split() for row in Said(capsys, runs, line).out.splitlines()]
     assert float(rows[1][-2]) > 0 and rows[2][-2:] == ["NaN", "NaN"]
     (before, nan) = csv.DictReader(io.StringIO(Said(capsys, runs, f"{line} --format csv").out))
