@@ -93,7 +93,7 @@ def command(run: str, form: str) -> None:
         share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
     echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}")
     if shares is not None and shares.rest:
-        echo(f"outside these Linears: {_summary(shares.rest)}")
+        echo(f"outside these Linears (attention, matmuls of other modules and functions): {_summary(shares.rest)}")
     if note := opened.manifest.get("gemms_note"):
         echo(f"not complete: {note}")
     echo("")

@@ -135,7 +135,11 @@ def test_coverage_names_what_is_behind_the_rest(tmp_path: Path) -> None:
     share = 100 * gemms["up", ""]["flops"] / sum(gemm["flops"] for gemm in gemms.values())
     head, outside, *_ = table.splitlines()
     assert head == f"run: 1 of 4 Linears in FP8, {share:.1f} % of the FLOPs of all GEMMs"
-    assert outside.startswith("outside these Linears: Net ") and "Conv1D" in outside and "Attention" in outside
+    assert (
+        outside.startswith("outside these Linears (attention, matmuls of other modules and functions): Net ")
+        and "Conv1D" in outside
+        and "Attention" in outside
+    )
     modules = {module["fqn"]: module for module in fp8debug.Run(tmp_path / "run").modules}
     assert modules["up"]["fp8"] and modules["up"]["called"]
     assert not modules["lm_head"]["fp8"] and modules["lm_head"]["called"] is False
