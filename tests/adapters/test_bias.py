@@ -98,10 +98,10 @@ def test_the_figures_are_those_of_the_whole_output_without_its_bias(
     make, seen = MODULES[name][0], list[bool]()
     found = record(tmp_path / "run", make())
 
-    def copied(self: Probe, *args: Any) -> Any:
+    def copied(self: Probe, *args: Any, **more: Any) -> Any:
         *operands, output, bias = args
         seen.append(True)
-        return fprop(self, *operands, output.float() - bias.detach().float())
+        return fprop(self, *operands, output.float() - bias.detach().float(), **more)
 
     monkeypatch.setattr(Probe, "fprop", copied)
     wanted = record(tmp_path / "wanted", make())
