@@ -86,7 +86,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--help", 0),
         ("--version", 0),
         ("", 2),
-        ("dashboard RUNS/empty", 3),
     ],
 )
 def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, code: int) -> None:
