@@ -317,7 +317,7 @@ class Ears(Probe):
         call.grad_output = call.weight = call.kept = call.known = None
         if has_gradient:
             for which in sorted(call.wanted - call.recorded):
-                self.report_once(f"not recorded in full: no {which} was heard in its backward pass")
+                self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
 
     def _product(self, which: Gemm, heard: Heard) -> Product:
         """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
@@ -343,7 +343,7 @@ class Ears(Probe):
             if call.grad_output is not None:
                 missing = ", ".join(sorted(call.wanted - call.recorded))
                 if missing:
-                    self.report_once(f"not recorded in full: no {missing} was heard before the step ended")
+                    self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
         self._unfinished.clear()
 
 

@@ -93,7 +93,7 @@ class GroupProbe(PartProbe):
                 self._weight_of(Gemm.DGRAD, turned, dgrad)
             self._compare(Gemm.DGRAD, grad, turned, dgrad, mine, self._sample(grad.shape[0], grad.device))
         if wgrad is None:
-            self.report_once("not recorded in full: no wgrad in FP8 was heard in its backward pass")
+            self.report_once("not recorded in full: no wgrad in FP8 was observed in its backward pass")
         else:
             self._wgrad(line.x, grad, wgrad, mine)
         if line.output is not None and self._output_key is not None:

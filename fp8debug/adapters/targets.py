@@ -120,7 +120,7 @@ class Candidate:
         if refused is not None and getattr(self.module, "fp8debug_request", None) == "fp8":
             return f"not converted: {refused}"
         if self.is_heard:
-            return "no FP8 GEMM was heard in it: it runs in high precision, or in kernels that are not read"
+            return "no FP8 GEMM observed: the module runs in high precision, or in a kernel that fp8debug cannot intercept"
         odd = [str(n) for n in _features(self.module) if n is not None and n % 16]
         return f"not converted ({odd[0]} is not a multiple of 16, as most FP8 GEMMs want it)" if odd else "not converted"
 

@@ -133,10 +133,10 @@ class TeProbe(PartProbe):
         """Record a backward pass."""
         dgrad, wgrad = line.products.get(Gemm.DGRAD), line.products.get(Gemm.WGRAD)
         if line.grad_output is None or (dgrad is None and wgrad is None):
-            self.report_once("not recorded in full: no GEMM in FP8 was heard in its backward pass")
+            self.report_once("not recorded in full: no GEMM in FP8 was observed in its backward pass")
             return
         if wgrad is None and self._trains():
-            self.report_once("not recorded in full: no wgrad was heard in its backward pass (delay_wgrad_compute?)")
+            self.report_once("not recorded in full: no wgrad was observed in its backward pass (delay_wgrad_compute?)")
         self.backward(line.grad_output, line.weight, dgrad, wgrad, line.kept)
 
     def _trains(self) -> bool:

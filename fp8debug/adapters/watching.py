@@ -562,7 +562,10 @@ class Watch:
         missing = [c.fqn for c in silent if not was_called(c.module) and not c.is_compiled]
         silent = [c for c in silent if not c.is_compiled]
         if silent and not missing and not self._observer.modules_seen and not any(c.fp8 for c in silent):
-            text = f"no FP8 GEMM was heard in any of {len(silent)}: they run in high precision, or in kernels that are not read"
+            text = (
+                f"no FP8 GEMM observed in any of {len(silent)}: they run in high precision, or in kernels that fp8debug cannot"
+                " intercept"
+            )
             say(self._writer, self._observer.step, text)
         for fqn in missing:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")

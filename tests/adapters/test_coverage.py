@@ -77,7 +77,7 @@ def test_of_a_mixed_model(tmp_path: Path) -> None:
     assert "include 'nothing.*': 0 modules" in table
     assert "not watched: conv (Conv1d): a convolution: only Linears are watched" in table
     assert "not watched: attention (MultiheadAttention): attention and its fused projections" in table
-    assert rows["moe.weights"]["reason"].startswith("no FP8 GEMM was heard in it")
+    assert rows["moe.weights"]["reason"].startswith("no FP8 GEMM observed")
 
 
 def test_gemms_that_were_not_seen(tmp_path: Path) -> None:

@@ -195,8 +195,11 @@ def test_high_precision_is_said_and_nothing_recorded(tmp_path: Path, capsys: pyt
     run = fp8debug.Run(tmp_path / "run")
     assert not rows(run) and not any(m["fp8"] for m in run.modules)
     (said,) = complaints(capsys)
-    assert said == "fp8debug: no FP8 GEMM was heard in any of 4: they run in high precision, or in kernels that are not read"
-    assert "no FP8 GEMM was heard in it" in run.modules[0]["reason"]
+    assert (
+        said
+        == "fp8debug: no FP8 GEMM observed in any of 4: they run in high precision, or in kernels that fp8debug cannot intercept"
+    )
+    assert "no FP8 GEMM observed" in run.modules[0]["reason"]
 
 
 def test_what_has_no_high_precision_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_a_mixture_of_experts_without_fp8_is_tried(tmp_path: Path) -> None:
     recorded = set(run.sql("SELECT DISTINCT module FROM sites").column("module").to_pylist())
     assert {"model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj", "lm_head"} <= recorded
     reasons = {entry["fqn"]: entry["reason"] for entry in run.modules}
-    assert "no FP8 GEMM was heard in it" in reasons["model.layers.0.mlp.experts.gate_up_proj"]  # named, not silent
+    assert "no FP8 GEMM observed" in reasons["model.layers.0.mlp.experts.gate_up_proj"]  # named, not silent
     assert not run.sql("SELECT 1 AS one FROM sites WHERE actual").num_rows
 
 

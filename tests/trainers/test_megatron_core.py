@@ -34,7 +34,7 @@ def test_the_loop_trains_the_same_and_tells_its_steps(trained: Path, name: str) 
     assert listed == [f"decoder.layers.{layer}.{name}" for layer in (0, 1) for name in LINEARS] + ["output_layer"]
     assert [m["fqn"] for m in run.modules if m["fp8"]] == listed[:-1]
     (head,) = [m for m in run.modules if m["fqn"] == "output_layer"]
-    assert head["reason"].startswith("no FP8 GEMM was heard in it")
+    assert head["reason"].startswith("no FP8 GEMM observed")
     assert num_sites(run) == dict.fromkeys(listed[:-1], 9)
     exact = run.sql("SELECT min(sqnr_db) AS db FROM sites WHERE actual AND reference = 'exact'").to_pylist()
     assert exact[0]["db"] > 40, "a result that was summed over the ranks is not its GEMM's"
