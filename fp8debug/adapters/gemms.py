@@ -8,7 +8,7 @@ of torch's, report theirs themselves. Compiled code shows the GEMMs that it leav
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import FrameType
@@ -80,6 +80,19 @@ _FORMULAS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_cudnn_attention_forward": _attention(1),
 }
 FLOPS = {getattr(torch.ops.aten, name): formula for name, formula in _FORMULAS.items() if hasattr(torch.ops.aten, name)}
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the interpreter's frames, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_of_fp8_linear() -> bool:
+    """Return whether the op that runs is one of the GEMMs of an :class:`Fp8Linear`, by the interpreter's frames."""
+    return any(frame.f_code is Fp8Linear._multiply.__code__ for frame in _frames())
 
 
 @dataclass
@@ -202,15 +215,13 @@ class GemmCounter:
 
     def _running(self) -> nn.Module | None:
         """Return the innermost module of the model that runs; None where none does, or an Fp8Linear multiplies in FP8."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame in _frames():
             if frame.f_code is Fp8Linear._multiply.__code__:
                 return None
             if frame.f_code.co_name == "_call_impl":  # whose locals are few, and held by it as long as it runs
                 module = frame.f_locals.get("self")
                 if isinstance(module, nn.Module) and id(module) in self._modules:
                     return module
-            frame = frame.f_back
         return None
 
     def _weight(self, module: nn.Module, operands: Sequence[Tensor]) -> str:

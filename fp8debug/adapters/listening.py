@@ -27,7 +27,7 @@ from torch._C import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8debug.adapters.calls import observe_calls
-from fp8debug.adapters.gemms import FLOPS, GemmCounter
+from fp8debug.adapters.gemms import FLOPS, GemmCounter, is_of_fp8_linear
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.observer import Observer
@@ -281,7 +281,7 @@ class Listener(TorchDispatchMode):
                 if not is_ours(error):
                     raise
                 counter.give_up()
-        if packet in SCALED and not ears:
+        if packet in SCALED and not ears and not is_of_fp8_linear():
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
             before = TorchState()

@@ -17,6 +17,7 @@ from fp8debug.adapters.listening import DECODERS
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import measure
+from fp8debug.linear import Fp8Linear
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
 from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
@@ -146,6 +147,26 @@ def test_gemms_of_nobody_are_counted_and_said(tmp_path: Path, capsys: pytest.Cap
     assert len(said) == 1 and "1 aten._scaled_mm in one forward pass" in said[0]
     events = run.sql("SELECT message FROM events WHERE message LIKE '%belong to no watched%'").to_pylist()
     assert len(events) == 2
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gemms_of_an_fp8_linear_are_no_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """On a GPU an Fp8Linear calls torch's scaled GEMM; here one runs where it would."""
+    codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    calls = []
+
+    def multiply(module: Fp8Linear, flops: int) -> None:
+        if not calls or torch._C._current_graph_task_id() == -1:
+            calls.append(torch._scaled_mm(codes, codes.t(), torch.ones(()), torch.ones(())))
+
+    monkeypatch.setattr(Fp8Linear, "counters", [multiply])
+    net = fp8debug.convert(nn.Sequential(nn.Linear(16, 16)), "tensorwise_current")
+    with fp8debug.watch(net, tmp_path / "run", every=every) as watch:
+        for _ in range(2):
+            net(torch.ones(4, 16)).sum().backward()
+            watch.step()
+    run = fp8debug.Run(tmp_path / "run")
+    assert calls and not run.sql("SELECT message FROM events WHERE message LIKE '%belong to no watched%'").to_pylist()
 
 
 # Dynamo instantiates the autograd function that it traces.

@@ -90,11 +90,13 @@ def train(
     checkpointed: bool = False,
     varied: bool = False,
     hook: bool = False,
+    device: str = "cpu",
+    backend: str = "eager",
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Return losses, last gradients and what Dynamo counted."""
     torch._dynamo.reset()
     counters.clear()
-    model = net(kind)
+    model = net(kind).to(device)
     model.is_checkpointed = checkpointed
     if hook:
         for block in model.blocks:
@@ -111,10 +113,10 @@ def train(
     compiled: nn.Module = model
     fullgraph = kind != "native"
     if whole:
-        compiled = cast(nn.Module, torch.compile(model, backend="eager", fullgraph=fullgraph))
+        compiled = cast(nn.Module, torch.compile(model, backend=backend, fullgraph=fullgraph))
     else:
         for block in model.blocks:
-            block.compile(backend="eager", fullgraph=fullgraph)
+            block.compile(backend=backend, fullgraph=fullgraph)
     if when == "after":
         attach()
     losses = []
@@ -122,7 +124,7 @@ def train(
         if when == "running" and step == 2:
             attach()
         rows = 24 if varied and step == 1 else 16
-        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16().to(device)
         with torch.no_grad():
             losses.append(compiled(x).float().square().mean().item())
         loss = compiled(x).float().square().mean()
@@ -162,6 +164,18 @@ def test_compiled_code_is_as_without_a_watch(kind: str, whole: bool, tmp_path: P
     alone = train(kind, None, "never", whole=whole)
     for when in WHEN:
         assert_same(train(kind, tmp_path / when, when, whole=whole), alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
+@pytest.mark.parametrize("kind", ["plain", "scaled", "torchao tensorwise", "torchao rowwise", "native"])
+def test_code_of_inductor_on_a_gpu_is_as_without_a_watch(kind: str, whole: bool, tmp_path: Path) -> None:
+    alone = train(kind, None, "never", whole=whole, device="cuda", backend="inductor")
+    again = train(kind, None, "never", whole=whole, device="cuda", backend="inductor")
+    assert_same(again, alone)
+    for when in WHEN:
+        assert_same(train(kind, tmp_path / when, when, whole=whole, device="cuda", backend="inductor"), alone)
 
 
 @pytest.mark.parametrize("change", ["checkpointed", "varied", "hook"])
