@@ -37,7 +37,7 @@ WITH recorded AS (
 ), sampled AS (
   SELECT count(DISTINCT step) AS times FROM sites WHERE actual
 )
-SELECT fqn AS module, kind, coalesce(fp8, false) AS fp8, coalesce(requested, 'nobody asked') AS requested,
+SELECT fqn AS module, kind, coalesce(fp8, false) AS fp8, coalesce(requested, 'not requested') AS requested,
   round(100.0 * flops_per_token / sum(flops_per_token) OVER (), 2) || ' %' AS flops,
   round(fprop / times, 2) || '/' || round(coalesce(dgrad, 0) / times, 2) || '/' || round(coalesce(wgrad, 0) / times, 2) AS gemms,
   casts, CASE WHEN NOT coalesce(fp8, false) THEN coalesce(reason, 'no reason recorded') WHEN NOT coalesce(observed, false)

@@ -46,7 +46,7 @@ def coverage(
         (
             str(m["fqn"]),
             str(m.get("kind") or ""),
-            str(m.get("requested") or "nobody asked"),
+            str(m.get("requested") or "not requested"),
             str(m.get("reason") or "no reason recorded"),
         )
         for m in modules

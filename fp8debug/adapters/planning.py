@@ -29,7 +29,7 @@ def planned_volume(
         ranks: that record.
         budget: bytes, or a text such as ``50GB``; None is no limit.
         total_steps: of the run; None plans for ``DEFAULT_STEPS``.
-        may_be_fewer: whether fewer ranks will do, as nobody asked for these.
+        may_be_fewer: whether fewer ranks suffice, because these were not requested.
 
     Raises:
         UsageError: the budget does not hold all these ranks, or is no size.

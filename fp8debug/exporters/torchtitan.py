@@ -59,7 +59,7 @@ class TorchtitanExporter(Exporter):
         return comments(notes) + USAGE + "FILTER_FQNS = [\n" + "".join(lines) + "]\n"
 
     def _collisions(self, run: Run, fallbacks: Sequence[Fallback]) -> dict[str, list[str]]:
-        """Return by entry the FP8 modules that it hits although nobody asked for them."""
+        """Return by entry the FP8 modules that it matches although they were not requested."""
         chosen = [plain_name(module) for module in in_bf16(run, fallbacks)]
         recorded = [plain_name(module) for module in not_in_fp8(run)]
         others = [n for m in run.modules if (n := plain_name(str(m["fqn"]))) not in {*chosen, *recorded}]

@@ -98,7 +98,7 @@ for _fault in (
     Fault(
         name="unconverted",
         code="F110",
-        description="a Linear that a filter missed stays in BF16 and nobody says so (torchtitan #4008); acts at once",
+        description="a Linear that a filter missed stays in BF16 without a message (torchtitan #4008); acts at once",
         plant=_unconverted,
     ),
     Fault(

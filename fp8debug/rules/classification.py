@@ -60,7 +60,7 @@ def classify(
     steps, losses = read_losses(run)
     if not steps:
         what = f"no loss was recorded; {number_of(findings)}"
-        evidence = ("give the loss to watch.step(loss=loss), so that a spike or a divergence can be told",)
+        evidence = ("give the loss to watch.step(loss=loss), so that spikes and divergence are detected",)
         return at_first(Classification(kind="unknown", cause="no-loss", what=what, evidence=evidence), harmful)
     sick = first_nonfinite(losses)
     found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))

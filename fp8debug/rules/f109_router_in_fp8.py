@@ -1,4 +1,4 @@
-"""F109: the Linear that chooses among experts runs in FP8, where nobody asked for it."""
+"""F109: the Linear that chooses among experts runs in FP8, where FP8 was not requested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RouterInFp8(Rule):
         tokens, never by name: a numbered list of equal modules that is called after it, belongs to the same block, and
         shares its tokens among its members, or reads the very same input; or 3-D weights with one matrix for each
         output, which the recorder notes in the manifest. A gate of SwiGLU has as many outputs as its hidden width, and is none.
-        It is a warning where nobody asked for FP8 here, or the same Linear of another layer stays out of it; where a request for
+        It is a warning where FP8 was not requested here, or the same Linear of another layer stays out of it; where a request for
         the whole model took the router along it is an info; a router that an override put in FP8 by name is none.
 
     Why it matters
@@ -69,7 +69,7 @@ class RouterInFp8(Rule):
                 continue
             spared = any(modules[twin]["fp8"] is False for group in twins if fqn in group for twin in group)
             if asked != "fp8":
-                severity, why = Severity.WARNING, ", and nobody asked for it"
+                severity, why = Severity.WARNING, ", and FP8 was not requested for it"
             elif spared:
                 severity, why = Severity.WARNING, ", while its like in other layers does not"
             else:

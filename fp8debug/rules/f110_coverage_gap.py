@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CoverageGap(Rule):
-    """A Linear runs in FP8 or out of it although nobody asked for that, or a filter matches nothing.
+    """A Linear runs in FP8, or in high precision, against what was requested, or a filter matches nothing.
 
     What it detects
         A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
@@ -69,9 +69,9 @@ class CoverageGap(Rule):
             if module["fqn"] in unwatched:
                 continue
             if module.get("fp8") and asked == "bf16":
-                yield self._finding(run, "it runs in FP8 although an override asked for high precision", module)
+                yield self._finding(run, "it runs in FP8 although an override requests high precision", module)
             elif module.get("fp8") and asked is None and were_asked:
-                yield self._finding(run, "it runs in FP8, and nobody asked for that here", module)
+                yield self._finding(run, "it runs in FP8, which was not requested here", module)
             if module.get("fp8") is not False or asked == "bf16":
                 continue
             if module.get("called") is False and module["fqn"] not in used:
@@ -79,7 +79,7 @@ class CoverageGap(Rule):
             because = f": {reason}" if reason else ""
             is_other = module.get("observed") is False and module.get("kind") not in ("Linear", "Fp8Linear")
             if asked == "fp8" and (not is_other or module["fqn"] in named):
-                yield self._finding(run, f"FP8 was asked for, but the module runs in high precision{because}", module)
+                yield self._finding(run, f"FP8 was requested, but the module runs in high precision{because}", module)
             elif converted and module.get("kind") == "Linear":
                 yield self._beside(run, module, groups, len(converted))
         for entry in entries:

@@ -201,7 +201,7 @@ def _checked(sampled: Sequence[int], step: int) -> str:
     before = [s for s in sampled if s <= step]
     after = next((s for s in sampled if s > step), None) if step not in sampled else None
     if not before and after is None:
-        return "; no step was sampled by then, so no cast was looked at"
+        return "; no step was sampled by then, so no cast was recorded"
     looked = f"{len(before)} sampled steps up to step {before[-1]} show" if len(before) > 1 else ""
     looked = looked or (f"the sampled step {before[0]} shows" if before else "no step was sampled by then; step")
     if not before:

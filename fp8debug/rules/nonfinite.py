@@ -1,4 +1,4 @@
-"""The first NaN or Inf of a run: which cast or GEMM made it, or whether it came to the Linears from outside.
+"""The first NaN or Inf of a run: the cast or GEMM that made it, or the input that brought it from outside the Linears.
 
 Of a step that was not sampled the steps table may say which module's fprop gave the first one. All tensors of the first
 sampled step that holds one are put in the order in which they were computed: forward by execution, backward in reverse; of

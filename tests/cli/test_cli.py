@@ -220,7 +220,7 @@ def test_coverage(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     said = Said(capsys, runs, "coverage RUNS/gap")
     assert said.out.splitlines()[0] == "gap: 5 of 6 Linears in FP8, 80.0 % of the Linear FLOPs"
     rows = {row["module"]: row for row in json.loads(Said(capsys, runs, "coverage RUNS/gap --format json").out)}
-    assert rows[CULPRIT]["requested"] == "nobody asked"
+    assert rows[CULPRIT]["requested"] == "not requested"
     assert rows["blocks.0.mlp.up"]["fp8"] is True
     assert "weight: e4m3fn 128x128 current" in rows["blocks.0.mlp.up"]["casts"]
 

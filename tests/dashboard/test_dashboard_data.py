@@ -215,7 +215,7 @@ def test_casts_in_words_do_not_mention_that_wgrad_turns_its_tiles() -> None:
 
 def test_coverage_of_an_odd_manifest_does_not_fail() -> None:
     assert coverage([]).num_linears == 0
-    assert coverage([{"fqn": "a", "fp8": False}]).skipped == (("a", "", "nobody asked", "no reason recorded"),)
+    assert coverage([{"fqn": "a", "fp8": False}]).skipped == (("a", "", "not requested", "no reason recorded"),)
 
 
 @pytest.mark.parametrize("name", ["a", "a b", "<b>", "?x=1&y=2#z", "../../etc", "ü", "%2e%2e", "a+b"])

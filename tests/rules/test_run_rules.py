@@ -88,8 +88,8 @@ def test_experts_in_one_weight_have_a_router_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"requested": "bf16"}, "it runs in FP8 although an override asked for high precision"),
-        ({"requested": None}, "it runs in FP8, and nobody asked for that here"),
+        ({"requested": "bf16"}, "it runs in FP8 although an override requests high precision"),
+        ({"requested": None}, "it runs in FP8, which was not requested here"),
     ],
 )
 def test_a_module_in_fp8_that_nobody_asked_for(tmp_path: Path, entry: dict[str, object], message: str) -> None:
