@@ -106,6 +106,9 @@ class _Fp8Matmul(torch.autograd.Function):
                 wgrad = g_wgrad, x_wgrad, layer.product(Gemm.WGRAD, g_wgrad, x_wgrad, weight.dtype)
             if probe:
                 probe.backward(grad_output, weight, dgrad, wgrad, kept)
+            elif layer.probe is not None and not layer.probe.observer.sampling:
+                products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
+                layer.probe.check_backward(grad_output, {g: p[2] for g, p in products.items() if p and p[2] is not None})
         ctx.kept = ctx.w_fprop = None
         return dgrad[2] if dgrad else None, wgrad[2] if wgrad else None, None, None, None
 
@@ -339,7 +342,7 @@ class Fp8Linear(nn.Linear):
         finally:
             if use != "train":
                 self._use = "train"
-        if self.probe is not None and probe is None and torch.is_grad_enabled():
+        if self.probe is not None and torch.is_grad_enabled() and not self.probe.observer.sampling:
             self.probe.check(flat, weight, output)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 

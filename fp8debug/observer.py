@@ -25,6 +25,8 @@ from fp8debug.table import MIN_JOINED, Snapshot, Table
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
 
 T = TypeVar("T")
+#: The least and the greatest value of a tensor, 0-d.
+Extremes = tuple[Tensor, Tensor]
 
 
 class RowKey(NamedTuple):
@@ -56,8 +58,8 @@ class Settings:
             and of a wide result a share is compared (see ``kernels/sample.py``); None is all.
         what_if: recipes whose casts are recorded beside the running one.
         plain_recipe: recipe that a plain nn.Linear is tried under.
-        check_finite: whether steps that are not sampled are searched for the first NaN or Inf of their forward pass too;
-            None is yes for tensors on a CPU.
+        check_finite: whether steps that are not sampled are searched for their first NaN or Inf too, in the forward and the
+            backward pass; None is yes for tensors on a CPU.
     """
 
     every: int = 10
@@ -84,7 +86,7 @@ class FinishedStep:
     sampled: bool
     scalars: dict[str, Any]
     tables: list[tuple[Snapshot, dict[int, RowInfo]]] = field(default_factory=list)
-    checked: list[str] = field(default_factory=list)
+    checked: list[tuple[str, Gemm]] = field(default_factory=list)
     progress: Any = None
     is_written: bool = False
 
@@ -138,7 +140,7 @@ class Observer:
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
-        self._checked: list[tuple[str, Tensor]] = []
+        self._checked: list[tuple[str, Gemm, Tensor]] = []
 
     @property
     def has_rows(self) -> bool:
@@ -238,16 +240,20 @@ class Observer:
             self.known[at] = storage._weak_ref()
         return at, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
-    def check(self, module: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
-        """Note whether a forward GEMM's operands and result are finite: one read of each, no synchronization.
+    def check(self, module: str, gemm: Gemm, given: Extremes, weight: Extremes | None, result: Extremes) -> None:
+        """Note whether what a GEMM was given and its result are finite: one read of each, no synchronization.
 
-        A DTensor is not looked at: its extremes would be a collective. NaN is both the least and the greatest of numbers here.
+        Args:
+            module: FQN.
+            gemm: the GEMM.
+            given: of its input, or of grad_output in the backward pass.
+            weight: of its weight; None where that was not read.
+            result: of what it returned.
         """
-        tensors = x, weight, output
-        if any(is_traceable_wrapper_subclass(t) for t in tensors) or not (x.numel() and weight.numel()):
-            return
-        extremes = [extreme for t in tensors for extreme in t.detach().aminmax()]
-        self._checked.append((module, torch.stack(extremes).isfinite().view(3, 2).all(1)))
+        if weight is None:
+            zero = result[0].new_zeros(())
+            weight = zero, zero
+        self._checked.append((module, gemm, torch.stack([*given, *weight, *result]).isfinite().view(3, 2).all(1)))
 
     def end_step(self, scalars: dict[str, Any]) -> None:
         """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
@@ -290,8 +296,8 @@ class Observer:
         for name, value in scalars.items():
             moving[name] = _leaving_device(value)
         if self._checked:
-            finished.checked = [module for module, _ in self._checked]
-            moving["first_nonfinite"] = _leaving_device(place_of_first([found for _, found in self._checked]))
+            finished.checked = [(module, gemm) for module, gemm, _ in self._checked]
+            moving["first_nonfinite"] = _leaving_device(place_of_first([found for *_, found in self._checked]))
             self._checked = []
         for device, (table, filled) in self._filled.items():
             try:
@@ -366,11 +372,22 @@ class Observer:
             self.leftovers.let_go_of_all()
 
 
+def extremes_of(x: Tensor) -> Extremes | None:
+    """Return the least and the greatest value, 0-d; both are NaN where one is. None for a tensor whose values are not read.
+
+    A DTensor's would be a collective, and an FP8 tensor has none without its scale.
+    """
+    if is_traceable_wrapper_subclass(x) or not x.numel() or not x.is_floating_point() or x.element_size() < 2:
+        return None
+    least, greatest = x.detach().aminmax()
+    return least, greatest
+
+
 def place_of_first(found: list[Tensor]) -> Tensor:
-    """Return 4 * place + 2 * (weight is not finite) + (input is not finite) of the first output that is not; -1: all are.
+    """Return 4 * place + 2 * (weight is not finite) + (given is not finite) of the first result that is not; -1: all are.
 
     Args:
-        found: bool ``[3]`` of each GEMM in order: input, weight and output are finite.
+        found: bool ``[3]`` of each GEMM in order: the operand that it was given, its weight and its result are finite.
     """
     device = found[0].device
     sick = ~torch.stack([one.to(device, non_blocking=True) for one in found])

@@ -7,6 +7,7 @@ their MSE, cosine and SQNR estimate those of the whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import ref
 
 import torch
@@ -27,7 +28,7 @@ from fp8debug.kernels.results import OutputError, compare_result, damage_of, sam
 from fp8debug.kernels.sample import Sample
 from fp8debug.lines import Lines
 from fp8debug.metrics import Source
-from fp8debug.observer import Observer, RowKey
+from fp8debug.observer import Extremes, Observer, RowKey, extremes_of
 from fp8debug.recipes import Cast
 from fp8debug.riding import Riding
 from fp8debug.second_look import HISTOGRAM, Kept, RunningSum, Tried, reread
@@ -124,18 +125,40 @@ class Probe(Riding):
             self.num_calls += 1
         return True
 
-    def check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
-        """See whether a training forward GEMM of a step that is not sampled is finite; a recomputed one is left out."""
-        wanted = self.observer.settings.check_finite
-        if wanted or (wanted is None and output.device.type == "cpu"):
+    def check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:
+        """Note whether a training forward GEMM is finite; a recomputed one is left out."""
+        if self.checks(output):
             self._check(x, weight, output)
 
+    def check_backward(self, grad_output: Tensor | Extremes, results: Mapping[Gemm, Tensor]) -> None:
+        """Note whether the results of backward GEMMs are finite, by GEMM; of grad_output its extremes are enough."""
+        if any(self.checks(result) for result in results.values()):
+            self._check_backward(grad_output, results)
+
+    def checks(self, x: Tensor) -> bool:
+        """Return whether results of the step under way are searched for NaN and Inf on a tensor's device."""
+        wanted, observer = self.observer.settings.check_finite, self.observer
+        if observer.is_off or observer.is_rehearsing:
+            return False
+        return bool(wanted or (wanted is None and (observer.sampling or x.device.type == "cpu")))
+
     @guarded
-    def _check(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
-        observer = self.observer
-        is_quiet = observer.sampling or observer.is_off or observer.is_rehearsing or is_capturing()
-        if not is_quiet and torch._C._current_graph_task_id() == -1:
-            observer.check(self.module, x, weight, output)
+    def _check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:
+        if is_capturing() or torch._C._current_graph_task_id() != -1:
+            return
+        given, result = extremes_of(x), extremes_of(output)
+        if given is not None and result is not None:
+            self.observer.check(self.module, Gemm.FPROP, given, None if weight is None else extremes_of(weight), result)
+
+    @guarded
+    def _check_backward(self, grad_output: Tensor | Extremes, results: Mapping[Gemm, Tensor]) -> None:
+        if is_capturing():
+            return
+        given = extremes_of(grad_output) if isinstance(grad_output, Tensor) else grad_output
+        for gemm, x in results.items():
+            result = extremes_of(x)
+            if given is not None and result is not None:
+                self.observer.check(self.module, gemm, given, None, result)
 
     @guarded
     def fprop(

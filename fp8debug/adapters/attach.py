@@ -88,7 +88,7 @@ def watch(
         dump_memory_bytes: host memory of each rank for steps that are held and files that wait for the disk.
         dump_steps: sampled steps that ``on-finding`` holds.
         guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
-        check_finite: search the forward pass of the steps between for the first NaN or Inf too, at the price of reading each
+        check_finite: search the steps between for the first NaN or Inf too, forward and backward, at the price of reading each
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
         compiled: code under torch.compile is not recorded, which is said; ``eager`` runs sampled steps without torch.compile, so
             that they are, in eager arithmetic.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -19,12 +19,12 @@ from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.metrics import Source
-from fp8debug.observer import Observer
+from fp8debug.observer import Extremes, Observer, extremes_of
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast
 from fp8debug.second_look import Kept, Tried
 from fp8debug.sharding import layout_by_marks
-from fp8debug.shielding import guarded, untraced
+from fp8debug.shielding import guarded, is_batched, is_transformed, shielded, untraced
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
@@ -135,6 +135,8 @@ class Ears(Probe):
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record fprop, and wait for the backward pass."""
         ear = self._listener.end(self)
+        if output is not None and torch.is_grad_enabled():
+            self._check_call(module, args[0] if args else next(iter(kwargs.values()), None), output)
         if ear is None or not isinstance(ear.call, Call):
             return
         ear.call.input_dtype = self._input_dtype()
@@ -147,6 +149,44 @@ class Ears(Probe):
     @guarded
     def _fail(self, error: BaseException) -> None:
         raise error
+
+    def _check_call(self, module: nn.Module, x: Any, output: Any) -> None:
+        """Search what leaves the module for NaN and Inf: its output, and what its autograd nodes deliver in the backward pass.
+
+        A GEMM's result is recorded when the GEMM has run. What the module writes to it afterwards shows here alone.
+        """
+        output = output[0] if isinstance(output, tuple) and output else output
+        if type(x) is not Tensor or type(output) is not Tensor or not self.checks(output) or is_transformed():
+            return
+        weight = stored(module, "weight")
+        self.check(x, weight if isinstance(weight, Tensor) else None, output)
+        if output.requires_grad:
+            self._check_nodes(x, weight, output)
+
+    @shielded
+    def _check_nodes(self, x: Tensor, weight: Any, output: Tensor) -> None:
+        given: list[Extremes | None] = [None]
+
+        @untraced
+        def take(place: int, grads: Sequence[Tensor | None]) -> None:
+            grad = grads[place]
+            given[0] = None if grad is None or is_batched(grad) else self._extremes(grad)
+
+        @untraced
+        def see(places: Mapping[int, Gemm], grads: Sequence[Tensor | None], _: Any) -> None:
+            found = {gemm: grad for place, gemm in places.items() if (grad := grads[place]) is not None}
+            if given[0] is not None and not any(is_batched(grad) for grad in found.values()):
+                self.check_backward(given[0], found)
+
+        delivered = [(node, places) for node in nodes_between(output, x, weight) if (places := _delivers(node, x, weight))]
+        if delivered and output.grad_fn is not None:
+            output.grad_fn.register_prehook(partial(take, output.output_nr))
+            for node, places in delivered:
+                node.register_hook(partial(see, places))
+
+    @guarded
+    def _extremes(self, x: Tensor) -> Extremes | None:
+        return extremes_of(x)
 
     @guarded
     def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
@@ -345,6 +385,18 @@ class Ears(Probe):
                 if missing:
                     self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
         self._unfinished.clear()
+
+
+def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
+    """Return by place which results of an autograd node leave a module: grad_input or grad_weight, named by their GEMM."""
+    found: dict[int, Gemm] = {}
+    for place, (following, number) in enumerate(node.next_functions):
+        variable = getattr(following, "variable", None)
+        if variable is not None and variable is weight:
+            found[place] = Gemm.WGRAD
+        elif (following is not None and following is x.grad_fn and number == x.output_nr) or variable is x:
+            found[place] = Gemm.DGRAD
+    return found
 
 
 def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | None:

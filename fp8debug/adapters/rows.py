@@ -275,13 +275,14 @@ def stats_batch(finished: FinishedStep, snapshot: Snapshot, sheet: Sheet) -> pa.
     return batch
 
 
-def unsampled_nonfinite(finished: FinishedStep) -> dict[str, str]:
+def checked_nonfinite(finished: FinishedStep) -> dict[str, str]:
     """Take ``first_nonfinite`` out of a step's scalars; return what the steps table holds of it, nothing where all was finite."""
     code = int(finished.scalars.pop("first_nonfinite", -1))
     if code < 0:
         return {}
     origin = "weight" if code & 2 else "outside" if code & 1 else "gemm"
-    return {"nonfinite_module": finished.checked[code >> 2], "nonfinite_origin": origin}
+    module, gemm = finished.checked[code >> 2]
+    return {"nonfinite_module": module, "nonfinite_origin": origin, "nonfinite_gemm": gemm.value}
 
 
 def by_execution(found: list[tuple[str, str]]) -> list[tuple[str, str]]:

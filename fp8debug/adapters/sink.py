@@ -14,12 +14,13 @@ from typing import Any
 import pyarrow as pa
 
 from fp8debug.adapters.changes import RecipeChanges
-from fp8debug.adapters.rows import Described, by_execution, stats_batch, unsampled_nonfinite
+from fp8debug.adapters.rows import Described, by_execution, checked_nonfinite, stats_batch
 from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
 from fp8debug.store.writer import RunWriter
 from fp8debug.table import Snapshot
+from fp8debug.types import RESULTS, Gemm
 
 
 class StepSink:
@@ -66,7 +67,7 @@ class StepSink:
             self._found = []
             progress.is_judged = True
         if progress.step is None:
-            unseen, now = unsampled_nonfinite(finished), datetime.now(timezone.utc)
+            unseen, now = checked_nonfinite(finished), datetime.now(timezone.utc)
             row = {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
             is_later = (unseen or finished.tables) and not self.decides
             progress.step = partial(self._told, row) if is_later else self._told(row)
@@ -87,10 +88,12 @@ class StepSink:
         return batch
 
     def _told(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a step's row; where it was not sampled and has the first NaN or Inf there is, tell so."""
+        """Return a step's row; write an event where it has the run's first NaN or Inf and no row of statistics tells of it."""
         if "nonfinite_module" in row and not self._nonfinite:
-            self._nonfinite.add((row["nonfinite_module"], "fprop", "output"))
-            message = f"first NaN or Inf, in a step that was not sampled; origin: {row['nonfinite_origin']}"
+            gemm = Gemm(row["nonfinite_gemm"])
+            self._nonfinite.add((row["nonfinite_module"], gemm.value, RESULTS[gemm].value))
+            unseen = "" if row["sampled"] else ", in a step that was not sampled"
+            message = f"first NaN or Inf{unseen}: {gemm.value}; origin: {row['nonfinite_origin']}"
             self._writer.event(row["step"], "nonfinite", row["nonfinite_module"], message)
         return row
 

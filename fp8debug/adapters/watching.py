@@ -21,7 +21,7 @@ from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.gemms import GemmCounter
-from fp8debug.adapters.inference import compare_paths
+from fp8debug.adapters.inference import MEASURES, compare_paths, round_to
 from fp8debug.adapters.listening import RootHooks, listener_of
 from fp8debug.adapters.parts import TOKENS, Part, kind_of_part, was_called
 from fp8debug.adapters.quiet import QuietWriter
@@ -30,6 +30,7 @@ from fp8debug.adapters.sink import StepSink
 from fp8debug.adapters.stages import rank_entry
 from fp8debug.adapters.targets import Candidate, named_modules
 from fp8debug.adapters.updates import WeightUpdates, is_in_backward
+from fp8debug.arriving import Arriving
 from fp8debug.dumps import Dumper
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
@@ -93,6 +94,7 @@ class Watch:
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._updates = WeightUpdates(roots)
+        self._compared: list[tuple[int, list[str], Tensor | Arriving]] = []  # step, modules and MEASURES of each
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
         self._num_backwards = self._num_ended = 0
         self._started = time.perf_counter()
@@ -226,14 +228,35 @@ class Watch:
         self._noted.update(values)
 
     def compare_inference(self, *args: Any, inference: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Note how far inference's logits of a batch lie from training's, which rule F122 judges (see ``compare_paths``).
+        """Note how far inference's logits of a batch lie from training's, which rule F122 judges, and which module parts first.
+
+        Modules are compared where both passes call modules of the same names and nothing is compiled (see ``compare_paths``).
 
         Args:
             args: what the model's forward takes.
             inference: the path of inference; the model with its FP8 Linears in high precision by default.
             kwargs: as args.
         """
-        self.note(**compare_paths(self._roots[0], args, kwargs, inference))
+        found = compare_paths(self._roots[0], args, kwargs, inference)
+        self.note(**found.columns)
+        if found.problem is not None:
+            self._observer.report("compare_inference", f"not told by module: {found.problem}", True)
+        if found.values is not None:
+            values = Arriving(found.values) if found.values.is_cuda else found.values
+            self._compared.append((self._observer.step, found.modules, values))
+
+    def _tell_compared(self, *, wait: bool = False) -> None:
+        """Write how modules of training and inference differ, as events, once the numbers have arrived."""
+        while self._compared:
+            step, modules, values = self._compared[0]
+            if isinstance(values, Arriving):
+                if not (wait or values.ready()):
+                    return
+                values = values.host()
+            del self._compared[0]
+            rows = [[round_to(number) for number in row] for row in values.tolist()]
+            told = {"measures": MEASURES, "modules": dict(zip(modules, rows, strict=True))}
+            self._writer.event(step, "inference", None, json.dumps(told))
 
     def coverage(self) -> list[dict[str, Any]]:
         """Return one entry per Linear-like module: FQN, kind, whether it runs in FP8, its effective casts, and why not.
@@ -285,6 +308,7 @@ class Watch:
             self.detach()
             with ordinary_torch():
                 self._observer.hand_over(wait=True)
+            self._tell_compared(wait=True)
             self._report_never_called()
         except Exception as error:  # the device may be what failed; the user's own error is the one to be seen
             if not is_ours(error):
@@ -424,6 +448,7 @@ class Watch:
 
     def _close_step(self, scalars: dict[str, Any], settle: bool) -> None:
         self._num_ended += 1
+        self._tell_compared()
         now = time.perf_counter()
         if "lr" not in scalars and self._optimizer is not None:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")

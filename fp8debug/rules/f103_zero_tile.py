@@ -36,7 +36,8 @@ class ZeroTileNan(Rule):
         blocks that stay zero are healthy.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
         the operands are so large that it overflows in every format (F125); so
-        is the first one of a step that was not sampled, where the run looked there (watch's check_finite).
+        is the first one of a step that was not sampled, where the run looked there (watch's check_finite), and a result that was
+        finite when its GEMM had run and is not when it leaves the module (rows never written, memory used again).
         Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
 
     Why it matters
@@ -86,7 +87,7 @@ class ZeroTileNan(Rule):
             bad_traces = [trace for trace in bad_traces if trace.rows[0]["step"] < origin.step]
         found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
         if origin is not None and origin.kind == "gemm" and not found and largest_product(run, origin.row) <= MAX_RESULT:
-            yield self._of_gemm(origin)
+            yield self._of_gemm(run, origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
             victims = tuple(m for m in self._poisoned(run, finding) if m not in culprits)
@@ -133,14 +134,25 @@ class ZeroTileNan(Rule):
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
         return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
 
-    def _of_gemm(self, origin: Origin) -> Finding:
+    def _of_gemm(self, run: Run, origin: Origin) -> Finding:
         row = origin.row
-        if origin.count is None:
+        if origin.count is None and origin.step in run.sampled_steps:
             message = (
-                f"the fprop output holds a NaN or Inf at step {origin.step}, which was not sampled, and input and weight were"
-                " finite: the cast makes NaN of a block of zeros, or the GEMM overflows"
+                f"the {row['gemm']} {row['tensor']} that leaves the module holds a NaN or Inf at step {origin.step}; operands,"
+                " casts and what was read of the GEMM's result when it had run were finite: rows that the GEMM did not write,"
+                " or what the module does to its result"
             )
-            cure = f"amax_eps=1e-12 for its input and weight; sample step {origin.step} to see which; else BF16 for this GEMM"
+            cure = "clear the result's buffer before this GEMM, check the rows it writes; else BF16 for this GEMM"
+        elif origin.count is None:
+            given = "input and weight were" if row["gemm"] == "fprop" else "grad_output was"
+            message = (
+                f"the {row['gemm']} {row['tensor']} holds a NaN or Inf at step {origin.step}, which was not sampled, and {given}"
+                " finite: the cast makes NaN of a block of zeros, the GEMM overflows, or it leaves rows unwritten"
+            )
+            cure = (
+                f"sample step {origin.step} (every=1) to see whether cast or GEMM made it: amax_eps=1e-12 for a cast, a cleared"
+                " result buffer for unwritten rows; else BF16 for this GEMM"
+            )
         else:
             message = (
                 f"{origin.count} of {row['numel']} sampled elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"

@@ -22,11 +22,11 @@ class CoverageGap(Rule):
         A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
         against an override, or unasked where the others were asked for (a head or a tied embedding that a filter let
         through); an override, include or exclude pattern that matched no module. Siblings are Linears of one shape whose
-        names differ in one number: one role in many blocks. A plain nn.Linear without a sibling in FP8 is the choice of
-        a filter (a head, a router, the adapters of LoRA or the Linears under them), and so are the first or last blocks
-        left out as a whole: an info. Not reported: a module that an override left in BF16; one that include or exclude
-        kept out of the watch; a subclass of nn.Linear, whose forward may be another, unless an override names it; a head
-        in FP8 that was asked for with all the others, which `fp8debug coverage` shows.
+        names differ in one number: one role in many blocks. Not reported, and shown by `fp8debug coverage` alone: a plain
+        nn.Linear without a sibling in FP8, and the first or last blocks left out as a whole, which are the choice of a filter
+        (a head, a router, the adapters of LoRA or the Linears under them); a module that an override left in BF16; one that
+        include or exclude kept out of the watch; a subclass of nn.Linear, whose forward may be another, unless an override
+        names it; a head in FP8 that was asked for with all the others.
 
     Why it matters
         A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
@@ -81,13 +81,13 @@ class CoverageGap(Rule):
             if asked == "fp8" and (not is_other or module["fqn"] in named):
                 yield self._finding(run, f"FP8 was requested, but the module runs in high precision{because}", module)
             elif converted and module.get("kind") == "Linear":
-                yield self._beside(run, module, groups, len(converted))
+                yield from self._beside(run, module, groups)
         for entry in entries:
             if entry.get("matched") == 0:
                 yield self._finding(run, f"the {entry.get('kind')} pattern {entry.get('pattern')!r} matches no module")
 
-    def _beside(self, run: Run, module: Mapping[str, Any], groups: Sequence[Group], num_fp8: int) -> Finding:
-        """Return the finding of a plain nn.Linear beside modules in FP8: a warning where its siblings are among them."""
+    def _beside(self, run: Run, module: Mapping[str, Any], groups: Sequence[Group]) -> Iterable[Finding]:
+        """Return the finding of a plain nn.Linear whose siblings run in FP8; none of another, which a filter left out."""
         precision = {m["fqn"]: bool(m.get("fp8")) for m in run.modules}
         for group in groups:
             if module["fqn"] in group.members.values():
@@ -95,20 +95,14 @@ class CoverageGap(Rule):
                 differs = sum(siblings) >= max(1, len(siblings) - sum(siblings))
                 if differs and not _is_edge_left_out(group, module["fqn"], precision):
                     among = f"{sum(siblings)} of its {len(siblings)} sibling{'s' if len(siblings) > 1 else ''} run in FP8"
-                    return self._finding(run, f"a plain nn.Linear in high precision, and {among}", module)
-        message = (
-            f"a plain nn.Linear in high precision beside {num_fp8} module{'s' if num_fp8 > 1 else ''} in FP8; no sibling of it"
-            " is in FP8, so that a filter or the program's own choice left it out"
-        )
-        return self._finding(run, message, module, Severity.INFO)
+                    return [self._finding(run, f"a plain nn.Linear in high precision, and {among}", module)]
+        return []
 
-    def _finding(
-        self, run: Run, message: str, module: Mapping[str, Any] | None = None, severity: Severity = Severity.WARNING
-    ) -> Finding:
+    def _finding(self, run: Run, message: str, module: Mapping[str, Any] | None = None) -> Finding:
         return Finding(
             code=self.code,
             name=self.name,
-            severity=severity,
+            severity=Severity.WARNING,
             module=module["fqn"] if module else None,
             steps=run.steps_range,
             ranks=tuple(run.ranks),

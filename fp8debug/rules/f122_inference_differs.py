@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import percent
+from fp8debug.rules.parting import parting
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -23,7 +24,9 @@ class InferenceDiffers(Rule):
         a path of yours), compared by `watch.compare_inference(batch)`. Quantization noise alone moves logits by a few
         percent of their size; here the difference is a material part of it, and the predicted distributions differ; or it is
         suddenly many times what the comparisons before it showed. It stands only when no other rule has found the operand at
-        fault, which then is the cause.
+        fault, which then is the cause. Where both passes called modules of the same names, the first module is named whose own
+        difference, given the input that it got, is at least own_share of the largest; and why: its weight, a scale, the error of
+        a cast or GEMM in training or in inference, or tokens routed otherwise. Where many modules differ alike none is named.
 
     Why it matters
         Training learns around what is wrong in its own forward pass. The loss is fine, and the exported model is worse:
@@ -47,6 +50,8 @@ class InferenceDiffers(Rule):
           least. No published basis: twice the KL and three times the nmse of those healthy runs; a weight that was not
           synchronised multiplied the nmse by 300 from one comparison to the next [measured].
         - min_share 0.5: share of the comparisons since the first one that show it.
+        - own_share 0.5: of the largest own difference. max_alike 0.5: share of the compared modules; where more differ that much,
+          none is named. No published basis.
         - Seen in verl #7519; numerics.md, 5 (trained in FP8, served in BF16).
     """
 
@@ -60,6 +65,8 @@ class InferenceDiffers(Rule):
     jump_nmse: float = 0.01
     jump_kl: float = 0.002
     min_share: float = 0.5
+    own_share: float = 0.5
+    max_alike: float = 0.5
 
     def needs(self, run: Run) -> str | None:
         """Ask for a comparison."""
@@ -81,9 +88,18 @@ class InferenceDiffers(Rule):
             f" {worst['step']} (KL {worst['inference_kl']:.2g} nats a token, {percent(worst['inference_flip_rate'])} of the"
             " tokens predict another class)"
         )
-        yield Finding(code=self.code, name=self.name, severity=Severity.WARNING, steps=(bad[0]["step"], bad[-1]["step"]),
-                      ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=threshold, message=message,
-                      cure=self.cure)  # fmt: skip
+        finding = Finding(code=self.code, name=self.name, severity=Severity.WARNING, steps=(bad[0]["step"], bad[-1]["step"]),
+                          ranks=tuple(run.ranks), value=worst["inference_nmse"], threshold=threshold, message=message,
+                          cure=self.cure)  # fmt: skip
+        part = parting(run, {row["step"] for row in bad}, self.own_share, self.max_alike)
+        if part is None:
+            yield finding
+        elif part.module is None:
+            yield replace(finding, message=f"{message}; {part.why}", cure=part.cure or self.cure)
+        else:
+            yield replace(finding, message=f"{message}; the first module that parts is {part.module}: {part.why}",
+                          module=part.module, gemm="fprop", tensor=part.tensor, call_index=part.place,
+                          cure=part.cure or self.cure)  # fmt: skip
 
     @staticmethod
     def _exceeds(row: dict[str, Any], nmse: float, kl: float) -> bool:

@@ -1,9 +1,8 @@
 """The first NaN or Inf of a run: the cast or GEMM that made it, or the input that brought it from outside the Linears.
 
-Of a step that was not sampled the steps table may say which module's fprop gave the first one. All tensors of the first
-sampled step that holds one are put in the order in which they were computed: forward by execution, backward in reverse; of
-one GEMM the operands before their casts, then the casts, then the result. The first that is not finite is the origin,
-everything after it a victim.
+The steps table may say which module returned the first one, of any step. All tensors of the first sampled step that holds one
+are put in the order in which they were computed: forward by execution, backward in reverse; of one GEMM the operands before
+their casts, then the casts, then the result. The first that is not finite is the origin, everything after it a victim.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.looks import Look
 from fp8debug.rules.screening import bad_rows
+from fp8debug.types import RESULTS as _RESULTS
+from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -34,6 +35,7 @@ SICK = Look(
 )
 #: Gradients of mixed precision overflow now and then, and the step is skipped: they count when the loss follows.
 NEXT_STEPS = 1
+RESULTS = {gemm.value: _RESULTS[gemm].value for gemm in Gemm}
 #: A GEMM of operands whose largest possible result is beyond this may overflow in FP32 and BF16.
 MAX_RESULT = 3e38
 
@@ -45,8 +47,8 @@ class Origin:
     Attributes:
         kind: ``cast`` (finite before it), ``gemm`` (a result of finite operands), ``weight`` (the weight held it when the
             step began) or ``outside`` (it came with the input, or with the gradient).
-        row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts; the counts are None for a
-            step that was not sampled.
+        row: of ``sites``: step, module, gemm, tensor, cast_name, call_index, ranks and counts; the counts are None where the
+            steps table tells of it.
         before: the Linear that was computed before; None for the first.
         poisoned: modules whose operands held a NaN or Inf after it, in execution order: in the same pass of that step those that
             were computed after it, and all in later steps.
@@ -71,40 +73,66 @@ class Origin:
 
 
 def first_poison(run: Run) -> Origin | None:
-    """Return the origin of the first NaN or Inf that mattered; None where all was finite, or counts were not recorded."""
-    seen, unsampled = _first_sampled(run), _first_unsampled(run)
-    if seen is not None and unsampled is not None:
-        return unsampled if unsampled.step < seen.step else seen
-    return seen or unsampled
+    """Return the origin of the first NaN or Inf that mattered; None where all was finite, or counts were not recorded.
+
+    Of one step, what the search of results found counts where it was computed before all that the statistics have: a module
+    that writes to a result after its GEMM.
+    """
+    seen, found = _first_sampled(run), _first_searched(run)
+    if seen is None or found is None:
+        return seen or found
+    return min(seen, found, key=lambda origin: (origin.step, *_place({"reference": "", "num_made": 0, **origin.row})))
 
 
-def _first_unsampled(run: Run) -> Origin | None:
-    """Return the origin that the steps table tells of a step that was not sampled."""
+def _first_searched(run: Run) -> Origin | None:
+    """Return the origin that the steps table tells of."""
     if not run.has("nonfinite_module"):
         return None
-    query = "SELECT step, nonfinite_module, nonfinite_origin FROM steps WHERE nonfinite_module IS NOT NULL ORDER BY step LIMIT 1"
-    found = run.sql(query).to_pylist()
-    if not found:
-        return None
-    step, module, kind = found[0]["step"], found[0]["nonfinite_module"], found[0]["nonfinite_origin"]
-    last = (
-        "SELECT module, cast_name, call_index, ranks FROM sites WHERE actual AND gemm = 'fprop' AND tensor = 'output' AND step < "
+    gemm = "nonfinite_gemm" if run.has("nonfinite_gemm") else "NULL"
+    query = (
+        f"SELECT step, nonfinite_module, nonfinite_origin, coalesce({gemm}, 'fprop') AS gemm FROM steps"
+        " WHERE nonfinite_module IS NOT NULL ORDER BY step"
     )
-    known = run.sql(f"{last}{step} AND module = ? ORDER BY step DESC, call_index DESC LIMIT 1", [module]).to_pylist()
+    sick_steps = _sick_steps(run)
+    for found in run.sql(query).to_pylist():
+        if found["gemm"] == "fprop" or _follows(found["step"], sick_steps):
+            return _searched(run, found["step"], found["nonfinite_module"], found["nonfinite_origin"], found["gemm"])
+    return None
+
+
+def _searched(run: Run, step: int, module: str, kind: str, gemm: str) -> Origin:
+    given, result = ("input", "output") if gemm == "fprop" else ("grad_output", RESULTS[gemm])
+    tensor = {"outside": given, "weight": "weight"}.get(kind, result)
+    last = (
+        "SELECT cast_name, call_index, ranks FROM sites WHERE actual AND gemm = ? AND tensor = ? AND module = ? AND step <= ?"
+        " ORDER BY step DESC, call_index DESC LIMIT 1"
+    )
+    known = run.sql(last, [gemm, result, module, step]).to_pylist()
     called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
     at_first = next((at for at, fqn in called if fqn == module), 0)
     row: dict[str, Any] = {"cast_name": None, "call_index": at_first, "ranks": run.ranks, **(known[0] if known else {})}
-    tensor = {"outside": "input", "weight": "weight"}.get(kind, "output")
-    row |= {"step": step, "module": module, "gemm": "fprop", "tensor": tensor, "numel": None, "num_nan": None}
-    later = tuple(fqn for at, fqn in called if at > at_first)
+    row |= {"step": step, "module": module, "gemm": gemm, "tensor": tensor, "numel": None, "num_nan": None}
+    is_backward = gemm != "fprop"
+    later = tuple(fqn for at, fqn in called if (at < at_first if is_backward else at > at_first))
+    later = later[::-1] if is_backward else later
     return Origin(kind=kind, row=row, before=_before(run, row), poisoned=(module, *later) if kind != "gemm" else later)
+
+
+def _sick_steps(run: Run) -> set[int]:
+    """Return the steps whose loss is not finite."""
+    return {row["step"] for row in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}
+
+
+def _follows(step: int, sick_steps: set[int]) -> bool:
+    """Tell whether the loss is not finite at a step or just after it."""
+    return any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
 
 
 def _first_sampled(run: Run) -> Origin | None:
     if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
         return None
     rows = sorted(bad_rows(run, SICK), key=lambda row: (row["step"], *_place(row)))
-    sick_steps = {r["step"] for r in run.sql("SELECT step FROM steps WHERE NOT isfinite(loss)").to_pylist()}
+    sick_steps = _sick_steps(run)
     for step, group in groupby(rows, key=lambda row: row["step"]):
         row, *others = group
         kind = _kind(row)
@@ -112,7 +140,7 @@ def _first_sampled(run: Run) -> Origin | None:
             made = [r for r in others if r["num_made"] and r["reference"] == "operand" and r["num_tensors"] > 1]
             row, kind = (made[0], "cast") if made else (row, kind)
         is_backward = row["gemm"] != "fprop"
-        follows = any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
+        follows = _follows(step, sick_steps)
         maker = _overflowing(run, row) if kind == "outside" and not is_backward else None
         if maker is not None:
             row, kind = maker, "gemm"

@@ -128,22 +128,30 @@ STEPS: tuple[Column, ...] = (
         "string",
         "",
         "min",
-        "Module whose fprop gave the first NaN or Inf of a step that was not sampled; null where none did or none looked.",
+        "Module whose GEMM returned the first NaN or Inf of the step, by a search of results (check_finite); null where none did"
+        " or none was searched.",
     ),
     Column(
         "nonfinite_origin",
         "string",
         "",
         "min",
-        "What held it: gemm (its cast or GEMM made it), outside (its input came with it) or weight.",
+        "What held it: gemm (its cast or GEMM made it), outside (its input or grad_output came with it) or weight.",
     ),
+    Column("nonfinite_gemm", "string", "", "min", "The GEMM: fprop, dgrad or wgrad; null in runs of older versions is fprop."),
 )
 
 EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
     Column("time", "timestamp", "s", "", "When the row was made, UTC."),
-    Column("kind", "string", "", "", "One of nonfinite, skipped, dump, recipe, recording, resume, note, tokens (of experts)."),
+    Column(
+        "kind",
+        "string",
+        "",
+        "",
+        "One of nonfinite, skipped, dump, recipe, recording, resume, note, tokens (of experts), inference (by module, JSON).",
+    ),
     Column("module", "string", "", "", "Fully qualified name of the module, if it concerns one."),
     Column("message", "string", "", "", "What happened, one sentence."),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fp8debug
 from fp8debug.observer import place_of_first
@@ -106,3 +107,107 @@ def test_the_place_of_the_first_is_one_number() -> None:
 
 def test_a_net_of_the_tests_has_what_these_expect() -> None:
     assert {"blocks.0.up", "blocks.1.down"} <= dict(Net().named_modules()).keys()
+
+
+class Late(nn.Linear):
+    """A user's FP8 Linear over torch._scaled_mm that writes to the result of its GEMM ``late``, after it, at the step AT."""
+
+    late = ""
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Scaled.apply(x, self.weight, self)  # type: ignore[no-untyped-call]  # torch's
+        return out
+
+    def product(self, which: str, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``a @ b.t()`` under one scale each."""
+        scales = [t.abs().amax().clamp(min=1e-12).float() / 448 for t in (a, b)]
+        first, second = ((t / s).to(torch.float8_e4m3fn) for t, s in zip((a, b), scales, strict=True))
+        out = torch._scaled_mm(first, second.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16).to(a.dtype)
+        if which == self.late and Late.step == AT:
+            out[-7:] = float("nan")
+        return out
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Late) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return layer.product("fprop", x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dgrad = ctx.layer.product("dgrad", grad, weight.t().contiguous())
+        return dgrad, ctx.layer.product("wgrad", grad.t().contiguous(), x.t().contiguous()), None
+
+
+def late(module: str, which: str) -> nn.Module:
+    model = net(None)
+    for name in ("gate", "down"):
+        for block in model.blocks:
+            block.get_submodule(name).__class__ = Late
+    layer = model.get_submodule(module)
+    assert isinstance(layer, Late)
+    layer.late = which
+    return model
+
+
+def record_late(path: Path, model: nn.Module, every: int, **options: Any) -> Findings:
+    def after(step: int, loss: Tensor) -> None:
+        watch.step(loss=loss)
+        Late.step = step + 1
+
+    Late.step = 0
+    with fp8debug.watch(model, path, every=every, **options) as watch:
+        train(model, 10, after=after)
+    return fp8debug.triage(path)
+
+
+@pytest.mark.parametrize(("which", "every"), [("fprop", 1), ("dgrad", 1), ("dgrad", EVERY), ("wgrad", EVERY)])
+def test_what_enters_after_a_gemm_is_its_modules(which: str, every: int, tmp_path: Path) -> None:
+    finding = record_late(tmp_path / "run", late("blocks.1.down", which), every)[0]
+    tensor = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}[which]
+    assert (finding.code, finding.name, finding.steps) == ("F103", "gemm-nonfinite", (AT, AT))
+    assert (finding.module, finding.gemm, finding.tensor) == ("blocks.1.down", which, tensor)
+    assert ("that leaves the module" in finding.message) == (every == 1)
+
+
+def test_a_backward_pass_that_overflows_and_is_skipped_is_no_fault(tmp_path: Path) -> None:
+    """A gradient scaler throws such a step away; the loss stays finite."""
+    model = late("blocks.1.down", "dgrad")
+
+    def skip(*_: Any) -> None:
+        if Late.step == AT:
+            for p in model.parameters():
+                p.grad = None
+
+    handle = register_optimizer_step_pre_hook(skip)
+    try:
+        findings = record_late(tmp_path / "run", model, EVERY)
+    finally:
+        handle.remove()
+    assert findings == []
+
+
+def test_a_gradient_from_outside_is_dated_between_two_samples(tmp_path: Path) -> None:
+    model = net("blockwise", {"head": None})
+
+    def spoil(grad: Tensor) -> Tensor:
+        return grad * float("nan")
+
+    poison_at(model, "head", lambda x: x.register_hook(spoil) and None)
+    findings, losses = record(tmp_path / "run", model)
+    assert losses[AT] == losses[AT] and losses[AT + 1] != losses[AT + 1]
+    assert [(f.code, f.name, f.module, f.gemm, f.tensor, f.steps[0]) for f in findings] == [
+        ("F125", "nonfinite-from-outside", "blocks.1.down", "dgrad", "grad_output", AT + 1)
+    ]
+    assert findings[0].message.startswith(
+        f"first NaN/Inf: the dgrad grad_output of blocks.1.down at step {AT}; no Linear produced"
+    )
+
+
+def test_who_asks_for_no_search_has_none_of_late_results(tmp_path: Path) -> None:
+    findings = record_late(tmp_path / "run", late("blocks.1.down", "dgrad"), EVERY, check_finite=False)
+    assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-loss-unseen", None)]

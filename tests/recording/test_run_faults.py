@@ -86,7 +86,8 @@ def test_inference_that_differs_is_found(tmp_path: Path) -> None:
     model = net()
     fp8debug.inject(model, "stale_inference", module="blocks.1.down", step=AT)
     (finding,) = judged(tmp_path / "sick", model, before=compare)
-    assert (finding.code, finding.module, finding.severity) == ("F122", None, "warning")
+    assert (finding.code, finding.module, finding.severity) == ("F122", "blocks.1.down", "warning")
+    assert "its output in inference" in finding.message
     assert AT <= finding.steps[0] <= AT + EVERY
 
 

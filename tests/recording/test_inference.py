@@ -1,0 +1,103 @@
+"""compare_inference by module: F122 names the module at which training and inference part, and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug.rules import Finding, Findings
+from tests.recording.models import batch, net
+
+STEPS = 6
+
+
+def judged(path: Path, model: nn.Module, spoil: Callable[[nn.Module], Any]) -> Findings:
+    """Train, and compare with a copy of the model in which something is spoiled."""
+
+    def rollout(x: Tensor) -> Tensor:
+        engine = copy.deepcopy(model)
+        with torch.no_grad():
+            engine = spoil(engine) or engine
+            out: Tensor = engine(x)
+        return out
+
+    with fp8debug.watch(model, path, every=2) as watch:
+        for step in range(STEPS):
+            x, classes = batch(step)
+            loss = nn.functional.cross_entropy(model(x), classes)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's
+            watch.compare_inference(batch(1000)[0], inference=rollout)
+            watch.step(loss=loss)
+    return fp8debug.triage(path, select=("F122",))
+
+
+def scaled(name: str, factor: float) -> Callable[[nn.Module], None]:
+    def spoil(engine: nn.Module) -> None:
+        engine.get_parameter(f"{name}.weight").mul_(factor)
+
+    return spoil
+
+
+def stale(*names: str) -> Callable[[nn.Module], None]:
+    def spoil(engine: nn.Module) -> None:
+        for number, name in enumerate(names):
+            weight = engine.get_parameter(f"{name}.weight")
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+            weight.copy_(noise * weight.std() * 3)
+
+    return spoil
+
+
+LINEARS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("gate", "up", "down")] + ["head"]
+
+
+def test_equal_paths_have_no_finding(tmp_path: Path) -> None:
+    assert list(judged(tmp_path / "run", net("blockwise"), lambda engine: None)) == []
+    events = fp8debug.Run(tmp_path / "run").sql("SELECT step FROM events WHERE kind = 'inference' ORDER BY step")
+    assert events["step"].to_pylist() == list(range(STEPS))
+
+
+def only(findings: Findings) -> Finding:
+    (finding,) = findings
+    assert finding.code == "F122"
+    return finding
+
+
+@pytest.mark.parametrize("name", ["blocks.0.up", "blocks.1.down", "head"])
+def test_a_stale_weight_is_named(name: str, tmp_path: Path) -> None:
+    finding = only(judged(tmp_path / "run", net("blockwise"), stale(name)))
+    assert (finding.module, finding.gemm, finding.tensor) == (name, "fprop", "weight")
+    assert "its weight is not training's" in finding.message and "synchronize" in finding.cure
+
+
+@pytest.mark.parametrize("factor", [8.0, 0.125])
+def test_a_scale_is_named_with_its_factor(factor: float, tmp_path: Path) -> None:
+    finding = only(judged(tmp_path / "run", net("blockwise"), scaled("blocks.1.up", factor)))
+    assert (finding.module, finding.tensor) == ("blocks.1.up", "weight")
+    assert f"its weight is {factor:g} times training's" in finding.message and "scale" in finding.cure
+
+
+def test_weights_that_nobody_synchronized_are_no_single_module(tmp_path: Path) -> None:
+    finding = only(judged(tmp_path / "run", net("blockwise"), stale(*LINEARS)))
+    assert finding.module is None
+    assert "the weights of 7 of 7 modules differ, first blocks.0.gate: they were not synchronized" in finding.message
+
+
+def test_an_engine_of_other_names_is_judged_as_a_whole(tmp_path: Path) -> None:
+    plain = net(None)
+    finding = only(judged(tmp_path / "run", plain, lambda engine: nn.Sequential(engine, nn.LayerNorm(16))))
+    assert finding.module is None and finding.message.endswith("predict another class)")
+
+
+def test_no_hook_is_left(tmp_path: Path) -> None:
+    model = net("blockwise")
+    judged(tmp_path / "run", model, lambda engine: None)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not nn.modules.module._global_forward_pre_hooks
