@@ -377,7 +377,8 @@ def extremes_of(x: Tensor) -> Extremes | None:
 
     A DTensor's would be a collective, and an FP8 tensor has none without its scale.
     """
-    if is_traceable_wrapper_subclass(x) or not x.numel() or not x.is_floating_point() or x.element_size() < 2:
+    is_wrapped: bool = is_traceable_wrapper_subclass(x)
+    if is_wrapped or not x.numel() or not x.is_floating_point() or x.element_size() < 2:
         return None
     least, greatest = x.detach().aminmax()
     return least, greatest

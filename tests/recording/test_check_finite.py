@@ -116,7 +116,7 @@ class Late(nn.Linear):
     step = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Scaled.apply(x, self.weight, self)  # type: ignore[no-untyped-call]  # torch's
+        out: Tensor = _Scaled.apply(x, self.weight, self)
         return out
 
     def product(self, which: str, a: Tensor, b: Tensor) -> Tensor:
