@@ -6,7 +6,7 @@ import click
 
 from fp8debug.calibration import Expected, calibrate
 
-from .console import open_run, print_table, write_file
+from .console import open_run, print_table, warn, write_file
 from .plain import echo
 
 HEADER = [
@@ -28,6 +28,8 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
     histogram, beside what ran; and the coarsest cast that holds. Train with fp8debug.convert(model, "scales.json").
     """
     found = calibrate(open_run(run), percentile=percentile, margin=margin, steps=steps)
+    if (step := found.first_nonfinite) is not None:
+        warn(f"operands hold NaN or Inf from step {step} on; calibrate on healthy steps: --steps :{step}")
     if output is not None:
         write_file(output, found.to_json())
     if output != "-":

@@ -114,6 +114,8 @@ class Calibration:
         margin: factor on the scale_inv.
         sites: every operand with data, in execution order.
         recipes: by module: static where ``is_static``, else what ran.
+        first_nonfinite: first step of the window with NaN or Inf in an operand, whose other elements are in the scales; None
+            where all are finite.
     """
 
     run: str
@@ -122,6 +124,7 @@ class Calibration:
     margin: float
     sites: list[SiteScale]
     recipes: dict[str, Recipe]
+    first_nonfinite: int | None = None
 
     def to_json(self) -> str:
         """Return the file that ``convert`` and :func:`load_recipes` read."""
@@ -293,7 +296,13 @@ def calibrate(
         )
     window = min(row["first"] for row in rows.values()), max(row["last"] for row in rows.values())
     return Calibration(
-        run=run.name, steps=window, percentile=percentile, margin=margin, sites=sites, recipes=_recipes(run, sites)
+        run=run.name,
+        steps=window,
+        percentile=percentile,
+        margin=margin,
+        sites=sites,
+        recipes=_recipes(run, sites),
+        first_nonfinite=_first_nonfinite(run, steps),
     )
 
 
@@ -343,6 +352,12 @@ GROUP BY module, gemm, tensor"""
     ):
         row["histogram"] = np.array([row.pop(f"bin_{i}") for i in range(NUM_BINS)], np.int64)
         found[row["module"], row["gemm"], row["tensor"]] = row
+    return found
+
+
+def _first_nonfinite(run: Run, steps: Any) -> int | None:
+    query = f"SELECT min(step) AS step FROM sites WHERE {_where(run, steps)} AND num_nan + num_inf > 0"
+    found: int | None = run.sql(query).to_pylist()[0]["step"]
     return found
 
 

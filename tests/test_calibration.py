@@ -234,3 +234,35 @@ def test_a_mistake_on_the_command_line(
     dump = str(dumps_of(run, "head", 1)[0].path)
     assert status([w.replace("RUN", run).replace("DUMP", dump) for w in words]) in (2, 3)
     assert capsys.readouterr().err.replace(run, "RUN").startswith(f"error: {message}")
+
+
+def test_a_window_with_nan_says_from_which_step_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = fp8debug.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "blockwise")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=()) as watch:
+        for step in range(4):
+            x = torch.randn(32, 32)
+            if step == 2:
+                x[0, 0] = float("nan")
+            model(x).square().mean().backward()
+            watch.step()
+    assert calibrate(tmp_path / "run").first_nonfinite == 2
+    assert calibrate(tmp_path / "run", steps=":2").first_nonfinite is None
+    capsys.readouterr()
+    assert status(["calibrate", str(tmp_path / "run")]) == 0
+    warning = "warning: operands hold NaN or Inf from step 2 on; calibrate on healthy steps: --steps :2"
+    assert warning in capsys.readouterr().err.splitlines()
+    rows = fp8debug.Run(tmp_path / "run").sql(
+        "SELECT step, rms, mse FROM sites WHERE gemm = 'fprop' AND tensor = 'output' AND reference = 'shadow' ORDER BY step"
+    )
+    assert all(row["rms"] > 0 for row in rows.to_pylist())
+
+
+def test_a_tensor_without_a_finite_element_has_no_mean(tmp_path: Path) -> None:
+    model = fp8debug.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "blockwise")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=()) as watch:
+        model(torch.full((4, 32), float("nan"))).sum().backward()
+        watch.step()
+    query = "SELECT rms, mse, bias FROM sites WHERE tensor IN ('input', 'output')"
+    rows = fp8debug.Run(tmp_path / "run").sql(query).to_pylist()
+    assert rows and all(value is None for row in rows for value in row.values())

@@ -14,6 +14,10 @@ def _sum(name: str, unit: str, doc: str) -> Slot:
     return Slot(name=name, merge="sum", kind="float64", unit=unit, doc=f"sum of {doc}, pairs with both sides finite")
 
 
+#: How many pairs the sums are of: a tensor that is all NaN has no mean, rather than a mean of 0.
+_NUM_FINITE = "(numel - num_nan - num_inf - num_actual_nonfinite)"
+
+
 class Error:
     """Float64 sums over the pairs whose both sides are finite (numerics.md, 3)."""
 
@@ -30,14 +34,14 @@ class Error:
         Slot(name="max_abs_err", merge="max", kind="float32", unit="x", doc="largest absolute error"),
     )
     derived: ClassVar[dict[str, Derived]] = {
-        "mse": Derived(expression="sum_err2 / numel", unit="x^2", doc="mean squared error"),
+        "mse": Derived(expression=f"sum_err2 / {_NUM_FINITE}", unit="x^2", doc="mean squared error"),
         "nmse": Derived(expression="sum_err2 / sum_x2", unit="1", doc="squared error over squared reference"),
         "sqnr_db": Derived(expression="-10 * log10(sum_err2 / sum_x2)", unit="dB", doc="signal to quantization noise ratio"),
         "cosine": Derived(expression="sum_xy / sqrt(sum_x2 * sum_y2)", unit="1", doc="cosine similarity of reference and actual"),
         "gain": Derived(expression="sum_xy / sum_x2", unit="1", doc="least-squares factor of actual on reference; 1 is faithful"),
         "norm_ratio": Derived(expression="sqrt(sum_y2 / sum_x2)", unit="1", doc="norm of actual over norm of reference"),
-        "bias": Derived(expression="sum_err / numel", unit="x", doc="mean error"),
-        "rms": Derived(expression="sqrt(sum_x2 / numel)", unit="x", doc="root mean square of the reference"),
+        "bias": Derived(expression=f"sum_err / {_NUM_FINITE}", unit="x", doc="mean error"),
+        "rms": Derived(expression=f"sqrt(sum_x2 / {_NUM_FINITE})", unit="x", doc="root mean square of the reference"),
     }
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:

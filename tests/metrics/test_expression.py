@@ -68,7 +68,7 @@ def test_derived_of_nothing_is_nothing() -> None:
 
 def test_derived_of_a_lossless_cast() -> None:
     sums = {"sum_x": 3.0, "sum_x2": 5.0, "sum_y2": 5.0, "sum_xy": 5.0, "sum_err": 0.0, "sum_err2": 0.0}
-    found = derive({"numel": 2, "num_zero": 0, "num_nan": 0, "num_inf": 0, "num_underflow": 0, **sums})
+    found = derive({"numel": 2, "num_zero": 0, "num_nan": 0, "num_inf": 0, "num_underflow": 0, "num_actual_nonfinite": 0, **sums})
     assert found["sqnr_db"] == INF
     assert (found["mse"], found["nmse"], found["bias"]) == (0, 0, 0)
     assert (found["cosine"], found["gain"], found["norm_ratio"]) == (1, 1, 1)
