@@ -20,7 +20,7 @@ from tests.cli.said import Said
 HEAD = ("head", "dgrad", "grad_output", "outside")
 CASES: dict[tuple[str, int, str | None], tuple[Any, ...]] = {
     ("loss function", 1, "blockwise"): ("nonfinite-from-outside", *HEAD),
-    ("loss function", 10, "blockwise"): ("nonfinite-from-outside", None, None, None, "outside"),
+    ("loss function", 10, "blockwise"): ("nonfinite-from-outside", *HEAD),
     ("loss function", 1, None): ("nonfinite-from-outside", *HEAD),
     ("mask", 1, "blockwise"): ("nonfinite-from-outside", "blocks.1.gate", "fprop", "input", "outside"),
     ("mask", 10, "rowwise"): ("nonfinite-from-outside", "blocks.1.gate", "fprop", "input", "outside"),
