@@ -41,6 +41,12 @@ LOOKOUT_STEPS = 2
 #: Autograd nodes of a loss that are looked at for the parameters that it reaches.
 MAX_NODES = 1 << 20
 
+#: Printed where a program ends and no model was trained in its own process.
+_NOTHING = (
+    "fp8debug: nothing recorded: no module with a Linear ran forward with gradients on in this process; to record processes that"
+    " a script starts, start them with torchrun, or call fp8debug.watch() in them"
+)
+
 
 class AutoWatch:
     """Waits for a script's models, then watches them: the first into ``out``, each further one into ``out/NAME OF ITS CLASS``.
@@ -96,7 +102,7 @@ class AutoWatch:
         for watch in self.watches:
             watch.close()
         if not self.found:
-            print("fp8debug: nothing recorded: no module with a Linear ran forward with gradients on", file=sys.stderr)
+            print(_NOTHING, file=sys.stderr)
 
     def _leave_to_script(self) -> None:
         if not self._is_attaching:
@@ -267,7 +273,7 @@ class ArmWatch:
         if self.watch is not None:
             self.watch.close()
         elif not self.found:
-            print("fp8debug: nothing recorded: no module with a Linear ran forward with gradients on", file=sys.stderr)
+            print(_NOTHING, file=sys.stderr)
 
     def _redirected(self, target: object, path: str | Path, **options: Any) -> Any:
         if loop_of(target) is not None:  # a trainer: its model comes here when it is ready

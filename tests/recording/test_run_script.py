@@ -80,6 +80,14 @@ def test_a_script_without_a_model_says_so(tmp_path: Path) -> None:
     assert done.stdout == "hello\n" and done.stderr == "fp8debug: nothing recorded: the program did not import torch\n"
 
 
+def test_a_script_that_trains_in_processes_of_its_own_says_how_to_record_them(tmp_path: Path) -> None:
+    run = "import sys, subprocess\nimport torch\nprint(subprocess.check_output([sys.executable, '-c', 'print(1)']).decode().strip())"
+    (tmp_path / "train.py").write_text(run)
+    done = start(tmp_path, "--out", "out", "train.py")
+    assert done.returncode == 0 and done.stdout == "1\n" and not (tmp_path / "out").exists()
+    assert "in this process; to record processes that a script starts, start them with torchrun" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
