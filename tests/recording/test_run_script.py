@@ -81,7 +81,7 @@ def test_a_script_without_a_model_says_so(tmp_path: Path) -> None:
 
 
 def test_a_script_that_trains_in_processes_of_its_own_says_how_to_record_them(tmp_path: Path) -> None:
-    run = "import sys, subprocess\nimport torch\nprint(subprocess.check_output([sys.executable, '-c', 'print(1)']).decode().strip())"
+    run = "import sys, subprocess, torch\nprint(subprocess.check_output([sys.executable, '-c', 'print(1)']).decode().strip())"
     (tmp_path / "train.py").write_text(run)
     done = start(tmp_path, "--out", "out", "train.py")
     assert done.returncode == 0 and done.stdout == "1\n" and not (tmp_path / "out").exists()
