@@ -204,9 +204,9 @@ def is_run(folder: Path) -> bool:
 
 
 def recipe_name(manifest: dict[str, Any]) -> str:
-    """Return the recipe's name, or what stands for it."""
-    recipe = manifest.get("recipe")
-    return str(recipe.get("name", "unnamed")) if isinstance(recipe, dict) else "none"
+    """Return the recipe's name, "none" where nothing was converted, "unknown" where the manifest does not tell."""
+    recipe = manifest.get("recipe", {})
+    return str(recipe.get("name", "unknown")) if isinstance(recipe, dict) else "none" if recipe is None else "unknown"
 
 
 def file_stamp(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fp8debug_dashboard.envelopes import DELAYED, E5M2, EXACT, SHADOW, WGRAD_GRA
 from fp8debug_dashboard.nonfinite import FINITE, NAN
 from fp8debug_dashboard.opened import Opened
 from fp8debug_dashboard.pages import fallback
+from fp8debug_dashboard.source import recipe_name
 from fp8debug_dashboard.trial_files import read_trial
 from tests.dashboard import samples
 from tests.synthetic import Override, build
@@ -318,3 +320,8 @@ def test_a_damaged_trial_file_is_told(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "verify.json").write_text(text)
         with pytest.raises(RunError, match=r"verify\.json"):
             read_trial(tmp_path, "verify.json")
+
+
+def test_a_recipe_that_the_manifest_does_not_tell_is_unknown_and_not_none() -> None:
+    manifests: list[dict[str, Any]] = [{"recipe": {"name": "blockwise"}}, {"recipe": None}, {}, {"recipe": {}}, {"recipe": []}]
+    assert [recipe_name(manifest) for manifest in manifests] == ["blockwise", "none", "unknown", "unknown", "unknown"]
