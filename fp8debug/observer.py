@@ -172,8 +172,16 @@ class Observer:
     def table(self, device: torch.device) -> Table:
         """Return the accumulators of a device."""
         if device not in self._tables:
-            self._tables[device] = Table(self.settings.rows_per_module * self.num_modules, device)
+            self._tables[device] = Table(self._num_rows, device)
         return self._tables[device]
+
+    @property
+    def _num_rows(self) -> int:
+        return self.settings.rows_per_module * self.num_modules
+
+    def has_room(self, number: int, device: torch.device) -> bool:
+        """Return whether the module of that number can record in this step; one that was added in it may have to wait."""
+        return self.table(device).num_rows >= self.settings.rows_per_module * (number + 1)
 
     def relieve(self, device: torch.device) -> None:
         """Join rows of the step under way to a device's accumulators, where many wait."""
@@ -323,6 +331,8 @@ class Observer:
         self._samples = {}
         self.leftovers.take(self.touched, self.known)
         self.touched, self.known = [], {}
+        for device in [device for device, table in self._tables.items() if table.num_rows < self._num_rows]:
+            self._tables.pop(device).discard()  # modules were added since; the next sampled step makes a larger one
         after, self.after_step = self.after_step, []
         interruption: BaseException | None = None
         for forget in (*self.on_end_step, *after):

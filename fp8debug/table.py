@@ -112,7 +112,7 @@ class Table:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.device, self.layout = device, TableLayout(num_rows)
+        self.device, self.num_rows, self.layout = device, num_rows, TableLayout(num_rows)
         self._all = torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=device)
         self._state = self.layout.cut(self._all)
         for (_, merge), state in self._state.items():

@@ -18,11 +18,12 @@ from fp8debug.adapters.arguments import check_arguments, own_optimizer, recipe_o
 from fp8debug.adapters.changes import RecipeChanges, check_guard
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.following import TrainerWatch
+from fp8debug.adapters.matrices import matrices_of
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
 from fp8debug.adapters.quiet import QuietWriter, check_ranks, num_recording, ranks_entry, records
 from fp8debug.adapters.stages import is_stage, rank_entry, stage_of
-from fp8debug.adapters.targets import candidates_of, choose, common_recipe, roots_of
+from fp8debug.adapters.targets import candidates_of, choose, common_recipe, nothing_to_watch, roots_of
 from fp8debug.adapters.watching import Watch, say
 from fp8debug.dumps import Dumper, Limits, load_safetensors
 from fp8debug.errors import AttachError
@@ -128,9 +129,12 @@ def watch(
 
         return TrainerWatch(loop, target, path, begin)
     roots = roots_of(target)
-    candidates = candidates_of(roots)
+    candidates = candidates_of(roots, may_be_none=True)
+    matrices = matrices_of(roots, candidates)
+    if not candidates and not matrices:
+        raise nothing_to_watch(roots)
     include, exclude = several(include), several(exclude)
-    filters = choose(candidates, include, exclude)
+    filters = choose([*candidates, *matrices], include, exclude)
     for c in candidates:
         if c.reason is None and getattr(c.module, "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
@@ -200,6 +204,7 @@ def watch(
             changes,
             eager_samples=compiled == "eager",
             stage=stage_of(mesh),
+            matrices=matrices,
         )
     except BaseException:
         if dumper is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import FrameType
 from typing import Any
@@ -129,8 +129,32 @@ class GemmCounter:
         self._kinds = kinds
         self._entries: dict[_Place, _Entry] = {}
         self._parameters: dict[int, tuple[str, nn.Module]] = {}
+        self._last: tuple[_Place, int, str] | None = None
         self.is_on = False
         self.is_wanted = True
+
+    def running_module(self) -> nn.Module | None:
+        """Return the innermost module of the model that runs; None where none does."""
+        return self._running()
+
+    def running(self) -> str | None:
+        """Return the name of that module as :meth:`take` gives it."""
+        module = self._running()
+        return None if module is None else self._modules[id(module)][1] or type(module).__name__
+
+    def assign(self, fqn: str) -> None:
+        """Count the FP8 GEMM that ran last under another name than its module's: that of the weight it multiplied by."""
+        if self._last is None or not self.is_on:
+            return
+        place, flops, op = self._last
+        self._last = None
+        entry = self._entries[place]
+        entry.flops -= flops
+        if not entry.flops:
+            del self._entries[place]
+        new = self._entries.setdefault(replace(place, fqn=fqn), _Entry())
+        new.flops += flops
+        new.ops.add(op)
 
     def begin(self) -> None:
         """Count from now on: a forward pass begins, outside any backward pass."""
@@ -209,7 +233,9 @@ class GemmCounter:
 
     def _add(self, module: nn.Module, precision: str, is_fp8: bool, flops: int, op: str, weight: str) -> None:
         fqn = self._modules[id(module)][1] or type(module).__name__
-        entry = self._entries.setdefault(_Place(fqn, self._kinds(module), precision, is_fp8, weight), _Entry())
+        place = _Place(fqn, self._kinds(module), precision, is_fp8, weight)
+        self._last = (place, flops, op) if is_fp8 else None
+        entry = self._entries.setdefault(place, _Entry())
         entry.flops += flops
         entry.ops.add(op)
 

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,6 +131,23 @@ def version_of(x: Tensor) -> int | None:
 Failed = Callable[[BaseException], None]
 
 
+class Follower(Protocol):
+    """Sees every op of a turn, not the GEMMs alone."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether :meth:`before_op` is to be called."""
+        ...
+
+    def before_op(self) -> None:
+        """Take note that autograd records the op that follows."""
+        ...
+
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take note of an op that ran without autograd."""
+        ...
+
+
 class Ear(NamedTuple):
     """Who listens to the ops that run now: ``hear`` is told every GEMM; None where they are known not to be recorded."""
 
@@ -139,6 +156,7 @@ class Ear(NamedTuple):
     hear: Callable[[Heard], None] | None
     fail: Failed
     entered: bool
+    follower: Follower | None = None
 
 
 #: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
@@ -220,7 +238,14 @@ class Listener(TorchDispatchMode):
     def _is_heard(self) -> bool:
         return any(_get_dispatch_stack_at(i) is self for i in range(_len_torch_dispatch_stack()))
 
-    def begin(self, owner: object, call: object, hear: Callable[[Heard], None] | None, fail: Failed) -> None:
+    def begin(
+        self,
+        owner: object,
+        call: object,
+        hear: Callable[[Heard], None] | None,
+        fail: Failed,
+        follower: Follower | None = None,
+    ) -> None:
         """Let an owner hear what runs on this thread from now on, for one of its calls."""
         ears = self.ears
         if hear is None:
@@ -228,7 +253,7 @@ class Listener(TorchDispatchMode):
             return
         depth, before = len(ears), TorchState()
         try:
-            ears.append(Ear(owner, call, hear, fail, self.enter()))
+            ears.append(Ear(owner, call, hear, fail, self.enter(), follower))
         except BaseException:  # a signal handler's: the call that would end this turn does not come
             del ears[depth:]
             before.restore()
@@ -261,17 +286,24 @@ class Listener(TorchDispatchMode):
         ears = self.ears
         counter = self.counter if self.counter is not None and self.counter.is_on else None
         is_heard = bool(ears) and ears[-1].hear is not None
+        follower = ears[-1].follower if ears else None
+        is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
+        if follower is not None and is_recorded and follower.is_followed:
+            self._tell(ears[-1], follower.before_op)
         if (is_heard or counter is not None) and (key := _inside(func, args)) is not None:
             before, depth = TorchState(), self._depth
             self._local.depth = depth + 1
             try:
                 with self:
-                    return func.redispatch(key, *args, **kwargs)
+                    result = func.redispatch(key, *args, **kwargs)
             except BaseException:
                 before.restore()
                 raise
             finally:
                 self._local.depth = depth
+            if follower is not None:
+                self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
+            return result
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
         if counter is not None and packet in FLOPS:
@@ -281,6 +313,8 @@ class Listener(TorchDispatchMode):
                 if not is_ours(error):
                     raise
                 counter.give_up()
+        if follower is not None and not is_recorded:
+            self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
         if packet in SCALED and not ears and not is_of_fp8_linear():
             self.strays[str(packet)] += 1
         elif packet in DECODERS and ears and ears[-1].hear is not None:
@@ -298,6 +332,18 @@ class Listener(TorchDispatchMode):
                     raise
                 ears[-1].fail(error)
         return result
+
+    def _tell(self, ear: Ear, take: Callable[..., None], *args: Any) -> None:
+        """Tell a follower of an op; an error of ours goes to its owner."""
+        before = TorchState()
+        try:
+            with ordinary_torch():
+                take(*args)
+        except BaseException as error:
+            before.restore()
+            if not is_ours(error):
+                raise
+            ear.fail(error)
 
 
 #: Names of an op's arguments in their order; its schema makes them anew each time.
@@ -355,6 +401,31 @@ def listener_of(observer: Observer) -> Listener:
     return _LISTENERS[observer]
 
 
+class OtherGemms(Follower, Protocol):
+    """Takes the GEMMs of a forward pass that belong to no watched module."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the forward passes of sampled steps are to be followed."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        ...
+
+    def take(self, heard: Any) -> None:
+        """Take a GEMM that has run."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Take an error of ours that arose while a GEMM was read."""
+        ...
+
+    def end(self) -> None:
+        """End the forward pass."""
+        ...
+
+
 class RootHooks:
     """Observer of the roots' calls: counts the FP8 GEMMs of sampled forward passes that belong to no watched module.
 
@@ -367,12 +438,19 @@ class RootHooks:
         counter: of the FLOPs.
         hears: whether FP8 GEMMs are looked for in the other sampled steps too.
         is_told: returns whether compiled code was reported on stderr, which need not be repeated.
+        others: takes the GEMMs outside the watched modules; None where nobody does.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], observer: Observer, counter: GemmCounter, hears: bool, is_told: Callable[[], bool]
+        self,
+        roots: Iterable[nn.Module],
+        observer: Observer,
+        counter: GemmCounter,
+        hears: bool,
+        is_told: Callable[[], bool],
+        others: OtherGemms | None = None,
     ) -> None:
-        self._counter, self._hears = counter, hears
+        self._counter, self._hears, self._others = counter, hears, others
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
         self._entered: list[nn.Module] = []
@@ -388,8 +466,13 @@ class RootHooks:
         if not self._observer.sampling or not hasattr(TorchDispatchMode, "ignore_compile_internals"):
             return
         counts = self._counter.is_wanted and torch._C._current_graph_task_id() == -1 and not is_capturing()
-        if (counts or self._hears) and self._listener.enter():
+        others = self._others if torch._C._current_graph_task_id() == -1 and not is_capturing() else None
+        others = others if others is not None and others.is_wanted else None
+        if (counts or self._hears or others is not None) and self._listener.enter():
             self._entered.append(module)
+            if others is not None:
+                others.begin()
+                self._listener.begin(self, None, others.take, others.fail, others)
             if counts:
                 self._listener.counter = self._counter
                 self._counter.begin()
@@ -398,6 +481,8 @@ class RootHooks:
         """End it."""
         if self._entered and self._entered[-1] is module:
             self._entered.pop()
+            if self._others is not None and self._listener.end(self) is not None:
+                self._others.end()
             self._listener.leave()
             self._counter.end()
 

@@ -73,14 +73,31 @@ class Trial(Probe):
         """
         self._try_gemm(x, weight, node, wants_dgrad, wants_wgrad)
 
+    @guarded
+    def try_forward(self, x: Tensor, weight: Tensor, wants_dgrad: bool, wants_wgrad: bool) -> Callable[[Any], None]:
+        """Record fprop as :meth:`try_gemm` does, and return what waits for the gradient of a node that is not known yet."""
+        hook = self._try_fprop_alone(x, weight, wants_dgrad, wants_wgrad)
+
+        def attach(node: Any) -> None:
+            node.register_prehook(hook)
+
+        return attach
+
     def _try_gemm(self, x: Tensor, weight: Tensor, node: Any, wants_dgrad: bool, wants_wgrad: bool) -> None:
+        hook = self._try_fprop_alone(x, weight, wants_dgrad, wants_wgrad)
+        if node is not None:
+            # before the node, so that it comes after the hooks of the output: FSDP2 fetches the weight in one of these
+            node.register_prehook(hook)
+
+    def _try_fprop_alone(
+        self, x: Tensor, weight: Tensor, wants_dgrad: bool, wants_wgrad: bool
+    ) -> Callable[[tuple[Tensor, ...]], None]:
+        """Record fprop, and return what records the backward pass when it is given grad_output."""
         a = self._tried(Gemm.FPROP, TensorRole.INPUT, x)
         b = self._tried(Gemm.FPROP, TensorRole.WEIGHT, weight)
         x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if wants_wgrad else None
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
-        if node is not None:
-            # before the node, so that it comes after the hooks of the output: FSDP2 fetches the weight in one of these
-            node.register_prehook(partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad))
+        return partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad)
 
     @guarded
     def _try_backward(

@@ -184,11 +184,17 @@ def named_modules(roots: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
     return found
 
 
-def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
+def nothing_to_watch(roots: Sequence[nn.Module]) -> AttachError:
+    """Return the error of a model without any Linear."""
+    kinds = ", ".join(type(r).__name__ for r in roots)
+    return AttachError(f"{kinds} has no nn.Linear or Fp8Linear in it; there is nothing to watch")
+
+
+def candidates_of(roots: Sequence[nn.Module], *, may_be_none: bool = False) -> list[Candidate]:
     """Return every module with a 2-D weight named like a Linear's, in order of definition, adapters assigned.
 
     Raises:
-        AttachError: there is none.
+        AttachError: there is none, and there must be one.
     """
     found: list[Candidate] = []
     by_weight: dict[int, str] = {}
@@ -208,9 +214,6 @@ def candidates_of(roots: Sequence[nn.Module]) -> list[Candidate]:
                 reason = part.reason if isinstance(part, Part) else reason
                 found.append(Candidate(whole, part, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
                 by_weight.setdefault(weight, whole)
-    if not found:
-        kinds = ", ".join(type(r).__name__ for r in roots)
-        raise AttachError(f"{kinds} has no nn.Linear or Fp8Linear in it; there is nothing to watch")
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, SupportsFloat
@@ -23,6 +23,7 @@ from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.gemms import GemmCounter
 from fp8debug.adapters.inference import MEASURES, compare_paths, round_to
 from fp8debug.adapters.listening import RootHooks, listener_of
+from fp8debug.adapters.matrices import OutsideGemms
 from fp8debug.adapters.parts import TOKENS, Part, kind_of_part, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
@@ -67,6 +68,7 @@ class Watch:
         changes: RecipeChanges,
         eager_samples: bool = False,
         stage: int = 0,
+        matrices: Sequence[Candidate] = (),
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
@@ -114,8 +116,9 @@ class Watch:
                 self._attach(c)
             hears = any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates)
             is_told = partial(getattr, self, "_has_told_compiled")
-            self._undo.append(RootHooks(roots, self._observer, self._counter, hears, is_told).remove)
-            if hears:
+            self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, hears)
+            self._undo.append(RootHooks(roots, self._observer, self._counter, hears, is_told, self._outside).remove)
+            if hears or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
             if eager_samples:
@@ -507,6 +510,10 @@ class Watch:
         """At the end of a sampled step: note which modules were called, and the FLOPs of all GEMMs if it counted them."""
         counted = self._counter.take() if self._counter.is_wanted else None
         changed = False
+        for found in self._outside.news():
+            self._candidates.append(found)
+            self._changes.add(found)
+            changed = True
         if counted is not None:
             self._writer.update_manifest({"gemms": counted, "gemms_note": self._counter.note}, add=True)
             self._uses = {entry["weight"].rpartition(".")[0]: entry for entry in reversed(counted) if entry["weight"]}
@@ -534,13 +541,12 @@ class Watch:
                 if id(modules[entry["fqn"]]) in compiled and any(id(m) in watched for m in inside):
                     continue  # its GEMMs are those of Linears that compiled code calls, which are named themselves
                 known.add(entry["fqn"])
-                reason = f"FP8 GEMMs run in it ({', '.join(entry['ops'])}) and are not recorded: fp8debug does not read its class"
+                why = self._outside.unassigned.get(entry["fqn"], "fp8debug cannot intercept them")
+                reason = f"FP8 GEMMs run in it ({', '.join(entry['ops'])}) and are not recorded: {why}"
                 found = Candidate(entry["fqn"], modules[entry["fqn"]], None, reason, is_known_to_run=True, ran_fp8=True)
                 self._candidates.append(found)
                 self._changes.add(found)
-                self._report(
-                    found.fqn, f"in coverage alone: {reason}; name the class ...Linear and its weight 'weight' [out, in]", True
-                )
+                self._report(found.fqn, f"in coverage alone: {reason}", True)
         return len(known) > 0 and any(c.ran_fp8 for c in self._candidates)
 
     def _why_not_run(self, candidate: Candidate) -> str | None:

@@ -166,8 +166,29 @@ def test_fp8_gemms_of_a_module_of_any_class_are_listed(tmp_path: Path, capsys: A
     torch.manual_seed(0)
     assert losses == trained(None, nn.Sequential(nn.Linear(32, 32), ScaledHead()))
     modules = {module["fqn"]: module for module in fp8debug.Run(tmp_path / "run").modules}
-    assert modules["1"]["fp8"] and not modules["1"]["observed"] and modules["1"]["kind"] == "ScaledHead"
-    assert capsys.readouterr().err.count("1 is in coverage alone: FP8 GEMMs run in it (_scaled_mm)") == 1
+    assert modules["1"]["fp8"] and modules["1"]["observed"] and modules["1"]["kind"] == "ScaledHead"
+    assert "in coverage alone" not in capsys.readouterr().err
+    said = CliRunner().invoke(triage, [str(tmp_path / "run")]).output
+    assert "no operand ran in FP8" not in said and "which is not recorded" not in said
+
+
+def test_fp8_gemms_without_a_parameter_of_the_model_are_listed(tmp_path: Path, capsys: Any) -> None:
+    class Detached(ScaledHead):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = (self.weight,)
+            del self._parameters["weight"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Head.apply(x, self.kept[0])
+            return out
+
+    model = nn.Sequential(nn.Linear(32, 32), Detached())
+    trained(tmp_path / "run", model)
+    modules = {module["fqn"]: module for module in fp8debug.Run(tmp_path / "run").modules}
+    assert modules["1"]["fp8"] and not modules["1"]["observed"] and modules["1"]["kind"] == "Detached"
+    expected = "1 is in coverage alone: FP8 GEMMs run in it (_scaled_mm) and are not recorded: its weight does not lead to"
+    assert capsys.readouterr().err.count(expected) == 1
     said = CliRunner().invoke(triage, [str(tmp_path / "run")]).output
     assert "no operand ran in FP8" not in said and "FP8 ran in 1, which is not recorded" in said
 
