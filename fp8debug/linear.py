@@ -409,7 +409,8 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     """Turn every nn.Linear of a model into an Fp8Linear, in place.
 
     A subclass of nn.Linear that keeps its forward becomes one too, and stays an instance of its class. One with a forward of its
-    own is left as it is; one line on stderr names those that were asked to run in FP8 and cannot, and says why.
+    own is left as it is, and so is any other class with a 2-D weight (GPT-2's Conv1D); one line on stderr names those that were
+    asked to run in FP8 and cannot, and says why.
 
     Args:
         model: any module; one that is itself an nn.Linear is converted too.
@@ -461,6 +462,10 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
         if isinstance(module, Fp8Linear):
             module.fqn = name
     model.fp8debug_filters = filters  # type: ignore[assignment]  # a plain list, not a module
+    if wanted["*"] is not None and not wanted["*"].is_high_precision:
+        for name, module in model.named_modules():
+            if (reason := _why_no_linear(module)) is not None:
+                refused.setdefault((type(module).__name__, reason), []).append(name or type(module).__name__)
     _tell_refused(refused)
     return model
 
@@ -489,6 +494,16 @@ def why_not_converted(linear: nn.Linear) -> str | None:
         name = getattr(forward, "__qualname__", type(forward).__qualname__)
         return f"its forward was replaced on the instance (by {name}); call convert() before that"
     return None
+
+
+def _why_no_linear(module: nn.Module) -> str | None:
+    """Return why ``convert`` leaves a module with a 2-D weight as it is, as GPT-2's Conv1D; None for Linears and embeddings."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear | nn.Embedding) or type(module).__module__.startswith("torch.nn."):
+        return None
+    if weight is None or isinstance(weight, UninitializedParameter) or weight.dim() != 2:
+        return None
+    return "convert() converts nn.Linear alone; use nn.Linear there to run it in FP8"
 
 
 def _is_hooked_by_accelerate(linear: nn.Linear) -> bool:

@@ -157,6 +157,22 @@ def test_one_that_cannot_be_converted_is_named_once_with_the_reason(case: str, c
     assert capsys.readouterr().err == ""  # nobody asked for it
 
 
+def test_modules_of_other_classes_are_named_once(capsys: Any) -> None:
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), Conv1D(), Conv1D(), nn.Embedding(32, 32), nn.LayerNorm(32))
+
+    fp8debug.convert(model(), "blockwise")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fp8debug: 1, 2 (Conv1D) are not converted: convert() converts nn.Linear alone")
+    fp8debug.convert(model(), "bf16", overrides={"0": "blockwise"})
+    assert capsys.readouterr().err == ""  # nobody asked for it
+
+
 def test_coverage_has_the_reason(tmp_path: Path) -> None:
     fp8debug.convert(model := nn.Sequential(nn.Linear(32, 32), Casts(32, 32)), "blockwise")
     with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
