@@ -553,3 +553,8 @@ def _recipe(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, str):
         return get_recipe(recipe)
     raise UsageError(f"expected a Recipe or its name, got {type(recipe).__name__}")
+
+
+# torch.load(weights_only=True), its default, reads a whole model that a script saved after convert(). The history of
+# delayed scaling is a deque, which that unpickler cannot fill: such a model needs weights_only=False, or its state_dict.
+torch.serialization.add_safe_globals([Fp8Linear, Recipe, Cast, Gemm, TensorRole])

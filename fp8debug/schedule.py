@@ -70,7 +70,7 @@ class Schedule:
         step: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from fp8debug.optimizer_hooks import after_any_optimizer
 
         self.modules = tuple(spans)
         self.step = step
@@ -81,9 +81,10 @@ class Schedule:
         for name, recipe in self._base.items():
             _linear(model, name).fp8debug_later = recipe
         tick = _weak(self)
-        register: Any = optimizer.register_step_post_hook if optimizer is not None else register_optimizer_step_post_hook
         self._counted: dict[int, bool] = {} if optimizer is None else {id(optimizer): True}
-        self._stop: Callable[[], None] = register(tick).remove
+        self._stop: Callable[[], None] = (
+            after_any_optimizer(tick) if optimizer is None else optimizer.register_step_post_hook(tick).remove
+        )
         weakref.finalize(self, self._stop)
         model.fp8debug_schedule = self  # type: ignore[assignment]  # nn.Module takes any attribute
         self._switch()

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug import adapters
 from fp8debug.adapters import attach
@@ -33,6 +32,7 @@ from fp8debug.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
 from fp8debug.meter import LossMeter, untraced
+from fp8debug.optimizer_hooks import after_any_optimizer
 from fp8debug.trainers import loop_of
 from fp8debug.trainers.base import replace
 
@@ -84,7 +84,7 @@ class AutoWatch:
         self._undo += [
             after_import("torch._dynamo", self._meet_dynamo),
             LossMeter(lambda: self.watches, self._before_backward).start(),
-            register_optimizer_step_post_hook(self._after_optimizer).remove,
+            after_any_optimizer(self._after_optimizer),
         ]
         attach.on_watch.append(self._leave_to_script)
 
@@ -310,7 +310,9 @@ class ArmWatch:
 
     def _before_backward(self, loss: Tensor) -> None:
         if self._root is None and trained_by(loss):
-            _refuse("the script's model runs in compiled code alone; run the script without torch.compile")
+            if _has_compiled():
+                _refuse("the script's model runs in compiled code alone; run the script without torch.compile")
+            _refuse("no call of the script's model was seen before its first backward pass; call model(x), not model.forward(x)")
 
     def _begin(self, module: nn.Module) -> None:
         roots = self._targets or roots_of(module)

@@ -23,6 +23,7 @@ LAYERS = {
     "fp8debug.attributes": 0,
     "fp8debug.interruptions": 0,
     "fp8debug.imports": 0,
+    "fp8debug.optimizer_hooks": 0.5,
     "fp8debug.registry": 0.5,
     "fp8debug.spikes": 0.5,
     "fp8debug.shares": 0.5,
@@ -81,7 +82,7 @@ RECORDING = (
     *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
     *("fp8debug.store.writer", "fp8debug.store.schema"),
     *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
-    *("fp8debug.guard", "fp8debug.schedule"),
+    *("fp8debug.guard", "fp8debug.schedule", "fp8debug.optimizer_hooks"),
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.

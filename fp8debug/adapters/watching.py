@@ -15,7 +15,6 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
@@ -37,6 +36,7 @@ from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
+from fp8debug.optimizer_hooks import after_any_optimizer
 from fp8debug.shielding import TorchState, is_capturing, ordinary_torch
 from fp8debug.store.schema import RECORDING_STOPPED
 from fp8debug.store.writer import RunWriter
@@ -130,8 +130,7 @@ class Watch:
         if optimizer is not None:
             self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
         else:
-            hook = register_optimizer_step_post_hook(self._after_any_optimizer)
-            self._undo.append(hook.remove)
+            self._undo.append(after_any_optimizer(self._after_any_optimizer))
         atexit.register(self.close)
         _WATCHES.add(self)
 
@@ -602,7 +601,7 @@ class Watch:
             self._writer.event(self._observer.step, "skipped", fqn, "never called in a sampled step")
         if missing:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            say(None, 0, f"never called in a sampled step, no statistics: {names}")
+            say(None, 0, f"never called in a sampled step, no statistics: {names}; a direct call of forward() is not seen")
 
 
 def _number(name: str, value: Any) -> Any:

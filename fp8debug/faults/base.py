@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
+from fp8debug.optimizer_hooks import after_any_optimizer
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
 from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole
@@ -99,7 +99,7 @@ class Clock:
     def __init__(self, model: nn.Module) -> None:
         self.step = 0
         self._params = {id(p) for p in model.parameters()}
-        self.stop = register_optimizer_step_post_hook(self._tick).remove
+        self.stop = after_any_optimizer(self._tick)
 
     def _tick(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):

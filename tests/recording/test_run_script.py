@@ -306,3 +306,44 @@ def test_a_program_that_is_not_there_is_one_line(words: tuple[str, ...], message
     (tmp_path / "train.py").write_text("print('never')")
     done = start(tmp_path, *words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
+
+
+FORWARD_FORWARD = """
+import torch
+from torch import nn
+class Layer(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    def forward(self, x):
+        return torch.relu(torch.mm(x, self.weight.T) + self.bias)
+    def fit(self, x):
+        for _ in range(4):
+            loss = (self.forward(x).square().mean() - 1).square()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            print(repr(loss.item()))
+        return self.forward(x).detach()
+torch.manual_seed(0)
+x = torch.randn(16, 32)
+for layer in [Layer(32, 32), Layer(32, 32), Layer(32, 32)]:
+    x = layer.fit(x)
+"""
+
+
+def test_models_that_are_never_called_and_train_in_turn_go_on_and_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FORWARD_FORWARD)
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    done = start(tmp_path, "--out", "out", "--every", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == alone.stdout and len(alone.stdout.split()) == 12
+    losses = [float(line) for line in alone.stdout.split()]
+    for i, folder in enumerate(("out", "out/Layer-2", "out/Layer-3")):
+        assert f"recording Layer into {folder}\n" in done.stderr
+        recorded = fp8debug.Run(tmp_path / folder).sql("SELECT loss FROM steps ORDER BY step")["loss"].to_pylist()
+        # the first is found at its first backward pass, the others by their optimizer at the end of their first step
+        assert recorded == losses[4 * i + (i > 0) : 4 * i + 4]
+    assert "never called in a sampled step, no statistics: Layer; a direct call of forward() is not seen" in done.stderr
+    arm = start(tmp_path, "--out", "arm", "--arm", "fp8", "--recipe", "blockwise", "train.py")
+    assert arm.returncode == 2 and "call model(x), not model.forward(x)" in arm.stderr and "torch.compile" not in arm.stderr
