@@ -63,7 +63,7 @@ class Probe(Riding):
         observer.num_modules += 1
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, Keys, Keys]] = {}
-        self._weights_reread = set[Gemm]()
+        self._num_reads: dict[Gemm, int] = {}  # of a weight in this step, after the first
         self._seen_outside_backward = self._recomputed = False
         self._gradients = RunningSum()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
@@ -75,7 +75,7 @@ class Probe(Riding):
         """Forget the step that it was last called in; nothing is made anew, which the garbage collector would have to look at."""
         self.call_index = -1
         self._weights_seen.clear()
-        self._weights_reread.clear()
+        self._num_reads.clear()
         self._seen_outside_backward = self._recomputed = False
         self._gradients.clear()
         self._histogram_of.clear()
@@ -241,8 +241,10 @@ class Probe(Riding):
             source.shared.update(self._weight_shared)
             self._operand(which, TensorRole.WEIGHT, source, operand, self._tried_weight, sampled)
             self._weight_shared = {k: v for k, v in source.shared.items() if k == HISTOGRAM}
-        elif self.actual and which not in self._weights_reread:
-            self._weights_reread.add(which)
+        elif self.actual:
+            number = self._num_reads[which] = self._num_reads.get(which, 0) + 1
+            if number & (number + 1):  # the second, fourth, eighth ... microbatch is read again
+                return
             lines = self._sample(weight.shape[0], weight.device)
             self._reread((which, TensorRole.WEIGHT), weight[lines], values_of(operand, 0, lines), operand)
 

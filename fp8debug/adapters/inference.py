@@ -4,6 +4,7 @@ module parts first.
 Sampled rows of each module's input and output are kept in both passes. A module's own difference, given the input that it got, is
 
     weight     |W_inference - W_training|^2 / |W_training|^2
+    bias       |b_inference - b_training|^2 over the mean |Y_training|^2 of a row; a bias that is not there is 0
     training   |Y - (X @ W.T + b)|^2 / |Y|^2 of training's rows: the error of its casts and its GEMM
     inference  the same of inference's rows
 
@@ -36,7 +37,9 @@ from fp8debug.types import plain_name
 #: Rows of each module's input and output that are compared.
 MAX_ROWS = 128
 #: What is known of one module, in the order of the numbers of ``Compared.values``; ``rows`` is 1 where both saw as many.
-MEASURES = ("weight", "weight_gain", "training", "training_gain", "inference", "inference_gain", "input", "rows")
+MEASURES = (
+    *("weight", "weight_gain", "bias", "bias_gain", "training", "training_gain", "inference", "inference_gain", "input", "rows"),
+)
 
 
 @dataclass(frozen=True)
@@ -175,22 +178,40 @@ def _apart(ours: _Seen, theirs: _Seen) -> Tensor:
     nothing = ours.y.new_full((2,), float("nan"), dtype=torch.float32)
     w, v = _weight(ours.module), _weight(theirs.module)
     weight = _error(w, v.to(w.device)) if w is not None and v is not None and w.shape == v.shape else nothing
-    own = []
+    own = [_bias_error(ours, theirs)]
     for seen, matrix in ((ours, w), (theirs, w if v is None else v)):
         is_linear = matrix is not None and matrix.dim() == 2 and seen.x is not None
         fits = is_linear and (seen.y.shape[-1], seen.x.shape[-1]) == tuple(matrix.shape)  # type: ignore[union-attr]  # is_linear
         if not fits or seen.x is None or matrix is None or seen.x.shape[0] != seen.y.shape[0]:
             own.append(nothing)
             continue
-        bias = stored(seen.module, "bias")
-        bias = bias.float() if type(bias) in (Tensor, nn.Parameter) and bias.shape == seen.y.shape[-1:] else None
-        own.append(_error(functional.linear(seen.x.float(), matrix.to(seen.x.device), bias), seen.y.float()))
+        own.append(_error(functional.linear(seen.x.float(), matrix.to(seen.x.device), _bias(seen)), seen.y.float()))
     same = ours.num_rows == theirs.num_rows
     given = nothing
     if same and ours.x is not None and theirs.x is not None and ours.x.shape == theirs.x.shape:
         given = _error(ours.x.float(), theirs.x.float().to(ours.x.device))
     rows = nothing.new_tensor([float(same)])
     return torch.cat([weight, *(one.to(weight.device) for one in own), given[:1].to(weight.device), rows])
+
+
+def _bias(seen: _Seen) -> Tensor | None:
+    """Return the bias that a module adds to its output, FP32; None without one."""
+    bias = stored(seen.module, "bias")
+    if type(bias) not in (Tensor, nn.Parameter) or bias.shape != seen.y.shape[-1:]:
+        return None
+    return bias.detach().float()
+
+
+def _bias_error(ours: _Seen, theirs: _Seen) -> Tensor:
+    """Return the difference of two biases over the size of a row of the output, and their gain, FP32 ``[2]``."""
+    first, second = _bias(ours), _bias(theirs)
+    if first is None and second is None:
+        return ours.y.new_zeros(2, dtype=torch.float32)
+    first = torch.zeros_like(second) if first is None and second is not None else first
+    assert first is not None
+    second = torch.zeros_like(first) if second is None else second.to(first.device)
+    size = ours.y.float().square().sum(-1).mean().to(first.device)
+    return torch.stack([(second - first).square().sum() / size, (first * second).sum() / first.square().sum()])
 
 
 def _error(x: Tensor, y: Tensor) -> Tensor:

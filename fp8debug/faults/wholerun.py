@@ -96,6 +96,18 @@ def _loss_scale(where: Target) -> Callable[[], None]:
     return undo
 
 
+def _no_gradient(where: Target) -> Callable[[], None]:
+    def zero(grad: Tensor) -> Tensor | None:
+        return torch.zeros_like(grad) if where.active else None
+
+    def after(_: nn.Module, args: object, output: Any) -> None:
+        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
+        if isinstance(logits, Tensor) and logits.requires_grad:
+            logits.register_hook(zero)
+
+    return where.model.register_forward_hook(after).remove
+
+
 def _learning_rate(where: Target) -> Callable[[], None]:
     factor = float(where.options["factor"])
     own = {id(p) for p in where.model.parameters()}
@@ -144,6 +156,14 @@ for _fault in (
         options={"period": 2},
         needs_module=False,
         plant=_loss_scale,
+    ),
+    Fault(
+        name="no_gradient",
+        code="F143",
+        description="the loss gives a gradient of zeros, as a fused loss kernel that overwrites it (Megatron-LM #1750)",
+        options={},
+        needs_module=False,
+        plant=_no_gradient,
     ),
     Fault(
         name="lr_too_high",

@@ -14,8 +14,12 @@ from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
-#: The cure where one scale is older than its tensor.
+#: The cures where one scale is older than its tensor: of a weight, and of what is computed anew in each microbatch.
 _RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"
+_RECALIBRATE = (
+    "compute the scale from this tensor's own amax, or calibrate it on training's data; a history needs the amax of all"
+    " microbatches and ranks; else BF16 here"
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class WrongScale(Rule):
                 " smaller (static, or older than the tensor)"
             )
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-            yield replace(finding, cure=_RECOMPUTE)
+            yield replace(finding, cure=_RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE)
 
     def _limit(self, trace: Trace) -> float:
         cast = trace.cast

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
@@ -13,6 +15,11 @@ from fp8debug.rules.looks import Look, below_db, look
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
 
+#: The cure where one factor comes in with every microbatch.
+_SCALED = (
+    "check what touches weight.grad between microbatches: a reduction over one rank that adds the buffer to itself, a hook or a"
+    " scaler that multiplies it each time; no cast changes it"
+)
 _GRADIENT = "actual AND tensor = 'grad_weight' AND reference = 'shadow'"
 
 
@@ -24,7 +31,8 @@ class GradientSumDiffers(Rule):
         After two microbatches or more, a weight.grad farther from the FP32 sum of the very gradients that wgrad gave than any
         rounding of the sum explains, whatever its dtype, on sampled columns. After a single gradient the two agree, so
         that nothing else adds to weight.grad (a tied weight, an all-reduce, a hook), of which nothing is concluded. A sum
-        that BF16 rounds is F123.
+        that BF16 rounds is F123. gradient-scaled: after a single gradient weight.grad is the same multiple of it in half of the
+        modules or more, which no other contribution gives: it is scaled, or added to itself, with every microbatch.
 
     Why it matters
         The run trains on a part of its batch, or on one microbatch alone: no NaN, clean casts, a loss that is worse. FP8 is
@@ -46,7 +54,9 @@ class GradientSumDiffers(Rule):
         - min_bf16_rate 0.99: share of nonzero elements that BF16 holds exactly, as in F123.
         - max_first_nmse 0.0001: of weight.grad after a single gradient: 40 dB, BF16's own rounding is 55 dB.
         - min_elements 256, min_steps 2: elements compared, and sampled steps that show it (all, in a shorter run).
-        - Seen in Primus #1046.
+        - max_spread 0.01, min_share 0.5: of gradient-scaled: relative spread of the squared difference over modules, and share of
+          the modules. No published basis: contributions of other kinds differ from module to module.
+        - Seen in Primus #1046, Megatron-LM #6660.
     """
 
     code = "F134"
@@ -60,6 +70,8 @@ class GradientSumDiffers(Rule):
     max_first_nmse: float = 1e-4
     min_elements: int = 256
     min_steps: int = 2
+    max_spread: float = 0.01
+    min_share: float = 0.5
 
     def needs(self, run: Run) -> str | None:
         """Return why the rule cannot judge: fewer than three microbatches."""
@@ -93,6 +105,42 @@ class GradientSumDiffers(Rule):
                 f" {sqnr:.1f} dB from it, where it equals the first one"
             )
             yield trace.finding(self, Severity.ERROR, message, value=sqnr, threshold=self._limit(row), unit="dB")
+
+        yield from self._scaled(run)
+
+    def _scaled(self, run: Run) -> Iterable[Finding]:
+        """Return the finding of gradients that are scaled by one factor between microbatches."""
+        query = (
+            "SELECT step, module, max(call_index) AS place, max(grad_first_nmse) AS first, max(grad_sum_gain) AS gain"
+            f" FROM sites WHERE {_GRADIENT} AND num_grad >= {self.min_elements} AND grad_first_nmse >= {self.max_first_nmse}"
+            " AND grad_sum_x2 > 0 GROUP BY step, module ORDER BY step, max(call_index), module"
+        )
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for row in run.sql(query).to_pylist():
+            steps.setdefault(row["step"], []).append(row)
+        query = f"SELECT count(DISTINCT module) AS num FROM sites WHERE {_GRADIENT} AND num_grad >= {self.min_elements}"
+        (total,) = run.sql(query).to_pylist()
+        found = []
+        for rows in steps.values():
+            middle = median(float(row["first"]) for row in rows)
+            alike = [row for row in rows if abs(row["first"] - middle) <= self.max_spread * middle]
+            if len(alike) >= max(2, self.min_share * total["num"]):
+                found.append(alike)
+        if len(found) < self.min_steps:
+            return
+        row = found[0][0]
+        grows = row["gain"] > 1
+        factor = 1 + math.sqrt(row["first"]) * (1 if grows else -1)
+        message = (
+            f"weight.grad is {factor:.3g} times its first microbatch's gradient at step {row['step']}, in {len(found[0])} of"
+            f" {total['num']} modules alike, and {row['gain']:.2g} times the sum later on: it is scaled, or added to itself,"
+            " between microbatches"
+        )
+        names = [one["module"] for one in found[0]]
+        yield Finding(code=self.code, name="gradient-scaled", severity=Severity.ERROR, module=names[0], gemm="wgrad",
+                      tensor="grad_weight", steps=(row["step"], found[-1][0]["step"]), ranks=tuple(run.ranks),
+                      value=factor, threshold=1.0, message=message, cure=_SCALED, call_index=row["place"] or 0,
+                      also=tuple(names[1:]))  # fmt: skip
 
     def _limit(self, row: dict[str, Any]) -> float:
         """Return the SQNR below which no rounding of the sum explains a gradient."""

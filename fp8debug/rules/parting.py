@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,22 +56,37 @@ def parting(run: Run, steps: Collection[int], own_share: float, max_alike: float
     modules = next((found for found in map(_modules, told) if found), None)
     if modules is None:
         return None
-    routed = next((name for name, m in modules.items() if m["rows"] == 0), None)
-    own = {name: _own(m) for name, m in modules.items()}
-    before = list(modules)[: list(modules).index(routed)] if routed else list(modules)
+    names = list(modules)
+    own = {name: max(_own(m).values()) for name, m in modules.items()}
     largest = max(own.values())
-    if routed and max((own[name] for name in before), default=0.0) < own_share * largest:
-        why = "it sees another number of rows in inference, so that tokens are routed or packed otherwise before it"
-        cure = "compare the router's logits and top-k of both paths; run the router in the same precision in both"
-        return Parting(module=routed, tensor="input", why=why, cure=cure, place=before.index(before[-1]) + 1 if before else 0)
+    routed = next((name for name in names if modules[name]["rows"] == 0), None)
+    if routed and all(own[name] < max(SAME, own_share * largest) for name in names[: names.index(routed)]):
+        why = "it sees another number of rows in inference: tokens are routed or packed otherwise before it"
+        cure = "compare the router's logits and top-k of both paths; replay training's routing, or run the router alike in both"
+        return Parting(module=routed, tensor="input", why=why, cure=cure, place=names.index(routed))
     if largest <= SAME:
         why = f"{len(modules)} modules compute the same in both: what differs lies between them (attention, sampling, batch)"
         return Parting(module=None, tensor=None, why=why, cure="compare attention, masks, positions and the batch of both paths")
-    chosen = [name for name, value in own.items() if value >= own_share * largest]
-    if len(chosen) > max(1.0, max_alike * len(own)):
-        return _alike(modules, chosen)
-    name = chosen[0]
-    return _explained(name, list(modules).index(name), modules[name])
+    chosen = [name for name in names if own[name] >= own_share * largest]
+    name, others = chosen[0], chosen[1:]
+    part = _part(modules[name])
+    known = [name for name in names if modules[name][part] is not None]
+    same = [other for other in others if _part(modules[other]) == part]
+    if part == "weight" and _is_scale(modules[name], part):
+        same = [
+            other for other in same if abs((modules[other]["weight_gain"] or 0) / (modules[name]["weight_gain"] or 1) - 1) < 0.1
+        ]
+    elif part == "weight":  # weights that move little are stale too where nothing was synchronized
+        same = [other for other in known if other != name and own[other] > SAME]
+    if part in ("training", "inference") and len(same) + 1 > max(1.0, max_alike * len(known)):
+        why = f"{len(same) + 1} of {len(known)} modules differ alike, as by the rounding of a cast; no module stands out"
+        return Parting(module=None, tensor=None, why=why)
+    if part == "weight" and not _is_scale(modules[name], part) and len(same) + 1 > max(1.0, max_alike * len(known)):
+        why = f"the weights of {len(same) + 1} of {len(known)} modules differ, first {name}: they were not synchronized"
+        return Parting(module=None, tensor=None, why=why, cure="synchronize the weights before inference, or load this step's")
+    found = _explained(name, names.index(name), modules[name])
+    more = f"; so {'is that' if len(same) == 1 else 'are those'} of {len(same)} more" if same else ""
+    return replace(found, why=found.why + more)
 
 
 def _modules(message: str) -> dict[str, dict[str, float | None]] | None:
@@ -82,7 +97,7 @@ def _modules(message: str) -> dict[str, dict[str, float | None]] | None:
         found = {str(name): dict(zip(map(str, measures), map(_number, row), strict=True)) for name, row in rows.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    wanted = ("weight", "weight_gain", "training", "training_gain", "inference", "inference_gain", "rows")
+    wanted = [f"{part}{gain}" for part in ("weight", "bias", "training", "inference") for gain in ("", "_gain")] + ["rows"]
     return found if all(name in m for m in found.values() for name in wanted) else None
 
 
@@ -90,25 +105,37 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _own(measures: Mapping[str, float | None]) -> float:
-    return max(measures[name] or 0.0 for name in ("weight", "training", "inference"))
+def _own(measures: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the parts of a module's own difference; what both passes do to their rows alike is none."""
+    training, inference = measures["training"] or 0.0, measures["inference"] or 0.0
+    return {
+        "weight": measures["weight"] or 0.0,
+        "bias": measures["bias"] or 0.0,
+        "training": max(0.0, training - inference),
+        "inference": max(0.0, inference - training),
+    }
 
 
-def _alike(modules: Mapping[str, Mapping[str, float | None]], chosen: Collection[str]) -> Parting:
-    """Return the words for a difference that many modules have."""
-    stale = [name for name in chosen if (modules[name]["weight"] or 0.0) > ROUNDING[1]]
-    if 2 * len(stale) > len(chosen):
-        why = f"the weights of {len(stale)} of {len(modules)} modules differ, first {stale[0]}: they were not synchronized"
-        return Parting(module=None, tensor=None, why=why, cure="synchronize the weights before inference, or load this step's")
-    why = f"{len(chosen)} of {len(modules)} modules differ alike, as by the rounding of a cast; no module stands out"
-    return Parting(module=None, tensor=None, why=why)
+def _part(measures: Mapping[str, float | None]) -> str:
+    """Return the largest part of a module's own difference."""
+    own = _own(measures)
+    return max(own, key=lambda name: own[name])
+
+
+def _is_scale(measures: Mapping[str, float | None], part: str) -> bool:
+    """Tell whether a part is one factor."""
+    value, gain = measures[part] or 0.0, measures[f"{part}_gain"]
+    return gain is not None and abs(gain - 1) > MAX_GAIN and value - (gain - 1) ** 2 < SHAPE * value
 
 
 def _explained(name: str, place: int, m: Mapping[str, float | None]) -> Parting:
-    """Return the cause of one module's own difference: the largest of its three parts."""
-    part = max(("weight", "training", "inference"), key=lambda key: m[key] or 0.0)
-    value, gain = m[part] or 0.0, m[f"{part}_gain"]
-    is_scale = gain is not None and abs(gain - 1) > MAX_GAIN and value - (gain - 1) ** 2 < SHAPE * value
+    """Return the cause of one module's own difference, by its largest part."""
+    part = _part(m)
+    value, gain, is_scale = m[part] or 0.0, m[f"{part}_gain"], _is_scale(m, part)
+    if part == "bias":
+        what = "is left out" if gain == 0 else "is not training's"
+        why = f"its bias {what} in inference: a difference of {value:.2g} of its output's square"
+        return Parting(module=name, tensor="output", why=why, cure="add or load this module's bias in inference", place=place)
     if part == "weight":
         if is_scale:
             why = f"its weight is {gain:.4g} times training's in inference"

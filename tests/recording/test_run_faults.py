@@ -91,6 +91,14 @@ def test_inference_that_differs_is_found(tmp_path: Path) -> None:
     assert AT <= finding.steps[0] <= AT + EVERY
 
 
+def test_a_gradient_of_zeros_is_told_from_a_frozen_part(tmp_path: Path) -> None:
+    model = net("blockwise", {"head": None})
+    fp8debug.inject(model, "no_gradient", step=AT)
+    (finding,) = judged(tmp_path / "run", model)
+    assert (finding.code, finding.module, finding.origin) == ("F143", "blocks.1.down", "outside")
+    assert finding.steps[0] >= AT and "lost between the loss and there" in finding.message
+
+
 def test_comparing_inference_does_not_change_training(tmp_path: Path) -> None:
     def losses(path: Path, *, compares: bool) -> list[float]:
         model = net("tensorwise_delayed")

@@ -88,6 +88,12 @@ def compared(nmse: float, kl: float) -> dict[int, dict[str, Any]]:
     return {step: row for step in range(40, 100, 20)}
 
 
+GRADIENTS: dict[str, Any] = {"tensor": "grad_output", "reference": "operand"}
+ZERO: dict[str, Any] = {
+    "num_zero": lambda row: row["numel"], "sum_x2": 0.0, "sum_xy": 0.0, "sum_y2": 0.0, "sum_err2": 0.0, "amax": 0.0,
+    "num_zero_blocks": lambda row: row.get("num_blocks"), "headroom": None,
+}  # fmt: skip
+
 FIRES: dict[str, dict[str, Any]] = {
     "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
     "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
@@ -96,9 +102,14 @@ FIRES: dict[str, dict[str, Any]] = {
     "F124": {"modules": LAYERS, "overrides": growing(1.6)},
     "F126": {"steps": scales(lambda step: 65536.0 / 2 ** max(0, min(8, (step - 40) // 2)))},
     "F127": {"steps": losses(lambda step: 5.5 + 20 * (1 - math.exp(-step / 8)))},
+    "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F143": {
+        "one module without a gradient": {"overrides": [Override(module=CULPRIT, **GRADIENTS, slots=ZERO)]},
+        "steps without a token to learn from": {"overrides": [Override(**GRADIENTS, steps=(40, 42), slots=ZERO)]},
+    },
     "F109": {
         "a router in high precision": {**BF16_ROUTER, "overrides": SHARES},
         "a router that an override put in FP8": {

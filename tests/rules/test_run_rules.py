@@ -21,6 +21,7 @@ ACCUSED = {
     "F124": ("net.5.mix", 0, Severity.WARNING),
     "F126": (None, 42, Severity.ERROR),
     "F127": (None, 0, Severity.ERROR),
+    "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
 }
 
 

@@ -1,0 +1,78 @@
+"""How does triage do on public bug reports? ``python tests/bench/reality.py [--only GLOB] [--markdown] [--verbose]``
+
+Rebuilds the situations of ``tests/bench/situations``, each from a public report. One line for each says how the tool did when it
+first met it, and how it does now. It asserts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from tests.bench.situations import OUTCOMES, SITUATIONS, Situation, fresh, known, outcome
+from tests.bench.situations.stack import diagnosis
+
+SETS = {"known": known, "fresh": fresh}
+
+
+def judged(one: Situation, *, verbose: bool = False) -> str:
+    """Rebuild a situation and return how triage did."""
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.redirect_stderr(io.StringIO()):
+            one.record(Path(folder))
+        found = diagnosis(Path(folder) / "sick")
+        clean = diagnosis(Path(folder) / "clean") if (Path(folder) / "clean").exists() else []
+        assert found.classification is not None
+        if verbose:
+            print(f"  {found.classification['class']}/{found.classification['cause']}: {found.classification['what']}")
+            for f in found:
+                print(f"  {f.code} {f.name} {f.severity} {f.module} {f.gemm} {f.tensor} also {f.also}")
+                print(f"    {f.message}\n    cure: {f.cure}")
+            for f in clean:
+                print(f"  clean: {f.code} {f.severity} {f.module} {f.gemm} {f.tensor}: {f.message}")
+        return outcome(found, found.classification, clean, one.expected)
+
+
+def table(results: Iterable[tuple[Situation, str]]) -> str:
+    """Return the table of docs/triage.md."""
+    lines = ["| report | what went wrong | first | now |", "| --- | --- | --- | --- |"]
+    for one, now in results:
+        lines.append(f"| {one.reference} | {one.what} | {one.first} | {now} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the score."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="glob over the situations' names")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/triage.md")
+    parser.add_argument("--verbose", action="store_true", help="print what triage said")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for one in SITUATIONS:
+        if fnmatch(one.name, options.only):
+            now = judged(one, verbose=options.verbose)
+            results.append((one, now))
+            if not options.markdown:
+                print(f"{one.name:26} {one.reference:42} first {one.first:12} now {now}", flush=True)
+    if options.markdown:
+        print(table(results))
+    for name, when in (("first sight", [one.first for one, _ in results]), ("now", [now for _, now in results])):
+        counts = Counter(when)
+        print(f"{name}: " + ", ".join(f"{counts[key]} {key}" for key in OUTCOMES if counts[key]), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
