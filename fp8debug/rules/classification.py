@@ -7,17 +7,18 @@ are off all the same, training and inference differ. The division is that of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.changes import Change, changes_of
 from fp8debug.rules.classes import Classification, at_first, begun_by, first_seen_after, name_of, near_before, number_of, since
-from fp8debug.rules.evidence import has_fp8, sampled_steps, unrecorded_fp8
+from fp8debug.rules.evidence import has_fp8, percent, sampled_steps, unrecorded_fp8
 from fp8debug.rules.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
+from fp8debug.shares import gemm_shares
 from fp8debug.store.files import CUT_SHORT
 
 if TYPE_CHECKING:
@@ -196,17 +197,29 @@ def _nothing_found(run: Run, ran: tuple[int, int], advice: str) -> Classificatio
     num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
     extent = f"{num_steps} sampled step{'' if num_steps == 1 else 's'}, {num_modules} module{'' if num_modules == 1 else 's'}"
     unread = tuple(f"not read: {problem}" for problem in run.problems if not problem.endswith(CUT_SHORT))
+    outside = tuple(_outside(run))
     if not has_fp8(run):
         others = unrecorded_fp8(run)
         why = "no operand ran in FP8, so no cast was judged"
         if others:
             why = f"no cast was judged: FP8 ran in {others[0]}{_and_more(len(others) - 1)}, which is not recorded"
         what = f"the loss is fine, and {why}; {rules}; none found a fault ({extent})"
-        return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *unread))
+        return Classification(kind="loss-fine", cause="not-judged", what=what, evidence=(advice, *outside, *unread))
     what = f"the loss is fine; {rules}; none found a fault ({extent})"
     if unread:
         what += ", and part of the run could not be read"
-    return Classification(kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *unread))
+    return Classification(
+        kind="loss-fine", cause="not-judged" if unread else "healthy", what=what, evidence=(advice, *outside, *unread)
+    )
+
+
+def _outside(run: Run) -> Iterable[str]:
+    """Return what multiplies outside the recorded modules, of which nothing is claimed."""
+    shares = gemm_shares(run.modules, run.gemms)
+    if shares is not None and shares.rest:
+        first, share = shares.rest[0], sum(one.share for one in shares.rest)
+        where = f"{first.fqn} ({first.kind}: {first.reason}){_and_more(len(shares.rest) - 1)}"
+        yield f"not watched: {percent(share)} of the GEMM FLOPs, first {where}"
 
 
 def _change(change: Change) -> str:

@@ -23,7 +23,7 @@ class StaleWeight(Rule):
 
     What it detects
         A weight whose FP8 values differ from it by more than a cast does, in all rows alike, with nothing lost at either end of
-        the range; or one that is right in the first microbatch of a step and wrong in the second, which is how a cache
+        the range; or one that is right in the first microbatch of a step and wrong in a later one, which is how a cache
         shows in gradient accumulation. Parts of another shard or checkpoint are F121, a low SQNR at the cosine of
         rounding F113 or F118.
 
@@ -114,7 +114,7 @@ class StaleWeight(Rule):
                 row = min(trace.rows, key=lambda row: float(row["reread_sqnr_db"]))
                 message = (
                     f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB in the first microbatch of step {row['step']} and"
-                    f" {row['reread_sqnr_db']:.1f} dB in the second: its FP8 values are a cached copy out of step"
+                    f" {row['reread_sqnr_db']:.1f} dB in later ones: its FP8 values are a cached copy out of step"
                 )
                 yield trace.finding(
                     self,

@@ -46,9 +46,9 @@ def judged(one: Situation, *, verbose: bool = False) -> str:
 
 def table(results: Iterable[tuple[Situation, str]]) -> str:
     """Return the table of docs/triage.md."""
-    lines = ["| report | what went wrong | first | now |", "| --- | --- | --- | --- |"]
+    lines = ["| report | situation | first | now |", "| --- | --- | --- | --- |"]
     for one, now in results:
-        lines.append(f"| {one.reference} | {one.what} | {one.first} | {now} |")
+        lines.append(f"| {one.reference} | {one.name.replace('_', ' ')} | {one.first} | {now} |")
     return "\n".join(lines)
 
 

@@ -90,7 +90,9 @@ def outcome(findings: Sequence[Finding], classification: Mapping[str, Any], clea
     told = [finding for finding in findings if finding.severity > Severity.INFO]
     if any(finding.severity > Severity.INFO for finding in clean):
         return "false alarm"
-    said = " ".join([str(classification["what"]), *(f"{f.message} {f.cure} {f.name}" for f in findings[:1])]).lower()
+    unwatched = [line for line in classification["evidence"] if line.startswith("not watched")]
+    told_of_run = [str(classification["what"]), *unwatched]
+    said = " ".join([*told_of_run, *(f"{f.message} {f.cure} {f.name}" for f in findings[:1])]).lower()
     has_words = not right.words or any(word in said for word in right.words)
     if right.clean:
         return "false alarm" if told else "right"

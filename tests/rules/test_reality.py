@@ -1,0 +1,49 @@
+"""Situations of public bug reports: some of those that the bench rebuilds, and the score in docs/triage.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp8debug.rules import triage
+from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, outcome
+from tests.synthetic import build
+
+ROOT = Path(__file__).parents[2]
+BY_NAME = {one.name: one for one in SITUATIONS}
+#: One of each kind: a GEMM, a gradient, a sum, a cached weight, inference by bias and by one factor, routing.
+QUICK = (
+    *("padded_scales", "no_gradient", "doubled_gradients", "scale_of_cached_weight"),
+    *("bias_dropped", "reciprocal_scale", "routing_differs"),
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_public_report_is_diagnosed(name: str, tmp_path: Path) -> None:
+    one = BY_NAME[name]
+    one.record(tmp_path)
+    found = triage(tmp_path / "sick")
+    clean = triage(tmp_path / "clean") if (tmp_path / "clean").exists() else []
+    assert found.classification is not None
+    assert outcome(found, found.classification, clean, one.expected) == "right", [f.message for f in found]
+
+
+def test_what_is_right_is_not_everything(tmp_path: Path) -> None:
+    healthy = triage(build(tmp_path / "run"))
+    assert healthy.classification is not None
+    for one in SITUATIONS:
+        if not one.expected.clean:
+            assert outcome(healthy, healthy.classification, [], one.expected) == "silent", one.name
+    assert outcome(healthy, healthy.classification, [], Expected(clean=True)) == "right"
+
+
+def test_the_page_has_the_score_of_every_report() -> None:
+    assert {one.record.__module__ for one in SITUATIONS} == {known.__name__, fresh.__name__}
+    text = (ROOT / "docs" / "triage.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[?([\w./-]+#\d+)[^|]*\| [^|]+ \| ([\w ]+) \| ([\w ]+) \|$", text, re.MULTILINE)
+    assert [(reference, first) for reference, first, _ in rows] == [(one.reference, one.first) for one in SITUATIONS]
+    assert {now for *_, now in rows} <= set(OUTCOMES)
+    new = [now for (reference, _, now), one in zip(rows, SITUATIONS, strict=True) if one.record.__module__ == fresh.__name__]
+    assert len(new) >= 15 and new.count("right") >= 0.8 * len(new) and "misled" not in [now for *_, now in rows]
