@@ -199,7 +199,8 @@ def _bias(seen: _Seen) -> Tensor | None:
     bias = stored(seen.module, "bias")
     if type(bias) not in (Tensor, nn.Parameter) or bias.shape != seen.y.shape[-1:]:
         return None
-    return bias.detach().float()
+    found: Tensor = bias.detach().float()
+    return found
 
 
 def _bias_error(ours: _Seen, theirs: _Seen) -> Tensor:

@@ -103,7 +103,7 @@ def _no_gradient(where: Target) -> Callable[[], None]:
     def after(_: nn.Module, args: object, output: Any) -> None:
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
         if isinstance(logits, Tensor) and logits.requires_grad:
-            logits.register_hook(zero)
+            logits.register_hook(zero)  # type: ignore[no-untyped-call]  # torch's
 
     return where.model.register_forward_hook(after).remove
 

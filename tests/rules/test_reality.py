@@ -46,4 +46,4 @@ def test_the_page_has_the_score_of_every_report() -> None:
     assert [(reference, first) for reference, first, _ in rows] == [(one.reference, one.first) for one in SITUATIONS]
     assert {now for *_, now in rows} <= set(OUTCOMES)
     new = [now for (reference, _, now), one in zip(rows, SITUATIONS, strict=True) if one.record.__module__ == fresh.__name__]
-    assert len(new) >= 15 and new.count("right") >= 0.8 * len(new) and "misled" not in [now for *_, now in rows]
+    assert len(new) >= 15 and new.count("right") >= 0.8 * len(new) and "misled" not in new

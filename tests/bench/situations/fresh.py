@@ -367,7 +367,8 @@ class _Routed(nn.Module):
             rows = chosen == number
             if rows.any():
                 parts = parts.index_put((rows.nonzero()[:, 0],), expert(h[rows]).to(x.dtype))
-        return x + parts * logits.softmax(-1).gather(1, chosen[:, None])
+        out: Tensor = x + parts * logits.softmax(-1).gather(1, chosen[:, None])
+        return out
 
 
 @situation(

@@ -180,7 +180,8 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ ctx.weight.to(grad.dtype), None, None
+        out: Tensor = grad @ ctx.weight.to(grad.dtype)
+        return out, None, None
 
 
 @situation(
@@ -279,7 +280,8 @@ def auxiliary_loss_too_large(folder: Path) -> None:
             return out, out.float().logsumexp(-1).square().sum() * 30.0
 
     def loss_of(out: Any, classes: Tensor) -> Tensor:
-        return cross_entropy(out[0], classes) + out[1] - out[1].detach()
+        loss: Tensor = cross_entropy(out[0], classes) + out[1] - out[1].detach()
+        return loss
 
     model = WithLoss()
     train(model, folder / "sick", loss_of=loss_of, steps=40, optimizer=torch.optim.SGD(model.parameters(), lr=3e-3))
@@ -439,7 +441,7 @@ def moments_in_fp8(folder: Path) -> None:
             self.low = low
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
             for p in self.param_groups[0]["params"]:
                 state = self.state[p]
                 m, v = state.get("m", torch.zeros_like(p)), state.get("v", torch.zeros_like(p))

@@ -144,7 +144,7 @@ class Model(nn.Module):
         library()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(block(linear, width, hidden, bias) for _ in range(2))
+        self.blocks: Any = nn.ModuleList(block(linear, width, hidden, bias) for _ in range(2))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
