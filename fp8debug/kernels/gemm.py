@@ -31,7 +31,7 @@ BLOCK_K = 128
 CUBLAS_DTYPES = (torch.bfloat16, torch.float32)
 #: Tile, warps, stages, programs per multiprocessor, tile rows of a group and registers of a thread of the own kernel.
 BLOCK_M, BLOCK_N, WARPS, STAGES, PER_SM, GROUP, REGISTERS = 64, 128, 4, 3, 3, 8, 168
-#: M * N * K below which the own kernel is faster than cuBLAS's with scales per row; see docs/performance.md.
+#: M * N * K below which the own kernel is faster than cuBLAS's with scales per row; see docs/lab/performance.md.
 ROWWISE_PRODUCTS = 2**32
 #: Scale kinds of a whole row or tensor; the kernel reads a tensor's one scale as every row's.
 _LINES = (tg.SCALE_ROWS.value, tg.SCALE_TENSOR.value)
@@ -289,7 +289,7 @@ def supports(a: Cast | str, b: Cast | str) -> bool:
 def fastest(
     which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype, fast_accum: bool = False
 ) -> str:
-    """Return the backend that is faster among those that take these operands, and correct; see docs/performance.md.
+    """Return the backend that is faster among those that take these operands, and correct; see docs/lab/performance.md.
 
     cuBLAS has blockwise GEMMs on Hopper alone, of whole blocks, and none of two E5M2 operands; with one scale a row or tensor
     it takes sizes divisible by 16, and for few products the own kernel is faster where rows have scales. ``fast_accum`` is

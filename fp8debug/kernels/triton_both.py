@@ -149,7 +149,7 @@ def both_kernel(
 
     Where two casts would have the same code twice there is a loop whose bound the compiler does not know: each reduction takes
     one of 16 registers for diverging threads, and with too few left ptxas 12.8 has the slow path of a division save one of its
-    caller's, which goes wrong (an illegal address, where blocks are subnormal; docs/log.md, 2026-11-24).
+    caller's, which goes wrong (an illegal address, where blocks are subnormal; docs/lab/log.md, 2026-11-24).
     """
     nothing: tl.constexpr = (KIND_NONE, 0, 0, 0, 0, 0, 0)
     statistics: tl.constexpr = A[5]

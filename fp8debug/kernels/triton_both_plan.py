@@ -23,7 +23,7 @@ from fp8debug.recipes import Cast
 #: Rows and columns of a tile, whose threads, four to a row, are those of a program.
 SIDE = 128
 WARPS = SIDE * 4 // 32
-#: Registers of a thread, and programs of a multiprocessor, by statistics; measured on an H200 (docs/log.md, 2026-11-24).
+#: Registers of a thread, and programs of a multiprocessor, by statistics; measured on an H200 (docs/lab/log.md, 2026-11-24).
 REGISTERS = {False: 64, True: 128}
 PER_SM = 1
 #: Percent of a multiprocessor's 228 KiB that are shared memory, by whether values are counted; loads on their way need the rest.

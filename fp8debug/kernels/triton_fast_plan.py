@@ -34,7 +34,7 @@ Forms = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[tuple[
 
 
 class Shape(NamedTuple):
-    """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/performance.md.
+    """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/lab/performance.md.
 
     Attributes:
         rows: of a tile.

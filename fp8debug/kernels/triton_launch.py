@@ -24,7 +24,7 @@ from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
 #: Programs of four warps per multiprocessor, and registers of a thread, by the number of casts with statistics; each program
-#: takes every n-th tile, so that partials stay few. Measured on an H200, see docs/performance.md.
+#: takes every n-th tile, so that partials stay few. Measured on an H200, see docs/lab/performance.md.
 PROGRAMS_PER_SM = (12, 4, 3, 2)
 REGISTERS = (64, 128, 168, 255)
 MAX_CASTS = 3
@@ -130,7 +130,7 @@ def tile_of(jobs: list[Job]) -> Tile:
 
 
 def separate(jobs: list[Job]) -> bool:
-    """Return whether rows and columns are faster in two launches of the tile kernel than in one; see docs/log.md, 2026-11-21."""
+    """Return whether rows and columns are faster in two launches of the tile kernel than in one (docs/lab/log.md, 2026-11-21)."""
     return jobs[1].cast.granularity in DOWN
 
 

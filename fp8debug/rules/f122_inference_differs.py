@@ -42,7 +42,7 @@ class InferenceDiffers(Rule):
 
     Thresholds
         - max_nmse 0.02: squared difference of the logits, their mean over classes removed, over their variance. No published
-          basis: 0.00006 to 0.003 in small GPTs and SwiGLU nets under six recipes [measured, docs/log.md]; 28.5 dB for one
+          basis: 0.00006 to 0.003 in small GPTs and SwiGLU nets under six recipes [measured, docs/lab/log.md]; 28.5 dB for one
           GEMM is 0.0014.
         - max_kl 0.01: nats a token; below, the difference does not show in what is predicted. No published basis: up to 0.0011
           in those healthy runs.

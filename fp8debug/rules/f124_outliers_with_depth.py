@@ -44,7 +44,7 @@ class OutliersWithDepth(Rule):
 
     Thresholds
         - min_spread_log2 9: spread of the widest layer. No published basis: 3 for a Gaussian, 6 for a product of two; up to
-          6.4 in healthy runs [measured, docs/log.md].
+          6.4 in healthy runs [measured, docs/lab/log.md].
         - min_rise_log2 3: rise from the first to the last layer, by the slope. No published basis.
         - min_layers 4: layers; a slope of fewer says nothing.
         - Seen in Ling 2.0, 5.1.1; numerics.md, 5.
