@@ -229,7 +229,8 @@ def test_a_whole_converted_model_loads_with_weights_only(recipe: str, tmp_path) 
     with torch.serialization.safe_globals([nn.Sequential]):  # as a script that saves whole models names its own classes
         loaded = torch.load(tmp_path / "whole.pt", weights_only=True)
     x = torch.randn(32, 32)
-    assert torch.equal(loaded(x), model(x)) and loaded[0].recipe == model[0].recipe
+    assert torch.equal(loaded(x), model(x))
+    assert loaded.get_submodule("0").recipe == model.get_submodule("0").recipe
 
 
 def test_extra_repr_names_the_recipe() -> None:
