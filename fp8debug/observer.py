@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,16 @@ class Settings:
         return 2 * (len(OPERAND_SITES) * (1 + len(self.what_if)) + len(RESULTS) * 2)
 
 
+class Arrivals(Protocol):
+    """Rows of ``updates`` on their way to the host."""
+
+    def ready(self) -> bool:
+        """Return whether they have arrived."""
+
+    def rows(self, step: int) -> dict[str, Any]:
+        """Return them by column."""
+
+
 @dataclass
 class FinishedStep:
     """One step on its way to the sink; each table comes as (snapshot, what its rows are by their numbers).
@@ -87,13 +97,14 @@ class FinishedStep:
     scalars: dict[str, Any]
     tables: list[tuple[Snapshot, dict[int, RowInfo]]] = field(default_factory=list)
     checked: list[tuple[str, Gemm]] = field(default_factory=list)
+    updates: list[Arrivals] = field(default_factory=list)
     progress: Any = None
     is_written: bool = False
 
     def ready(self) -> bool:
         """Return whether every copy has arrived."""
         moving = [v for v in self.scalars.values() if isinstance(v, Scalar)]
-        return all(s.ready() for s, _ in self.tables) and all(v.ready() for v in moving)
+        return all(s.ready() for s, _ in self.tables) and all(v.ready() for v in moving) and all(u.ready() for u in self.updates)
 
 
 class Observer:
@@ -139,6 +150,7 @@ class Observer:
         self._is_starting = False  # the clock is being set
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
+        self.updates: list[Arrivals] = []  # of the optimizer's step under way
         self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
 
@@ -292,7 +304,7 @@ class Observer:
                     table.discard()
                 self._report_lost(filled, f"{type(error).__name__} was raised while it was recorded")
             self._filled, self._samples = {}, {}
-        self._checked = []
+        self._checked, self.updates = [], []
         if not finished.is_written and not any(finished is other for other in self._pending):
             self._pending.append(finished)
         if finished.step == self.step or self._is_starting:
@@ -303,6 +315,7 @@ class Observer:
         moving = finished.scalars
         for name, value in scalars.items():
             moving[name] = _leaving_device(value)
+        finished.updates, self.updates = self.updates, []
         if self._checked:
             finished.checked = [(module, gemm) for module, gemm, _ in self._checked]
             moving["first_nonfinite"] = _leaving_device(place_of_first([found for *_, found in self._checked]))
@@ -354,7 +367,7 @@ class Observer:
     def turn_off(self) -> None:
         """Observe nothing more: nobody can take it."""
         self.is_off, self.sampling = True, False
-        self._filled, self._checked = {}, []
+        self._filled, self._checked, self.updates = {}, [], []
         self._drop_tables()
 
     def _drop_tables(self) -> None:

@@ -102,6 +102,7 @@ class Plan:
         overrides: slots to replace, applied in order.
         steps: columns of the ``steps`` table to replace, by step.
         events: (step, kind, module, message) of rank 0.
+        updates: columns of ``updates`` to replace in a healthy row, by sampled step and module; None for no rows at all.
         manifest: top-level keys of the manifest to replace.
         module_entries: keys of a module's entry in the manifest to replace, by FQN (adds the module when it is new).
         with_results: also rows of results.
@@ -118,6 +119,7 @@ class Plan:
     overrides: Sequence[Override] = ()
     steps: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     events: Iterable[tuple[int, str, str | None, str]] = ()
+    updates: Callable[[int, str], Mapping[str, Any] | None] | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     module_entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     with_results: bool = True
@@ -147,6 +149,9 @@ def write(path: Path, plan: Plan) -> None:
                 names = {name for row in rows for name in row}
                 writer.stats({name: [row.get(name) for row in rows] for name in names})
                 writer.flush()
+                if plan.updates is not None:
+                    made = [updates_row(step, name, k, plan.updates(step, name) or {}) for name, k, _ in plan.modules]
+                    writer.updates({name: [row.get(name) for row in made] for row in made[:1] for name in row})
             writer.steps(steps_row(plan, step, is_sampled=step in sampled))
         if rank == 0:
             for event in plan.events:
@@ -215,6 +220,20 @@ def steps_row(plan: Plan, step: int, *, is_sampled: bool) -> dict[str, Any]:
         "sampled": is_sampled,
     }
     return {**row, **plan.steps.get(step, {})}
+
+
+def updates_row(step: int, module: str, fan_in: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one row of ``updates``: AdamW moves FP32 weights of RMS 0.02 by the learning rate 3e-4."""
+    num, lr = 8192, 3e-4
+    row = {
+        "step": step, "module": module, "optimizer": "AdamW", "dtype": "float32", "keeps_precision": False, "lr": lr,
+        "beta1": 0.9, "fan_in": fan_in, "numel": 65536, "num_sampled": num, "num_moved": num, "num_grad": num,
+        "num_intended": num, "num_lost": 0, "num_moment": 2 * num, "num_moment_zero": 0, "num_moment_clipped": 0,
+        "sum_weight2": num * 0.02**2, "sum_update2": num * lr**2, "sum_intended2": num * lr**2,
+        "sum_intended_update": num * lr**2, "sum_spacing_log2": 15.0 * num, "sum_grad2": num * 1e-8,
+        "sum_moment2": num * 1e-9, "max_update": 3 * lr,
+    }  # fmt: skip
+    return {**row, **changes}
 
 
 def stats_rows(plan: Plan, step: int, rank: int = 0) -> list[Slots]:

@@ -101,6 +101,11 @@ class QuietWriter(RunWriter):
         """Write rows, once awake."""
         return False if self._writer is None else self._writer.stats(*args, **kwargs)
 
+    def updates(self, *args: Any, **kwargs: Any) -> None:
+        """Write what an optimizer step did, once awake."""
+        if self._writer is not None:
+            self._writer.updates(*args, **kwargs)
+
     def event(self, step: int | None, kind: str, module: str | None, message: str) -> None:
         """Keep an event, or write it."""
         if self._writer is not None:

@@ -61,6 +61,9 @@ class StepSink:
             if not self._writer.stats(progress.rows[number], len(filled), once=True):
                 snapshot.discard()
             progress.num_written = number + 1
+        for update in finished.updates[progress.num_updates :]:
+            self._writer.updates(partial(update.rows, finished.step), once=True)
+            progress.num_updates += 1
         if self._dumper is not None and not progress.is_judged:
             reasons = [f"{module} {message}" for module, message in by_execution(self._found)]
             self._dumper.judge(finished.step, reasons, finished.scalars.get("loss"))
@@ -105,12 +108,14 @@ class _Progress:
     Attributes:
         rows: of the tables, made so far.
         num_written: how many of these the writer has.
+        num_updates: how many stacks of updates it has.
         is_judged: whether the dumper knows of the step.
         step: the step's own row, once it is made.
     """
 
     rows: list[Any] = field(default_factory=list)
     num_written: int = 0
+    num_updates: int = 0
     is_judged: bool = False
     step: Any = None
 

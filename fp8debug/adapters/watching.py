@@ -15,6 +15,7 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8debug.adapters.changes import RecipeChanges
 from fp8debug.adapters.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
@@ -23,6 +24,7 @@ from fp8debug.adapters.gemms import GemmCounter
 from fp8debug.adapters.inference import MEASURES, compare_paths, round_to
 from fp8debug.adapters.listening import RootHooks, listener_of
 from fp8debug.adapters.matrices import OutsideGemms
+from fp8debug.adapters.optimizer_steps import UpdateRecorder
 from fp8debug.adapters.parts import TOKENS, Part, kind_of_part, was_called
 from fp8debug.adapters.quiet import QuietWriter
 from fp8debug.adapters.rehearsals import ignore_rehearsals
@@ -37,7 +39,7 @@ from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
 from fp8debug.optimizer_hooks import after_any_optimizer
-from fp8debug.shielding import TorchState, is_capturing, ordinary_torch
+from fp8debug.shielding import TorchState, is_capturing, is_transformed, ordinary_torch
 from fp8debug.store.schema import RECORDING_STOPPED
 from fp8debug.store.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
@@ -97,6 +99,7 @@ class Watch:
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._updates = WeightUpdates(roots)
         self._compared: list[tuple[int, list[str], Tensor | Arriving]] = []  # step, modules and MEASURES of each
+        self._optimizer_steps = UpdateRecorder(candidates)
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
         self._num_backwards = self._num_ended = 0
         self._started = time.perf_counter()
@@ -131,6 +134,8 @@ class Watch:
             self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
         else:
             self._undo.append(after_any_optimizer(self._after_any_optimizer))
+        self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        self._undo.append(after_any_optimizer(self._record_update))
         atexit.register(self.close)
         _WATCHES.add(self)
 
@@ -335,6 +340,36 @@ class Watch:
         if error is not None:
             self._writer.event(self._observer.step, "note", None, f"ended by {type(error).__name__}: {error}"[:300])
         self.close()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """In a sampled step: keep a sample of the weights, for what the optimizer does to them."""
+        if torch.compiler.is_compiling() or not self._observer.sampling or is_capturing() or is_transformed():
+            return
+        try:
+            with ordinary_torch():
+                self._optimizer_steps.begin(optimizer, self._observer.step, self._observer.generation)
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._leave_out_updates(error)
+
+    def _record_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """In a sampled step: record what the optimizer has done to the weights."""
+        if torch.compiler.is_compiling() or not self._observer.sampling or is_capturing():
+            return
+        try:
+            with ordinary_torch():
+                self._observer.updates += self._optimizer_steps.end(optimizer, self._observer.generation)
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._leave_out_updates(error)
+
+    def _leave_out_updates(self, error: Exception) -> None:
+        """Record no more optimizer steps after an error of fp8debug; everything else is still recorded."""
+        self._optimizer_steps = UpdateRecorder(())
+        text = f"optimizer steps are not recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+        say(self._writer, self._observer.step, text, kind="note")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer is self._optimizer and self._counted and not self._explicit:

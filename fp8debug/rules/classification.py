@@ -18,6 +18,7 @@ from fp8debug.rules.evidence import has_fp8, percent, sampled_steps, unrecorded_
 from fp8debug.rules.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
+from fp8debug.rules.optimizer_steps import OUT_OF_SIZE
 from fp8debug.shares import gemm_shares
 from fp8debug.store.files import CUT_SHORT
 
@@ -67,6 +68,10 @@ def classify(
     found = list(spikes(steps[:sick], losses[:sick], **rules["F125"].thresholds))
     diverged = None if sick is not None else divergence(steps, losses)
     start = next((f for f in findings if f.code == AT_START), None)
+    exploded = next((f for f in findings if f.name == OUT_OF_SIZE), None)
+    if exploded is not None and not any(f.steps[0] < exploded.steps[0] for f in harmful if f is not exploded):
+        return _exploded(run, exploded, steps, losses)
+    start = start if start is not exploded else None
     if start is not None:
         what = f"{start.message}: at once and everywhere. {SUSPECT}"
         told = tuple(f"step {c.step}: {c.what}" for c in changes_of(run) if c.step <= start.steps[1])
@@ -165,6 +170,18 @@ def _from_outside(base: Classification, lost: Finding, before: Sequence[Finding]
     if not before:
         return found
     return replace(found, cause="undecided", what=f"{lost.message}; before it: {since(before[0])}")
+
+
+def _exploded(run: Run, finding: Finding, steps: Sequence[int], losses: Sequence[float]) -> Classification:
+    """Return the class of a run whose optimizer changes weights by as much as they are large, before any cast was at fault."""
+    before = [loss for step, loss in zip(steps, losses, strict=True) if step <= finding.steps[0]]
+    after = [loss for step, loss in zip(steps, losses, strict=True) if step > finding.steps[0]]
+    level = before[-1] if before else None
+    rises = [loss for loss in after if level is not None and not loss <= level]
+    told = f"; the loss rises from {level:.4g} to {max(rises):.4g} after it" if rises and level is not None else ""
+    what = f"{finding.message}{told}. Not FP8's doing: look at the optimizer"
+    return Classification(kind="divergence", cause="not-fp8", what=what, evidence=(finding.cure,), step=finding.steps[0],
+                          code=finding.code)  # fmt: skip
 
 
 def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classification:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.evidence import sampled_steps
 from fp8debug.rules.losses import read_losses
+from fp8debug.rules.optimizer_steps import OUT_OF_SIZE, LargeUpdates, large_updates
 from fp8debug.spikes import noise_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DivergesAtStart(Rule):
-    """The loss rises from the first steps on and does not come back, while no single layer shows a fault of its own.
+    """The loss rises from the first steps on, or updates are as large as the weights, while no single layer is at fault.
 
     What it detects
         A loss that lies above its first value in the later half of the first steps, and at the end; or that rose and is
@@ -27,6 +28,11 @@ class DivergesAtStart(Rule):
         when no other rule found a harmful fault that is local, in less than half of the modules, when the loss began to
         rise. Where the weights of most modules grew by then, which no cast can do, clipping and underflow are what the
         divergence leaves behind.
+        updates-out-of-size: at any step, an optimizer step changed weights by as much as they are large. The message says
+        whether the optimizer's second moments are 0 under gradients that are not (kept in too few bits, they underflow, and
+        m / (0 + eps) explodes), the learning rate is too high for the weights, or the gradient was that large. Clipping and
+        underflow that begin with it or after it are its consequences. What a cast does cannot enlarge an update of Adam,
+        which divides by the size of the gradients; an update that the gradient explains yields to a fault of a cast before it.
 
     Why it matters
         Training that fails at once fails everywhere: a wrong flag, a broken kernel or library, a learning rate or a
@@ -48,13 +54,16 @@ class DivergesAtStart(Rule):
           max_noisy 2 times the first loss on it counts all the same. No published basis.
         - min_growth 2: growth of an amax that counts as moved. No published basis: in 12 runs with a learning rate that was
           too high all weights grew more than that by the second sampled step, in healthy ones none [measured].
+        - max_update_ratio 0.5: RMS of an update over that of its weight, or over half of 1 / sqrt(columns) where the weight is
+          smaller, as one that starts from 0 is. No published basis: healthy updates are 1e-4 to 0.05 of their weight [measured].
         - max_local 0.5: share of the modules below which another rule's finding is local, and the cause.
+        - torchtitan #742 (8-bit Adam) and COAT #3 (FP8 states) are updates out of size.
         - The case "divergence at the start" of the NVIDIA talk that this tool follows; KempnerForge's guide.
     """
 
     code = "F127"
     name = "diverges-at-start"
-    columns = ("loss",)
+    columns = ()
     cure = "run the same steps in BF16: lower the learning rate or warm up if they diverge too, else check versions and flags"
     needs_fp8 = False
 
@@ -64,10 +73,33 @@ class DivergesAtStart(Rule):
     min_noise: float = 3.0
     max_noisy: float = 2.0
     min_growth: float = 2.0
+    max_update_ratio: float = 0.5
     max_local: float = 0.5
 
     def check(self, run: Run) -> Iterable[Finding]:
-        """Return the divergence, if there is one."""
+        """Return the divergence, if there is one; else the updates that are out of size."""
+        large = large_updates(run, self.max_update_ratio)
+        diverged = list(self._diverged(run))
+        if large is None:
+            yield from diverged
+        elif diverged and large.steps[0] <= diverged[0].steps[1]:
+            yield replace(diverged[0], message=f"{diverged[0].message}; {large.words}", cure=large.cure)
+        else:
+            yield from [*diverged, self._out_of_size(run, large)]
+
+    def needs(self, run: Run) -> str | None:
+        """Return why nothing can be judged: neither a loss nor an optimizer step was recorded."""
+        has_any = run.has("loss") or run.sql("SELECT step FROM raw_updates LIMIT 1").num_rows
+        return None if has_any else "not recorded: loss"
+
+    def _out_of_size(self, run: Run, large: LargeUpdates) -> Finding:
+        is_lasting = len(large.steps) > 1 or len(large.modules) >= self.max_local * large.num_modules
+        num = f"; {len(large.modules)} of {large.num_modules} weights have such updates by step {large.steps[-1]}"
+        return Finding(code=self.code, name=OUT_OF_SIZE, severity=Severity.ERROR if is_lasting else Severity.WARNING,
+                       steps=(large.steps[0], large.steps[-1]), ranks=tuple(run.ranks), value=large.ratio,
+                       threshold=self.max_update_ratio, message=f"{large.words}{num}", cure=large.cure)  # fmt: skip
+
+    def _diverged(self, run: Run) -> Iterable[Finding]:
         steps, losses = read_losses(run)
         early = losses[: self.window + 1]
         sick = next((place for place, loss in enumerate(early) if not math.isfinite(loss)), None)
@@ -117,7 +149,16 @@ class DivergesAtStart(Rule):
         return len(moved), len({row["module"] for row in rows})
 
     def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Stand only when no harmful finding of a few modules began up to the first sampled step after the rise."""
+        """Stand only when no harmful finding of a few modules began up to the first sampled step after the rise.
+
+        Updates out of size stand whatever casts do, unless the gradient explains them and a cast was at fault before.
+        """
+        large = large_updates(run, self.max_update_ratio)
+        if finding.name == OUT_OF_SIZE and large is not None:
+            return large.is_own or not any(
+                RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[0]
+                for f in others
+            )
         num = max(1, sum(module.get("call_index") is not None for module in run.modules))
         rise = next((s for s, loss in zip(*read_losses(run), strict=True) if not loss <= (finding.threshold or 0.0)), 0)
         until = min((s for s in sampled_steps(run) if s >= rise), default=finding.steps[1])

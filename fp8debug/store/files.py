@@ -207,7 +207,9 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
 
 def needed(table: str) -> tuple[str, ...]:
     """Return the columns without which a row of a table stands for nothing; an event may belong to no step."""
-    return {"stats": (*SITE_KEYS, "rank"), "steps": ("step", "rank"), "events": ("kind",)}[table]
+    return {"stats": (*SITE_KEYS, "rank"), "steps": ("step", "rank"), "updates": ("step", "rank", "module"), "events": ("kind",)}[
+        table
+    ]
 
 
 def _fits(schema: pa.Schema, table: str, path: Path, problems: list[str]) -> bool:

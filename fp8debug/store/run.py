@@ -18,7 +18,7 @@ from fp8debug.store.modules import modules_table
 from fp8debug.store.places import ObjectPath, forget, place_of, why
 from fp8debug.store.schema import Column
 from fp8debug.store.selects import columns_in, counted, typed
-from fp8debug.store.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql
+from fp8debug.store.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql, updates_sql
 from fp8debug.types import Gemm, Reference, TensorRole
 
 _T = TypeVar("_T")
@@ -110,6 +110,9 @@ class Run:
         self._slots = stats
         self._create("raw", self._table_sql("stats", stats, files))
         self._create("raw_steps", self._table_sql("steps", steps, files))
+        updates = columns_in("updates", files)
+        self._create("raw_updates", self._table_sql("updates", updates, files))
+        self._create("updates", updates_sql(updates, self._dialect))
         self._create("events", self._table_sql("events", columns_in("events", files), files))
         self._create("stats", stats_sql(stats))
         self._create("sites", sites_sql(stats, self._dialect, is_single_rank=is_single_rank))
@@ -158,7 +161,8 @@ class Run:
 
         The views: ``sites`` (one row per step, site, cast and reference; ranks joined, ``ranks`` lists them; slots and
         derived columns), ``stats`` (the same per rank), ``raw`` (per rank, slots only), ``steps`` (one row per step),
-        ``raw_steps`` (per rank), ``events`` and ``modules``.
+        ``raw_steps`` (per rank), ``updates`` (what an optimizer step did to each weight, ranks joined), ``raw_updates`` (per
+        rank), ``events`` and ``modules``.
 
         Args:
             query: one SELECT in DuckDB's SQL.

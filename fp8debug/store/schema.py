@@ -141,6 +141,48 @@ STEPS: tuple[Column, ...] = (
     Column("nonfinite_gemm", "string", "", "min", "The GEMM: fprop, dgrad or wgrad; null in runs of older versions is fprop."),
 )
 
+UPDATES: tuple[Column, ...] = (
+    _STEP,
+    _RANK,
+    Column("module", "string", "", "key", "Fully qualified name of the module whose weight it is."),
+    Column("optimizer", "string", "", "min", "Class of the optimizer."),
+    Column("dtype", "string", "", "min", "Dtype of the weight that the optimizer wrote."),
+    Column(
+        "keeps_precision",
+        "bool",
+        "",
+        "any",
+        "The optimizer keeps the weight in FP32 as well, or what rounding took from it (Kahan's sum).",
+    ),
+    Column("lr", "float64", "1", "max", "Learning rate of the weight's group; null where it is a number on the device."),
+    Column("beta1", "float64", "1", "max", "Decay of the first moment, of Adam."),
+    Column("fan_in", "int64", "1", "max", "Columns of the weight."),
+    Column("numel", "int64", "1", "sum", "Elements of the weight; the rank's own shard, before ranks join."),
+    Column("num_sampled", "int64", "1", "sum", "Elements that were looked at, evenly spread; all further counts are of them."),
+    Column("num_moved", "int64", "1", "sum", "Elements that the step changed."),
+    Column("num_grad", "int64", "1", "sum", "Elements whose gradient is not 0."),
+    Column("num_intended", "int64", "1", "sum", "Elements whose intended update, by the optimizer's formula in FP32, is not 0."),
+    Column("num_lost", "int64", "1", "sum", "Of these, those that the step did not change."),
+    Column("num_moment", "int64", "1", "sum", "Elements of the optimizer's state that were looked at."),
+    Column("num_moment_zero", "int64", "1", "sum", "Second moments that are 0 under a gradient that is not."),
+    Column("num_moment_clipped", "int64", "1", "sum", "Elements of the state that are NaN, Inf or their dtype's maximum."),
+    Column("sum_weight2", "float64", "x^2", "sum", "Sum of the weight's squares before the step."),
+    Column("sum_update2", "float64", "x^2", "sum", "Sum of the update's squares, as it happened."),
+    Column("sum_intended2", "float64", "x^2", "sum", "Sum of the intended update's squares."),
+    Column("sum_intended_update", "float64", "x^2", "sum", "Sum of intended update times update."),
+    Column(
+        "sum_spacing_log2",
+        "float64",
+        "log2",
+        "sum",
+        "Sum over the intended updates of log2(size over the distance of two values of the dtype at the weight); below -1 an"
+        " update is lost.",
+    ),
+    Column("sum_grad2", "float64", "x^2", "sum", "Sum of the gradient's squares as the optimizer left it."),
+    Column("sum_moment2", "float64", "x^2", "sum", "Sum of the first moment's squares, of Adam and SGD."),
+    Column("max_update", "float64", "x", "max", "Largest update of an element."),
+)
+
 EVENTS: tuple[Column, ...] = (
     Column("step", "int64", "1", "", "Optimizer step; null when the event belongs to none."),
     Column("rank", "int32", "1", "", "Global rank that wrote the row."),
@@ -168,15 +210,15 @@ def stats_columns() -> tuple[Column, ...]:
 
 
 STATS: tuple[Column, ...] = stats_columns()
-TABLES: tuple[str, ...] = ("stats", "steps", "events")
+TABLES: tuple[str, ...] = ("stats", "steps", "updates", "events")
 
 #: The columns that name a site of a step; rows of several ranks with equal keys describe one tensor.
 SITE_KEYS: tuple[str, ...] = tuple(c.name for c in _SITE if c.merge == "key")
 
 
 def columns_of(table: str) -> tuple[Column, ...]:
-    """Return the columns of ``stats``, ``steps`` or ``events``."""
-    return {"stats": stats_columns(), "steps": STEPS, "events": EVENTS}[table]
+    """Return the columns of ``stats``, ``steps``, ``updates`` or ``events``."""
+    return {"stats": stats_columns(), "steps": STEPS, "updates": UPDATES, "events": EVENTS}[table]
 
 
 def arrow_schema(table: str) -> pa.Schema:
@@ -208,8 +250,9 @@ runs/exp1/
   rank=00000/manifest.json               rank, world size, device, versions
   rank=00000/stats/part-00000.parquet    one row per step, rank, site, cast and reference
   rank=00000/steps/part-00000.parquet    one row per step and rank
+  rank=00000/updates/part-00000.parquet  one row per sampled step, rank and weight: what the optimizer did to it
   rank=00000/events/part-00000.parquet   what happened when
-  rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, events-)
+  rank=00000/stats-00001.arrows          rows since the last part, an Arrow IPC stream (also steps-, updates-, events-)
   rank=00000/writer.lock                 who writes the folder, while somebody does (docs/robustness.md)
 ```
 

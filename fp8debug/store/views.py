@@ -1,4 +1,4 @@
-"""Text of the views ``stats``, ``sites`` and ``steps`` over the raw tables, in SQL common to DuckDB and Spark.
+"""Text of the views ``stats``, ``sites``, ``steps`` and ``updates`` over the raw tables, in SQL common to DuckDB and Spark.
 
 Slots of several ranks join by each column's own merge rule; rates, dB and cosines are derived from the joined slots.
 Of rows that are copies (replicated, with the same shard) the one of the lowest rank counts.
@@ -108,6 +108,12 @@ def steps_sql(columns: Sequence[Column], *, is_single_rank: bool) -> str:
         return "SELECT * FROM raw_steps"
     joined = ", ".join(f"{_AGGREGATES[c.merge]}({c.name}) AS {c.name}" for c in columns if c.merge in _AGGREGATES)
     return f"SELECT step, min(rank) AS rank, {joined} FROM raw_steps GROUP BY step"
+
+
+def updates_sql(columns: Sequence[Column], dialect: Dialect) -> str:
+    """Return the view ``updates``: one row per step and weight, the elements that ranks looked at taken together."""
+    joined = ", ".join(_joined(c, dialect) for c in columns if c.merge in _AGGREGATES)
+    return f"SELECT step, module, {joined} FROM raw_updates GROUP BY step, module"
 
 
 def _joined(column: Column, dialect: Dialect) -> str:

@@ -21,6 +21,7 @@ STEPS, AT = 24, 12
 ELSEWHERE = {
     *("router_in_fp8", "unasked_fp8", "starved_expert", "rank_scale", "stale_inference", "depth_outliers"),
     *("loss_scale_loop", "lr_too_high", "bf16_gradient_sum", "lost_microbatches", "rounded_weights", "no_gradient"),
+    *("coarse_weight", "moment_underflow"),
 }
 #: Faults of the backward pass or of data: they leave the model's outputs alone.
 OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute_scale"}

@@ -225,3 +225,27 @@ def test_a_rank_whose_amax_comes_from_elsewhere(tmp_path: Path) -> None:
     assert fp8debug.triage(tmp_path / "healthy") == []
     (finding,) = fp8debug.triage(tmp_path / "sick")
     assert (finding.code, finding.module, finding.tensor, finding.steps[0]) == ("F114", "blocks.1.down", "weight", 4)
+
+
+def test_a_weight_on_a_coarse_grid_is_named(tmp_path: Path) -> None:
+    model = net()
+    fp8debug.inject(model, "coarse_weight", module="blocks.1.down", step=0)
+    (finding,) = judged(tmp_path / "run", model)
+    assert (finding.code, finding.module, finding.severity) == ("F135", "blocks.1.down", "warning"), finding.message
+    assert "so that something writes the weight back to a coarser grid" in finding.message
+
+
+def test_a_second_moment_that_underflows_is_named(tmp_path: Path) -> None:
+    model = net()
+    fp8debug.inject(model, "moment_underflow", module="blocks.1.down", step=AT)
+    findings = judged(tmp_path / "run", model)
+    assert [(f.code, f.module) for f in findings if f.severity > "info"] == [("F127", None)]
+    assert f"the optimizer step {AT} changes the weight of blocks.1.down by " in findings[0].message
+    assert "second moments are 0 under gradients that are not" in findings[0].message
+
+
+def test_weights_in_bf16_stand_still_at_a_small_learning_rate(tmp_path: Path) -> None:
+    findings = judged(tmp_path / "sick", net().bfloat16(), lr=6e-6)
+    assert {f.code for f in findings} == {"F135"}, [f.message for f in findings]
+    assert {"blocks.0.up", "blocks.1.down"} <= {findings[0].module, *findings[0].also}
+    assert judged(tmp_path / "clean", net(), lr=6e-6) == []

@@ -94,6 +94,20 @@ ZERO: dict[str, Any] = {
     "num_zero_blocks": lambda row: row.get("num_blocks"), "headroom": None,
 }  # fmt: skip
 
+
+def rounded(lost: float, gain: float, **more: Any) -> Any:
+    """Updates of the culprit's BF16 weight of which a share is lost, and the whole takes effect to another."""
+    row = {"dtype": "bfloat16", "num_lost": round(8192 * lost), "sum_intended_update": gain * 8192 * 3e-4**2,
+           "sum_spacing_log2": -4.0 * 8192, **more}  # fmt: skip
+    return lambda step, module: row if module == CULPRIT else {}
+
+
+def enlarged(ratio: float, **more: Any) -> Any:
+    """Updates of all weights so many times their RMS, from step 40 on."""
+    row = {"sum_update2": 8192 * (ratio * 0.02) ** 2, "max_update": 3 * ratio * 0.02, **more}
+    return lambda step, module: row if step >= 40 else {}
+
+
 FIRES: dict[str, dict[str, Any]] = {
     "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
     "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
@@ -102,6 +116,7 @@ FIRES: dict[str, dict[str, Any]] = {
     "F124": {"modules": LAYERS, "overrides": growing(1.6)},
     "F126": {"steps": scales(lambda step: 65536.0 / 2 ** max(0, min(8, (step - 40) // 2)))},
     "F127": {"steps": losses(lambda step: 5.5 + 20 * (1 - math.exp(-step / 8)))},
+    "F135": {"updates": rounded(0.97, 0.03)},
     "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
 }
 
@@ -167,5 +182,21 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
         "a hump that takes the window": {"steps": losses(
             lambda step: 5.5 + 2 * math.exp(-(((step - 12) / 6) ** 2)) - 0.03 * step + 0.2 * (-1) ** step)},
         "a loss that stays": {"steps": losses(lambda step: 2.8 + 0.05 * (-1) ** step)},
+        "large updates of a large learning rate": {"updates": enlarged(0.3)},
+        "a weight that starts from zero": {
+            "updates": lambda step, module: {"sum_weight2": 8192.0 * (3e-4 * step) ** 2},
+        },
+        "second moments that are 0 and do no harm": {"updates": enlarged(0.1, num_moment_zero=400)},
+    },
+    "F135": {
+        "FP32 weights": {"updates": lambda step, module: {}},
+        "stochastic rounding": {"updates": rounded(0.97, 0.99)},
+        "master weights in the state": {"updates": rounded(0.97, 0.03, keeps_precision=True)},
+        "a learning rate that ends at 0": {"updates": lambda step, module: (
+            rounded(0.1, 0.98)(step, CULPRIT) if step < 30 else
+            {**rounded(1.0, 0.0)(step, CULPRIT), "sum_intended2": 8192 * 1e-5**2})},
+        "a learning rate of 0": {"updates": rounded(1.0, 0.0, lr=0.0)},
+        "sparse gradients under another formula": {"updates": rounded(
+            0.0, 0.0, num_intended=None, num_lost=None, sum_intended2=None, sum_intended_update=None, num_moved=60, num_grad=60)},
     },
 }  # fmt: skip

@@ -21,6 +21,7 @@ ACCUSED = {
     "F124": ("net.5.mix", 0, Severity.WARNING),
     "F126": (None, 42, Severity.ERROR),
     "F127": (None, 0, Severity.ERROR),
+    "F135": (sick.CULPRIT, 0, Severity.ERROR),
     "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
 }
 
@@ -165,3 +166,49 @@ def test_a_robust_slope_has_its_uncertainty() -> None:
     slope, low, high = theil_sen([0.0, 1.1, 1.9, 9.0, 4.1, 5.0, 6.0, 6.9])
     assert 0.9 < slope < 1.1 and low < slope < high
     assert theil_sen([3.0, 3.2, 2.9, 3.1, 3.0])[1] <= 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "cure"),
+    [
+        ({"num_moment_zero": 400, "max_update": 0.9}, "second moments are 0", "keep the second moment in FP32"),
+        ({"lr": 0.03}, "the learning rate is too high", "lower the learning rate"),
+        ({"optimizer": "SGD", "beta1": None}, "so large is the gradient", "clip the gradient norm"),
+    ],
+)
+def test_updates_as_large_as_the_weights_blame_the_optimizer(
+    tmp_path: Path, changes: dict[str, object], cause: str, cure: str
+) -> None:
+    clipped = Override(module=sick.CULPRIT, gemm="fprop", tensor="input", steps=(50, None), reference="operand",
+                       slots={"num_saturated": lambda row: row["numel"] // 2, "headroom": 64.0, "gain": 0.1})  # fmt: skip
+    run = build(tmp_path / "run", recipe="tensorwise_delayed", updates=sick.enlarged(4.0, **changes), overrides=[clipped])
+    findings = triage(run)
+    assert [(f.code, f.name, f.module, f.severity) for f in findings] == [
+        ("F127", "updates-out-of-size", None, "error"), ("F101", "stale-scale-saturation", sick.CULPRIT, "info"),
+    ]  # fmt: skip
+    assert findings[0].steps == (40, 90)
+    assert findings[0].message.startswith("the optimizer step 40 changes the weight of ") and cause in findings[0].message
+    assert findings[0].cure.startswith(cure)
+    assert findings.classification is not None
+    assert (findings.classification["class"], findings.classification["cause"]) == ("divergence", "not-fp8")
+
+
+@pytest.mark.parametrize(("optimizer", "stands"), [("AdamW", True), ("SGD", False)])
+def test_a_cast_at_fault_before_explains_what_the_gradient_explains(tmp_path: Path, optimizer: str, stands: bool) -> None:
+    sick_cast = Override(module=sick.CULPRIT, gemm="fprop", tensor="input", steps=(20, None), reference="operand",
+                         slots={"gain": 2.0})  # fmt: skip
+    changes = {"optimizer": optimizer, "beta1": 0.9 if optimizer == "AdamW" else None}
+    findings = triage(build(tmp_path / "run", updates=sick.enlarged(4.0, **changes), overrides=[sick_cast]))
+    assert [f.code for f in findings] == (["F113", "F127"] if stands else ["F113"])
+    assert findings.classification is not None and findings.classification["cause"] != "not-fp8"
+
+
+def test_a_weight_that_hardly_moves_under_an_unknown_formula(tmp_path: Path) -> None:
+    unknown = dict.fromkeys(("num_intended", "num_lost", "sum_intended2", "sum_intended_update", "sum_spacing_log2"))
+    updates = sick.rounded(0.0, 0.0, **unknown, num_moved=40, optimizer="Mine")
+    (finding,) = triage(build(tmp_path / "run", updates=updates))
+    assert (finding.code, finding.module, finding.severity) == ("F135", sick.CULPRIT, "warning")
+    assert finding.message == (
+        f"the weight of {sick.CULPRIT} hardly moves: an update changed at most 0.49 % of the elements that have a gradient in"
+        " 10 sampled steps (Mine, learning rate 0.0003, bfloat16 weights)"
+    )

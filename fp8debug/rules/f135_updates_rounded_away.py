@@ -1,0 +1,119 @@
+"""F135: the optimizer's updates are smaller than the weights' own dtype can hold, and are rounded away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.evidence import percent
+from fp8debug.rules.optimizer_steps import NOT_RECORDED
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: Of an optimizer whose formula is not known, weights of these are not judged: what does not move may not be meant to.
+_FINE = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class UpdatesRoundedAway(Rule):
+    """The optimizer writes its updates into weights of a dtype too coarse for them, and most round back to the old value.
+
+    What it detects
+        Weights that a torch optimizer updates itself, without an FP32 copy in its state: in BF16, FP16 or FP8, or written back
+        to such a grid. Of the update
+        that its formula asks for (Adam, AdamW and SGD, computed again in FP32 from the optimizer's state) the run records
+        which elements did not move, and how much of the whole took effect, which is 1 under stochastic rounding and near 0
+        where updates are below half the distance of two values of the dtype. All sampled steps count together, large updates
+        most, so that a warm-up or a learning rate that ends at 0 is no finding. Of an optimizer with another formula the
+        share of elements that moved is judged alone.
+
+    Why it matters
+        Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
+        at a learning rate of 6e-6 Adam moves 2 % of such weights.
+
+    Example
+        97 % of the updates of blocks.0.up are rounded away: 2.7 % of the intended update took effect in 8 sampled steps
+        (AdamW, learning rate 6e-06, bfloat16 weights); a typical update is 0.03 times
+        the distance of two bfloat16 values.
+
+    Cure
+        Keep FP32 master weights (FP32 parameters under autocast, or an optimizer that holds them), or write the updates with
+        stochastic rounding or Kahan summation. No cast of a GEMM is at fault.
+
+    Thresholds
+        - max_lost 0.5, max_gain 0.5: a warning where more of the updates are lost and less of the whole takes effect. No
+          published basis; closed form: rounding to nearest loses every update below half the distance of two values.
+        - error_lost 0.9, error_gain 0.1: an error beyond both.
+        - min_moved 0.01: share of elements with a gradient that moves in the best sampled step, of an optimizer whose formula
+          is not known. No published basis.
+        - min_steps 3: sampled steps with updates. No published basis.
+        - Automodel #3444, ao #1124; numerics.md, 5.
+    """
+
+    code = "F135"
+    name = "updates-rounded-away"
+    columns = ()
+    cure = "keep FP32 master weights, or write the updates with stochastic rounding or Kahan summation; no cast is at fault"
+    needs_fp8 = False
+    is_harmful = False
+
+    max_lost: float = 0.5
+    max_gain: float = 0.5
+    error_lost: float = 0.9
+    error_gain: float = 0.1
+    min_moved: float = 0.01
+    min_steps: int = 3
+
+    def needs(self, run: Run) -> str | None:
+        """Return why nothing can be judged: no optimizer step was recorded."""
+        return None if run.sql("SELECT step FROM raw_updates LIMIT 1").num_rows else NOT_RECORDED
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding per weight whose updates are lost."""
+        query = (
+            "SELECT module, min(dtype) AS dtype, min(optimizer) AS optimizer, max(lr) AS lr, min(step) AS first,"
+            " max(step) AS last, count(*) AS num, CAST(sum(num_intended) AS DOUBLE) AS num_intended,"
+            " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
+            " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
+            " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved"
+            " FROM updates WHERE NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0"
+            " AND coalesce(lr, 1) > 0 AND (num_intended IS NULL OR num_intended > 0) GROUP BY module"
+        )
+        places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
+        for row in sorted(run.sql(query).to_pylist(), key=lambda row: (places.get(row["module"], 0), row["module"])):
+            if row["num"] >= self.min_steps:
+                yield from self._judged(run, row, places.get(row["module"], 0))
+
+    def _judged(self, run: Run, row: Mapping[str, Any], call_index: int) -> Iterable[Finding]:
+        rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
+        where = f"({row['optimizer']}{rate}, {row['dtype']} weights)"
+        if row["num_intended"] and row["intended2"]:
+            lost, value = row["num_lost"] / row["num_intended"], row["effect"] / row["intended2"]
+            if lost <= self.max_lost or value >= self.max_gain:
+                return
+            is_error = lost > self.error_lost and value < self.error_gain
+            threshold = self.error_gain if is_error else self.max_gain
+            typical = 2.0 ** (row["spacing_log2"] / row["num_intended"])
+            message = (
+                f"{percent(lost)} of the updates of {row['module']} are rounded away: {percent(max(0.0, value))} of the intended"
+                f" update took effect in {row['num']} sampled steps {where}; a typical update is {typical:.2g} times the distance"
+                f" of two {row['dtype']} values"
+            )
+            message += "" if typical < 1 else ", so that something writes the weight back to a coarser grid"
+        else:
+            if row["moved"] is None or row["moved"] >= self.min_moved or row["dtype"] in _FINE:
+                return
+            is_error, value, threshold = False, row["moved"], self.min_moved
+            message = (
+                f"the weight of {row['module']} hardly moves: an update changed at most {percent(value)} of the elements that"
+                f" have a gradient in {row['num']} sampled steps {where}"
+            )
+        yield Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
+                      module=row["module"], steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=value,
+                      threshold=threshold, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+
+RULES.add(UpdatesRoundedAway.code, UpdatesRoundedAway())

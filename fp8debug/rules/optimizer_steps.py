@@ -1,0 +1,126 @@
+"""Read what the optimizer's steps did to the weights: how much of an update took effect, and updates as large as the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp8debug.store.run import Run
+
+#: What F127 calls a finding of updates as large as the weights, whatever the loss does.
+OUT_OF_SIZE = "updates-out-of-size"
+#: Size that a weight which starts from zero is compared with, times the root of its columns: half of what initialization gives.
+ORDINARY_RMS = 0.5
+#: Largest update of an element over the learning rate, of an optimizer that divides by the gradients' size: Adam's is at most
+#: (1 - beta1) / sqrt(1 - beta2), 3.2 for betas of 0.9 and 0.999 (arXiv 1412.6980, 2.1), and 10 for beta1 0 at beta2 0.99.
+NORMALIZED = 10.0
+#: Why no rule can judge a run's optimizer steps.
+NOT_RECORDED = "no optimizer step was recorded: no torch optimizer that holds a watched weight stepped in a sampled step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeUpdates:
+    """Updates as large as the weights themselves.
+
+    Attributes:
+        steps: sampled steps that show them, in order.
+        modules: those whose weights have them, in execution order; of all steps.
+        num_modules: modules whose updates were recorded.
+        first: row of the largest one, against its weight, at the first step.
+        ratio: RMS of that update over the weight's.
+        cause: ``moments`` (second moments are 0), ``learning-rate``, or ``gradient`` where the update is large against both.
+    """
+
+    steps: tuple[int, ...]
+    modules: tuple[str, ...]
+    num_modules: int
+    first: Mapping[str, Any]
+    ratio: float
+    cause: str
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the optimizer made them, whatever the gradients were: one that divides by the gradients' size."""
+        return self.cause != "gradient"
+
+    @property
+    def words(self) -> str:
+        """One clause for people."""
+        row, lr = self.first, self.first["lr"]
+        size = f"the optimizer step {row['step']} changes the weight of {row['module']} by {self.ratio:.3g} times its own RMS"
+        if self.cause == "moments":
+            share = row["num_moment_zero"] / max(1, row["num_sampled"])
+            return (
+                f"{size}: {share:.2g} of its second moments are 0 under gradients that are not, and single elements move by up to"
+                f" {row['max_update'] / lr:.3g} times the learning rate ({row['optimizer']})"
+            )
+        if self.cause == "learning-rate":
+            return f"{size} ({row['optimizer']}, largest update {row['max_update']:.3g}): the learning rate is too high for it"
+        return f"{size} ({row['optimizer']}, largest update {row['max_update']:.3g}): so large is the gradient"
+
+    @property
+    def cure(self) -> str:
+        """What helps, by the cause."""
+        return {
+            "moments": "keep the second moment in FP32, or with a scale per block and an eps above its smallest step; no"
+            " cast of a GEMM helps",
+            "learning-rate": "lower the learning rate or warm it up longer; no cast of a GEMM helps",
+            "gradient": "clip the gradient norm, look at the batch and the learning rate of that step",
+        }[self.cause]
+
+
+def large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
+    """Return the updates of more than ``max_ratio`` times the weight's RMS; None where there are none or nothing was recorded."""
+    return run.memo(f"large updates {max_ratio}", lambda: _large_updates(run, max_ratio))
+
+
+def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
+    rows: list[dict[str, Any]] = run.sql("SELECT * FROM updates WHERE num_sampled > 0 ORDER BY step, module").to_pylist()
+    large = [row for row in rows if _ratio(row) > max_ratio]
+    if not large:
+        return None
+    step = large[0]["step"]
+    first = max((row for row in large if row["step"] == step), key=_ratio)
+    found = {row["module"] for row in large}
+    ordered = [m["fqn"] for m in run.modules if m["fqn"] in found]
+    return LargeUpdates(
+        steps=tuple(dict.fromkeys(row["step"] for row in large)),
+        modules=tuple(ordered),
+        num_modules=len({row["module"] for row in rows}),
+        first=first,
+        ratio=_ratio(first),
+        cause=_cause(first),
+    )
+
+
+def _ratio(row: Mapping[str, Any]) -> float:
+    """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
+    if row["sum_update2"] is None or row["sum_weight2"] is None:
+        return 0.0
+    usual = ORDINARY_RMS / math.sqrt(max(1, row["fan_in"] or 1))
+    return math.sqrt(row["sum_update2"] / row["num_sampled"]) / max(math.sqrt(row["sum_weight2"] / row["num_sampled"]), usual)
+
+
+def _cause(row: Mapping[str, Any]) -> str:
+    lr, largest = row["lr"] or 0.0, row["max_update"] or 0.0
+    is_normalized = row["beta1"] is not None or (str(row["optimizer"]).lower() != "sgd" and largest <= NORMALIZED * lr)
+    if row["num_moment_zero"] and largest > NORMALIZED * lr > 0:
+        return "moments"
+    return "learning-rate" if is_normalized else "gradient"
+
+
+def noise_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return which share of the gradients' energy is noise from batch to batch, of weights under Adam; None where unknown.
+
+    The first moment m averages the gradients g with weights (1 - beta1) beta1^k: of the common part it keeps all, of independent
+    noise (1 - beta1) / (1 + beta1) of the energy. So |m|^2 / |g|^2 = 1 - noise * (1 - (1 - beta1) / (1 + beta1)).
+    """
+    known = [row for row in rows if row["beta1"] and row["sum_grad2"] and row["sum_moment2"] is not None]
+    if not known:
+        return None
+    grad2, moment2 = sum(row["sum_grad2"] for row in known), sum(row["sum_moment2"] for row in known)
+    kept = (1 - known[0]["beta1"]) / (1 + known[0]["beta1"])
+    return min(1.0, max(0.0, (1 - moment2 / grad2) / (1 - kept)))
