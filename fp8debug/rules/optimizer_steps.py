@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -110,17 +110,3 @@ def _cause(row: Mapping[str, Any]) -> str:
     if row["num_moment_zero"] and largest > NORMALIZED * lr > 0:
         return "moments"
     return "learning-rate" if is_normalized else "gradient"
-
-
-def noise_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return which share of the gradients' energy is noise from batch to batch, of weights under Adam; None where unknown.
-
-    The first moment m averages the gradients g with weights (1 - beta1) beta1^k: of the common part it keeps all, of independent
-    noise (1 - beta1) / (1 + beta1) of the energy. So |m|^2 / |g|^2 = 1 - noise * (1 - (1 - beta1) / (1 + beta1)).
-    """
-    known = [row for row in rows if row["beta1"] and row["sum_grad2"] and row["sum_moment2"] is not None]
-    if not known:
-        return None
-    grad2, moment2 = sum(row["sum_grad2"] for row in known), sum(row["sum_moment2"] for row in known)
-    kept = (1 - known[0]["beta1"]) / (1 + known[0]["beta1"])
-    return min(1.0, max(0.0, (1 - moment2 / grad2) / (1 - kept)))

@@ -104,7 +104,7 @@ class Master(torch.optim.SGD):
     """Keeps an FP32 copy of a weight and its second moment in E4M3, which is 0 everywhere but in one place."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it needs no closure
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             state["master_param"] = p.float()
