@@ -290,8 +290,9 @@ def _underflowed(name: str, x: Tensor, g: Tensor) -> Tensor:
 
 def _local(x: Any) -> Tensor | None:
     """Return the values of a tensor that lie here, the own shard of a DTensor; None for a class of another kind."""
-    local: Any = getattr(x, "_local_tensor", x)
-    return local.detach() if isinstance(local, Tensor) and type(local) in (Tensor, torch.nn.Parameter) else None
+    local = getattr(x, "_local_tensor", x)
+    found: Tensor | None = local.detach() if type(local) in (Tensor, torch.nn.Parameter) else None
+    return found
 
 
 def _state(x: Any, weight: Tensor) -> Tensor | None:
