@@ -242,11 +242,13 @@ def _intended(w: Tensor, g: Tensor | None, state: Mapping[str, Tensor], formula:
         beta1, beta2 = formula.betas
         second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         root = (second / (1 - beta2**formula.step)).sqrt() + formula.eps
-        return -formula.lr * (state["exp_avg"] / (1 - beta1**formula.step) / root + formula.decay * w)
+        step: Tensor = -formula.lr * (state["exp_avg"] / (1 - beta1**formula.step) / root + formula.decay * w)
+        return step
     if formula.kind == "sgd":
         if "momentum_buffer" in state:
-            return -formula.lr * state["momentum_buffer"]
-        return None if g is None else -formula.lr * (formula.sign * g + formula.decay * w)
+            g, formula = state["momentum_buffer"], formula._replace(sign=1.0, decay=0.0)
+        intended: Tensor | None = None if g is None else -formula.lr * (formula.sign * g + formula.decay * w)
+        return intended
     return None
 
 
