@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from fp8debug.checkpoints.rules import CHECKS
 from fp8debug.errors import UnknownNameError
-from fp8debug.rules import RULES, Rule
+from fp8debug.rules import RULES
+from fp8debug.rules.base import Documented
 
 
 @click.command("explain")
@@ -14,7 +16,7 @@ from fp8debug.rules import RULES, Rule
 def command(code: str | None, wants_list: bool) -> None:
     """Print the manual page of the rule CODE (F101, or its name): what it detects, why it matters, the cure."""
     if wants_list or code is None:
-        for rule in RULES:
+        for rule in _all():
             click.echo(f"{rule.code}  {rule.name:24}  {rule.summary}")
         return
     rule = _rule(code)
@@ -24,8 +26,12 @@ def command(code: str | None, wants_list: bool) -> None:
         click.echo(f"\n{click.style(heading, bold=True)}\n{indented}")
 
 
-def _rule(name: str) -> Rule:
-    for rule in RULES:
+def _all() -> list[Documented]:
+    return [*RULES, *CHECKS]
+
+
+def _rule(name: str) -> Documented:
+    for rule in _all():
         if name.upper() == rule.code or name.lower() == rule.name:
             return rule
-    raise UnknownNameError("rule", name.upper(), [*RULES.names(), *(rule.name for rule in RULES)])
+    raise UnknownNameError("rule", name.upper(), [known for rule in _all() for known in (rule.code, rule.name)])

@@ -67,8 +67,8 @@ def command(
         findings = triage(
             opened,
             against,
-            select=(settings.select or ["F"]) if select is None else _codes(select),
-            ignore=(settings.ignore or []) if ignore is None else _codes(ignore),
+            select=(settings.select or ["F"]) if select is None else split_codes(select),
+            ignore=(settings.ignore or []) if ignore is None else split_codes(ignore),
             thresholds=settings.thresholds,
             progress=report,
         )
@@ -87,7 +87,8 @@ def command(
         ctx.exit(1)
 
 
-def _codes(text: str) -> list[str]:
+def split_codes(text: str) -> list[str]:
+    """Return the codes of an option, which commas part."""
     return [code.strip() for code in text.split(",") if code.strip()]
 
 
@@ -130,14 +131,15 @@ def _print(findings: Findings) -> None:
 def _row(finding: Finding) -> list[object]:
     site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
     text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
-    text += [f"{title}: {_names(names)}" for title, names in (("also", finding.also), ("victims", finding.victims)) if names]
+    text += [f"{title}: {names(found)}" for title, found in (("also", finding.also), ("victims", finding.victims)) if found]
     steps = "-".join(map(str, dict.fromkeys(finding.steps)))
     return [finding.code, str(finding.severity), finding.module, site or None, steps, Lines("\n".join(text))]
 
 
-def _names(names: tuple[str, ...]) -> str:
-    more = len(names[MAX_NAMES:])
-    return ", ".join(map(one_line, names[:MAX_NAMES])) + (f" and {more} more" if more else "")
+def names(found: tuple[str, ...]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(found[MAX_NAMES:])
+    return ", ".join(map(one_line, found[:MAX_NAMES])) + (f" and {more} more" if more else "")
 
 
 def _print_baseline(baseline: Mapping[str, Any]) -> None:

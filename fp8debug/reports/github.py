@@ -17,10 +17,10 @@ def to_github(findings: Findings) -> str:
     lines = []
     if findings.classification is not None:
         words = f"{findings.verdict}: {findings.classification['what']}"
-        lines.append(_command("notice", f"fp8debug {findings.run}", words))
+        lines.append(command_line("notice", f"fp8debug {findings.run}", words))
     for entry in findings.lost:
-        lines.append(_command("warning", "not recorded any more", str(Lost(**entry))))
-    lines += [_command(COMMANDS[f.severity], _title(f), f"{_place(f)}{f.message}\ncure: {f.cure}") for f in findings]
+        lines.append(command_line("warning", "not recorded any more", str(Lost(**entry))))
+    lines += [command_line(COMMANDS[f.severity], _title(f), f"{_place(f)}{f.message}\ncure: {f.cure}") for f in findings]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -34,7 +34,8 @@ def _place(finding: Finding) -> str:
     return f"{site}, steps {steps}: " if site else f"steps {steps}: "
 
 
-def _command(command: str, title: str, message: str) -> str:
+def command_line(command: str, title: str, message: str) -> str:
+    """Return one workflow command."""
     return f"::{command} title={escaped(title, in_property=True)}::{escaped(message)}"
 
 

@@ -10,6 +10,7 @@ from fp8debug import __version__
 from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.reports.style import CSS
 from fp8debug.rules import RULES, Finding, Findings, Severity
+from fp8debug.rules.base import Documented
 from fp8debug.rules.baseline import configuration_words, gap_words
 from fp8debug.rules.lost import Lost
 from fp8debug.store.run import Run
@@ -52,6 +53,16 @@ def to_html(run: Run, findings: Findings) -> str:
         _baseline(findings.baseline),
         _appendix(run, findings),
     ]
+    return document(f"{findings.run}: {findings.verdict}", body)
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """Return a page without network and scripts.
+
+    Args:
+        title: plain text.
+        body: its sections, HTML.
+    """
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -59,7 +70,7 @@ def to_html(run: Run, findings: Findings) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 base-uri 'none'; form-action 'none'">
-<title>{escape(findings.run)}: {escape(findings.verdict)} - fp8debug</title>
+<title>{escape(title)} - fp8debug</title>
 <style>{CSS}</style>
 </head>
 <body>
@@ -71,7 +82,8 @@ base-uri 'none'; form-action 'none'">
 """
 
 
-def _badge(word: str) -> str:
+def badge(word: str) -> str:
+    """Return a severity as a badge."""
     return f"<span class='badge {escape(word)}'>{escape(WORDS.get(word, word))}</span>"
 
 
@@ -80,7 +92,7 @@ def _header(run: Run, findings: Findings) -> str:
     number = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
     facts = [number, f"steps {first} to {last}", *_facts(run)]
     return (
-        f"<header><h1>{_badge(findings.verdict)} {escape(findings.run)}</h1>"
+        f"<header><h1>{badge(findings.verdict)} {escape(findings.run)}</h1>"
         f"<p class='muted'>{escape(' · '.join(facts))}</p>"
         + "".join(f"<p class='lead'>{escape(str(Lost(**entry)))}.</p>" for entry in findings.lost)
         + "</header>"
@@ -102,7 +114,7 @@ def _classification(classification: Mapping[str, Any]) -> str:
         return ""
     kind = classification["class"]
     title = f"Class: {classification['title']}"
-    evidence = _bullets(classification["evidence"])
+    evidence = bullets(classification["evidence"])
     here = {name: " class='here'" for name, _, _ in CLASSES if name == kind}
     rows = "".join(f"<li{here.get(name, '')}><b>{escape(word)}.</b> {escape(text)}</li>" for name, word, text in CLASSES)
     return (
@@ -142,7 +154,7 @@ def _findings(run: Run, findings: Findings) -> str:
         return "<section><h2>Findings</h2><p>None.</p></section>"
     cards = "".join(_card(run, finding) for finding in findings[:MAX_CARDS])
     rest = findings[MAX_CARDS:]
-    more = _bullets(f"{f.code} {f.module or ''}: {f.message}" for f in rest)
+    more = bullets(f"{f.code} {f.module or ''}: {f.message}" for f in rest)
     return f"<section><h2>Findings, the culprit first</h2>{cards}{more}</section>"
 
 
@@ -160,17 +172,17 @@ def _card(run: Run, finding: Finding) -> str:
     charts = "".join(f"<div>{chart.to_svg()}</div>" for chart in charts_of(run, finding))
     charts = f"<div class='charts'>{charts}</div>" if charts else ""
     return (
-        f"<article class='panel {escape(str(finding.severity))}'><h3>{_badge(str(finding.severity))} {escape(finding.code)}"
+        f"<article class='panel {escape(str(finding.severity))}'><h3>{badge(str(finding.severity))} {escape(finding.code)}"
         f" {escape(finding.name)} <code>{escape(finding.module or 'no layer')}</code></h3>"
         f"<p class='lead'>{escape(finding.message)}.</p><p><b>Cure.</b> {escape(finding.cure)}.</p>"
-        f"<dl>{rows}</dl>{charts}{_manual(finding.code)}</article>"
+        f"<dl>{rows}</dl>{charts}{manual_page(RULES.get(finding.code))}</article>"
     )
 
 
-def _manual(code: str) -> str:
-    rule = RULES.get(code)
+def manual_page(rule: Documented) -> str:
+    """Return a rule's manual page, folded."""
     sections = "".join(f"<h4>{escape(heading)}</h4><p>{_prose(text)}</p>" for heading, text in rule.manual().items())
-    return f"<details><summary>Manual page of {escape(code)}</summary><p>{escape(rule.summary)}</p>{sections}</details>"
+    return f"<details><summary>Manual page of {escape(rule.code)}</summary><p>{escape(rule.summary)}</p>{sections}</details>"
 
 
 def _prose(text: str) -> str:
@@ -183,13 +195,13 @@ def _baseline(baseline: Mapping[str, Any] | None) -> str:
         return ""
     lines = [gap_words(baseline, (baseline["run"], "this run"))]
     lines += [f"{what}: {_told(theirs)} → {_told(ours)}" for what, theirs, ours in configuration_words(baseline["configuration"])]
-    return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{_bullets(lines)}</section>"
+    return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{bullets(lines)}</section>"
 
 
 def _appendix(run: Run, findings: Findings) -> str:
-    skipped = _bullets(f"{code}: {reason}" for code, reason in findings.skipped) or "<p>None.</p>"
-    limits = _bullets(f"{code}: {_limits(values)}" for code, values in findings.thresholds.items())
-    problems = _bullets(run.problems)
+    skipped = bullets(f"{code}: {reason}" for code, reason in findings.skipped) or "<p>None.</p>"
+    limits = bullets(f"{code}: {_limits(values)}" for code, values in findings.thresholds.items())
+    problems = bullets(run.problems)
     damage = f"<h3>What could not be read</h3>{problems}" if problems else ""
     return (
         f"<section class='panel'>{damage}<details><summary>Rules skipped ({len(findings.skipped)})</summary>"
@@ -202,7 +214,8 @@ def _limits(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in values.items())
 
 
-def _bullets(lines: Iterable[str]) -> str:
+def bullets(lines: Iterable[str]) -> str:
+    """Return lines of plain text as a list; nothing for none."""
     found: Sequence[str] = list(lines)
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in found)}</ul>" if found else ""
 

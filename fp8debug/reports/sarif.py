@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp8debug import __version__
-from fp8debug.rules import RULES, Finding, Findings, Rule, Severity
+from fp8debug.rules import RULES, Finding, Findings, Severity
+from fp8debug.rules.base import Documented
 from fp8debug.rules.lost import Lost
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -26,7 +27,7 @@ def to_sarif(findings: Findings) -> str:
     asked = [rule for rule in RULES if rule.code in findings.thresholds or rule.code in {f.code for f in findings}]
     places = {rule.code: place for place, rule in enumerate(asked)}
     run = {
-        "tool": {"driver": {"name": "fp8debug", "version": __version__, "rules": [_rule(rule) for rule in asked]}},
+        "tool": {"driver": {"name": "fp8debug", "version": __version__, "rules": [describe(rule) for rule in asked]}},
         "automationDetails": {"id": f"fp8debug/{findings.run}"},
         "originalUriBaseIds": {BASE: {"description": {"text": f"The folder of the run {findings.run}."}}},
         "invocations": [
@@ -53,7 +54,8 @@ def to_sarif(findings: Findings) -> str:
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, allow_nan=False) + "\n"
 
 
-def _rule(rule: Rule) -> dict[str, Any]:
+def describe(rule: Documented) -> dict[str, Any]:
+    """Return a rule as SARIF lists it."""
     manual = rule.manual()
     markdown = "\n\n".join(f"**{heading}.** {text}" for heading, text in manual.items())
     return {

@@ -159,47 +159,18 @@ def steady(value: float) -> float:
 
 
 @dataclass(frozen=True)
-class Rule(ABC):
-    """Base of every rule; a subclass is a frozen dataclass whose fields are its thresholds.
+class Documented(ABC):
+    """A judgement with a code, a manual page and thresholds; a subclass is a frozen dataclass whose fields are its thresholds.
 
     Attributes:
-        code: ``F1NN``, NN the number in the catalogue of numerics.md, 5.
+        code: ``F`` and three digits.
         name: slug that names the fault.
-        columns: slots or derived columns without which the rule cannot judge.
         cure: what helps, cheapest first, in one line.
-        changes: fields of Cast that cure the fault without leaving FP8; empty where no cast does.
-        needs_fp8: True for a rule that judges running casts: a run of what-if rows alone has none.
-        is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
-        follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
-            another cause its findings are victims.
-        only_unexplained: True for a rule that knows no cause of its own: sites that another rule explains are left to that rule.
     """
 
     code: ClassVar[str]
     name: ClassVar[str]
-    columns: ClassVar[tuple[str, ...]] = ()
     cure: ClassVar[str]
-    changes: ClassVar[Mapping[str, Any]] = {}
-    needs_fp8: ClassVar[bool] = True
-    is_harmful: ClassVar[bool] = True
-    follows: ClassVar[bool] = False
-    only_unexplained: ClassVar[bool] = False
-
-    @abstractmethod
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return one finding per site that shows the fault; ``triage()`` joins them."""
-
-    def looks(self) -> Iterable[Look]:
-        """Return the rows that ``check`` asks for; what is named here is read in one pass for all rules."""
-        return ()
-
-    def needs(self, run: Run) -> str | None:
-        """Return why the rule cannot judge this run, beyond its columns; None when it can."""
-        return None
-
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Tell whether a finding of this rule holds beside those of the other rules."""
-        return True
 
     @property
     def summary(self) -> str:
@@ -222,7 +193,46 @@ class Rule(ABC):
         return {heading: inspect.cleandoc("\n".join(lines)) for heading, lines in pages.items()}
 
 
-def _doc(rule: Rule) -> str:
+@dataclass(frozen=True)
+class Rule(Documented):
+    """Base of every rule over a run.
+
+    Attributes:
+        code: ``F1NN``, NN the number in the catalogue of numerics.md, 5.
+        columns: slots or derived columns without which the rule cannot judge.
+        changes: fields of Cast that cure the fault without leaving FP8; empty where no cast does.
+        needs_fp8: True for a rule that judges running casts: a run of what-if rows alone has none.
+        is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
+        follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
+            another cause its findings are victims.
+        only_unexplained: True for a rule that knows no cause of its own: sites that another rule explains are left to that rule.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ()
+    changes: ClassVar[Mapping[str, Any]] = {}
+    needs_fp8: ClassVar[bool] = True
+    is_harmful: ClassVar[bool] = True
+    follows: ClassVar[bool] = False
+    only_unexplained: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding per site that shows the fault; ``triage()`` joins them."""
+
+    def looks(self) -> Iterable[Look]:
+        """Return the rows that ``check`` asks for; what is named here is read in one pass for all rules."""
+        return ()
+
+    def needs(self, run: Run) -> str | None:
+        """Return why the rule cannot judge this run, beyond its columns; None when it can."""
+        return None
+
+    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Tell whether a finding of this rule holds beside those of the other rules."""
+        return True
+
+
+def _doc(rule: Documented) -> str:
     return inspect.cleandoc(type(rule).__doc__ or "")
 
 

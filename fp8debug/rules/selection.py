@@ -5,23 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar, overload
 
 from fp8debug.errors import UnknownNameError, UsageError
-from fp8debug.rules.base import RULES, Rule
+from fp8debug.registry import Registry
+from fp8debug.rules.base import RULES, Documented, Rule
+
+R = TypeVar("R", bound=Documented)
 
 #: By rule (code or name): threshold -> value.
 Thresholds = Mapping[str, Mapping[str, float]]
 
 
-def configured(thresholds: Thresholds | None = None) -> dict[str, Rule]:
+@overload
+def configured(thresholds: Thresholds | None = None) -> dict[str, Rule]: ...
+
+
+@overload
+def configured(thresholds: Thresholds | None, registry: Registry[R]) -> dict[str, R]: ...
+
+
+def configured(thresholds: Thresholds | None = None, registry: Registry[Any] = RULES) -> dict[str, Any]:
     """Return every rule by its code, with the thresholds replaced that are given.
+
+    Args:
+        thresholds: by rule (code or name), then by threshold.
+        registry: the rules; those over runs by default.
 
     Raises:
         UnknownNameError: no such rule or threshold.
         UsageError: a value of another type.
     """
-    rules = {rule.code: rule for rule in RULES}
-    codes = {**{rule.name: rule.code for rule in RULES}, **{code: code for code in rules}}
+    rules = {rule.code: rule for rule in registry}
+    codes = {**{rule.name: rule.code for rule in registry}, **{code: code for code in rules}}
     if not isinstance(thresholds, Mapping | None):
         raise UsageError(f'thresholds are given as {{"F101": {{"max_rate": 0.02}}}}, got {thresholds!r}')
     for name, changes in (thresholds or {}).items():
@@ -39,12 +55,13 @@ def configured(thresholds: Thresholds | None = None) -> dict[str, Rule]:
     return rules
 
 
-def chosen(prefixes: Sequence[str], needed_by: str | None = None) -> set[str]:
+def chosen(prefixes: Sequence[str], needed_by: str | None = None, registry: Registry[Any] = RULES) -> set[str]:
     """Return the codes that begin with one of the prefixes, or whose rule has that name.
 
     Args:
         prefixes: codes, beginnings of codes, names.
         needed_by: what needs at least one of them.
+        registry: the rules; those over runs by default.
 
     Raises:
         UnknownNameError: one fits no rule.
@@ -56,9 +73,9 @@ def chosen(prefixes: Sequence[str], needed_by: str | None = None) -> set[str]:
         raise UsageError(f"{needed_by} is empty: give codes such as F10 or F113, or leave it out for all rules")
     codes: set[str] = set()
     for prefix in prefixes:
-        found = {r.code for r in RULES if prefix and (r.code.startswith(prefix.upper()) or r.name == prefix)}
+        found = {r.code for r in registry if prefix and (r.code.startswith(prefix.upper()) or r.name == prefix)}
         if not found:
-            raise UnknownNameError("rule", prefix, [*RULES.names(), *(rule.name for rule in RULES)])
+            raise UnknownNameError("rule", prefix, [*registry.names(), *(rule.name for rule in registry)])
         codes |= found
     return codes
 

@@ -6,6 +6,9 @@ fail-on = "error"
 
 [tool.fp8debug.rules.F101]
 max_rate = 0.02
+
+[tool.fp8debug.check]
+ignore = ["F221"]
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from fp8debug.errors import UnknownNameError, UsageError
-from fp8debug.rules.base import Severity
+from fp8debug.registry import Registry
+from fp8debug.rules.base import RULES, Severity
 from fp8debug.rules.selection import Thresholds, chosen, configured
 from fp8debug.store.checked import read_text
 from fp8debug.store.places import place_of
 
 KEYS = ("select", "ignore", "fail-on", "rules")
+#: The section of ``fp8debug check``, with the same keys; its codes are checked by that command.
+CHECK = "check"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,7 @@ class Settings:
         ignore: codes not to report.
         fail_on: severity from which triage exits with 1, or ``never``.
         thresholds: by rule.
+        check_section: what stands under ``check``, unread.
     """
 
     path: Path | None = None
@@ -42,6 +49,18 @@ class Settings:
     ignore: tuple[str, ...] | None = None
     fail_on: str | None = None
     thresholds: Thresholds = field(default_factory=dict)
+    check_section: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_checkpoints(self, registry: Registry[Any]) -> Settings:
+        """Return the settings of ``fp8debug check``.
+
+        Args:
+            registry: the rules over checkpoints.
+
+        Raises:
+            UsageError: an unknown key, code or threshold, or a value of another type.
+        """
+        return _parsed(self.path, self.check_section, registry)
 
 
 def load_settings(file: str | Path | None = None, start: str | Path = ".") -> Settings:
@@ -88,28 +107,32 @@ def _nested(document: Mapping[str, Any], *names: str) -> Mapping[str, Any] | Non
     return table if isinstance(table, Mapping) else None
 
 
-def _parsed(path: Path, table: Mapping[str, Any]) -> Settings:
+def _parsed(path: Path | None, table: Mapping[str, Any], registry: Registry[Any] = RULES) -> Settings:
     try:
-        return _settings(path, table)
+        return _settings(path, table, registry)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _settings(path: Path, table: Mapping[str, Any]) -> Settings:
+def _settings(path: Path | None, table: Mapping[str, Any], registry: Registry[Any]) -> Settings:
+    keys = (*KEYS, CHECK) if registry is RULES else KEYS
     for key in table:
-        if key not in KEYS:
-            raise UnknownNameError("key", key, KEYS)
+        if key not in keys:
+            raise UnknownNameError("key", key, keys)
     fail_on, rules = table.get("fail-on"), table.get("rules", {})
     levels = [*map(str, Severity), "never"]
     if fail_on is not None and fail_on not in levels:
         raise UsageError(f"fail-on must be one of {', '.join(levels)}, got {fail_on!r}")
     if not isinstance(rules, Mapping):
         raise UsageError(f"rules must be tables such as [tool.fp8debug.rules.F101], got {rules!r}")
-    configured(rules)
+    section = table.get(CHECK, {})
+    if not isinstance(section, Mapping):
+        raise UsageError(f"check must be a table, [tool.fp8debug.check], got {section!r}")
+    configured(rules, registry)
     select, ignore = (_codes(key, table.get(key)) for key in ("select", "ignore"))
-    chosen(select or ())
-    chosen(ignore or ())
-    return Settings(path=path, select=select, ignore=ignore, fail_on=fail_on, thresholds=rules)
+    chosen(select or (), None, registry)
+    chosen(ignore or (), None, registry)
+    return Settings(path=path, select=select, ignore=ignore, fail_on=fail_on, thresholds=rules, check_section=section)
 
 
 def _codes(key: str, value: object) -> tuple[str, ...] | None:

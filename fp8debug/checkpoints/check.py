@@ -1,0 +1,278 @@
+"""``check_checkpoint()``: read a checkpoint once, ask every rule, join findings of one cause."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fp8debug.checkpoints.codes import OF_DTYPE, is_float
+from fp8debug.checkpoints.files import Checkpoint, Tensor, open_checkpoint
+from fp8debug.checkpoints.layouts import LAYOUTS, Weight
+from fp8debug.checkpoints.layouts.base import extent
+from fp8debug.checkpoints.names import is_scale, scaled_by
+from fp8debug.checkpoints.report import CheckReport
+from fp8debug.checkpoints.rules import CHECKS, FileRule, Judged, TensorFinding
+from fp8debug.checkpoints.rules.base import JudgedTensor, JudgedWeight
+from fp8debug.checkpoints.scan import (
+    PlainFacts,
+    PlainRows,
+    QuantizedRows,
+    Rows,
+    Task,
+    WeightFacts,
+    run_all,
+    scan_plain,
+    scan_weight,
+)
+from fp8debug.errors import UsageError
+from fp8debug.rules.selection import Thresholds, chosen, configured
+
+#: What wrappers of training frameworks add to a module's name.
+_WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)")
+#: Tensors of a reference that exports leave out: tied to another one, or computed anew.
+_OPTIONAL = re.compile(r"(?:^|.*\.)(?:lm_head\.weight|rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|attn\.bias)")
+
+
+def check_checkpoint(
+    path: str | Path,
+    against: str | Path | None = None,
+    select: Sequence[str] = ("F",),
+    ignore: Sequence[str] = (),
+    *,
+    thresholds: Thresholds | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    workers: int | None = None,
+) -> CheckReport:
+    """Judge a checkpoint by every rule over checkpoints.
+
+    Args:
+        path: a safetensors file, an index file, or a folder; local or in object storage.
+        against: the reference, usually the BF16 original or the master weights; a quantized one is dequantized.
+        select: codes, beginnings of codes (``F21``) or names of rules to report.
+        ignore: the same, not to report.
+        thresholds: by rule (code or name), limits to use in place of the rule's own.
+        progress: called after each tensor with bytes done, bytes in all, and the tensor's name.
+        workers: threads; as many as cores by default.
+
+    Returns:
+        the findings, errors first, then by name, numbers in order.
+
+    Raises:
+        UnknownNameError: a code that no rule begins with, or a threshold that a rule does not have.
+        UsageError: no rule is left to report.
+        RunError: the checkpoint or the reference cannot be read.
+    """
+    rules: dict[str, FileRule] = configured(thresholds, CHECKS)
+    wanted = chosen([select] if isinstance(select, str) else select, "select", CHECKS)
+    wanted -= chosen([ignore] if isinstance(ignore, str) else ignore, None, CHECKS)
+    if not wanted:
+        raise UsageError("nothing is left to report: every rule that is selected is ignored")
+    checkpoint = open_checkpoint(path)
+    reference = None if against is None else open_checkpoint(against)
+    found = _sorted_out(checkpoint)
+    judged, seen = _scanned(found, reference, progress, workers)
+    findings: list[TensorFinding] = []
+    explained: set[str | None] = set()
+    skipped = []
+    ordered = sorted(rules.values(), key=lambda rule: (rule.only_unexplained, rule.code))
+    for rule in ordered:
+        if rule.needs_reference and reference is None:
+            skipped += [(rule.code, "no reference was given; --against compares with one")] if rule.code in wanted else []
+            continue
+        of_rule = [f for f in rule.check(judged) if not (rule.only_unexplained and f.tensor in explained)]
+        explained |= {f.tensor for f in of_rule if f.severity > "info"}
+        findings += of_rule
+    order = {name: place for place, name in enumerate(sorted({*seen, *checkpoint.tensors}, key=_natural))}
+    return CheckReport(
+        _joined([f for f in findings if f.code in wanted], order),
+        checkpoint=str(path),
+        against=None if against is None else str(against),
+        judged=judged,
+        not_judged=found.not_judged,
+        skipped=skipped,
+        thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sorted:
+    """A checkpoint's tensors by what they are."""
+
+    checkpoint: Checkpoint
+    weights: Sequence[Weight]
+    plains: Sequence[Tensor]
+    unread: Sequence[tuple[Tensor, str]]
+    not_judged: Sequence[tuple[str, str]]
+
+
+def _sorted_out(checkpoint: Checkpoint) -> _Sorted:
+    claimed: set[str] = set()
+    weights = [weight for layout in LAYOUTS for weight in layout.weights(checkpoint, claimed)]
+    plains, unread, not_judged = [], [], []
+    for tensor in checkpoint.tensors.values():
+        if tensor.name in claimed:
+            continue
+        reason = _unread(tensor, checkpoint, claimed)
+        if reason == "":
+            not_judged.append((tensor.name, "scale of a weight in another quantization"))
+        elif reason is not None:
+            unread.append((tensor, reason))
+        elif tensor.dtype in OF_DTYPE or (tensor.dtype == "U8" and tensor.name.endswith(("weight_packed", "_qdata"))):
+            weights.append(_without_scale(tensor))
+        elif is_float(tensor.dtype):
+            plains.append(tensor)
+        else:
+            not_judged.append((tensor.name, f"{tensor.dtype}, which no layout of FP8, MX or NVFP4 names"))
+    weights.sort(key=lambda weight: _natural(weight.name))
+    return _Sorted(checkpoint=checkpoint, weights=weights, plains=plains, unread=unread, not_judged=not_judged)
+
+
+def _without_scale(tensor: Tensor) -> Weight:
+    is_fp4 = tensor.dtype in ("U8", "F4")
+    batch, rows, columns = extent(tensor.shape, is_packed=tensor.dtype == "U8")
+    return Weight(
+        name=tensor.name.removesuffix("_packed"),
+        layout="none",
+        data=tensor,
+        format="e2m1" if is_fp4 else OF_DTYPE[tensor.dtype],
+        is_packed=is_fp4,
+        batch=batch,
+        rows=rows,
+        columns=columns,
+        block=(max(rows, 1), max(columns, 1)),
+    )
+
+
+def _unread(tensor: Tensor, checkpoint: Checkpoint, claimed: set[str]) -> str | None:
+    """Return why a tensor is a scale that nothing reads, "" where another quantization reads it, None for other tensors."""
+    stem = None if is_scale(tensor.name) else scaled_by(tensor.name)
+    if stem is None:
+        return None
+    names = (stem, f"{stem}_packed", f"{stem}_blocks")
+    base = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
+    if base is None:
+        is_weight = stem.endswith("weight")
+        if not is_weight or any(name in checkpoint.elsewhere for name in names) or checkpoint.is_part:
+            return None
+        return f"there is no {stem.rpartition('.')[2]}, packed or not"
+    if base.name in claimed:
+        return "the weight has another scale, which is read"
+    if is_float(base.dtype):
+        return f"the weight is {base.dtype}"
+    return "" if base.dtype not in OF_DTYPE else f"a {tensor.dtype} scale of this name belongs to no layout"
+
+
+def _scanned(
+    found: _Sorted, reference: Checkpoint | None, progress: Callable[[int, int, str], None] | None, workers: int | None
+) -> tuple[Judged, list[str]]:
+    other = None if reference is None else _Reference(reference)
+    weights: dict[int, WeightFacts] = {}
+    plains: dict[int, PlainFacts] = {}
+    unmatched: list[tuple[str, str]] = []
+    tasks = []
+    for place, weight in enumerate(found.weights):
+        rows = None
+        if other is not None and weight.scale is not None and weight.grid_fault is None:
+            rows = other.rows(weight.name, (weight.batch * weight.rows, weight.columns), unmatched)
+        size = weight.data.num_bytes * (1 if rows is None else 3)
+        run = partial(scan_weight, weight, rows)
+        tasks.append(Task(num_bytes=size, name=weight.name, run=run, store=partial(weights.__setitem__, place)))
+    for place, tensor in enumerate(found.plains):
+        rows = None
+        if other is not None and not is_scale(tensor.name):
+            columns = tensor.shape[-1] if tensor.shape else 1
+            rows = other.rows(tensor.name, (tensor.numel // max(1, columns), columns), unmatched)
+        plain = partial(scan_plain, tensor, rows)
+        tasks.append(Task(num_bytes=tensor.num_bytes, name=tensor.name, run=plain, store=partial(plains.__setitem__, place)))
+    run_all(tasks, progress, workers)
+    if other is not None:
+        have = [weight.name for weight in found.weights] + [tensor.name for tensor in found.checkpoint.tensors.values()]
+        unmatched += other.missing(have, is_part=found.checkpoint.is_part)
+    judged = Judged(
+        checkpoint=found.checkpoint,
+        weights=[JudgedWeight(weight, weights[place]) for place, weight in enumerate(found.weights)],
+        plains=[JudgedTensor(tensor, plains[place]) for place, tensor in enumerate(found.plains)],
+        unread=found.unread,
+        reference=reference,
+        unmatched=unmatched,
+    )
+    return judged, [weight.name for weight in found.weights]
+
+
+class _Reference:
+    """The tensors of a reference by name, without what wrappers add to it."""
+
+    def __init__(self, reference: Checkpoint) -> None:
+        found = _sorted_out(reference)
+        self._weights = {_bare(weight.name): weight for weight in found.weights}
+        self._plains = {_bare(tensor.name): tensor for tensor in found.plains if not is_scale(tensor.name)}
+
+    def rows(self, name: str, shape: tuple[int, int], unmatched: list[tuple[str, str]]) -> Callable[[ExitStack], Rows] | None:
+        """Return what opens the rows of a tensor; None, with the reason in ``unmatched``, where it cannot be compared."""
+        plain, weight = self._plains.get(_bare(name)), self._weights.get(_bare(name))
+        if plain is not None:
+            columns = plain.shape[-1] if plain.shape else 1
+            return self._same(name, shape, (plain.numel // max(1, columns), columns), unmatched, partial(PlainRows, plain))
+        if weight is None:
+            unmatched.append((name, "not compared: the reference has no such tensor"))
+            return None
+        if weight.scale is None or weight.grid_fault is not None:
+            unmatched.append((name, "not compared: the reference's own scales are missing or do not fit it"))
+            return None
+        theirs = (weight.batch * weight.rows, weight.columns)
+        return self._same(name, shape, theirs, unmatched, partial(QuantizedRows, weight))
+
+    def _same(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        theirs: tuple[int, int],
+        unmatched: list[tuple[str, str]],
+        opens: Callable[[ExitStack], Rows],
+    ) -> Callable[[ExitStack], Rows] | None:
+        if shape == theirs:
+            return opens
+        unmatched.append((name, f"the tensor is {shape[0]}x{shape[1]}, the reference's is {theirs[0]}x{theirs[1]}"))
+        return None
+
+    def missing(self, names: Iterable[str], *, is_part: bool) -> list[tuple[str, str]]:
+        """Return the tensors that the reference has and the checkpoint lacks."""
+        if is_part:
+            return []
+        have = {_bare(name) for name in names}
+        lacking = [name for name in (*self._weights, *self._plains) if name not in have and not _OPTIONAL.fullmatch(name)]
+        return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking]
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts layer 10 behind layer 2."""
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() and len(part) < 19 else 0, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _bare(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def _joined(findings: Sequence[TensorFinding], order: dict[str, int]) -> list[TensorFinding]:
+    """Join findings of one rule and severity into the first by name; the others' names are in ``also``."""
+    last = len(order)
+    groups: dict[tuple[str, Any], list[TensorFinding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.code, finding.severity), []).append(finding)
+    joined = []
+    for group in groups.values():
+        group.sort(key=lambda f: order.get(f.tensor or "", last))
+        first = group[0]
+        names = dict.fromkeys(f.tensor or f.file or "" for f in group[1:])
+        joined.append(replace(first, also=tuple(name for name in names if name != (first.tensor or first.file))))
+    counts = Counter(f.code for f in joined)
+    assert all(number <= 3 for number in counts.values())
+    return sorted(joined, key=lambda f: (-f.severity.rank, order.get(f.tensor or "", last), f.code))

@@ -1,0 +1,34 @@
+"""The layout of compressed-tensors, vLLM, FBGEMM and Model Optimizer in FP8: ``NAME`` and ``NAME_scale``, x ~= data * scale.
+
+One scale for the tensor (``[]`` or ``[1]``), for each row (``[rows, 1]``), or for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8debug.checkpoints.codes import OF_DTYPE, is_float
+from fp8debug.checkpoints.files import Checkpoint
+from fp8debug.checkpoints.layouts.base import LAYOUTS, Block, Layout, Weight, declared_block, weight_of
+
+BLOCKS: tuple[Block, ...] = ((128, 128), (1, 128), (64, 64), (256, 256), (1, 64))
+
+
+class CompressedTensors(Layout):
+    """``weight_scale``."""
+
+    name = "compressed-tensors"
+
+    def weights(self, checkpoint: Checkpoint, claimed: set[str]) -> Iterator[Weight]:
+        """Yield each FP8 tensor that has floating-point scales named after it."""
+        declared = declared_block(checkpoint)
+        blocks = tuple(dict.fromkeys([*([declared] if declared else []), *BLOCKS]))
+        for name, data in checkpoint.tensors.items():
+            scale = checkpoint.tensors.get(f"{name}_scale")
+            if scale is None or name in claimed or data.dtype not in OF_DTYPE or not is_float(scale.dtype):
+                continue
+            claimed.update((name, scale.name))
+            yield weight_of(self.name, checkpoint, data, scale, blocks=blocks, is_declared=declared is not None)
+
+
+LAYOUTS.add(CompressedTensors.name, CompressedTensors())

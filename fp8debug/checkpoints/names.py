@@ -1,0 +1,39 @@
+"""Names in checkpoints: scales of activations and of weights, and the role that layers share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+#: Last parts of names of scales that belong to activations, caches and outputs.
+ACTIVATION_SCALES = frozenset(
+    (
+        *("input_scale", "input_scale_inv", "input_global_scale", "activation_scale", "act_scale", "scale_input", "output_scale"),
+        *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "attn_scale_inv"),
+    )
+)
+#: Endings of names of weight scales, the longest first.
+_WEIGHT_SCALE = re.compile(r"(?P<stem>.+?)(?:_scale_inv|_global_scale|_scale_2|_scales|_scale)")
+SCALE_ENDINGS = ("_scale_inv", "_scale", "_scales", "._scale_inv", "._rowwise_scale_inv")
+_DIGITS = re.compile(r"\d+")
+
+
+def is_scale(name: str) -> bool:
+    """Tell whether a name is that of an activation's scale."""
+    return name.rpartition(".")[2] in ACTIVATION_SCALES
+
+
+def scaled_by(name: str) -> str | None:
+    """Return the weight whose scale a name would be; None for other names."""
+    found = _WEIGHT_SCALE.fullmatch(name)
+    return found["stem"] if found else None
+
+
+def may_have_scale(weight: str, names: Collection[str]) -> bool:
+    """Tell whether a scale of a weight is among names."""
+    return any(weight + ending in names for ending in SCALE_ENDINGS)
+
+
+def role_of(name: str) -> str:
+    """Return a name with its numbers replaced: equal for the same weight of all layers and experts."""
+    return _DIGITS.sub("*", name)

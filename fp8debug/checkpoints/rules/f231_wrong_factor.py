@@ -1,0 +1,78 @@
+"""F231: a weight off by one factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import log2
+
+from fp8debug.checkpoints.comparison import fits, is_wrong
+from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
+from fp8debug.rules.base import Severity
+
+
+@dataclass(frozen=True)
+class WrongFactor(FileRule):
+    """The weight is the reference's times one factor.
+
+    What it detects
+        Codes that fit the reference as well as the format can, once every scale is multiplied by the same factor; or, by
+        blocks, by the inverse of the square of the scale: the stored scale is the inverse one.
+
+    Why it matters
+        Cosine and relative block errors do not see a constant factor; the model does.
+
+    Example
+        model.layers.2.self_attn.k_proj.weight: the values are 2 times the reference's: fnuz codes read as fn, or the
+        reverse.
+
+    Cure
+        Correct the scale by the factor; look for fnuz against fn (2), 448 against 240, E5M2 against E4M3 (128), or a stale
+        amax.
+
+    Thresholds
+        - max_gain_error 0.01: deviation of the factor from 1 that counts; numerics.md, 4 (warn at 1 %).
+        - max_loss_db 1.5: how far the refitted weight may be below the ideal cast. No published basis.
+    """
+
+    code = "F231"
+    name = "wrong-factor"
+    cure = (
+        "correct the scale by the factor; look for fnuz against fn (2), 448 against 240, E5M2 against E4M3 (128), or a stale amax"
+    )
+    needs_reference = True
+
+    max_gain_error: float = 0.01
+    max_loss_db: float = 1.5
+
+    def check(self, judged: Judged) -> Iterable[TensorFinding]:
+        """Return the weights that differ by a factor."""
+        for weight, facts in judged.weights:
+            against = facts.comparison
+            if against is None or not is_wrong(against, self.max_gain_error) or not fits(against, self.max_loss_db):
+                continue
+            numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} without the factor"
+            if against.factor is not None:
+                ratio = 1 / against.factor
+                text = f"the values are {ratio:.3g} times the reference's ({_named(ratio)}); {numbers}"
+                yield self.of_weight(weight, Severity.ERROR, text, value=ratio, threshold=1 + self.max_gain_error)
+            elif against.pattern == "inverse":
+                text = f"the stored scales are the inverse of those that fit the reference; {numbers}"
+                cure = "store scale_inv, by which one multiplies: x ~= data * scale_inv"
+                yield self.of_weight(
+                    weight, Severity.ERROR, text, cure=cure, value=against.gain, threshold=1 + self.max_gain_error
+                )
+
+
+#: Ratios that have a name, and their inverses.
+_NAMED = {2.0: "fnuz codes read as fn, or the reverse", 448 / 240: "448 / 240, fn against fnuz maxima", 128.0: "57344 / 448"}
+
+
+def _named(ratio: float) -> str:
+    for known, name in _NAMED.items():
+        if min(abs(log2(ratio / known)), abs(log2(ratio * known))) < 0.02:
+            return name
+    return "a scale of another amax"
+
+
+CHECKS.add(WrongFactor.code, WrongFactor())

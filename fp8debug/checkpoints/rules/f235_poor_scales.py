@@ -1,0 +1,63 @@
+"""F235: scales that waste the format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fp8debug.checkpoints.comparison import explains
+from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
+from fp8debug.rules.base import Severity
+
+
+@dataclass(frozen=True)
+class PoorScales(FileRule):
+    """The codes are right for the stored scales, and the scales are far from those that the reference asks for.
+
+    What it detects
+        A cast under the stored scales that is much worse than one under scales made for the reference, in the same blocks:
+        scales too large, so that values underflow, or too small, so that they clip.
+
+    Why it matters
+        The weight is worse than its format and its blocks need be.
+
+    Example
+        model.layers.8.mlp.down_proj.weight: 17.2 dB under the stored scales, 31.6 dB under scales of its own amax.
+
+    Cure
+        Take the scales from the amax of the weight's own blocks, without an eps above it.
+
+    Thresholds
+        - max_loss_db 6: between the two casts. No published basis: rounding scales to powers of two costs less than 1 dB,
+          rounding them down as OCP MX does less than 4 dB (computed for Gaussian data in blocks of 32); numerics.md, 2.
+    """
+
+    code = "F235"
+    name = "poor-scales"
+    cure = "take the scales from the amax of the weight's own blocks, without an eps above it"
+    needs_reference = True
+    only_unexplained = True
+
+    max_loss_db: float = 6.0
+
+    def check(self, judged: Judged) -> Iterable[TensorFinding]:
+        """Return the weights with such scales."""
+        for weight, facts in judged.weights:
+            against = facts.comparison
+            if (
+                against is None
+                or against.own_db is None
+                or against.ideal_db is None
+                or against.sqnr_db is None
+                or explains(against)
+            ):
+                continue
+            lost = against.ideal_db - against.own_db
+            if lost > self.max_loss_db and against.sqnr_db >= against.own_db - 1:
+                text = (
+                    f"{db(against.own_db)} under the stored scales, {db(against.ideal_db)} under scales of its own blocks' amax"
+                )
+                yield self.of_weight(weight, Severity.WARNING, text, value=lost, threshold=self.max_loss_db, unit="dB")
+
+
+CHECKS.add(PoorScales.code, PoorScales())

@@ -1,0 +1,59 @@
+"""Codes and rounding, against ml_dtypes and values by hand."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp8debug.checkpoints.codes import CODE_FORMATS, decoded, e8m0, rounded, spacing, table, unpacked
+from fp8debug.checkpoints.layouts.base import unswizzled
+
+DTYPES = {
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+
+
+@pytest.mark.parametrize("name", CODE_FORMATS)
+def test_every_code_has_the_value_of_ml_dtypes(name: str) -> None:
+    codes = np.arange(CODE_FORMATS[name].num_codes, dtype=np.uint8)
+    theirs = codes.view(DTYPES[name]).astype(np.float32)
+    np.testing.assert_array_equal(table(name), theirs)
+    assert np.nanmax(np.where(np.isinf(theirs), np.nan, theirs)) == CODE_FORMATS[name].max
+
+
+@pytest.mark.parametrize("name", CODE_FORMATS)
+def test_rounding_is_to_nearest_even(name: str) -> None:
+    largest = CODE_FORMATS[name].max
+    grid = np.unique(table(name)[np.isfinite(table(name))])
+    midpoints = (grid[1:].astype(np.float64) + grid[:-1]) / 2
+    values = np.concatenate([grid, midpoints.astype(np.float32), np.random.default_rng(0).uniform(-largest, largest, 5000)])
+    values = values.astype(np.float32)
+    np.testing.assert_array_equal(rounded(values, name), values.astype(DTYPES[name]).astype(np.float32))
+    np.testing.assert_array_equal(rounded(np.float32([1e30, -1e30, np.inf]), name), [largest, -largest, largest])
+
+
+def test_spacing_at_the_borders() -> None:
+    np.testing.assert_array_equal(
+        spacing(np.float32([448, 256, 1, 2**-6, 2**-9, 0]), "e4m3fn"), [32, 32, 2**-3, 2**-9, 2**-9, 2**-9]
+    )
+
+
+def test_other_types() -> None:
+    x = torch.tensor([1.5, -2.0, 65280.0, float("inf")])
+    for dtype, name in ((torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")):
+        raw = x.to(dtype).view(torch.uint8).numpy().copy()
+        np.testing.assert_array_equal(decoded(raw, name), x.to(dtype).float().numpy())
+    np.testing.assert_array_equal(e8m0(np.uint8([127, 0, 254, 255])), np.float32([1, 2**-127, 2.0**127, np.nan]))
+    np.testing.assert_array_equal(unpacked(np.uint8([0x21, 0xF0])), [1, 2, 0, 15])
+
+
+def test_swizzled_scales_lie_as_torchao_writes_them() -> None:
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    scales = torch.arange(200 * 10, dtype=torch.float32).reshape(200, 10)
+    np.testing.assert_array_equal(unswizzled(to_blocked(scales).numpy().ravel(), 1, 200, 10)[0], scales.numpy())

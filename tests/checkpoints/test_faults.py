@@ -1,0 +1,325 @@
+"""Faults of checkpoints, each found by its rule with the tensor's name; a row is a kind of fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8debug.checkpoints import CHECKS, CheckReport, check_checkpoint
+from tests.checkpoints import writers
+from tests.checkpoints.writers import E4, E5, NAMES, Tensors
+
+BAD = NAMES[1]
+SCALE = f"{BAD}_scale_inv"
+Change = Callable[[Tensors, Tensors], None]
+
+
+def deepseek(weights: Tensors) -> Tensors:
+    return writers.LAYOUTS["deepseek"](weights)
+
+
+def layers(number: int = 6) -> Tensors:
+    """Return one projection of several layers, with codes and scales."""
+    found: Tensors = {}
+    for layer in range(number):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        found[name], found[f"{name}_scale_inv"] = writers.cast(torch.randn(256, 256) * 0.02)
+    return found
+
+
+def put(name: str, make: Callable[[Tensors], torch.Tensor]) -> Change:
+    """Replace one tensor by what is made of the file's tensors."""
+
+    def change(tensors: Tensors, _: Tensors) -> None:
+        tensors[name] = make(tensors)
+
+    return change
+
+
+def drop(name: str) -> Change:
+    return lambda tensors, _: tensors.__delitem__(name)
+
+
+def at(place: tuple[int, int], value: float) -> Callable[[Tensors], torch.Tensor]:
+    def make(tensors: Tensors) -> torch.Tensor:
+        scales = tensors[SCALE].clone()
+        scales[place] = value
+        return scales
+
+    return make
+
+
+def nan_codes(tensors: Tensors) -> torch.Tensor:
+    codes = tensors[BAD].view(torch.uint8).clone()
+    codes[3, 5:9] = 0x7F
+    return codes.view(E4)
+
+
+def clipped(tensors: Tensors, weights: Tensors) -> None:
+    scales = tensors[SCALE] / 4
+    wide = writers.spread(scales, weights[BAD].shape, (128, 128))
+    tensors[BAD], tensors[SCALE] = (weights[BAD].float() / wide).clamp(-448, 448).to(E4), scales
+
+
+def tensorwise_clip(tensors: Tensors, weights: Tensors) -> None:
+    scale = weights[BAD].float().abs().max().reshape(1, 1) / 448 / 64
+    tensors[BAD] = (weights[BAD].float() / scale).clamp(-448, 448).to(E4)
+    tensors[f"{BAD}_scale"] = scale
+    del tensors[SCALE]
+
+
+def one_bad_scale(tensors: Tensors, _: Tensors) -> None:
+    for name in writers.quantized(tensors):
+        if name.endswith("_scale_inv"):
+            tensors[name] = writers.ceil_pow2(tensors[name])
+    scales = tensors[SCALE].clone()
+    scales[1, 1] *= 1.3
+    tensors[SCALE] = scales
+
+
+#: By fault: (code, the tensor it is found at, what changes the sound DeepSeek file).
+ALONE: dict[str, tuple[str, str, Change]] = {
+    "scale missing": ("F201", BAD, drop(SCALE)),
+    "weight dropped, scale left": ("F202", SCALE, drop(BAD)),
+    "scale beside a BF16 weight": ("F202", SCALE, lambda t, w: t.__setitem__(BAD, w[BAD])),
+    "two scales": ("F202", f"{BAD}_scale", put(f"{BAD}_scale", lambda t: t[SCALE])),
+    "grid transposed": ("F203", BAD, put(SCALE, lambda t: torch.ones(2, 3))),
+    "a row of blocks too many": ("F203", BAD, put(SCALE, lambda t: torch.cat([t[SCALE], t[SCALE][-1:]]))),
+    "a column of blocks too few": ("F203", BAD, put(SCALE, lambda t: t[SCALE][:, :-1])),
+    "scales of integers": ("F203", BAD, put(SCALE, lambda t: torch.ones(3, 3, dtype=torch.int32))),
+    "scale NaN": ("F211", BAD, put(SCALE, at((1, 2), float("nan")))),
+    "scale infinite": ("F211", BAD, put(SCALE, at((0, 0), float("inf")))),
+    "input scale NaN": (
+        "F211",
+        "model.layers.0.mlp.down_proj.input_scale",
+        put("model.layers.0.mlp.down_proj.input_scale", lambda t: torch.tensor([float("nan")])),
+    ),
+    "scales zero": ("F212", BAD, put(SCALE, lambda t: torch.zeros_like(t[SCALE]))),
+    "scale negative": ("F212", BAD, put(SCALE, at((2, 0), -1e-4))),
+    "input scale zero": (
+        "F212",
+        "model.layers.0.mlp.down_proj.input_scale",
+        put("model.layers.0.mlp.down_proj.input_scale", lambda t: torch.zeros(())),
+    ),
+    "scale inverse": ("F214", BAD, put(SCALE, lambda t: 1 / t[SCALE])),
+    "scales never loaded": ("F214", BAD, put(SCALE, lambda t: torch.ones_like(t[SCALE]))),
+    "codes NaN": ("F215", BAD, put(BAD, nan_codes)),
+    "weight never written": ("F215", BAD, put(BAD, lambda t: torch.full_like(t[BAD].view(torch.uint8), 0xFF).view(E4))),
+    "weight all zero": ("F216", BAD, put(BAD, lambda t: torch.zeros_like(t[BAD].view(torch.uint8)).view(E4))),
+    "weight of one code": ("F216", BAD, put(BAD, lambda t: torch.full_like(t[BAD].view(torch.uint8), 0x7E).view(E4))),
+    "one scale for all blocks": ("F217", BAD, put(SCALE, lambda t: torch.full_like(t[SCALE], float(t[SCALE][0, 0])))),
+    "scales rounded after the cast": ("F218", BAD, put(SCALE, lambda t: writers.ceil_pow2(t[SCALE]))),
+    "codes clipped": ("F219", BAD, clipped),
+    "codes clipped under one scale": ("F219", BAD, tensorwise_clip),
+    "codes of another layer": ("F221", NAMES[3], lambda t, _: t.update({NAMES[3]: t[BAD], f"{NAMES[3]}_scale_inv": t[SCALE]})),
+    "codes as BF16": ("F222", BAD, lambda t, _: t.update({BAD: t[BAD].bfloat16(), SCALE: t.pop(SCALE)[:0]})),
+    "NaN in a norm": ("F223", "model.norm.weight", put("model.norm.weight", lambda t: t["model.norm.weight"] * float("nan"))),
+}
+#: The same against the original.
+AGAINST: dict[str, tuple[str, str, Change]] = {
+    "scale twice as large": ("F231", BAD, put(SCALE, lambda t: 2 * t[SCALE])),
+    "scale of fnuz maxima": ("F231", BAD, put(SCALE, lambda t: t[SCALE] * 448 / 240)),
+    "inverse scale": ("F231", BAD, put(SCALE, lambda t: 1 / t[SCALE])),
+    "scale a hundredth": ("F231", BAD, put(SCALE, lambda t: t[SCALE] / 100)),
+    "transposed square grid": ("F232", BAD, put(SCALE, lambda t: t[SCALE].t().contiguous())),
+    "grid shifted by a row": ("F232", BAD, put(SCALE, lambda t: torch.roll(t[SCALE], 1, 0))),
+    "grid shifted by a column": ("F232", BAD, put(SCALE, lambda t: torch.roll(t[SCALE], -1, 1))),
+    "scales in reverse order": ("F232", BAD, put(SCALE, lambda t: t[SCALE].flip(0))),
+    "scales rounded up after the cast": ("F218", BAD, put(SCALE, lambda t: writers.ceil_pow2(t[SCALE]))),
+    "scales rounded down after the cast": ("F218", BAD, put(SCALE, lambda t: writers.ceil_pow2(t[SCALE]) / 2)),
+    "weights of another step": ("F234", BAD, lambda t, w: recast(t, w[BAD].float() * (1 + 0.05 * torch.randn(w[BAD].shape)))),
+    "weights of a near step": ("F234", BAD, lambda t, w: recast(t, near(w[BAD].float()))),
+    "weight of another layer": ("F234", BAD, lambda t, w: recast(t, w[NAMES[3]])),
+    "signs turned": ("F234", BAD, lambda t, w: recast(t, -w[BAD])),
+    "rows in another order": ("F234", BAD, put(BAD, lambda t: t[BAD].view(torch.uint8).roll(7, 0).view(E4))),
+    "half of the rows unwritten": ("F234", BAD, put(BAD, lambda t: torch.cat([t[BAD][:256], torch.zeros(32, 320).to(E4)]))),
+    "norm of another step": ("F234", "model.norm.weight", put("model.norm.weight", lambda t: t["model.norm.weight"] * 1.02)),
+    "weight missing": ("F236", BAD, lambda t, _: (t.pop(BAD), t.pop(SCALE)) and None),
+    "another shape": ("F236", "model.norm.weight", put("model.norm.weight", lambda t: t["model.norm.weight"][:-1])),
+    "cast from E5M2": ("F233", BAD, lambda t, w: recast(t, twice(w[BAD], (128, 128), E5))),
+    "cast from another block": ("F233", BAD, lambda t, w: recast(t, twice(w[BAD], (1, 128), E4))),
+    "scale eps above the weight": ("F235", BAD, lambda t, w: under(t, w, 2.0**14)),
+}
+
+
+def near(x: torch.Tensor) -> torch.Tensor:
+    """Return weights after a step: noise of their rms at 45 dB below."""
+    return x + 0.006 * x.square().mean().sqrt() * torch.randn(x.shape)
+
+
+def recast(tensors: Tensors, x: torch.Tensor) -> None:
+    tensors[BAD], tensors[SCALE] = writers.cast(x)
+
+
+def twice(x: torch.Tensor, block: tuple[int, int], fmt: torch.dtype) -> torch.Tensor:
+    codes, scales = writers.cast(x, block, fmt)
+    return codes.float() * writers.spread(scales, x.shape, block)
+
+
+def under(tensors: Tensors, weights: Tensors, factor: float) -> None:
+    scales = tensors[SCALE] * factor
+    wide = writers.spread(scales, weights[BAD].shape, (128, 128))
+    tensors[BAD], tensors[SCALE] = (weights[BAD].float() / wide).to(E4), scales
+
+
+def square(seed: int = 3) -> Tensors:
+    """Return an original with square grids of 3x3 blocks."""
+    return writers.original(writers.ROWS, writers.COLUMNS, seed)
+
+
+def codes_of(report: CheckReport) -> dict[str, list[str | None]]:
+    return {finding.code: [finding.tensor, *finding.also] for finding in report if finding.severity > "info"}
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_a_fault_is_found_without_a_reference(tmp_path: Path, fault: str) -> None:
+    torch.manual_seed(0)
+    weights = square()
+    tensors = deepseek(weights)
+    code, tensor, change = ALONE[fault]
+    change(tensors, weights)
+    report = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    found = codes_of(report)
+    assert code in found and tensor in found[code], [(f.code, f.tensor, f.message) for f in report]
+    assert set(found) <= {code, "F202", "F214"}, "one fault has one cause"
+    named = {name for names in found.values() for name in names}
+    assert named <= {tensor, BAD, SCALE}, "no sound tensor is named"
+
+
+@pytest.mark.parametrize("fault", AGAINST)
+def test_a_fault_is_found_against_the_original(tmp_path: Path, fault: str) -> None:
+    torch.manual_seed(0)
+    weights = square()
+    tensors = deepseek(weights)
+    code, tensor, change = AGAINST[fault]
+    change(tensors, weights)
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    report = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    found = codes_of(report)
+    assert code in found and tensor in found[code], [(f.code, f.tensor, f.message) for f in report]
+    assert set(found) <= {code, "F214", "F219", "F221"}, [(f.code, f.message) for f in report]
+    assert {name for names in found.values() for name in names} <= {tensor, *([NAMES[3]] if "F221" in found else [])}
+
+
+def test_there_are_more_than_twenty_kinds() -> None:
+    assert len({*ALONE, *AGAINST}) >= 20
+
+
+def test_every_rule_has_a_fault() -> None:
+    elsewhere = {"F204", "F205", "F206", "F213", "F220"}  # in test_files.py, and below
+    assert {code for code, _, _ in (*ALONE.values(), *AGAINST.values())} | elsewhere == set(CHECKS.names())
+
+
+def test_the_messages_tell_the_cause(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = square()
+    reference = writers.save(weights, tmp_path / "original.safetensors")
+    words = {
+        "scale twice as large": "2 times the reference's (fnuz codes read as fn, or the reverse)",
+        "scale of fnuz maxima": "(448 / 240",
+        "inverse scale": "inverse of those that fit",
+        "transposed square grid": "transposed",
+        "grid shifted by a row": "shifted by 1 rows and 0 columns",
+        "scales in reverse order": "in another order",
+        "signs turned": "the signs are turned",
+        "weights of another step": "the weight is that of another step",
+        "weight of another layer": "another tensor",
+        "half of the rows unwritten": "of 9 blocks are not the reference's",
+    }
+    for fault, text in words.items():
+        tensors = deepseek(weights)
+        AGAINST[fault][2](tensors, weights)
+        report = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"), reference)
+        assert any(text in finding.message for finding in report), (fault, [finding.message for finding in report])
+
+
+# What needs a configuration, or many layers.
+
+
+def configured(tmp_path: Path, tensors: Tensors, **quantization: object) -> Path:
+    writers.save(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization} if quantization else {"a": 1}))
+    return tmp_path
+
+
+def test_a_scale_that_is_no_power_of_two(tmp_path: Path) -> None:
+    tensors = writers.LAYOUTS["deepseek_pow2"](square())
+    assert codes_of(check_checkpoint(configured(tmp_path, tensors, quant_method="fp8", scale_fmt="ue8m0"))) == {}
+    tensors[SCALE] = tensors[SCALE] * 1.3
+    folder = configured(tmp_path, tensors, quant_method="fp8", scale_fmt="ue8m0")
+    (finding,) = check_checkpoint(folder)
+    assert (finding.code, finding.tensor) == ("F213", BAD)
+    assert finding.message == "9 of 9 scales are no powers of two, and the configuration declares ue8m0"
+    tensors = writers.LAYOUTS["deepseek_pow2"](writers.original(1024, 256))
+    tensors[SCALE][1, 1] *= 1.3
+    assert codes_of(check_checkpoint(writers.save(tensors, tmp_path / "one.safetensors"), select=("F213",))) == {"F213": [BAD]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensor"),
+    [
+        ({}, BAD),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, BAD),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp"]}, BAD),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:.*0.mlp.down_proj"]}, BAD),
+        ({"quant_method": "modelopt", "exclude_modules": ["*.0.mlp.*"]}, BAD),
+    ],
+)
+def test_a_configuration_that_says_otherwise(tmp_path: Path, quantization: dict[str, object], tensor: str) -> None:
+    (finding,) = check_checkpoint(configured(tmp_path, deepseek(square()), **quantization))
+    assert (finding.code, finding.tensor) == ("F206", tensor)
+
+
+def test_a_block_other_than_the_declared_one(tmp_path: Path) -> None:
+    folder = configured(tmp_path, deepseek(square()), quant_method="fp8", weight_block_size=[64, 64])
+    (finding,) = check_checkpoint(folder)
+    assert (finding.code, finding.tensor, len(finding.also)) == ("F203", BAD, len(NAMES) - 1)
+    assert "3x3 scales, expected 5x5 for blocks of 64x64: the grid is that of blocks of 128x128" in finding.message
+
+
+def test_one_layer_unlike_the_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = layers()
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"] * 100
+    (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    assert (finding.code, finding.tensor, str(finding.severity)) == ("F220", name, "warning")
+    tensors = layers()
+    tensors[name], tensors[f"{name}_scale_inv"] = writers.cast(torch.randn(256, 256) * 0.02, (1, 128))
+    tensors["model.layers.6.mlp.up_proj.weight"] = torch.randn(256, 256).bfloat16() * 0.02
+    found = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    assert [(f.code, f.tensor, str(f.severity)) for f in found] == [("F220", name, "info")]
+    assert found[0].also == ("model.layers.6.mlp.up_proj.weight",)
+
+
+def test_layers_of_a_sound_model_may_differ(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors: Tensors = {}
+    for layer in range(12):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        size = 0.02 * 3 ** (1 - layer / 6) * (2 if layer == 0 else 1)
+        tensors[name], tensors[f"{name}_scale_inv"] = writers.cast(torch.randn(256, 256) * size)
+    assert list(check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))) == []
+
+
+def test_nvfp4_with_the_second_level_the_wrong_way_round(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = square()
+    tensors = writers.LAYOUTS["nvfp4"](weights)
+    tensors[f"{BAD}_global_scale"] = 1 / tensors[f"{BAD}_global_scale"]
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    reference = writers.save(weights, tmp_path / "original.safetensors")
+    assert codes_of(check_checkpoint(file)) == {"F214": [BAD]}
+    assert codes_of(check_checkpoint(file, reference))["F231"] == [BAD]
+
+
+def test_equal_causes_are_one_finding(tmp_path: Path) -> None:
+    tensors = deepseek(square())
+    for name in NAMES:
+        del tensors[f"{name}_scale_inv"]
+    (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    assert (finding.tensor, finding.also) == (BAD, (NAMES[0], NAMES[3], NAMES[2]))
