@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import io
 import json
 import math
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +22,7 @@ import click
 from fp8debug.errors import UsageError
 from fp8debug.plain import field, one_line, visible
 from fp8debug.store.joined import open_runs
-from fp8debug.store.places import place_of
+from fp8debug.store.places import ObjectPath, place_of
 from fp8debug.store.run import Run
 
 from .plain import Lines, echo
@@ -43,11 +46,34 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def open_run(*paths: str) -> Run:
-    """Open a run, or one with its resumed parts, and say on stderr what of it could not be read."""
-    run = open_runs(paths)
+    """Open a run, or one with its resumed parts, and say on stderr what of it could not be read.
+
+    A folder of Transformer Engine's statistics logs is opened as the run that ``fp8debug import te-stats`` would make of it.
+    """
+    run = open_runs([_converted(path) for path in paths])
     for problem in run.problems:
         warn(problem)
     return run
+
+
+def _converted(path: str) -> str:
+    """Return a path; for a folder of statistics logs that is no run, that of a temporary run made of them."""
+    place = place_of(path)
+    if isinstance(place, ObjectPath) or not place.is_dir() or (place / "manifest.json").exists():
+        return path
+    from fp8debug.te_stats import find_logs, import_te_stats
+
+    if any(place.glob("rank=*")) or not find_logs(place):
+        return path
+    folder = tempfile.mkdtemp(prefix="fp8debug-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    done = import_te_stats(path, f"{folder}/{place.resolve().name}")
+    source = f"{path} holds Transformer Engine's statistics logs: {done.num_modules} modules, {done.num_steps} steps"
+    assumed = (
+        f"; the recipe is assumed to be {done.recipe}, fp8debug import te-stats --recipe names another" if done.is_assumed else ""
+    )
+    warn(f"{source}{assumed}")
+    return str(done.path)
 
 
 def warn(message: str) -> None:

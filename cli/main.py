@@ -6,6 +6,7 @@ Exit codes: 0 fine; 1 findings at or above --fail-on; 2 usage; 3 the run is unre
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from fp8debug.errors import Fp8DebugError, RunError, suggest
 
 from .plain import echo
 
-#: Command -> what it does. Its module in this package has its name and holds a command called ``command``.
+#: Command -> what it does. Its module in this package has its name (``import_`` for ``import``) and a command called ``command``.
 COMMANDS = {
     "run": "Train: run an unmodified script and record it.",
     "triage": "Name the sick layer and the cause.",
@@ -31,6 +32,7 @@ COMMANDS = {
     "fallback": "List what to run in another cast or in BF16.",
     "verify": "Re-run a window with the candidates and say what they buy.",
     "bisect": "Find by the loss alone what must leave FP8.",
+    "import": "Turn another tool's statistics into a run.",
     "explain": "Print a rule's manual page.",
     "plan": "Say what a run will write, and keep it within a budget.",
     "compact": "Thin a run's statistics without changing a verdict.",
@@ -51,7 +53,8 @@ class LazyGroup(click.Group):
         """Import the command; None when there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f".{cmd_name}", __package__).command
+        module = f".{cmd_name}{'_' if keyword.iskeyword(cmd_name) else ''}"
+        command = importlib.import_module(module, __package__).command
         assert isinstance(command, click.Command)
         return command
 

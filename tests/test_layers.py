@@ -52,6 +52,7 @@ LAYERS = {
     "fp8debug.calibration": 5.5,
     "fp8debug.compaction": 5.5,
     "fp8debug.checkpoints": 5.5,
+    "fp8debug.te_stats": 5.5,
     "fp8debug.dumps": 6,
     "fp8debug.replay": 6,
     "fp8debug.linear": 6,
@@ -76,7 +77,7 @@ READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
     *("fp8debug.spikes", "fp8debug.shares", "fp8debug.selectors", "fp8debug.calibration", "fp8debug.plain"),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
-    *("fp8debug.arms", "fp8debug.trials", "fp8debug.checkpoints", "fp8debug_cli", "fp8debug_dashboard"),
+    *("fp8debug.arms", "fp8debug.trials", "fp8debug.checkpoints", "fp8debug.te_stats", "fp8debug_cli", "fp8debug_dashboard"),
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),

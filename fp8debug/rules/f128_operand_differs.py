@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.bounds import cast_floor_db
 from fp8debug.rules.evidence import Trace, percent, scaled_elsewhere, times, traces
-from fp8debug.rules.looks import Look, below_db, look
+from fp8debug.rules.looks import Look, below_db, exceeds, look, some
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -53,12 +53,13 @@ class OperandDiffers(Rule):
         - delayed_sqnr_db 23.5, delayed_steps 2, warmup 8: under delayed or static scaling, the SQNR below which it counts, the
           sampled steps that show it, and the first steps of a run, which do not count. A healthy weight that grows from
           zero has 24.3 dB at step 8 [measured].
+        - max_unmeasured_underflow 0.5: share of underflow that counts, for as long, where no error was recorded, as in an
+          imported log; numerics.md, 4 acts above 5 %, and such a log may count values that were zero before the cast.
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
 
     code = "F128"
     name = "operand-differs"
-    columns = ("sum_err2", "sum_x2")
     cure = (
         "dump this operand (watch(dump=...)) and compare it with fp8debug.measure() of its tensor; repeat the step with another"
         " backend; else BF16 for this GEMM"
@@ -69,14 +70,28 @@ class OperandDiffers(Rule):
     delayed_sqnr_db: float = 23.5
     delayed_steps: int = 2
     warmup: int = 8
+    max_unmeasured_underflow: float = 0.5
+
+    def needs(self, run: Run) -> str | None:
+        """Return why the rule cannot judge: neither errors nor underflow were recorded."""
+        if (run.has("sum_err2") and run.has("sum_x2")) or run.has("num_underflow"):
+            return None
+        return "not recorded: sum_err2, sum_x2 or num_underflow"
+
+    @property
+    def _unmeasured(self) -> Look:
+        limit = self.max_unmeasured_underflow
+        hint = exceeds("num_underflow", "numel", limit)
+        return look(f"sum_err2 IS NULL AND underflow_rate > {limit}", ["underflow_rate"], hint, gates=some("num_underflow"))
 
     @property
     def _look(self) -> Look:
         return look(f"sqnr_db < {_HIGHEST_FLOOR_DB}", _COLUMNS, below_db(_HIGHEST_FLOOR_DB))
 
     def looks(self) -> Iterable[Look]:
-        """Return the operands below the highest floor of any cast."""
+        """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""
         yield self._look
+        yield self._unmeasured
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
@@ -92,6 +107,15 @@ class OperandDiffers(Rule):
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
                 yield self._finding(trace, floor, is_current)
+        for trace in traces(run, self._unmeasured):
+            if trace.lasting(self.delayed_steps, self.warmup):
+                row = trace.worst("underflow_rate")
+                message = (
+                    f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step"
+                    f" {row['step']} ({len(trace.rows)} of {len(trace.sampled)} sampled steps); its SQNR was not recorded"
+                )
+                limit = self.max_unmeasured_underflow
+                yield trace.finding(self, Severity.ERROR, message, value=row["underflow_rate"], threshold=limit)
 
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
         row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))

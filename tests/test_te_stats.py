@@ -1,0 +1,216 @@
+"""Transformer Engine's statistics logs become a run: written by the library's own logger, judged by the rules that can."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug import Run, triage
+from fp8debug.errors import RecordError, RunError, UnknownNameError, UsageError
+from fp8debug.te_stats import FOLDER, NOMINAL, find_logs, import_te_stats
+from fp8debug_cli.main import status
+
+LAYERS = ("blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2")
+Stats = Callable[[str, int], Mapping[str, float]]
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """Close the files that the library's logger holds open."""
+    yield
+    logger = logging.getLogger("Default Statistics")
+    for handler in list(logger.handlers):
+        handler.close()
+        logger.removeHandler(handler)
+
+
+def written(folder: Path, stats: Stats, steps: range = range(0, 200, 10)) -> Path:
+    """Write a log by nvdlfw_inspect."""
+    module = pytest.importorskip("nvdlfw_inspect.logging")
+    log = module.FileLogger("nvdlfw_inspect", str(folder))
+    log._initialize_stats_logger(FOLDER)
+    for step in steps:
+        for layer in LAYERS:
+            for name, value in stats(layer, step).items():
+                log.log_scalar(f"{layer}_{name}", value, step)
+    return folder
+
+
+def healthy(layer: str, step: int) -> dict[str, float]:
+    return {"gradient_underflows%": 0.02, "activation_underflows%": 0.01, "activation_amax": 4.0, "weight_amax": 0.1}
+
+
+def sick(layer: str, step: int) -> dict[str, float]:
+    is_sick = layer == "blocks.1.fc2" and step >= 100
+    return {**healthy(layer, step), **({"gradient_underflows%": 97.0} if is_sick else {})}
+
+
+def test_an_underflowing_gradient_is_named(tmp_path: Path) -> None:
+    logs = written(tmp_path / "te", sick)
+    done = import_te_stats(logs, tmp_path / "run")
+    assert (done.num_modules, done.num_steps, done.num_ranks, done.recipe, done.is_assumed) == (
+        4,
+        20,
+        1,
+        "tensorwise_delayed",
+        True,
+    )
+    findings = triage(Run(tmp_path / "run"))
+    (finding,) = findings
+    assert (finding.code, finding.module, finding.gemm, finding.tensor) == ("F128", "blocks.1.fc2", "dgrad", "grad_output")
+    assert finding.steps == (100, 190) and finding.value == pytest.approx(0.97)
+    assert "its SQNR, which tells how much is lost, was not recorded" in finding.message
+    reasons = dict(findings.skipped)
+    assert "headroom" in reasons["F102"], "a rule that needs more says what it lacks"
+
+
+def test_a_healthy_log_gives_no_finding(tmp_path: Path) -> None:
+    import_te_stats(written(tmp_path / "te", healthy), tmp_path / "run")
+    assert list(triage(Run(tmp_path / "run"))) == []
+
+
+def test_shares_and_sizes_are_those_of_the_log(tmp_path: Path) -> None:
+    def stats(layer: str, step: int) -> dict[str, float]:
+        return {
+            **{"activation_underflows%": 1.2345, "activation_overflows%": 0.5, "activation_amax": 8.0, "activation_mse": 0.01},
+            **{
+                "activation_mean": 0.5,
+                "activation_std": 2.0,
+                "activation_scale_inv_min": 0.125,
+                "activation_scale_inv_max": 0.125,
+            },
+            **{"weight_amax": 0.00001, "activation_dynamic_range": 3.0, "output_amax": 3.0},
+        }
+
+    done = import_te_stats(written(tmp_path / "te", stats, range(1)), tmp_path / "run")
+    assert done.unused == ("output amax",)
+    columns = "underflow_rate, overflow_rate, amax, amin, sqnr_db, headroom, mse, cosine"
+    row = (
+        Run(tmp_path / "run")
+        .sql(f"SELECT {columns} FROM sites WHERE tensor = 'input' AND module = 'blocks.0.fc1'")
+        .to_pylist()[0]
+    )
+    assert row["underflow_rate"] == pytest.approx(0.012345) and row["overflow_rate"] == pytest.approx(0.005)
+    assert (row["amax"], row["amin"]) == (8.0, 1.0)
+    assert row["sqnr_db"] == pytest.approx(26.28, abs=0.01) and row["mse"] == pytest.approx(0.01)
+    assert row["headroom"] == pytest.approx(8 / 0.125 / 448)
+    assert row["cosine"] is None, "what the log does not hold is not recorded"
+    weight = Run(tmp_path / "run").sql("SELECT amax FROM sites WHERE tensor = 'weight' LIMIT 1").to_pylist()[0]
+    assert weight["amax"] is None, "0.0000 says that it was below the four decimals"
+
+
+def test_stale_scales_are_judged_where_the_log_has_them(tmp_path: Path) -> None:
+    """Transformer Engine's own default history: an old spike holds the scale up."""
+
+    def stats(layer: str, step: int) -> dict[str, float]:
+        scale = 60.0 if layer == "blocks.0.fc2" and step >= 50 else 0.01
+        name = "activation_fp8_delayed_scaling_"
+        return {
+            **{f"{name}underflows%": 97.0 if scale > 1 else 0.01, f"{name}mse": 0.9 if scale > 1 else 0.0008},
+            **{f"{name}scale_inv_min": scale, f"{name}scale_inv_max": scale, "activation_cur_amax": 4.0},
+            **{"activation_mean": 0.0, "activation_std": 1.0},
+        }
+
+    done = import_te_stats(written(tmp_path / "te", stats), tmp_path / "run")
+    assert (done.recipe, done.is_assumed) == ("tensorwise_delayed", False)
+    findings = triage(Run(tmp_path / "run"))
+    assert [(f.code, f.module) for f in findings] == [("F102", "blocks.0.fc2")]
+
+
+def test_other_recipes_are_what_ifs_and_columnwise_copies_are_other_gemms(tmp_path: Path) -> None:
+    def stats(layer: str, step: int) -> dict[str, float]:
+        return {
+            **{"gradient_fp8_block_scaling_underflows%": 1.0, "gradient_mxfp8_underflows%": 0.5},
+            **{"gradient_fp8_block_scaling_underflows%_columnwise": 2.0, "gradient_amax": 2.0},
+        }
+
+    logs = written(tmp_path / "te", stats, range(2))
+    done = import_te_stats(logs, tmp_path / "run", recipe="blockwise_pow2")
+    assert not done.is_assumed
+    query = "SELECT gemm, actual, underflow_rate AS rate, cast_name, amax FROM sites WHERE module = 'blocks.0.fc1' AND step = 0"
+    rows = {(row["gemm"], row["actual"]): row for row in Run(tmp_path / "run").sql(query).to_pylist()}
+    assert set(rows) == {("dgrad", True), ("dgrad", False), ("wgrad", True)}
+    assert rows["dgrad", True]["rate"] == 0.01 and "1x128" in rows["dgrad", True]["cast_name"]
+    assert rows["dgrad", False]["rate"] == 0.005 and "1x32" in rows["dgrad", False]["cast_name"]
+    assert rows["wgrad", True]["rate"] == 0.02 and rows["dgrad", True]["amax"] == 2.0
+
+
+def test_a_layer_without_statistics_of_a_cast_is_not_called_fp8(tmp_path: Path) -> None:
+    def stats(layer: str, step: int) -> dict[str, float]:
+        return {"activation_amax": 1.0, **({"activation_underflows%": 0.1} if layer.endswith("fc1") else {})}
+
+    import_te_stats(written(tmp_path / "te", stats), tmp_path / "run")
+    run = Run(tmp_path / "run")
+    assert [module["fp8"] for module in run.manifest["modules"]] == [True, False, True, False]
+    assert {r["cast_name"] for r in run.sql("SELECT cast_name FROM sites WHERE module = 'blocks.0.fc2'").to_pylist()} == {"bf16"}
+
+
+def test_ranks_have_logs_of_their_own(tmp_path: Path) -> None:
+    logs = written(tmp_path / "te", sick) / FOLDER
+    first = next(logs.iterdir())
+    (logs / first.name.replace("rank-0", "rank-3")).write_text(first.read_text())
+    done = import_te_stats(tmp_path / "te", tmp_path / "run")
+    run = Run(tmp_path / "run")
+    assert done.num_ranks == 2 and run.ranks == [0, 3]
+    assert [f.module for f in triage(run)] == ["blocks.1.fc2"]
+    assert run.sql("SELECT max(numel) AS n FROM sites WHERE tensor = 'grad_output'").to_pylist() == [{"n": 2 * NOMINAL}]
+
+
+def test_triage_of_the_log_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = written(tmp_path / "te", sick)
+    assert status(["triage", str(logs), "--format", "json"]) == 1
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert (document["run"], document["findings"][0]["module"]) == ("te", "blocks.1.fc2")
+    assert "holds Transformer Engine's statistics logs: 4 modules, 20 steps; the recipe is assumed" in said.err
+    assert sorted(path.name for path in logs.iterdir()) == [FOLDER], "nothing is written beside the log"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = written(tmp_path / "te", sick)
+    out = tmp_path / "run"
+    assert status(["import", "te-stats", str(logs), "-o", str(out)]) == 0
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        "warning: the log does not name the recipe: tensorwise_delayed is assumed; --recipe names another",
+        f"Wrote {out}: 4 modules, 20 steps, 1 rank; fp8debug triage {out} judges it",
+    ]
+    assert status(["triage", str(out)]) == 1 and "blocks.1.fc2" in capsys.readouterr().out
+    assert status(["import", "te-stats", str(logs), "-o", str(out)]) == 2, "the folder holds a run"
+    assert status(["import", "te-stats", str(logs), "-o", str(tmp_path / "b"), "--recipe", "nonsense"]) == 2
+    assert status(["import", "te-stats", str(tmp_path / "none"), "-o", str(tmp_path / "c")]) == 3
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no statistics log"):
+        import_te_stats(tmp_path, tmp_path / "run")
+    (tmp_path / "a_globalrank-0.log").write_bytes(
+        b"\xff\x00 junk\nblocks.0.fc1_activation_amax iteration=x value=y\n" + b"x" * 100_000
+    )
+    with pytest.raises(RunError, match="has no statistic of an activation"):
+        import_te_stats(tmp_path, tmp_path / "run")
+    (tmp_path / "b_globalrank-0.log").write_text("fc_activation_amax \t iteration=000001 \t value=1.0\n")
+    with pytest.raises(UsageError, match="several logs of rank 0"):
+        import_te_stats(tmp_path, tmp_path / "run")
+    with pytest.raises(UnknownNameError):
+        import_te_stats(tmp_path / "b_globalrank-0.log", tmp_path / "run", recipe="nonsense")
+    import_te_stats(tmp_path / "b_globalrank-0.log", tmp_path / "run")
+    with pytest.raises(RecordError, match="already holds a run"):
+        import_te_stats(tmp_path / "b_globalrank-0.log", tmp_path / "run")
+
+
+def test_other_lines_of_a_job_are_passed_over(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    log.write_text(
+        "step 1 loss 2.0\nNVDLFW - 12:00 - INFO - fc_weight_amax \t iteration=000001 \t value=nan\nfc_weight_amax iteration=2 value=2.5\n"
+    )
+    assert find_logs(log) == [log]
+    import_te_stats(log, tmp_path / "run")
+    rows: list[dict[str, Any]] = Run(tmp_path / "run").sql("SELECT step, amax FROM sites ORDER BY step").to_pylist()
+    assert rows[-1] == {"step": 2, "amax": 2.5}
