@@ -4,9 +4,10 @@ A line is ``TIME - INFO - LAYER_TENSOR_STAT  iteration=000100  value=97.0000``. 
 wgrad or dgrad. STAT may begin with the recipe that it was computed for and end with ``_columnwise``, the copy that the other GEMM
 reads.
 
-The log holds shares, and a run holds counts: they become counts of ``NOMINAL`` elements, which gives back the same shares. What the
-log does not hold stays null, so that rules which need it say so. Values are logged with four decimals: a zero of an amax, scale or
-error means "below 0.00005" and is left out. A layer without a statistic of a cast counts as one in high precision.
+The log holds shares, and a run holds counts: they become counts of ``NOMINAL`` elements, which gives back the same shares.
+What the log does not hold stays null, so that rules which need it say so. Values are logged with four decimals: a zero of an
+amax, scale or error means "below 0.00005" and is left out. A layer without a statistic of a cast counts as one in high
+precision.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class StaleHistoryUnderflow(Rule):
 
     code = "F102"
     name = "stale-history-underflow"
-    columns = ("num_underflow", "headroom", "sum_err2")
+    columns = ("num_underflow", "num_zero", "headroom", "sum_err2")
     cure = "scaling='current' for this operand; else a shorter history or algo='most_recent'; else BF16 for this GEMM"
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}

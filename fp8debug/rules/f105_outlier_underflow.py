@@ -58,7 +58,7 @@ class OutlierUnderflow(Rule):
     code = "F105"
     name = "outlier-underflow"
     needs_fp8 = False
-    columns = ("num_underflow", "amax")
+    columns = ("num_underflow", "num_zero", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
