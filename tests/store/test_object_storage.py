@@ -306,3 +306,27 @@ class TestMistakes:
         wanted = "object storage is only read; record to a local folder, copy it there"
         assert capsys.readouterr().err == f"fp8debug: not recorded: FP8DEBUG=s3://bucket/new,every=3: {wanted}\n"
         assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_in_a_bucket_is_judged_as_on_disk(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from fp8debug.checkpoints import check_checkpoint
+    from tests.checkpoints import writers
+
+    weights = writers.original()
+    tensors = writers.LAYOUTS["deepseek"](weights)
+    tensors[f"{writers.NAMES[1]}_scale_inv"] *= 2
+    folder = writers.save_sharded(tensors, tmp_path / "model")
+    (folder / "config.json").write_text('{"quantization_config": {"fmt": "e5m2"}}')
+    writers.save(weights, tmp_path / "original.safetensors")
+    upload(folder, "s3://checkpoints/model")
+    upload(tmp_path, "s3://checkpoints/all")
+    original = "s3://checkpoints/all/original.safetensors"
+    here = check_checkpoint(folder, tmp_path / "original.safetensors").to_dict()
+    assert {finding["code"] for finding in here["findings"]} == {"F206", "F231"}
+    for path in ("s3://checkpoints/model", "s3://checkpoints/model/model.safetensors.index.json"):
+        there = check_checkpoint(path, original).to_dict()
+        assert (there["findings"], there["weights"]) == (here["findings"], here["weights"])
+    assert check_checkpoint(original).verdict == "ok"
+    with pytest.raises(RunError, match="does not exist"):
+        check_checkpoint("s3://checkpoints/none")
