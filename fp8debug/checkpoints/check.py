@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -273,6 +272,4 @@ def _joined(findings: Sequence[TensorFinding], order: dict[str, int]) -> list[Te
         first = group[0]
         names = dict.fromkeys(f.tensor or f.file or "" for f in group[1:])
         joined.append(replace(first, also=tuple(name for name in names if name != (first.tensor or first.file))))
-    counts = Counter(f.code for f in joined)
-    assert all(number <= 3 for number in counts.values())
     return sorted(joined, key=lambda f: (-f.severity.rank, order.get(f.tensor or "", last), f.code))

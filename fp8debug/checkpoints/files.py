@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ import numpy as np
 from fp8debug.errors import RunError, UsageError
 from fp8debug.plain import one_line
 from fp8debug.store.checked import parse_json, read_json, size_of
-from fp8debug.store.places import ObjectPath, place_of, why
+from fp8debug.store.places import place_of, why
 
 Array = np.ndarray[Any, Any]
 
@@ -409,13 +409,3 @@ def _clause(error: Exception) -> str:
     said = (str(error) or type(error).__name__).splitlines()[0][:200]
     known = ("has ", "is ", "lies ", "takes ", "names ", "places ")
     return said if said.startswith(known) else f"is no safetensors file: {said}"
-
-
-def is_remote(tensor: Tensor) -> bool:
-    """Tell whether a tensor lies in object storage."""
-    return isinstance(tensor.file, ObjectPath)
-
-
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of several tensors."""
-    return sum(tensor.num_bytes for tensor in tensors)

@@ -34,7 +34,6 @@ Array = np.ndarray[Any, Any]
 CHUNK = 1 << 20
 #: Blocks whose scales and factors are kept to recognize a shifted or transposed grid.
 MAX_KEPT_BLOCKS = 1 << 18
-_EDGE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +263,7 @@ class _Scan:
                     at = matrix * weight.rows
                     codes = read_codes(weight, self._reader, at + start, at + stop)
                     counts += np.bincount(codes.ravel(), minlength=fmt.num_codes)
-                    digest.update(codes.ravel()[:_EDGE].tobytes())
+                    digest.update(np.ascontiguousarray(codes).data)
                     largest = _blocked(np.maximum, self._rank[codes], weight)
                     energy = _blocked(np.add, self._square[codes], weight)
                     rank = largest if rank is None else np.maximum(rank, largest)

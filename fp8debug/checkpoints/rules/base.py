@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from fp8debug.checkpoints.comparison import Comparison
@@ -109,7 +109,6 @@ class Judged:
     unread: Sequence[tuple[Tensor, str]] = ()
     reference: Checkpoint | None = None
     unmatched: Sequence[tuple[str, str]] = ()
-    scratch: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,6 @@ class FileRule(Documented):
 
 
 CHECKS: Registry[FileRule] = Registry("rule")
-
-
-def share(part: int, whole: int) -> str:
-    """Return a count with its share, ``3 of 40 (8 %)``."""
-    return f"{part} of {whole} ({part / max(1, whole):.2g})" if whole and part / whole < 0.01 else f"{part} of {whole}"
 
 
 def db(value: float | None) -> str:
