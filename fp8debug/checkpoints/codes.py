@@ -137,7 +137,8 @@ def spacing(values: Array, name: str) -> Array:
     """Return the distance between neighbouring values of a format at each value, FP32."""
     fmt = CODE_FORMATS[name]
     _, exponent = np.frexp(np.where(values == 0, np.float32(2.0**-126), values))
-    return np.ldexp(np.float32(1), np.maximum(exponent - 1, 1 - fmt.bias) - fmt.mantissa_bits)
+    quantum: Array = np.ldexp(np.float32(1), np.maximum(exponent - 1, 1 - fmt.bias) - fmt.mantissa_bits)
+    return quantum
 
 
 def rounded(values: Array, name: str) -> Array:

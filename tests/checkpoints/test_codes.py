@@ -35,12 +35,12 @@ def test_rounding_is_to_nearest_even(name: str) -> None:
     values = np.concatenate([grid, midpoints.astype(np.float32), np.random.default_rng(0).uniform(-largest, largest, 5000)])
     values = values.astype(np.float32)
     np.testing.assert_array_equal(rounded(values, name), values.astype(DTYPES[name]).astype(np.float32))
-    np.testing.assert_array_equal(rounded(np.float32([1e30, -1e30, np.inf]), name), [largest, -largest, largest])
+    np.testing.assert_array_equal(rounded(np.array([1e30, -1e30, np.inf], np.float32), name), [largest, -largest, largest])
 
 
 def test_spacing_at_the_borders() -> None:
     np.testing.assert_array_equal(
-        spacing(np.float32([448, 256, 1, 2**-6, 2**-9, 0]), "e4m3fn"), [32, 32, 2**-3, 2**-9, 2**-9, 2**-9]
+        spacing(np.array([448, 256, 1, 2**-6, 2**-9, 0], np.float32), "e4m3fn"), [32, 32, 2**-3, 2**-9, 2**-9, 2**-9]
     )
 
 
@@ -49,8 +49,10 @@ def test_other_types() -> None:
     for dtype, name in ((torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float32, "F32")):
         raw = x.to(dtype).view(torch.uint8).numpy().copy()
         np.testing.assert_array_equal(decoded(raw, name), x.to(dtype).float().numpy())
-    np.testing.assert_array_equal(e8m0(np.uint8([127, 0, 254, 255])), np.float32([1, 2**-127, 2.0**127, np.nan]))
-    np.testing.assert_array_equal(unpacked(np.uint8([0x21, 0xF0])), [1, 2, 0, 15])
+    np.testing.assert_array_equal(
+        e8m0(np.array([127, 0, 254, 255], np.uint8)), np.array([1, 2**-127, 2.0**127, np.nan], np.float32)
+    )
+    np.testing.assert_array_equal(unpacked(np.array([0x21, 0xF0], np.uint8)), [1, 2, 0, 15])
 
 
 def test_swizzled_scales_lie_as_torchao_writes_them() -> None:
