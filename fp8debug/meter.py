@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,15 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from fp8debug.adapters.watching import Watch
 from fp8debug.imports import after_import
 from fp8debug.trainers.base import replace, scale_of, undoing
+
+
+class _Mark(NamedTuple):
+    """A loss whose backward pass has begun, at one of several watches, with the gradients that its model had before."""
+
+    watch: Watch
+    gradients: Any
+    loss: Tensor
+    divisor: int
 
 
 class LossMeter:
@@ -68,7 +77,7 @@ class LossMeter:
         scaler = torch.amp.GradScaler
         return undoing([replace(Tensor, "backward", backward), replace(scaler, "scale", scale), replace(scaler, "step", step)])
 
-    def _begin(self, tensor: Tensor) -> list[tuple[Watch, Any, Tensor]]:
+    def _begin(self, tensor: Tensor) -> list[_Mark]:
         """At a backward pass: note its loss, or return what tells afterwards to whom it belongs."""
         self._before_backward(tensor)
         loss = tensor if self._unscaled is None else self._unscaled
@@ -78,16 +87,16 @@ class LossMeter:
             watch.begin_backward()
         if loss.dim() != 0:
             return []
-        loss = loss.detach()
+        divisor, loss = divisor_of(loss), loss.detach()
         if len(watches) == 1:
-            self._mean_of(watches[0]).add(loss)
+            self._mean_of(watches[0]).add(loss, divisor)
             return []
-        return [(watch, watch.gradients(), loss) for watch in watches]
+        return [_Mark(watch, watch.gradients(), loss, divisor) for watch in watches]
 
-    def _end(self, marks: list[tuple[Watch, Any, Tensor]]) -> None:
-        reached = [(watch, mark, loss) for watch, mark, loss in marks if watch.gradients() != mark]
-        for watch, mark, loss in reached or marks:
-            self._mean_of(watch).add(loss, mark)
+    def _end(self, marks: list[_Mark]) -> None:
+        reached = [mark for mark in marks if mark.watch.gradients() != mark.gradients]
+        for mark in reached or marks:
+            self._mean_of(mark.watch).add(mark.loss, mark.divisor, mark.gradients)
         for watch in self._watches():
             watch.end_backward()
 
@@ -108,8 +117,23 @@ class LossMeter:
             watch.count_step(optimizer)  # also one that an overflow made the scaler skip
 
 
+def divisor_of(loss: Tensor) -> int:
+    """Return the Python integer that a loss was divided by last, as ``loss / accumulation_steps`` is; 1 for any other."""
+    node = loss.grad_fn
+    if node is None or node.name() != "DivBackward0":
+        return 1
+    other = node._saved_other  # type: ignore[attr-defined]  # of DivBackward0; a number is a tensor on the CPU
+    if not isinstance(other, Tensor) or other.device.type != "cpu" or other.dim() != 0:
+        return 1
+    value = float(other)
+    return int(value) if value.is_integer() and value > 1 else 1
+
+
 class _Mean:
     """The mean of the losses of one watch's step.
+
+    Where the program divides each loss by the number of backward passes of the step, the mean is that of the losses before the
+    division, which is their sum: the value that the program reports.
 
     A loss whose gradients were thrown away before the optimizer used them does not count: a generator's loss also reaches the
     discriminator, which sets its gradients to zero and then has a loss of its own.
@@ -120,22 +144,25 @@ class _Mean:
         self._step = -1
         self._total: Tensor | None = None
         self._num = 0
+        self._divisor = 1  # of every loss of the step; 1 where they differ
         self._left: Any = None  # the gradients that the last loss left
 
-    def add(self, loss: Tensor, before: Any = None) -> None:
+    def add(self, loss: Tensor, divisor: int, before: Any = None) -> None:
         """Add a loss.
 
         Args:
-            loss: a scalar.
+            loss: a scalar, detached.
+            divisor: see :func:`divisor_of`.
             before: the gradients before its backward pass; None where they were not looked at.
         """
         watch = self._watch
         was_cleared = before is not None and before != self._left
         if watch.current_step != self._step or self._total is None or was_cleared:
-            self._step, self._total, self._num = watch.current_step, loss, 1
+            self._step, self._total, self._num, self._divisor = watch.current_step, loss, 1, divisor
         else:
             self._total, self._num = self._total + loss, self._num + 1
-        watch.note(loss=self._total if self._num == 1 else self._total / self._num)
+            self._divisor = divisor if divisor == self._divisor else 1
+        watch.note(loss=self._total if self._num in (1, self._divisor) else self._total / self._num)
         if before is not None:
             self._left = watch.gradients()
 

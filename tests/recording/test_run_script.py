@@ -126,6 +126,28 @@ def test_the_loss_of_a_step_is_the_mean_of_its_microbatches(backward: str, tmp_p
     assert len(losses) == 7
 
 
+@pytest.mark.parametrize(
+    "backward", ["(loss / 2).backward()", "loss /= 2; loss.backward(); loss = loss * 2", "scaler.scale(loss / 2).backward()"]
+)
+def test_losses_divided_by_the_number_of_microbatches_are_recorded_undivided(backward: str, tmp_path: Path) -> None:
+    text = MICROBATCHES.replace("BACKWARD", f"{backward}; print(repr(loss.item()))")
+    (tmp_path / "train.py").write_text("import torch\nscaler = torch.amp.GradScaler('cpu', init_scale=4.0)\n" + text)
+    done = start(tmp_path, "--out", "out", "--every", "100", "train.py")
+    assert done.returncode == 0, done.stderr
+    printed = [float(line) for line in done.stdout.splitlines()[:-1]]
+    losses = fp8debug.Run(tmp_path / "out").sql("SELECT loss FROM steps ORDER BY step")["loss"].to_pylist()
+    assert losses == pytest.approx([(a + b) / 2 for a, b in zip(printed[::2], printed[1::2], strict=True)], rel=1e-6)
+
+
+def test_a_loss_divided_by_another_number_is_recorded_as_it_is(tmp_path: Path) -> None:
+    text = MICROBATCHES.replace("BACKWARD", "loss = loss / 50; loss.backward(); print(repr(loss.item()))")
+    (tmp_path / "train.py").write_text(text)
+    done = start(tmp_path, "--out", "out", "--every", "100", "train.py")
+    printed = [float(line) for line in done.stdout.splitlines()[:-1]]
+    losses = fp8debug.Run(tmp_path / "out").sql("SELECT loss FROM steps ORDER BY step")["loss"].to_pylist()
+    assert losses == pytest.approx([(a + b) / 2 for a, b in zip(printed[::2], printed[1::2], strict=True)], rel=1e-6)
+
+
 OWN = """
 import fp8debug, torch
 from pathlib import Path
