@@ -478,7 +478,7 @@ def test_a_model_without_any_linear_is_watched(tmp_path: Path) -> None:
 def test_the_gemms_of_an_fp8_linear_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """On a GPU they are ``_scaled_mm`` too; here the kernel's place is taken by one that runs it on the CPU."""
     codes, one = torch.ones(16, 16).to(E4M3), torch.ones(())
-    monkeypatch.setattr(fp8debug.linear, "gemm", _with_scaled_mm(fp8debug.linear.gemm, codes, one))
+    monkeypatch.setattr(fp8debug.linear, "gemm", _with_scaled_mm(dispatch.gemm, codes, one))
     model = fp8debug.convert(nn.Sequential(nn.Linear(32, 32), Conv1D()), "blockwise")
     with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
         model(torch.randn(16, 32)).sum().backward()

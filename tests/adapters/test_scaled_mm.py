@@ -153,7 +153,7 @@ def test_gemms_of_nobody_are_counted_and_said(tmp_path: Path, capsys: pytest.Cap
 def test_gemms_of_an_fp8_linear_are_no_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """On a GPU an Fp8Linear calls torch's scaled GEMM; here one runs where it would."""
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    calls = []
+    calls: list[Tensor] = []
 
     def multiply(module: Fp8Linear, flops: int) -> None:
         if not calls or torch._C._current_graph_task_id() == -1:

@@ -180,9 +180,10 @@ def test_code_of_inductor_on_a_gpu_is_as_without_a_watch(kind: str, whole: bool,
 
 @pytest.mark.parametrize("change", ["checkpointed", "varied", "hook"])
 def test_it_is_so_with_checkpoints_dynamic_shapes_and_hooks_of_the_users(change: str, tmp_path: Path) -> None:
-    alone = train("plain", None, "never", **{change: True})
+    options: dict[str, Any] = {change: True}
+    alone = train("plain", None, "never", **options)
     for when in WHEN:
-        assert_same(train("plain", tmp_path / when, when, **{change: True}), alone)
+        assert_same(train("plain", tmp_path / when, when, **options), alone)
 
 
 def test_eager_modules_are_recorded_and_compiled_ones_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
