@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 import fp8debug.linear
+from fp8debug.kernels import dispatch
 from tests.adapters.linears import E4M3, E5M2, multiply, same
 from tests.recording.test_watch import NINE
 
