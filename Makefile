@@ -1,4 +1,5 @@
-# make demo | test | lint | types | docs | audit. One environment serves all; the second call installs nothing.
+# make demo | test | lint | types | docs | site | audit. One environment serves all, in which `demo` installs what a user would
+# and the others what a developer needs; the second call installs nothing.
 #   PYTHON=python3.12   interpreter of the environment
 #   VENV=.venv          where it lies
 #   TORCH=torch         another build of torch, e.g. one that is installed for your GPUs
@@ -10,15 +11,17 @@ TRITON ?= triton==3.7.1
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+USER_STAMP := $(VENV)/.fp8debug-user
 STAMP := $(VENV)/.fp8debug
+SITE_STAMP := $(VENV)/.fp8debug-docs
 # Python compiles a module when it is first imported, and keeps it: all of torch's at once take longer than torch takes to
 # arrive. The tests import torch in a hundred processes, so nothing may keep Python from keeping.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: demo test lint types docs audit clean
+.PHONY: demo test lint types docs site audit clean
 
-demo: $(STAMP)
+demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
 
 # A file at a time on every core; then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
@@ -37,9 +40,15 @@ types: $(STAMP)
 	@ln -sfn ../../dashboard build/mypy/fp8debug_dashboard
 	$(BIN)/mypy fp8debug build/mypy/fp8debug_cli build/mypy/fp8debug_dashboard tests examples scripts
 
-# The pages that come from the code; the tests hold them equal.
+# The pages and pictures that come from the code, which the tests hold equal, and the site of all pages.
 docs: $(STAMP)
 	$(BIN)/python scripts/docs.py
+	$(MAKE) site
+
+# build/site of the pages as they are: a dead link, a page outside the navigation or an address elsewhere is an error.
+site: $(SITE_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python scripts/check_site.py build/site
 
 # Known vulnerabilities of the pinned development set, in an environment of its own; needs the network, no part of CI.
 audit:
@@ -48,14 +57,22 @@ audit:
 	@build/audit/bin/python scripts/audit.py build/audit/bin/pip-audit
 
 # torch comes first and by name: what the requirement torch>=2.6 alone would fetch can be gigabytes larger.
-$(STAMP): pyproject.toml constraints.txt
+$(USER_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "fp8debug needs Python 3.10 or newer; choose one with make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --quiet --upgrade -c constraints.txt pip
 	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[dashboard]'
+	@touch $@
+
+$(STAMP): $(USER_STAMP)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || $(PIP) $(TRITON)
 	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(SITE_STAMP): $(STAMP)
+	$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 clean:

@@ -18,6 +18,8 @@ from fp8debug.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+UNWRAPPED = ("CHANGELOG.md", "checkpoint_rules.md", "numerics.md", "rules.md", "triage.md")
+CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
 
@@ -78,6 +80,75 @@ def test_the_log_is_dated_newest_first() -> None:
     text = re.sub(r"<!--.*?-->", "", (DOCS / "lab" / "log.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     days = [date.fromisoformat(h[:10]) for h in re.findall(r"^## (.+)$", text, re.MULTILINE)]
     assert days == sorted(days, reverse=True)
+
+
+def too_long(text: str) -> list[str]:
+    """Return the lines of more than 120 columns that could be shorter: no table row, no code, no single link or picture."""
+    outside_code = re.sub(r"^```.*?^```$", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    unbreakable = re.compile(r"\s*(\||(- |\d+\. )?!?\[[^\]]*\]\([^)]*\)[.,;:]?$)")
+    return [line for line in outside_code.splitlines() if len(line) > 120 and not unbreakable.match(line)]
+
+
+def test_what_is_too_long() -> None:
+    link = "[x](https://host/" + "x" * 120 + ")"
+    assert too_long("x" * 121) and too_long(f"see {link}") and too_long("- " + "x" * 120)
+    assert not too_long("x" * 120) and not too_long("| " + "x" * 120 + " |") and not too_long(f"- {link}.")
+    assert not too_long("```\n" + "x" * 121 + "\n```") and too_long("```\n```\n" + "x" * 121)
+
+
+@pytest.mark.parametrize("document", [p for p in PAGES if p.name not in UNWRAPPED], ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_line_is_too_long(document: Path) -> None:
+    assert too_long(document.read_text(encoding="utf-8")) == []
+
+
+def test_the_readme_comes_to_the_point() -> None:
+    """A picture of use within two screens; the limits are short, and each has its link."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(n for n, line in enumerate(lines) if line.startswith("![")) < 90 and len(lines) < 200
+    limits = lines[lines.index("## Limits") + 1 :]
+    limits = [line for line in limits[: next(n for n, line in enumerate(limits) if line.startswith("## "))] if line]
+    assert len(limits) <= 5 and all("](docs/" in line for line in limits)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("document", [p for p in PAGES if "lab" not in p.parts and p != CHANGELOG], ids=lambda p: p.name)
+def test_paths_that_pages_name_are_there(document: Path) -> None:
+    folders = "fp8debug|cli|dashboard|tests|docs|examples|scripts|[.]ci"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", document.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists() and "NN" not in path] == []
+
+
+def test_the_way_of_a_tensor_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+) \| (`[^|]+\.py`) \|$", (DOCS / "architecture.md").read_text(encoding="utf-8"), re.M)
+    assert len(rows) >= 15
+    for functions, files in rows:
+        sources = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in re.findall(r"`([^`]+)`", files))
+        for name in re.findall(r"`(\w+)`", functions):
+            assert re.search(rf"^\s*(def|class) {name}\b", sources, re.MULTILINE), f"{name} is not defined in {files}"
+
+
+def test_the_site_loads_nothing_from_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = runpy.run_path(str(ROOT / "scripts" / "check_site.py"))
+    assert check["main"](str(tmp_path)) == 2
+    page = tmp_path / "index.html"
+    page.write_text(
+        '<a href="https://a.example/">a link</a><link rel="canonical" href="https://b.example/"><script src="own.js">'
+    )
+    assert check["main"](str(tmp_path)) == 0
+    for text in (
+        '<script async src="https://c.example/x.js">',
+        '<link href="//d.example/x.css" rel="stylesheet">',
+        "<style>@import 'https://e.example/x.css'</style>",
+        "<img src=https://f.example/x.png>",
+    ):
+        page.write_text(text)
+        assert check["main"](str(tmp_path)) == 1, text
+    assert "index.html loads https://f.example/x.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -50,7 +50,9 @@ def test_a_bare_install_records_and_reads() -> None:
 
 def test_the_extras_and_the_command() -> None:
     installed = metadata("fp8debug")
-    assert set(installed.get_all("Provides-Extra") or ()) == {"dashboard", "dumps", "s3", "spark", "te", "torchao", "all", "dev"}
+    extras = {"dashboard", "dumps", "s3", "spark", "te", "torchao", "all", "dev", "docs"}
+    optional = PYPROJECT.split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    assert set(re.findall(r"^(\w+) = \[", optional, re.MULTILINE)) == extras
     assert installed["Version"] == fp8debug.__version__
     (script,) = entry_points(group="console_scripts", name="fp8debug")
     assert script.value == "fp8debug_cli.main:main"
@@ -61,7 +63,7 @@ def test_the_changelog_has_this_version() -> None:
 
 
 def test_the_development_set_is_pinned() -> None:
-    """Every requirement of the dev and dashboard extras is in constraints.txt, pinned, without a local build.
+    """Every requirement of the dev, dashboard and docs extras is in constraints.txt, pinned, without a local build.
 
     But torch, and Triton, of which every build of torch demands its own version: the Makefile names both.
     """
@@ -72,7 +74,7 @@ def test_the_development_set_is_pinned() -> None:
     pinned = {line.split("==")[0] for line in lines}
     wanted = {
         re.split(r"[><=]", r)[0].replace("moto[server]", "moto")
-        for key in ("dependencies", "dashboard", "s3", "dev")
+        for key in ("dependencies", "dashboard", "s3", "dev", "docs")
         for r in listed(key)
     }
     assert wanted - pinned == {"torch", "triton", "fp8debug[dashboard,s3]"}
