@@ -16,8 +16,8 @@ from fp8debug.rules.base import RULES, Documented
 from fp8debug.store import schema
 from fp8debug_cli.main import COMMANDS, cli
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # a test runs this file by its path
-from pictures import PICTURES  # beside this script
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it sees its own folder alone
+from scripts.pictures import PICTURES
 
 #: Columns of a line of documentation.
 WIDTH = 120
