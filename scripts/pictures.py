@@ -26,8 +26,10 @@ class Canvas:
 
     def box(self, x: int, y: int, width: int, height: int, *lines: str, fill: str = PALE, stroke: str = ACCENT) -> None:
         """Add a rectangle with lines of text in its middle; the first line is bold."""
+        radius = 5 if min(width, height) > 40 else 1
         self._shapes.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{fill}" stroke="{stroke}" stroke-width="1.5"/>'
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}" fill="{fill}" stroke="{stroke}"'
+            ' stroke-width="1.5"/>'
         )
         first = y + height / 2 - 9 * (len(lines) - 1) + 4.5
         for number, line in enumerate(lines):
@@ -154,24 +156,24 @@ def halves() -> str:
     canvas.text(486, 24, "reading: DuckDB, no torch", bold=True)
     canvas.box(16, 44, 130, 60, "model", "FP8 GEMMs")
     canvas.box(176, 44, 130, 60, "Adapter", "finds the GEMMs")
-    canvas.box(16, 144, 130, 60, "RunWriter", "a thread of its own")
-    canvas.box(176, 144, 130, 60, "Observer", "table on the device")
+    canvas.box(16, 144, 130, 60, "RunWriter", "own thread")
+    canvas.box(176, 144, 130, 60, "Observer", "device table")
     canvas.arrow(146, 74, 172, 74)
     canvas.arrow(241, 104, 241, 140)
     canvas.arrow(176, 174, 150, 174)
     canvas.box(330, 224, 130, 60, "run directory", "Parquet, JSON", stroke=WARM)
-    canvas.arrow(81, 204, 326, 250, color=WARM)
+    canvas.arrow(81, 204, 81, 254, color=WARM)
+    canvas.arrow(81, 254, 326, 254, color=WARM)
     canvas.box(486, 144, 130, 60, "Run", "SQL over Parquet")
-    canvas.arrow(460, 250, 520, 208, color=WARM)
+    canvas.arrow(460, 254, 551, 208, color=WARM)
     canvas.box(646, 144, 130, 60, "Rules", "triage: Findings")
     canvas.box(646, 44, 130, 60, "recommend", "Fallbacks")
-    canvas.box(486, 44, 130, 60, "Exporters", "formats of stacks")
+    canvas.box(486, 44, 130, 60, "Exporters", "stacks' formats")
     canvas.arrow(616, 174, 642, 174)
     canvas.arrow(711, 144, 711, 108)
     canvas.arrow(646, 74, 620, 74)
     canvas.box(646, 224, 130, 60, "cli, dashboard", "show all of it", fill="#ffffff")
     canvas.arrow(711, 204, 711, 220)
-    canvas.arrow(394, 30, 394, 218, dashed=True)
     return canvas.svg()
 
 

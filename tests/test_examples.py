@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import fp8debug
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+TOUR = Path(__file__).parents[1] / "docs" / "tour.md"
 SMALL = ["--width", "64", "--depth", "3", "--length", "32", "--rows", "4"]
 
 
@@ -52,6 +54,28 @@ def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: P
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
+def shape(line: str) -> str:
+    """Return a line without its numbers, spacing and rules of a table."""
+    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", " ".join(line.split())).replace("blocks was", "blocks were")
+
+
+def follow_the_tour(folder: Path) -> None:
+    """Run every command of docs/tour.md on the demo's runs, and look for the lines that the page shows, but for numbers."""
+    blocks = re.findall(r"^```console\n(.*?)^```", TOUR.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    commands = [part.split("\n", 1) for block in blocks for part in block.split("$ ")[1:]]
+    ran = [words for words, _ in commands if words.startswith("fp8debug") and "dashboard" not in words]
+    assert len(ran) >= 6
+    for words, expected in commands:
+        if words not in ran:
+            continue
+        environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "fp8debug_cli.main", *words.split()[1:]]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        shown = {shape(line) for line in done.stdout.splitlines()}
+        assert [line for line in expected.splitlines() if line and shape(line) not in shown] == [], done.stdout
+
+
 @pytest.mark.slow
 def test_the_demo_finds_the_planted_fault_and_cures_it(tmp_path: Path) -> None:
     done = start("demo.py", "--steps", 46, *SMALL, cwd=tmp_path)
@@ -63,6 +87,7 @@ def test_the_demo_finds_the_planted_fault_and_cures_it(tmp_path: Path) -> None:
     assert sick["losses"][-1] != sick["losses"][-1]  # NaN
     assert abs(cured["held_out"] - json.loads((tmp_path / "runs/demo/bf16.result.json").read_text())["held_out"]) < 0.1
     assert fp8debug.triage(tmp_path / "runs/demo/cured") == []
+    follow_the_tour(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("")
     refused = start("demo.py", "--out", "elsewhere", cwd=tmp_path)

@@ -28,7 +28,7 @@ def texts() -> Iterator[tuple[Path, str]]:
                     yield path, "".join(str(v.value) if isinstance(v, ast.Constant) else "X" for v in node.values)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield path, node.value
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         yield path, path.read_text(encoding="utf-8").replace("\\\n", " ")
 
 
@@ -43,11 +43,14 @@ def suggestions() -> Iterator[tuple[Path, str, str]]:
 
 
 def options_of(command: str) -> set[str] | None:
-    """Return the long options of a command, None for a word that is none."""
+    """Return the long options of a command and of those below it, None for a word that is none."""
     if command == "run":
         return {name for action in _parser()._actions for name in action.option_strings}
     found = cli.get_command(click.Context(cli), command)
-    return None if found is None else {name for p in found.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+    if found is None:
+        return None
+    commands = [found, *(found.commands.values() if isinstance(found, click.Group) else ())]
+    return {name for c in commands for p in c.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
 def test_every_suggested_option_is_one_of_the_command() -> None:
