@@ -101,6 +101,12 @@ def test_no_line_is_too_long(document: Path) -> None:
     assert too_long(document.read_text(encoding="utf-8")) == []
 
 
+@pytest.mark.parametrize("document", [p for p in PAGES if "lab" not in p.parts and p.name not in UNWRAPPED], ids=lambda p: p.name)
+def test_no_table_has_a_paragraph_in_a_cell(document: Path) -> None:
+    rows = re.findall(r"^\|.*$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [cell for row in rows for cell in row.split("|") if len(cell) > 200] == []
+
+
 def test_the_readme_comes_to_the_point() -> None:
     """A picture of use within two screens; the limits are short, and each has its link."""
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
