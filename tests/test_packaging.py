@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from importlib.metadata import entry_points, metadata
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import fp8debug
 from scripts.audit import judge
@@ -79,6 +82,15 @@ def test_the_development_set_is_pinned() -> None:
     }
     assert wanted - pinned == {"torch", "triton", "fp8debug[dashboard,s3]"}
     assert re.search(r"^TRITON \?= triton==[\d.]+$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"), [("demo", ["dashboard"]), ("test", ["dashboard", "dev"]), ("site", ["dashboard", "dev", "docs"])]
+)
+def test_a_target_installs_what_it_needs(target: str, extras: list[str], tmp_path: Path) -> None:
+    command = ["make", "-n", target, f"VENV={tmp_path / 'none'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert re.findall(r"-c constraints\.txt -e '\.\[(\w+)\]'", done.stdout) == extras
 
 
 def test_an_audit_that_looked_nothing_up_is_no_clean_one() -> None:
