@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +23,25 @@ from scripts.pictures import PICTURES
 
 #: Columns of a line of documentation.
 WIDTH = 120
+_TO_FOLD = re.compile(rf".{{{WIDTH + 1}}}| *#\d")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def wrapped(text: str) -> str:
+    """Return Markdown with paragraphs and list items folded at ``WIDTH`` where a line is too long or begins like a heading."""
+    pieces = re.split(r"(\n\s*\n|\n(?= *- ))", text)
+    return "".join(folded(piece) if any(map(_TO_FOLD.match, piece.split("\n"))) else piece for piece in pieces)
+
+
+def folded(paragraph: str) -> str:
+    """Return a paragraph or list item folded at ``WIDTH``; no line begins with the number of an issue, #123."""
+    mark = re.match(r" *(?:- )?", paragraph)
+    assert mark is not None
+    words = re.sub(r"\s+([#-])", "\0\\1", paragraph[mark.end() :])
+    return textwrap.fill(
+        " ".join(words.split()), WIDTH, initial_indent=mark[0], subsequent_indent=" " * mark.end(),
+        break_long_words=False, break_on_hyphens=False,
+    ).replace("\0", " ")  # fmt: skip
 
 
 def rules() -> str:
@@ -34,7 +54,7 @@ def rules() -> str:
     for rule in RULES:
         parts += _page(rule)
         parts += [f'Plant it with `fp8debug.inject(model, "{f.name}", ...)`.\n' for f in FAULTS if f.code == rule.code]
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def checkpoint_rules() -> str:
@@ -46,7 +66,7 @@ def checkpoint_rules() -> str:
     ]
     for rule in CHECKS:
         parts += _page(rule)
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _page(rule: Documented) -> list[str]:
