@@ -89,7 +89,7 @@ class _Stack:
     """Weights that are measured together: one device, dtype, number of sampled elements, formula and kinds of state."""
 
     weights: list[_Weight] = field(default_factory=list)
-    before: Tensor = field(default_factory=lambda: torch.empty(0))
+    before: Tensor | None = None  #: their elements before the step
 
 
 class UpdateRecorder:
@@ -142,7 +142,7 @@ class UpdateRecorder:
         groups = {id(group): group for group in optimizer.param_groups}
         for (key, *_), stack in begun[3].items():
             group, before = groups.get(key), stack.before
-            if group is None:
+            if group is None or before is None:
                 continue
             rates = [rate for rate in (self._rates.get(key), group.get("lr")) if isinstance(rate, int | float)]
             if len(rates) == 2:  # a hook of the program may raise it around the step

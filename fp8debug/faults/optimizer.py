@@ -26,7 +26,8 @@ def _coarse_weight(where: Target) -> Callable[[], None]:
         if where.active and _holds(optimizer, weight):
             with torch.no_grad():
                 mantissa, exponent = torch.frexp(weight.float())
-                weight.copy_(torch.ldexp((mantissa * 2 ** (bits + 1)).round() / 2 ** (bits + 1), exponent))
+                rounded = (mantissa * 2 ** (bits + 1)).round() / 2 ** (bits + 1)
+                weight.copy_(rounded * torch.exp2(exponent.float()))
 
     # Before a step too: a weight that was never rounded has a way to go before it reaches the grid.
     return undo_all(register_optimizer_step_pre_hook(on_grid).remove, after_any_optimizer(on_grid))

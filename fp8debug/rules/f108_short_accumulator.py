@@ -92,7 +92,7 @@ class ShortAccumulator(Rule):
                 yield self._short(trace, length)
 
     def _differing(self, trace: Trace, floor: float, length: int | None) -> Finding:
-        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        row = trace.least("sqnr_db")
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
         over = f" over {length} terms" if length else ""
         message = (
@@ -104,7 +104,7 @@ class ShortAccumulator(Rule):
         return replace(found, name="result-differs", cure=_OF_KERNEL)
 
     def _short(self, trace: Trace, length: int | None) -> Finding:
-        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        row = trace.least("sqnr_db")
         sqnr, gain = float(row["sqnr_db"]), row["gain"]
         severity = Severity.ERROR if sqnr < self.max_sqnr_db else Severity.WARNING
         over = f" over {length} terms" if length else ""

@@ -107,7 +107,7 @@ class Fp8NotOn(Rule):
                 yield self._finding(trace)
 
     def _finding(self, trace: Trace) -> Finding:
-        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        row = trace.least("sqnr_db")
         sqnr_db = row["sqnr_db"]
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
         how = "equals its reference" if math.isinf(sqnr_db) else f"has {sqnr_db:.1f} dB or more"

@@ -111,7 +111,7 @@ class StaleWeight(Rule):
             return
         for trace in traces(run, self._second_look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
-                row = min(trace.rows, key=lambda row: float(row["reread_sqnr_db"]))
+                row = trace.least("reread_sqnr_db")
                 message = (
                     f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB in the first microbatch of step {row['step']} and"
                     f" {row['reread_sqnr_db']:.1f} dB in later ones: its FP8 values are a cached copy out of step"

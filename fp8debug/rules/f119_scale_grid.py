@@ -79,7 +79,7 @@ class ScaleGrid(Rule):
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands under foreign scales."""
         for trace in traces(run, self._look):
-            row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+            row = trace.least("sqnr_db")
             message = (
                 f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and values"
                 f" {times(row['headroom'])} times beyond their block's current scale: the scales are those of other blocks"

@@ -83,7 +83,7 @@ class Bf16GradientSum(Rule):
         """Return the gradients whose sum is short of its parts."""
         for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
-                row = min(trace.rows, key=lambda row: float(row["grad_sum_sqnr_db"]))
+                row = trace.least("grad_sum_sqnr_db")
                 sqnr = float(row["grad_sum_sqnr_db"])
                 message = (
                     f"weight.grad is {sqnr:.1f} dB from the FP32 sum of its gradients at step {row['step']} (gain"

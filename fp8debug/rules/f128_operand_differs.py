@@ -118,7 +118,7 @@ class OperandDiffers(Rule):
                 yield trace.finding(self, Severity.ERROR, message, value=row["underflow_rate"], threshold=limit)
 
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
-        row = min(trace.rows, key=lambda row: float(row["sqnr_db"]))
+        row = trace.least("sqnr_db")
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
         bound = f"this cast gives at least {floor:.1f} dB" if is_current else f"healthy operands have {floor:.1f} dB or more"
         message = (

@@ -98,7 +98,7 @@ class GradientSumDiffers(Rule):
             trace = whole.where(lambda row: row["grad_sum_sqnr_db"] < self._limit(row))
             if trace is None or not trace.lasting(min(self.min_steps, len(trace.sampled))):
                 continue
-            row = min(trace.rows, key=lambda row: float(row["grad_sum_sqnr_db"]))
+            row = trace.least("grad_sum_sqnr_db")
             sqnr, gain = float(row["grad_sum_sqnr_db"]), row["grad_sum_gain"]
             message = (
                 f"weight.grad is not the sum of its microbatches' gradients at step {row['step']}: {gain:.2g} times it and"
@@ -118,6 +118,8 @@ class GradientSumDiffers(Rule):
         steps: dict[int, list[dict[str, Any]]] = {}
         for row in run.sql(query).to_pylist():
             steps.setdefault(row["step"], []).append(row)
+        if not steps:
+            return
         query = f"SELECT count(DISTINCT module) AS num FROM sites WHERE {_GRADIENT} AND num_grad >= {self.min_elements}"
         (total,) = run.sql(query).to_pylist()
         found = []

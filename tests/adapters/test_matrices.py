@@ -183,7 +183,7 @@ def net(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> N
 
 
 def trained(model: nn.Module, watch: Any = None, steps: int = 3, micro: int = 1, rows: int = 16) -> list[Any]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     dtype, losses = next(model.parameters()).dtype, []
     for step in range(steps):
         for part in range(micro):
