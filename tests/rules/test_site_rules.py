@@ -18,7 +18,7 @@ MESSAGES = {
     "F106": "50 % of the nonzero dgrad grad_output underflows at step N: tokens of unequal size share 128x128 blocks (2^14"
     " between the values of a block); no what-if with 1x128 blocks was recorded to compare with (what_if=['blockwise'])",
     "F112": "the fprop weight has 20.0 dB at cosine 0.99500 at step N: its FP8 values are not those of the weight as it is now",
-    "F115": "the wgrad input is recomputed at step N with scales 2^-3.5 times those of the forward pass, 31.6 dB",
+    "F115": "the wgrad input is recomputed at step N with scales 2^-3.5 times those of the forward pass, 31.7 dB",
     "F117": "94 % of the output's rows are below 10 dB at step N, while the output as a whole has 32 dB: few rows set the scale,"
     " and 90 % of the nonzero fprop input underflows",
     "F118": "97 % of the fprop weight clips to one code at step N: gain 0.921 at cosine 1.00000",
