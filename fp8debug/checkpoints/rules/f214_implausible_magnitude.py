@@ -29,8 +29,8 @@ class ImplausibleMagnitude(FileRule):
         Store scale_inv, by which one multiplies: x ~= data * scale_inv.
 
     Thresholds
-        - max_rms 16: rms above which a weight is implausible. No published basis: initializations have 0.02 to 1, trained
-          weights of the models that were looked at 0.001 to 2.
+        - max_rms 16: rms above which a weight is implausible. No published basis, and set on synthetic weights: common
+          initializations have 0.02 to 1.
         - min_rms 1e-7: rms below which a nonzero weight is implausible. No published basis.
         - Scale conventions: numerics.md, 2; seen in vllm #36297.
     """

@@ -31,7 +31,7 @@ class ClippedCodes(FileRule):
           under current scaling nothing clips.
         - min_count 32: such elements. No published basis.
         - min_ratio 4: times as many as at the next code. A uniform distribution, the flattest that initializations use, has
-          0.5 (computed).
+          0.5: the last code's interval is half as wide.
     """
 
     code = "F219"

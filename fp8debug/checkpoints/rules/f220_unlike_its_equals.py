@@ -35,8 +35,7 @@ class UnlikeItsEquals(FileRule):
 
     Thresholds
         - min_equals 4: equals that a weight is compared with. No published basis.
-        - min_log2 3: binades from the median rms. No published basis: weights of one role lie within a factor of 8 in the
-          models that were looked at. Seen in mcore-bridge #183.
+        - min_log2 3: binades from the median rms. No published basis, and set on synthetic weights; seen in mcore-bridge #183.
         - min_deviations 8: times the median deviation of the others. No published basis.
     """
 

@@ -29,7 +29,7 @@ class DoubleRounding(FileRule):
 
     Thresholds
         - min_loss_db 1: below the cast under the stored scales. numerics.md, 4: one cast has 31.5 dB, two have 28.5 dB.
-        - max_loss_db 8: more has another cause; E4M3 of an E5M2 cast loses 7 dB (computed).
+        - max_loss_db 8: more has another cause; E4M3 of an E5M2 cast loses 6 dB (Gaussian).
         - max_far_rate 0.05: share of elements further than one code from the reference. No published basis. Seen in vllm
           #38083.
     """
