@@ -162,7 +162,9 @@ def roots_of(target: object) -> list[nn.Module]:
     modules = [_unwrapped(m) for m in found if isinstance(m, nn.Module)]
     if not modules or len(modules) != len(found):
         odd = next((type(m).__name__ for m in found if not isinstance(m, nn.Module)), "an empty list")
-        raise AttachError(f"cannot watch {odd}: expected an nn.Module or a list of them, or a trainer (docs/trainers.md)")
+        held = [name for m in found for name, value in getattr(m, "__dict__", {}).items() if isinstance(value, nn.Module)]
+        hint = f"; its attribute {held[0]} is one: watch(trainer.{held[0]}, ...)" if held and len(found) == 1 else ""
+        raise AttachError(f"cannot watch {odd}: expected an nn.Module or a list of them, or a trainer (docs/trainers.md){hint}")
     return modules
 
 

@@ -1,4 +1,4 @@
-"""What a run stopped recording before its end: no rule judges it from there on, so that nothing healthy can be said of it."""
+"""What a run did not record, or stopped recording before its end: no rule judges it, so that it is never called healthy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,17 @@ def _read(run: Run) -> list[Lost]:
         reason = reason or before.removeprefix(f"{RECORDING_STOPPED}: ")
         if (module, rank) not in found:
             found[module, rank] = Lost(module=module, rank=rank, step=step, until=_again(run, module, rank, step), reason=reason)
-    return list(found.values())
+    return list(found.values()) or _everything(run)
+
+
+def _everything(run: Run) -> list[Lost]:
+    """Return that no module has statistics, for a run of several steps without any; the first step is always sampled."""
+    first, last = run.steps_range
+    if run.num_rows or last == first or not run.modules:
+        return []
+    reasons = [str(module["reason"]) for module in run.modules if module.get("reason") and not module.get("observed")]
+    why = max(reasons, key=reasons.count) if reasons else "fp8debug coverage RUN lists the modules"
+    return [Lost(module=None, rank=run.ranks[0], step=first, until=None, reason=f"no module has statistics; {why}")]
 
 
 def _again(run: Run, module: str | None, rank: int, step: int) -> int | None:

@@ -326,6 +326,13 @@ def test_resume_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert [r["step"] for r in found] == [0, 1, 2, 3, 4, 5]
 
 
+class Loop:
+    """A trainer of a program's own."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 4)
+
+
 def unwritable(tmp_path: Path) -> Path:
     (tmp_path / "file").write_text("")
     return tmp_path / "file" / "run"
@@ -337,6 +344,7 @@ def unwritable(tmp_path: Path) -> Path:
         (lambda p: fp8debug.watch(nn.ReLU(), p / "r"), AttachError, "ReLU has no nn.Linear or Fp8Linear in it"),
         (lambda p: fp8debug.watch("model", p / "r"), AttachError, "cannot watch str: expected an nn.Module or a list"),
         (lambda p: fp8debug.watch([], p / "r"), AttachError, "cannot watch an empty list"),
+        (lambda p: fp8debug.watch(Loop(), p / "r"), AttachError, "; its attribute model is one: watch(trainer.model, ...)"),
         (lambda p: fp8debug.watch(net(), unwritable(p)), RecordError, "cannot write to"),
         (lambda p: fp8debug.watch(net(), p / "r", every=0), UsageError, "every and shadow_rows must be at least 1"),
         (lambda p: fp8debug.watch(net(), p / "r", shadow=cast(Any, "half")), UsageError, "shadow must be 'sample' or 'full'"),

@@ -132,3 +132,25 @@ def test_modules_are_counted_and_not_all_listed(tmp_path: Path) -> None:
     assert in_one_sentence(lost).endswith(
         f"and {len(MODULES) - 3} more are not recorded from step 20 to step 29 (ValueError: odd)"
     )
+
+
+def test_a_run_without_statistics_is_never_healthy(tmp_path: Path) -> None:
+    """A model whose forward() is called directly, as some programs do, is not seen."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        for _ in range(3):
+            loss = model[0].forward(torch.ones(4, 16)).sum()
+            loss.backward()
+            watch.step(loss=loss)
+    findings = triage(tmp_path / "run")
+    assert findings.verdict == "warning" and not list(findings)
+    assert [(entry["module"], entry["step"]) for entry in findings.lost] == [(None, 0)]
+    code, text = cli("triage", tmp_path / "run")
+    assert code == 1 and "no module has statistics" in text
+
+
+def test_a_run_of_its_first_step_is_not_judged_by_what_is_not_there_yet(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
+        watch.step(loss=torch.ones(()))
+    assert triage(tmp_path / "run").lost == []
