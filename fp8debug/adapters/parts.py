@@ -6,6 +6,7 @@ for one Linear of it, under the FQN of the module and a suffix.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,15 +30,22 @@ TRIED: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
 
+#: Words in the names of parameters that are added or looked up, and multiply nothing.
+_OF_NO_GEMM = re.compile(r"(^|_)(alibi|bias|cls|emb|mask|pe$|pos(_|$|ition)|register|rel(_|$|ative)|rope|table|token)")
+
 
 def stacks_of(module: nn.Module) -> list[str]:
     """Return the names of the module's own parameters that hold one matrix for each of several experts.
 
     A parameter has three dimensions for other reasons too: ``cls_token`` [1, 1, width], position embeddings
-    [1, tokens, width]. One matrix alone is an expert (as each rank holds one under expert parallelism) only in a module
-    without children that has several such parameters.
+    [1, tokens, width], a table of position biases [heads, tokens, tokens]. Those are told by their names. One matrix alone is an
+    expert (as each rank holds one under expert parallelism) only in a module without children that has several such parameters.
     """
-    found = {n: p for n, p in module._parameters.items() if p is not None and num_dims(p) == 3 and min(p.shape[1:]) > 1}
+    found = {
+        name: p
+        for name, p in module._parameters.items()
+        if p is not None and num_dims(p) == 3 and min(p.shape[1:]) > 1 and not _OF_NO_GEMM.search(name)
+    }
     may_be_one = len(found) > 1 and not module._modules
     return [name for name, p in found.items() if p.shape[0] != 1 or may_be_one]
 

@@ -234,3 +234,15 @@ def test_an_outlier_of_a_plain_model_is_judged_by_what_fp8_would_do(tmp_path: Pa
     assert (plain.module, plain.severity) == ("up", Severity.WARNING) and fp8.severity is Severity.ERROR
     assert (plain.module, plain.cast, plain.value) == (fp8.module, fp8.cast, fp8.value)
     assert "would underflow in FP8 at step" in plain.message
+
+
+@pytest.mark.parametrize(
+    "name", ["relative_position_bias", "pos_emb", "bias_table", "rel_pos", "alibi", "register_tokens", "mask"]
+)
+def test_tables_of_three_dimensions_are_no_experts(name: str) -> None:
+    module = nn.Module()
+    module.register_parameter(name, nn.Parameter(torch.zeros(8, 16, 16)))
+    assert stacks_of(module) == []
+    for weight in ("weight", "w13", "gate_up_proj", "post_weight", "relu_weight"):
+        module.register_parameter(weight, nn.Parameter(torch.zeros(8, 16, 16)))
+    assert stacks_of(module) == ["weight", "w13", "gate_up_proj", "post_weight", "relu_weight"]
