@@ -3,74 +3,74 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import fp8debug
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard": "dashboard"}
 
-#: A module or package, and all below it, by layer. Within one layer nothing imports anything but its own package.
-#: Half steps order what the design draws as one layer: the registry raises an error, the observer fills a table, a
-#: probe reports to an observer, a fault is planted in a linear, a command starts the pages.
+#: A module or package, and all below it, by layer: the lowest whole number above all that it imports. Within one layer
+#: nothing imports anything but its own package. The top package's public names count as its imports.
 LAYERS = {
-    "fp8debug.errors": 0,
-    "fp8debug.types": 0,
-    "fp8debug.plain": 0,
     "fp8debug.attributes": 0,
-    "fp8debug.interruptions": 0,
+    "fp8debug.energy": 0,
+    "fp8debug.errors": 0,
+    "fp8debug.formats": 0,
     "fp8debug.imports": 0,
-    "fp8debug.optimizer_hooks": 0.5,
-    "fp8debug.registry": 0.5,
-    "fp8debug.spikes": 0.5,
-    "fp8debug.shares": 0.5,
-    "fp8debug.selectors": 0.5,
-    "fp8debug.formats": 1,
+    "fp8debug.interruptions": 0,
+    "fp8debug.leftovers": 0,
+    "fp8debug.optimizer_hooks": 0,
+    "fp8debug.plain": 0,
+    "fp8debug.spikes": 0,
+    "fp8debug.types": 0,
+    "fp8debug.registry": 1,
+    "fp8debug.selectors": 1,
+    "fp8debug.sharding": 1,
+    "fp8debug.shares": 1,
+    "fp8debug.guard": 2,
     "fp8debug.recipes": 2,
+    "fp8debug.trainers": 2,
     "fp8debug.metrics": 3,
-    "fp8debug.sharding": 3.5,
+    "fp8debug.schedule": 3,
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
-    "fp8debug.energy": 4,
-    "fp8debug.arriving": 4.4,
-    "fp8debug.table": 4.5,
-    "fp8debug.leftovers": 4.5,
-    "fp8debug.speed": 5,
-    "fp8debug.observer": 5,
-    "fp8debug.schedule": 5.5,
-    "fp8debug.guard": 5.5,
-    "fp8debug.second_look": 5.4,
-    "fp8debug.lines": 5.4,
-    "fp8debug.shielding": 5.4,
-    "fp8debug.probe": 5.5,
-    "fp8debug.reuse": 5.5,
-    "fp8debug.riding": 5.45,
+    "fp8debug.arriving": 5,
+    "fp8debug.calibration": 5,
+    "fp8debug.dumps": 5,
+    "fp8debug.replay": 5,
     "fp8debug.rules": 5,
-    "fp8debug.calibration": 5.5,
-    "fp8debug.compaction": 5.5,
-    "fp8debug.checkpoints": 5.5,
-    "fp8debug.te_stats": 5.5,
-    "fp8debug.dumps": 6,
-    "fp8debug.replay": 6,
-    "fp8debug.linear": 6,
-    "fp8debug.faults": 6.5,
+    "fp8debug.second_look": 5,
+    "fp8debug.shielding": 5,
+    "fp8debug.speed": 5,
+    "fp8debug.te_stats": 5,
+    "fp8debug.checkpoints": 6,
+    "fp8debug.compaction": 6,
     "fp8debug.fallback": 6,
-    "fp8debug.adapters": 7,
-    "fp8debug.trainers": 6.5,
+    "fp8debug.reuse": 6,
+    "fp8debug.table": 6,
     "fp8debug.exporters": 7,
+    "fp8debug.observer": 7,
     "fp8debug.reports": 7,
-    "fp8debug.arms": 7.2,
-    "fp8debug.meter": 7.2,
-    "fp8debug.waiting": 7.3,
-    "fp8debug.run": 7.5,
-    "fp8debug.trials": 7.5,
-    "fp8debug.startup": 7.6,
-    "fp8debug": 7.5,
-    "fp8debug_dashboard": 8,
-    "fp8debug_cli": 8.5,
+    "fp8debug.lines": 8,
+    "fp8debug.riding": 8,
+    "fp8debug.probe": 9,
+    "fp8debug.linear": 10,
+    "fp8debug.adapters": 11,
+    "fp8debug.faults": 11,
+    "fp8debug": 12,
+    "fp8debug.arms": 12,
+    "fp8debug.meter": 12,
+    "fp8debug.trials": 13,
+    "fp8debug.waiting": 13,
+    "fp8debug_dashboard": 13,
+    "fp8debug.run": 14,
+    "fp8debug.startup": 14,
+    "fp8debug_cli": 14,
 }
 
 READING = (
@@ -186,7 +186,7 @@ class Tree:
                 if ours is None or target == "fp8debug.__version__" or unit(ours) == unit(name):
                     continue
                 if layer(ours) >= layer(name):
-                    wrong.append(f"{name}:{line} (layer {layer(name):g}) imports {ours} (layer {layer(ours):g})")
+                    wrong.append(f"{name}:{line} (layer {layer(name)}) imports {ours} (layer {layer(ours)})")
         return wrong
 
     def under(self, names: tuple[str, ...]) -> list[str]:
@@ -200,9 +200,9 @@ def unit(module: str) -> str:
     return parts[0] if parts[0] != "fp8debug" or len(parts) == 1 else ".".join(parts[:2])
 
 
-def layer(module: str) -> float:
-    """Return the layer of a module; NaN, which is neither above nor below, for one that has none yet."""
-    return LAYERS.get(unit(module), math.nan)
+def layer(module: str) -> int:
+    """Return the layer of a module; -1 for one that has none yet, which may import nothing."""
+    return LAYERS.get(unit(module), -1)
 
 
 def read_sources() -> dict[str, str]:
@@ -269,10 +269,41 @@ def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
     assert wrong == []
 
 
+def test_every_import_of_ours_resolves() -> None:
+    """An import inside a function would fail in use only."""
+    names = {name.removesuffix(".__init__"): names_of(text) for name, text in SOURCES.items()}
+    wrong = [
+        f"{name}:{i.line} {i.target}"
+        for name, found in TREE.imports.items()
+        for i in found
+        if i.target.split(".")[0] in PACKAGES and i.target not in TREE.imports
+        if i.target.rpartition(".")[2] not in names.get(i.target.rpartition(".")[0], ())
+    ]
+    assert wrong == []
+
+
+def names_of(source: str) -> set[str]:
+    """Return every name that a module binds anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.alias(name=name, asname=other):
+                found.add(other or name.split(".")[0])
+    return found
+
+
+def test_public_names_live_below_the_package_that_shows_them() -> None:
+    assert [home for home in fp8debug._HOME.values() if layer(home) >= LAYERS["fp8debug"]] == []
+
+
 # The checker itself, on made-up sources.
 
 
-def test_an_upward_import_is_found_even_inside_a_function() -> None:
+def test_an_upward_import_is_found_even_inside_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, level in {"formats": 1, "recipes": 2, "rules": 5, "observer": 5}.items():
+        monkeypatch.setitem(LAYERS, f"fp8debug.{name}", level)
     tree = Tree(
         {
             "fp8debug.formats": "def late():\n    from fp8debug.recipes import Cast\n",
