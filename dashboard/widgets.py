@@ -9,10 +9,10 @@ import dash_ag_grid as dag  # type: ignore[import-untyped]  # ships no types
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from .envelopes import envelope
-from .mantine import dmc
-from .plots import Figure
-from .theme import ICONS, NO_DATA, WORDS
+from .data.healthy_ranges import envelope
+from .figures.plot import Figure
+from .figures.theme import ICONS, NO_DATA, WORDS
+from .web.mantine import dmc
 
 Child = Component | str | None
 _DECORATION: dict[str, Any] = {"aria-hidden": "true"}

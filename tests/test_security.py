@@ -328,7 +328,7 @@ class TestNamesInOutput:
 
 class TestTheDashboard:
     def test_tokens_are_compared_in_constant_time(self) -> None:
-        text = (ROOT / "dashboard/server.py").read_text(encoding="utf-8")
+        text = (ROOT / "dashboard/web/server.py").read_text(encoding="utf-8")
         assert "hmac.compare_digest" in text and not re.search(r"==\s*token|token\s*==", text)
 
     @pytest.mark.parametrize(("host", "code"), [("127.0.0.1:8050", 200), ("evil.example", 403)])
@@ -350,7 +350,7 @@ class TestTheDashboard:
         assert told == {"/_dash-update-component"}  # which asks for a page's contents
 
     def test_a_run_is_opened_by_its_name_and_never_by_a_path(self, run_path: Path) -> None:
-        from fp8debug_dashboard.source import Source
+        from fp8debug_dashboard.web.source import Source
 
         source = Source(run_path.parent)
         for name in ("../run", "/etc", "run/../run", ".", "", "run\x00"):
@@ -359,8 +359,8 @@ class TestTheDashboard:
 
     @staticmethod
     def client(path: Path, token: str | None) -> Any:
-        from fp8debug_dashboard.app import make_app
-        from fp8debug_dashboard.server import guard
+        from fp8debug_dashboard.web.app import make_app
+        from fp8debug_dashboard.web.server import guard
 
         app = make_app(path)
         guard(app, token)

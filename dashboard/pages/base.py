@@ -8,8 +8,8 @@ from typing import Any
 
 from dash.development.base_component import Component
 
-from ..opened import Opened
-from ..urls import View
+from ..web.run_view import Opened
+from ..web.urls import View
 from .contents import CONTENTS
 
 

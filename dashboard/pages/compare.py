@@ -13,12 +13,12 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.rules.apart import APART, SiteDifference, unwrapped
 from fp8debug.rules.baseline import configuration_words
 
-from .. import data
-from ..compare_figures import losses, site_in_both
-from ..figures import empty
-from ..opened import Opened
-from ..theme import NO_DATA
-from ..urls import View, href
+from ..data import queries
+from ..figures.base import empty
+from ..figures.compare import losses, site_in_both
+from ..figures.theme import NO_DATA
+from ..web.run_view import Opened
+from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
 from .base import Page
 
@@ -112,7 +112,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     except Fp8DebugError as error:
         return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
     runs = [(opened.name, opened.run), *beside]
-    curves = [(name, next((t for t in data.training(run) if t.name == "loss"), None)) for name, run in runs]
+    curves = [(name, next((t for t in queries.training(run) if t.name == "loss"), None)) for name, run in runs]
     pairs = [found for name in names if (found := opened.differences(name)) is not None]
     figure = losses(curves, [found.loss["diverges_at"] for found in pairs], _nonfinite_at(pairs))
     if len(pairs) < len(names):
@@ -211,7 +211,7 @@ def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference],
         own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)
         own = own or next((str(m["fqn"]) for m in run.modules), "")
         try:
-            lines.append((f"{name}: {own} {gemm} {tensor}", data.module_traces(run, own, metric, (gemm, tensor))))
+            lines.append((f"{name}: {own} {gemm} {tensor}", queries.module_traces(run, own, metric, (gemm, tensor))))
         except Fp8DebugError as error:
             return empty(str(error), 160)
     return site_in_both(lines, metric, step)

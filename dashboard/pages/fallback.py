@@ -14,12 +14,12 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.store.speed_file import cost_basis
 
-from ..fallback_figures import Choice, pareto, trials
-from ..figures import empty
-from ..opened import SMALL_BYTES, Opened
-from ..theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
-from ..trial_files import read_trial
-from ..urls import View, href
+from ..data.trial_files import read_trial
+from ..figures.base import empty
+from ..figures.fallback import Choice, pareto, trials
+from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
+from ..web.run_view import SMALL_BYTES, Opened
+from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
 from .base import Page
 

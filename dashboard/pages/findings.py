@@ -12,11 +12,11 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.rules import RULES
 
-from ..evidence_figures import evidence
-from ..figures import empty
-from ..opened import Judgement, Opened
-from ..theme import NO_DATA, level
-from ..urls import View, href
+from ..figures.base import empty
+from ..figures.evidence import evidence
+from ..figures.theme import NO_DATA, level
+from ..web.run_view import Judgement, Opened
+from ..web.urls import View, href
 from ..widgets import badge, card, code, graph, grid, note, number, poster, segments
 from . import overview
 from .base import Page

@@ -10,12 +10,14 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import data, figures, source
-from ..envelopes import envelope
-from ..module_figures import SITES
-from ..opened import Opened
-from ..records import Heat
-from ..urls import View, href
+from ..data import queries
+from ..data.healthy_ranges import envelope
+from ..data.records import Heat
+from ..figures import base as figures
+from ..figures.module import SITES
+from ..web import source
+from ..web.run_view import Opened
+from ..web.urls import View, href
 from ..widgets import card, control, graph, note
 from .base import Page
 
@@ -56,8 +58,8 @@ def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
 def layout(view: View, opened: Opened) -> Component:
     """Return the page."""
     metrics = opened.recorded()
-    cast = opened.keep("default cast", lambda: data.default_cast(opened.run))
-    casts = opened.keep("casts", lambda: data.casts(opened.run))
+    cast = opened.keep("default cast", lambda: queries.default_cast(opened.run))
+    casts = opened.keep("casts", lambda: queries.casts(opened.run))
     about, figure = parts(view, opened)
     controls = html.Div(
         [
@@ -82,7 +84,7 @@ def layout(view: View, opened: Opened) -> Component:
 def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     """Return a line about the figure, and the figure."""
     metric, site = view.get("metric", METRIC), view.get("site", SITE)
-    cast = view.get("cast") or opened.keep("default cast", lambda: data.default_cast(opened.run))
+    cast = view.get("cast") or opened.keep("default cast", lambda: queries.default_cast(opened.run))
     if metric not in opened.recorded() and not opened.run.has(metric):
         text = f"{metric} is not recorded in this run; recorded are {', '.join(opened.recorded()) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)
@@ -91,7 +93,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         is_thin = opened.is_thin(metric)
         heat = opened.keep(
             ("heat", metric, site, cast, steps, is_thin),
-            lambda: data.heat(opened.run, metric, site, cast, steps, opened.narrow, is_thin),
+            lambda: queries.heat(opened.run, metric, site, cast, steps, opened.narrow, is_thin),
         )
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
@@ -111,7 +113,7 @@ def read_thinly(apart: int) -> str:
 
 
 def _about(heat: Heat, num_modules: int) -> str:
-    unit, doc = data.metrics()[heat.metric]
+    unit, doc = queries.metrics()[heat.metric]
     words = [doc[:1].upper() + doc[1:] + (f", in {UNITS.get(unit, unit)}." if unit != "1" else ".")]
     if heat.steps_apart > 1:
         words.append(read_thinly(heat.steps_apart))

@@ -12,15 +12,18 @@ from dash.development.base_component import Component
 from fp8debug.errors import Fp8DebugError, suggest
 from fp8debug.types import RESULTS, Gemm
 
-from .. import data, history_data, history_figures, module_figures, nonfinite
-from ..coverage import in_words
-from ..figures import empty
-from ..module_figures import SITES
-from ..opened import SMALL_BYTES, Judgement, Opened
-from ..records import History, Trace
-from ..spans import step_condition, step_range
-from ..theme import NO_DATA, level
-from ..urls import View, href
+from ..data import history as history_data
+from ..data import nonfinite, queries
+from ..data.coverage import in_words
+from ..data.records import History, Trace
+from ..data.step_ranges import step_condition, step_range
+from ..figures import history as history_figures
+from ..figures import module as module_figures
+from ..figures.base import empty
+from ..figures.module import SITES
+from ..figures.theme import NO_DATA, level
+from ..web.run_view import SMALL_BYTES, Judgement, Opened
+from ..web.urls import View, href
 from ..widgets import badge, card, code, control, facts, graded, graph, not_finite, note, number, poster, segments, table
 from .base import Page
 from .heatmap import metric_options, read_thinly
@@ -99,7 +102,7 @@ def layout(view: View, opened: Opened) -> Component:
     metrics = metric_options(opened.recorded())
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
-    casts += [{"value": name, "label": name} for name, _ in opened.keep("casts", lambda: data.casts(opened.run))]
+    casts += [{"value": name, "label": name} for name, _ in opened.keep("casts", lambda: queries.casts(opened.run))]
     return html.Div(
         [
             html.Div(head, id="module-head"),
@@ -202,8 +205,8 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
             None,
         )
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
-    hist = data.histogram(run, module, site, step, cast)
-    lost = 0 if hist is not None else data.lost_at(run, module, site, step)
+    hist = queries.histogram(run, module, site, step, cast)
+    lost = 0 if hist is not None else queries.lost_at(run, module, site, step)
     return (
         _head(view, opened, module),
         about,
@@ -240,7 +243,7 @@ def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step
 def _sampled(opened: Opened, module: str) -> list[int]:
     is_thin = opened.is_thin()
     found: list[int] = opened.keep(
-        ("sampled", module, is_thin), lambda: data.sampled_steps(opened.run, module, opened.narrow, is_thin)
+        ("sampled", module, is_thin), lambda: queries.sampled_steps(opened.run, module, opened.narrow, is_thin)
     )
     return found
 
@@ -257,7 +260,7 @@ def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
     is_thin = opened.is_thin(*names)
     key = ("lines", module, metric, is_thin)
     found: dict[str, list[Trace]] = opened.keep(
-        key, lambda: data.several_traces(opened.run, module, names, opened.narrow, is_thin)
+        key, lambda: queries.several_traces(opened.run, module, names, opened.narrow, is_thin)
     )
     return found
 
@@ -365,7 +368,7 @@ def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> l
     """Return why statistics of a module say less than those of others: none, none of the last steps, NaN, or unreadable files."""
     from fp8debug.rules.lost import Lost
 
-    steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: data.last_sampled(opened.run)), []
+    steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: queries.last_sampled(opened.run)), []
     entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
     if not steps:
         found.append(f"nothing was recorded for it ({entry.get('reason') or 'no reason recorded'})")
@@ -374,7 +377,7 @@ def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> l
         found += gone
     elif steps and last is not None and steps[-1] < last:
         found.append(f"recorded until step {steps[-1]:,} only, of {last:,}")
-    bad = opened.keep(("not finite", module), lambda: data.first_not_finite(opened.run, module))
+    bad = opened.keep(("not finite", module), lambda: queries.first_not_finite(opened.run, module))
     if bad is not None:
         found.append(f"its tensors hold NaN or Inf from step {bad:,}")
     if opened.run.problems:
@@ -395,7 +398,7 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
 
 def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Component:
     columns = [name for name in (*COLUMNS, *NOT_FINITE) if opened.run.has(name)]
-    rows = data.side_by_side(opened.run, module, site, step, columns)
+    rows = queries.side_by_side(opened.run, module, site, step, columns)
     if not rows:
         return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
     bad = any(row["state"] for row in rows)

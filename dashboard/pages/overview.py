@@ -13,13 +13,15 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import data, figures, source
-from ..coverage import coverage
-from ..nonfinite import NAMES
-from ..opened import SMALL_BYTES, Judgement, Opened
-from ..spans import step_range
-from ..theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
-from ..urls import View, href
+from ..data import queries
+from ..data.coverage import coverage
+from ..data.nonfinite import NAMES
+from ..data.step_ranges import step_range
+from ..figures import base as figures
+from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
+from ..web import source
+from ..web.run_view import SMALL_BYTES, Judgement, Opened
+from ..web.urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
 from .base import Page
 
@@ -271,7 +273,7 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
             text = not_finite(NAMES[worst["state"]].partition(" made")[0], about)
         body.append([link, site, text])
     head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
-    more = note(f"The {len(rows)} worst, one site a module.") if len(rows) == data.WORST else None
+    more = note(f"The {len(rows)} worst, one site a module.") if len(rows) == queries.WORST else None
     return [table(head, body, numeric=(2,), name="noisiest-operands"), more]
 
 

@@ -9,13 +9,13 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 
-from .. import rank_data
-from ..figures import empty, heatmap
-from ..module_figures import SITES
-from ..opened import Opened
-from ..rank_figures import spread
-from ..theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
-from ..urls import View, href
+from ..data import ranks as rank_data
+from ..figures.base import empty, heatmap
+from ..figures.module import SITES
+from ..figures.ranks import spread
+from ..figures.theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
+from ..web.run_view import Opened
+from ..web.urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
 from .base import Page
 from .heatmap import metric_options, read_thinly

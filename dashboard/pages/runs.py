@@ -8,11 +8,11 @@ from typing import Any
 from dash import html
 from dash.development.base_component import Component
 
-from ..mantine import dmc
-from ..records import Summary
-from ..source import Source
-from ..theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
-from ..urls import href
+from ..data.records import Summary
+from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
+from ..web.mantine import dmc
+from ..web.source import Source
+from ..web.urls import href
 from ..widgets import card, code, grid, note
 
 #: How long the browser waits for verdicts before it shows those that are known; the others come with later refreshes.

@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: the other tests are a package
 
-from fp8debug_dashboard import narrow
-from fp8debug_dashboard.narrow import METRICS
-from fp8debug_dashboard.opened import Opened
-from fp8debug_dashboard.shown import PAGES
-from fp8debug_dashboard.source import Source
-from fp8debug_dashboard.urls import View
+from fp8debug_dashboard.data import metric_cache
+from fp8debug_dashboard.data.metric_cache import METRICS
+from fp8debug_dashboard.web.run_view import Opened
+from fp8debug_dashboard.web.screens import PAGES
+from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.urls import View
 from tests.bench.dashboard import make_log
 
 
@@ -59,7 +59,7 @@ def measure(run: Path, repeats: int) -> None:
     again = Source(run).open(None)
 
     def build() -> None:
-        again.narrow = narrow.build(run)
+        again.narrow = metric_cache.build(run)
 
     print(f"table in memory: {cpu_ms(build):.0f} ms; pages with it:")
     lay_out(again, repeats)

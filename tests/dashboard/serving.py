@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from werkzeug.serving import make_server
 
 from fp8debug_dashboard import make_app
-from fp8debug_dashboard.server import QuietHandler, guard
+from fp8debug_dashboard.web.server import QuietHandler, guard
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIApplication

@@ -21,9 +21,9 @@ from fp8debug.rules import Severity, triage
 from fp8debug.rules.lost import in_one_sentence, losses_of
 from fp8debug.store.run import Run
 from fp8debug_cli.main import status
-from fp8debug_dashboard.judge import packed, unpacked
-from fp8debug_dashboard.opened import Judgement
 from fp8debug_dashboard.pages.overview import sentence
+from fp8debug_dashboard.web.run_view import Judgement
+from fp8debug_dashboard.web.triage_process import packed, unpacked
 from tests.synthetic import MODULES, build
 
 DOWN = "blocks.1.mlp.down"

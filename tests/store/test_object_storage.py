@@ -170,9 +170,9 @@ def test_a_run_that_grows_is_seen_by_refresh(tmp_path: Path, plan: Plan) -> None
 def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path, plan: Plan) -> None:
     pytest.importorskip("dash")
     from fp8debug_dashboard.pages import runs
-    from fp8debug_dashboard.shown import PAGES
-    from fp8debug_dashboard.source import Source
-    from fp8debug_dashboard.urls import View
+    from fp8debug_dashboard.web.screens import PAGES
+    from fp8debug_dashboard.web.source import Source
+    from fp8debug_dashboard.web.urls import View
 
     write(tmp_path / "exp", plan)
     upload(tmp_path / "exp", "s3://bucket/shown/exp")

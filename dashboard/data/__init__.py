@@ -1,0 +1,1 @@
+"""Queries: from a run to arrays and records, without Dash."""

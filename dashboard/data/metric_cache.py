@@ -1,0 +1,238 @@
+"""What pages ask most of a large run, in memory: a few metrics in float32, one block of steps by modules for each site.
+
+Parquet is packed: to find one module in ten million rows every page of a column is unpacked. The first pages of a run are read
+from it all the same; :func:`build` takes seconds and runs in the background. Its answers are those of the views, which
+``data`` gives, but for float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fp8debug import Run
+from fp8debug.types import Gemm, Reference, TensorRole
+
+from .arrays import ints, known_floats
+from .healthy_ranges import badness, kind_of
+from .nonfinite import COUNTS, FINITE, LOST_SQL, MISSING, NAN, STATE_SQL, States, has_nonfinite
+from .records import Floats, Ints
+
+#: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for four.
+METRICS = ("sqnr_db", "scale_inv_mean_log2", "headroom", "gain", "underflow_rate", "overflow_rate", "cosine", "amax")
+#: Room for all blocks, and the rows that are read at a time.
+MAX_BYTES, ROWS_AT_ONCE = 7 << 28, 2_000_000
+#: Sites that are told apart: a run has some tens.
+MAX_KEYS = 4096
+#: Stands where a site has no value: NaN is one.
+NOTHING = np.finfo(np.float32).min
+_GEMMS, _TENSORS, _REFERENCES = ([member.value for member in kind] for kind in (Gemm, TensorRole, Reference))
+
+#: (gemm, tensor, cast name, reference, running) of a site.
+Key = tuple[str, str, str, str, bool]
+_COLUMNS = ("gemm", "tensor", "cast_name", "reference", "actual")
+
+
+class Line(NamedTuple):
+    """A metric of one site over steps: mean, smallest, largest and the state of the steps behind each point."""
+
+    key: Key
+    steps: Ints
+    values: Floats
+    low: Floats
+    high: Floats
+    states: States | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow:
+    """The blocks of a run.
+
+    Attributes:
+        blocks: of each metric, float32 ``[keys, steps, modules]``.
+        modules: names, in execution order.
+        keys: the sites.
+        sampled: the steps with statistics.
+        states: of ``nonfinite``, int8 ``[keys, steps, modules]``; None for a run without NaN and Inf.
+    """
+
+    blocks: dict[str, Floats]
+    modules: Sequence[str]
+    keys: Sequence[Key]
+    sampled: Ints
+    states: States | None = None
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The metrics that are kept."""
+        return frozenset(self.blocks)
+
+    def heat(
+        self, metric: str, keys: Collection[Key], first: int, last: int, width: int
+    ) -> tuple[list[str], Ints, Floats, Ints, States]:
+        """Return the worst of each module and ``width`` steps, as ``data.heat`` asks for them.
+
+        Returns:
+            The modules and the first step of each cell that have a value; values, kinds and states, ``[modules, cells]``.
+        """
+        low, high = np.searchsorted(self.sampled, [first, last + 1])
+        steps, places = self.sampled[low:high], _places(self.sampled[low:high], first, width)
+        shape = (len(places[0]) if places else 0, len(self.modules))
+        worst, values = np.full(shape, -np.inf, np.float32), np.full(shape, np.nan, np.float32)
+        kinds, begins = np.zeros(shape, np.int32), np.full(shape[0], np.iinfo(np.int32).max, np.int32)
+        states = np.full(shape, -1, np.int8)
+        marked = None if metric in COUNTS else self.states
+        order = sorted((kind_of(*key[:4]), i) for i, key in enumerate(self.keys) if key in keys)
+        for kind, i in order:  # of equally bad ones the last kind counts
+            for place in places:
+                rows = np.flatnonzero(place >= 0)
+                own = self.blocks[metric][i, low + place[rows]]
+                known = own != NOTHING
+                bad = np.where(known, _ranked(badness(metric, own, kind)), -np.inf)
+                wins = known & (bad >= worst[rows])
+                for whole, new in ((worst, bad), (values, own), (kinds, kind)):
+                    whole[rows] = np.where(wins, new, whole[rows])
+                state = np.where(known, np.where(np.isnan(own), NAN, FINITE), -1).astype(np.int8)
+                if marked is not None:
+                    mark = marked[i, low + place[rows]]
+                    state = np.where(mark > FINITE, np.maximum(mark, state), state)
+                    unknown = (mark > FINITE) & (worst[rows] == -np.inf)
+                    kinds[rows] = np.where(unknown, kind, kinds[rows])
+                states[rows] = np.maximum(states[rows], state)
+                seen = (state >= FINITE).any(axis=1)
+                begins[rows[seen]] = np.minimum(begins[rows[seen]], steps[place[rows[seen]]])
+        there = states >= FINITE
+        modules, cells = np.flatnonzero(there.any(axis=0)), np.flatnonzero(there.any(axis=1))
+        chosen = np.ix_(cells, modules)
+        names = [self.modules[m] for m in modules.tolist()]
+        states[states < FINITE] = MISSING
+        return names, begins[cells], values[chosen].T.copy(), kinds[chosen].T.copy(), states[chosen].T.copy()
+
+    def lines(self, module: str, metric: str, first: int, width: int) -> list[Line]:
+        """Return the lines of a module that have a value, in the order of ``data.several_traces``."""
+        if module not in self.modules:
+            return []
+        found, m = [], self.modules.index(module)
+        block = self.blocks[metric][:, :, m]
+        marks = self.states[:, :, m] if self.states is not None and metric not in COUNTS else None
+        have = {self.keys[i][3] for i in np.flatnonzero((block != NOTHING).any(axis=1)).tolist()}
+        for i in sorted(range(len(self.keys)), key=lambda i: _order(self.keys[i])):
+            is_known, is_marked = block[i] != NOTHING, np.zeros(block.shape[1], np.bool_)
+            if marks is not None and (self.keys[i][3] in have or not have):
+                is_marked = marks[i] > FINITE
+            there = np.flatnonzero(is_known | is_marked)
+            if not len(there):
+                continue
+            _, begins = np.unique((self.sampled[there] - first) // width, return_index=True)
+            known = is_known[there]
+            values = np.where(known, block[i, there], np.float32(np.nan))
+            counts = np.add.reduceat(known.astype(np.int64), begins)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                sums = np.add.reduceat(np.where(known, values, 0).astype(np.float64), begins)
+                mean = np.where(counts > 0, sums / counts, np.nan).astype(np.float32)
+            low = np.fmin.reduceat(values, begins)
+            high = np.maximum.reduceat(np.where(known, values, -np.inf).astype(np.float32), begins)
+            high = np.where(counts > 0, high, np.float32(np.nan))
+            states = None if marks is None else np.maximum.reduceat(marks[i, there], begins)
+            found.append(Line(self.keys[i], self.sampled[there][begins], mean, low, high, states))
+        return found
+
+    def steps(self, module: str) -> list[int]:
+        """Return the steps at which a module has statistics."""
+        if module not in self.modules:
+            return []
+        m = self.modules.index(module)
+        known = np.zeros(len(self.sampled), np.bool_)
+        for block in self.blocks.values():
+            known |= (block[:, :, m] != NOTHING).any(axis=0)
+        if self.states is not None:
+            known |= (self.states[:, :, m] > FINITE).any(axis=0)
+        return [int(step) for step in self.sampled[known]]
+
+
+def _order(key: Key) -> tuple[str, str, bool, str, str]:
+    gemm, tensor, cast_name, reference, actual = key
+    return gemm, tensor, not actual, cast_name, reference
+
+
+def _ranked(bad: Floats) -> Floats:
+    """Return what is comparable: NaN is worst, as the engine has it, and nothing is as good as no value."""
+    return np.where(np.isnan(bad), np.float32(np.inf), np.maximum(bad, np.float32(-3e38)))
+
+
+def _places(steps: Ints, first: int, width: int) -> list[NDArray[np.int64]]:
+    """Return for each cell its first step's place, then its second's and so on; -1 where a cell has no more."""
+    if not len(steps):
+        return []
+    _, begins, counts = np.unique((steps - first) // width, return_index=True, return_counts=True)
+    return [np.where(j < counts, begins + j, -1) for j in range(int(counts.max()))]
+
+
+def build(path: Path) -> Narrow | None:
+    """Read the blocks of a run; None where they would be too large, or none of the metrics was recorded.
+
+    Raises:
+        Fp8DebugError: the run cannot be read.
+    """
+    run = Run(path)
+    modules = list(dict.fromkeys(str(m["fqn"]) for m in run.modules))
+    keys = _keys(run)
+    sampled = np.array([step for step in run.sampled_steps if step is not None], dtype=np.int32)
+    shape = (len(keys), len(sampled), len(modules))
+    room = MAX_BYTES // (4 * int(np.prod(shape)) or MAX_BYTES)
+    metrics = [name for name in METRICS if run.has(name)][:room]
+    if not metrics or len(keys) > MAX_KEYS:
+        return None
+    blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
+    states = np.zeros(shape, np.int8) if has_nonfinite(run) else None
+    for table in _read(run, modules, keys, metrics, sampled, states is not None):
+        place = ints(table, "c"), np.searchsorted(sampled, ints(table, "step")), ints(table, "m")
+        for name in metrics:
+            values, known = known_floats(table, name)
+            if states is not None and name not in COUNTS:
+                known &= ints(table, "lost") == 0
+            blocks[name][place] = np.where(known, values, NOTHING)
+        if states is not None:
+            states[place] = ints(table, "state")
+    return Narrow(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states)
+
+
+def _keys(run: Run) -> list[Key]:
+    columns = ", ".join(_COLUMNS)
+    known = " AND ".join(f"{name} IS NOT NULL" for name in ("module", "step", *_COLUMNS))
+    rows = run.sql(f"SELECT DISTINCT {columns} FROM raw WHERE {known} ORDER BY {columns}").to_pylist()
+    ours = [row for row in rows if row["gemm"] in _GEMMS and row["tensor"] in _TENSORS and row["reference"] in _REFERENCES]
+    return [(row["gemm"], row["tensor"], row["cast_name"], row["reference"], row["actual"]) for row in ours]
+
+
+def _read(
+    run: Run, modules: Sequence[str], keys: Sequence[Key], metrics: Sequence[str], sampled: Ints, with_states: bool
+) -> Iterator[pa.Table]:
+    """Yield rows of m, step, c and the metrics, state and lost if asked for, some steps at a time."""
+    casts = list(dict.fromkeys(key[2] for key in keys))
+    lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
+    code, of_key = "0", [0] * len(keys)
+    for i, (name, known) in enumerate(zip(_COLUMNS, lists, strict=True)):
+        code = f"({code} * {len(known)} + {_place(name, known)})"
+        places = [known.index(str(key[i]).lower() if name == "actual" else str(key[i])) for key in keys]
+        of_key = [n * len(known) + place for n, place in zip(of_key, places, strict=True)]
+    cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
+    values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
+    values += f", {STATE_SQL} AS state, CAST({LOST_SQL} AS INTEGER) AS lost" if with_states else ""
+    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM sites"
+    at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
+    for begin in range(0, len(sampled), at_once):
+        part = sampled[begin : begin + at_once]
+        yield run.sql(f"SELECT * FROM ({text} WHERE step BETWEEN {part[0]} AND {part[-1]}) AS coded WHERE m + c IS NOT NULL")
+
+
+def _place(column: str, values: Sequence[str]) -> str:
+    """Return SQL for the place of a string column's value in a list: an enumeration looks up each word of a dictionary once."""
+    words = ", ".join("'" + value.replace("'", "''") + "'" for value in values)
+    return f"CAST(enum_code(TRY_CAST(CAST({column} AS VARCHAR) AS ENUM({words}))) AS INTEGER)"

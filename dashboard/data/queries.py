@@ -1,0 +1,461 @@
+"""Questions to a run, asked in SQL and answered as records; nothing else in the dashboard reads a run.
+
+Every query reduces to what a screen can show before it leaves the engine: at most ``MAX_CELLS`` columns of a heatmap and
+``MAX_POINTS`` points of a line. Column names are checked against the schema before they enter a query; values are bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fp8debug.errors import UnknownNameError
+from fp8debug.formats import FORMATS
+from fp8debug.metrics import derived_columns, slots
+from fp8debug.metrics.histogram import FIRST_LOG2
+
+from .arrays import floats, grid_of, ints, known_floats, states
+from .healthy_ranges import KIND_SQL, badness_sql
+from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
+from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
+from .step_ranges import ends, sites_within, step_range, width_of
+
+if TYPE_CHECKING:
+    from fp8debug import Run
+
+    from .metric_cache import Key, Narrow
+
+MAX_CELLS = 560
+MAX_POINTS = 600
+OPERANDS = ("input", "weight", "grad_output")
+SERIES = ("loss", "grad_norm", "loss_scale", "lr")
+
+
+def metrics() -> dict[str, tuple[str, str]]:
+    """Return (unit, sentence) of every number that a figure can show: derived columns first, then stored slots."""
+    found = {name: (d.unit, d.doc) for name, d in derived_columns().items()}
+    found |= {name: (s.unit, s.doc) for name, s in slots().items() if s.size == 1}
+    return found
+
+
+def column(metric: str) -> str:
+    """Return a column name that may enter a query.
+
+    Raises:
+        UnknownNameError: it is no column.
+    """
+    if metric not in metrics():
+        raise UnknownNameError("metric", metric, metrics())
+    return metric
+
+
+def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run.sql(query, list(params)).to_pylist()
+    return found
+
+
+def training(run: Run) -> list[Trace]:
+    """Return loss, grad norm, loss scale and lr over steps, those that were recorded; constant ones but the loss are left out."""
+    aggregates = ", ".join(f"avg({c}) AS {c}, min({c}) AS {c}_low, max({c}) AS {c}_high" for c in SERIES)
+    bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
+    if bounds["first"] is None:
+        return []
+    width = width_of(run, "raw_steps", bounds["first"], bounds["last"], MAX_POINTS)
+    table = run.sql(
+        f"SELECT min(step) AS step, {aggregates} FROM steps"
+        f" GROUP BY CAST(floor((step - {int(bounds['first'])}) / {width}) AS BIGINT) ORDER BY 1"
+    )
+    steps, traces = ints(table, "step"), []
+    for name in SERIES:
+        values, known = known_floats(table, name)
+        low, high = (_gaps(floats(table, name + suffix)) for suffix in ("_low", "_high"))
+        is_finite = np.isfinite(values)
+        is_constant = is_finite[known].all() and low[known].min(initial=np.inf) == high[known].max(initial=-np.inf)
+        if not known.any() or (name != "loss" and is_constant):
+            continue
+        banded = width > 1
+        found = np.where(is_finite, FINITE, np.where(np.isnan(values), NAN, INF)).astype(np.int8)
+        traces.append(
+            Trace(
+                name=name,
+                steps=steps[known],
+                values=_gaps(values)[known],
+                states=found[known] if not is_finite[known].all() else None,
+                low=low[known] if banded else None,
+                high=high[known] if banded else None,
+            )
+        )
+    return traces
+
+
+def _gaps(values: Floats) -> Floats:
+    """Return values with NaN, which is drawn as a gap, for those that are infinite."""
+    return np.where(np.isinf(values), np.float32(np.nan), values)
+
+
+def loss_lost_at(run: Run) -> int | None:
+    """Return the first step whose loss is NaN or infinite."""
+    # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
+    names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
+    query = f"SELECT min(step) AS step FROM steps WHERE lower(CAST(loss AS STRING)) IN {names}"
+    step = _rows(run, query)[0]["step"]
+    return None if step is None else int(step)
+
+
+def last_loss(run: Run) -> float | None:
+    """Return the loss of the last step that has one."""
+    rows = run.sql("SELECT step, avg(loss) AS loss FROM steps WHERE loss IS NOT NULL GROUP BY step ORDER BY step DESC LIMIT 1")
+    return float(rows.column("loss")[0].as_py()) if rows.num_rows else None
+
+
+def recorded(run: Run) -> list[str]:
+    """Return the metrics that the run has any value of, in the order of ``metrics()``."""
+    return [name for name in metrics() if run.has(name)]
+
+
+def recorded_lately(run: Run) -> list[str]:
+    """Return the metrics with a value in the first, a middle or the last sampled step: at once, however long the run."""
+    names = list(metrics())
+    edges = _rows(run, "SELECT min(step) AS a, max(step) AS b FROM raw")[0]
+    if edges["a"] is None:
+        return []
+    middle = _rows(run, f"SELECT min(step) AS m FROM raw WHERE step >= {(edges['a'] + edges['b']) // 2}")[0]["m"]
+    there = [name for name in names if name in run.columns]
+    counts = ", ".join(f"count({name}) AS {name}" for name in there)
+    wanted = [edges["a"], middle, edges["b"]]
+    found = _rows(run, f"SELECT {counts} FROM stats WHERE step IN (?, ?, ?)", wanted)[0]
+    return [name for name in names if found.get(name)]
+
+
+def casts(run: Run) -> list[tuple[str, bool]]:
+    """Return (cast name, running) of every operand cast recorded, running ones first."""
+    table = run.sql(
+        "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
+        " GROUP BY cast_name ORDER BY 2 DESC, 1"
+    )
+    return [(row["cast_name"], bool(row["running"])) for row in table.to_pylist()]
+
+
+def where(site: str, cast: str) -> tuple[str, list[Any]]:
+    """Return the SQL condition and its values for a choice of site and cast.
+
+    Args:
+        site: ``operands`` or ``results`` for all of them (against the shadow), ``exact`` for results against the exact
+            GEMM, or ``gemm.tensor`` for one.
+        cast: ``running``, ``what-if`` for all that did not run, or the name of a cast.
+    """
+    conditions: list[str] = []
+    values: list[Any] = []
+    gemm, _, tensor = site.partition(".")
+    if site in ("operands", "results", "exact"):
+        conditions.append(
+            {"operands": "reference = 'operand'", "results": "reference = 'shadow'"}.get(site, "reference = 'exact'")
+        )
+    else:
+        conditions.append("gemm = ? AND tensor = ?")
+        values += [gemm, tensor]
+        conditions.append("reference = 'operand'" if tensor in OPERANDS else "reference = 'shadow'")
+    if cast in ("running", "what-if"):
+        conditions.append("actual" if cast == "running" else "NOT actual")
+    else:
+        conditions.append("cast_name = ?")
+        values.append(cast)
+    return " AND ".join(conditions), values
+
+
+def _keys(narrow: Narrow, site: str, cast: str) -> list[Key]:
+    """Return the sites of a table in memory that :func:`where` chooses."""
+    gemm, _, tensor = site.partition(".")
+    many = {"operands": "operand", "results": "shadow", "exact": "exact"}
+    reference = many.get(site) or ("operand" if tensor in OPERANDS else "shadow")
+    chosen = []
+    for key in narrow.keys:
+        is_cast = key[4] == (cast == "running") if cast in ("running", "what-if") else key[2] == cast
+        if is_cast and key[3] == reference and (site in many or key[:2] == (gemm, tensor)):
+            chosen.append(key)
+    return chosen
+
+
+def heat(
+    run: Run,
+    metric: str,
+    site: str = "operands",
+    cast: str = "running",
+    steps: tuple[int | None, int | None] = (None, None),
+    narrow: Narrow | None = None,
+    is_thin: bool = False,
+) -> Heat:
+    """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
+
+    Args:
+        run: the run.
+        metric: column of ``sites``.
+        site: see ``where``.
+        cast: see ``where``.
+        steps: first and last step to show; the cells get finer as the range gets shorter.
+        narrow: the run's table in memory, which answers if it has the metric.
+        is_thin: else read some of many steps, see ``spans.step_condition``.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    name, unit = column(metric), metrics()[metric][0]
+    condition, values = where(site, cast)
+    modules = [str(m["fqn"]) for m in run.modules]
+    shown = step_range(run, *steps)
+    nothing = np.zeros((0, 0), dtype=np.float32)
+    if shown is None:
+        return Heat(
+            metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32)
+        )
+    first, last = shown
+    width = width_of(run, "raw", first, last, MAX_CELLS)
+    if narrow is not None and name in narrow.metrics:
+        names, cells, grid, kinds, found = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
+        return Heat(
+            metric=metric,
+            unit=unit,
+            modules=tuple(names),
+            steps=cells,
+            values=grid,
+            kinds=kinds,
+            states=found,
+            steps_per_cell=width,
+        )
+    sites, apart = sites_within(run, first, last, is_thin)
+    table = run.sql(
+        f"WITH picked AS (SELECT module, step, CAST({value_sql(run, name)} AS DOUBLE) AS v, {KIND_SQL} AS kind,"
+        f" {badness_sql(name)} AS badness, {state_sql(run, name)} AS state FROM {sites} AND {condition})"
+        f" SELECT module, CAST(floor((step - {first}) / {width}) AS BIGINT) AS cell, min(step) AS step,"
+        f" {WORST_SQL} FROM picked WHERE v IS NOT NULL OR state > 0"
+        f" GROUP BY module, CAST(floor((step - {first}) / {width}) AS BIGINT)",
+        values,
+    )
+    return replace(grid_of(table, metric, unit, modules, width), steps_apart=apart)
+
+
+#: The worst of several rows of (v, kind, badness, state): that of the finite ones, and the largest state.
+WORST_SQL = (
+    "max_by(v, (badness, kind)) FILTER (WHERE v IS NOT NULL) AS v,"
+    " coalesce(max_by(kind, (badness, kind)) FILTER (WHERE v IS NOT NULL), max(kind)) AS kind, max(state) AS state"
+)
+
+
+def default_cast(run: Run) -> str:
+    """Return ``running``, or ``what-if`` for a run in which nothing ran in FP8."""
+    found = _rows(run, "SELECT 1 AS one FROM raw WHERE actual AND reference = 'operand' LIMIT 1")
+    return "running" if found else "what-if"
+
+
+#: Modules in the list of the noisiest operands.
+WORST = 10
+
+
+def worst_operands(run: Run, count: int = WORST) -> list[dict[str, Any]]:
+    """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
+
+    Each row has step, module, gemm, tensor, sqnr_db, kind and state; one row per module, worst first: an operand that holds NaN
+    or Inf before all others.
+    """
+    last: int | None = ends(run)[1]
+    rows = _worst_at(run, "running", last, count)
+    if rows:
+        return rows
+    cast = default_cast(run)  # the last step was not sampled, or nothing ran in FP8
+    condition, _ = where("operands", cast)
+    asked = f"SELECT max(step) AS step FROM stats WHERE {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
+    last = _rows(run, asked)[0]["step"]
+    return _worst_at(run, cast, last, count)
+
+
+def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[str, Any]]:
+    badness, (condition, _) = badness_sql("sqnr_db"), where("operands", cast)
+    badness = f"CASE WHEN {LOST_SQL} THEN 1e300 ELSE {badness} END"
+    key = f"(({STATE_SQL}), {badness}, gemm, tensor)"  # of equally bad ones, the same for every column
+    return _rows(
+        run,
+        f"SELECT step, module, max_by(gemm, {key}) AS gemm, max_by(tensor, {key}) AS tensor,"
+        f" max_by(coalesce(sqnr_db, 'nan'::DOUBLE), {key}) AS sqnr_db, max_by({KIND_SQL}, {key}) AS kind,"
+        f" max({STATE_SQL}) AS state FROM sites WHERE step = ? AND {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
+        f" GROUP BY step, module ORDER BY max({STATE_SQL}) DESC, max({badness}) DESC, module LIMIT {int(count)}",
+        [step],
+    )
+
+
+def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[Trace]:
+    """Return a metric of one module over steps: a line for every site, cast and reference.
+
+    Args:
+        run: the run.
+        module: FQN.
+        metric: column of ``sites``.
+        site: (gemm, tensor) to keep; all nine by default.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    return [t for t in several_traces(run, module, [metric])[metric] if site is None or (t.gemm, t.tensor) == site]
+
+
+def several_traces(
+    run: Run, module: str, names: Sequence[str], narrow: Narrow | None = None, is_thin: bool = False
+) -> dict[str, list[Trace]]:
+    """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
+
+    Args:
+        run: the run.
+        module: FQN.
+        names: columns of ``sites``.
+        narrow: the run's table in memory, which answers if it has all of them.
+        is_thin: else read some of many steps, see ``spans.step_condition``.
+
+    Raises:
+        UnknownNameError: no such metric.
+    """
+    wanted, shown = [column(name) for name in dict.fromkeys(names)], step_range(run)
+    if shown is None:
+        return {name: [] for name in wanted}
+    width = width_of(run, "raw", *shown, MAX_POINTS)
+    if narrow is not None and narrow.metrics.issuperset(wanted):
+        return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
+    columns = {n: value_sql(run, n) for n in wanted}
+    values = ", ".join(f"avg({c}) AS {n}_avg, min({c}) AS {n}_min, max({c}) AS {n}_max" for n, c in columns.items())
+    state = f"max({STATE_SQL})" if any(state_sql(run, n) == STATE_SQL for n in wanted) else str(FINITE)
+    sites, apart = sites_within(run, *shown, is_thin)
+    width = width if apart == 1 else 1  # each step is a point of its own
+    table = run.sql(
+        f"SELECT gemm, tensor, cast_name, reference, actual, min(step) AS step, {state} AS state, {values}"
+        f" FROM {sites} AND module = ?"
+        " GROUP BY gemm, tensor, cast_name, reference, actual, CAST(floor((step - {0}) / {1}) AS BIGINT)"
+        " ORDER BY gemm, tensor, actual DESC, cast_name, reference, 6".format(shown[0], width),
+        [module],
+    )
+    keys = ["gemm", "tensor", "cast_name", "reference", "actual", "step", "state"]
+    is_lost = table.column("state").to_numpy() > FINITE
+    found = {}
+    for name in wanted:
+        own = table.select([*keys, f"{name}_avg", f"{name}_min", f"{name}_max"]).rename_columns([*keys, "v", "low", "high"])
+        shows = is_lost & _speaks_of(name, own)
+        found[name] = _traces(own.filter(pa.array(own.column("v").is_valid().to_numpy() | shows)), name, banded=width > 1)
+    return found
+
+
+def _speaks_of(metric: str, table: pa.Table) -> NDArray[np.bool_]:
+    """Return the rows that would have a value of a metric were their elements finite.
+
+    Operands have some metrics that results have not: rows count whose reference has a value anywhere, or all where none has.
+    """
+    if metric in COUNTS or not table.num_rows:
+        return np.zeros(table.num_rows, np.bool_)
+    references = np.array(table.column("reference").to_pylist(), np.str_)
+    known = np.unique(references[table.column("v").is_valid().to_numpy()])
+    return np.isin(references, known) if len(known) else np.ones(table.num_rows, np.bool_)
+
+
+def _traces(table: pa.Table, metric: str, banded: bool) -> list[Trace]:
+    keys = ("gemm", "tensor", "cast_name", "reference", "actual")
+    if not table.num_rows:
+        return []
+    columns = [table.column(key).to_pylist() for key in keys]
+    steps, values, low, high = ints(table, "step"), floats(table, "v"), floats(table, "low"), floats(table, "high")
+    found = states(table, "state") * (metric not in COUNTS)
+    labels = list(zip(*columns, strict=True))
+    starts = [i for i in range(len(labels)) if i == 0 or labels[i] != labels[i - 1]]
+    traces = []
+    for start, end in zip(starts, [*starts[1:], len(labels)], strict=True):
+        part = slice(start, end)
+        traces.append(_trace(labels[start], steps[part], values[part], low[part], high[part], found[part], banded))
+    return traces
+
+
+def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, found: States | None, banded: bool) -> Trace:
+    gemm, tensor, cast_name, reference, actual = key
+    return Trace(
+        name=cast_name + ("" if actual else " (what-if)"),
+        steps=steps,
+        values=_gaps(values),
+        states=found if found is not None and found.any() else None,
+        low=low if banded else None,
+        high=high if banded else None,
+        gemm=gemm,
+        tensor=tensor,
+        cast_name=cast_name,
+        reference=reference,
+        actual=actual,
+    )
+
+
+def sampled_steps(run: Run, module: str, narrow: Narrow | None = None, is_thin: bool = False) -> list[int]:
+    """Return the steps at which the module has statistics; those of the whole run where that would take too long to find."""
+    if narrow is not None:
+        return narrow.steps(module)
+    if is_thin:
+        return [step for step in run.sampled_steps if step is not None]
+    found = _rows(run, "SELECT DISTINCT step FROM raw WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])
+    return [int(row["step"]) for row in found]
+
+
+def side_by_side(run: Run, module: str, site: tuple[str, str], step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one row per cast (or reference, of a result) of a site at one step, the running cast first.
+
+    Each has its ``state``, and ``lost``: no element is finite, and a value of the finite ones says nothing.
+    """
+    names = ", ".join(column(name) for name in columns)
+    return _rows(
+        run,
+        f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
+        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
+        [module, *site, step],
+    )
+
+
+def last_sampled(run: Run) -> int | None:
+    """Return the last step with statistics."""
+    step = _rows(run, "SELECT max(step) AS step FROM raw")[0]["step"]
+    return None if step is None else int(step)
+
+
+def first_not_finite(run: Run, module: str) -> int | None:
+    """Return the first sampled step at which a tensor of a module holds NaN or Inf."""
+    if not has_nonfinite(run):
+        return None
+    step = _rows(run, f"SELECT min(step) AS step FROM raw WHERE module = ? AND {STATE_SQL} > 0", [module])[0]["step"]
+    return None if step is None else int(step)
+
+
+def lost_at(run: Run, module: str, site: tuple[str, str], step: int) -> int:
+    """Return the state of a site without any finite element at a step, or 0."""
+    asked = (
+        f"SELECT max({STATE_SQL}) AS state FROM sites WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND {LOST_SQL}"
+    )
+    return int(_rows(run, asked, [module, *site, step])[0]["state"] or 0)
+
+
+def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> Histogram | None:
+    """Return the exponent histogram of a site at one step, with the range of a cast (the running one by default)."""
+    rows = _rows(
+        run,
+        "SELECT cast_name, actual, log2_hist, scale_inv_min, scale_inv_max, scale_inv_mean_log2 FROM sites"
+        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND reference = 'operand' ORDER BY actual DESC, cast_name",
+        [module, *site, step],
+    )
+    counts = next((row["log2_hist"] for row in rows if row["log2_hist"]), None)
+    if counts is None:
+        return None
+    chosen = next((row for row in rows if row["cast_name"] == cast), rows[0])
+    bins: NDArray[np.int64] = np.array(counts, dtype=np.int64)
+    return Histogram(first_log2=FIRST_LOG2, counts=bins, step=step, cast=_range(chosen))
+
+
+def _range(row: dict[str, Any]) -> CastRange | None:
+    name = str(row["cast_name"]).split(" ")[0]
+    low, high, mean = row["scale_inv_min"], row["scale_inv_max"], row["scale_inv_mean_log2"]
+    if name not in FORMATS or not low or not high or mean is None:
+        return None
+    logs = (float(np.log2(low)), float(mean), float(np.log2(high)))
+    return CastRange(name=row["cast_name"], actual=bool(row["actual"]), scale_inv_log2=logs, format=name)

@@ -1,0 +1,1 @@
+"""Figures: from records to Plotly's dictionaries, without a run and without Dash."""

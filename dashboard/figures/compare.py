@@ -1,0 +1,74 @@
+"""Runs over each other: their losses with the gap to the first, and one site in two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..data.records import Trace
+from .base import empty, line, plain
+from .plot import LEGEND, Figure
+from .theme import GREY, LINES, VERMILLION
+
+
+def losses(
+    runs: Sequence[tuple[str, Trace | None]],
+    diverges_at: Sequence[int | None] = (),
+    nonfinite_at: Mapping[str, int] | None = None,
+) -> Figure:
+    """Return the losses of several runs over steps, and below them what the first lies above each other one.
+
+    Args:
+        runs: (name, loss or None) of each.
+        diverges_at: of each run after the first, the step from which on the first run lies beyond its noise, or None.
+        nonfinite_at: by run the first step whose loss is NaN or Inf, where a point of its line stands for several steps.
+    """
+    lost = nonfinite_at or {}
+    known = [(name, trace) for name, trace in runs if trace is not None]
+    if not known:
+        return empty("None of these runs recorded a loss", 200)
+    gaps = [(name, _gap(known[0][1], trace)) for name, trace in known[1:]] if known[0][0] == runs[0][0] else []
+    figure = Figure(2, heights=[3, 1.3], gap=0.06) if gaps else Figure()
+    for i, (name, trace) in enumerate(known):
+        shown, color = plain(name), LINES[i % len(LINES)]
+        line(figure, trace, color, legend=shown, in_legend=True, rank=i, what=f"{shown}:", since=lost.get(name))
+    for i, (name, gap) in enumerate(gaps, 1):
+        since = min((lost[one] for one in (runs[0][0], name) if one in lost), default=None)
+        line(figure, gap, LINES[i % len(LINES)], 1, width=1.2, what="no gap:", since=since)
+    if gaps:
+        figure.rule(GREY, 1, y=0)
+        figure.axis("y", 1, title="gap", standoff=4)
+        figure.note(f"{plain(runs[0][0])} minus the other", 1, x=0, y=1, xanchor="left", yanchor="top")
+    for step in sorted({step for step in diverges_at if step is not None}):
+        figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
+    figure.axis("y", title="loss", standoff=4)
+    figure.axis("x", 1 if gaps else 0, title="step")
+    return figure.set(360 if gaps else 260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
+
+
+def _gap(first: Trace, other: Trace) -> Trace:
+    """Return first minus other at their common points."""
+    steps, ours, theirs = np.intersect1d(first.steps, other.steps, return_indices=True)
+    values = first.values[ours] - other.values[theirs]
+    states = [t.states[at] for t, at in ((first, ours), (other, theirs)) if t.states is not None]
+    found = np.maximum.reduce(states) if states else None
+    return Trace(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
+
+
+def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step: int | None = None) -> Figure:
+    """Return one metric of one site in several runs, the running cast or the result against the shadow."""
+    figure = Figure()
+    for i, (name, traces) in enumerate(runs):
+        own = [t for t in traces if t.actual and t.reference != "exact"] or [t for t in traces if t.reference != "exact"][:1]
+        for trace in own[:1]:
+            named = replace(trace, name=name, actual=True)
+            line(figure, named, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
+    if not figure.told and not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
+        return empty(f"{metric} was recorded at this site in none of these runs", 200)
+    if step is not None:
+        figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
+    figure.axis("y", title=plain(metric), standoff=4)
+    figure.axis("x", title="step")
+    return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26, "l": 72}, hovermode="x")

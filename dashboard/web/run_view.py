@@ -1,0 +1,288 @@
+"""One run as its files were at one moment, with what was concluded from it; what takes long is done once, off the first paint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fp8debug import Run
+from fp8debug.errors import Fp8DebugError
+
+from ..data import queries
+from ..data.large_run import LargeRun
+from ..data.metric_cache import Narrow, build
+from ..figures.theme import level
+
+if TYPE_CHECKING:
+    from fp8debug import Fallback
+    from fp8debug.rules.differences import Differences
+    from fp8debug.rules.findings import Findings
+
+    from ..data.records import Trace
+
+#: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
+SMALL_BYTES = 8 << 20
+#: From this size on, some 30 million rows, the table in memory does not wait for the verdict: pages need it more, and until it
+#: is there, and for what it has not, they read some of the steps.
+HUGE_BYTES = 2 << 30
+#: The longest that a layout waits for the verdict of a small run.
+WAIT_S = 1.5
+#: Answers that are kept for a run, the oldest goes first: a heatmap takes 3 MB at most.
+MAX_KEPT = 96
+RECORDED = "recorded"
+_ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What triage says, or that it is still at it.
+
+    Attributes:
+        known: what it found, the culprit first; None while nothing is known.
+        is_pending: the rules are still looking; ``known`` is of an earlier state of the files, or None.
+        failure: why triage could not run, or "".
+    """
+
+    known: Findings | None = None
+    is_pending: bool = False
+    failure: str = ""
+
+    @property
+    def findings(self) -> Findings:
+        """What is known, or no findings; imports the rules, for which the first page shall not wait."""
+        from fp8debug.rules.findings import Findings
+
+        return Findings() if self.known is None else self.known
+
+    @property
+    def verdict(self) -> str:
+        """``error``, ``warning``, ``info`` or ``ok``; ``unknown`` without findings while pending, and after a failure."""
+        if self.failure or self.known is None:
+            return "unknown"
+        severities = [level(f.severity) for f in self.known or ()]
+        if self.known is not None and self.known.lost:
+            severities.append(level("warning"))
+        return min(severities, key=_ORDER.__getitem__, default="ok")
+
+
+PENDING = Judgement(is_pending=True)
+
+
+@dataclass
+class Verdicts:
+    """The newest judgement of a run, shared by its states while it is being written, and the lock under which it is judged.
+
+    A run that grows faster than it is judged has a verdict all the same: that of the state that was judged last.
+    """
+
+    latest: Judgement = PENDING
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class Opened:
+    """A run with what was concluded from it, as of one state of its files.
+
+    Attributes:
+        run: the run; its queries are safe from several threads.
+        stamp: state of its files.
+        size: their bytes.
+        name: of its folder.
+        siblings: returns the names of the runs in the same folder; none where one run is served.
+        beside: opens another run of the same folder by its name.
+        verdicts: shared with the earlier and later states of the files.
+        is_superseded: the files have changed since.
+        narrow: the table in memory that answers for a large run once it was read.
+    """
+
+    run: Run
+    stamp: str
+    size: int = 0
+    name: str = ""
+    siblings: Callable[[], list[str]] = list
+    beside: Callable[[str], Opened] | None = None
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    is_superseded: bool = False
+    narrow: Narrow | None = None
+    _aside: Run | None = None
+    _narrowing: threading.Thread | None = None
+    _solving: threading.Lock = field(default_factory=threading.Lock)
+    _judgement: Judgement | None = None
+    _solve: Callable[..., list[Fallback]] | None = None
+    _lists: dict[tuple[float, bool], list[Fallback]] = field(default_factory=dict)
+    _differences: dict[str, Differences] = field(default_factory=dict)
+    _kept: dict[Any, Any] = field(default_factory=dict)
+    _locks: dict[Any, threading.Lock] = field(default_factory=dict)
+    _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
+    _opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def aside(self) -> Run:
+        """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
+        with self._opening:
+            if self._aside is None:
+                self._aside = Run(self.run.path)
+            return self._aside
+
+    @property
+    def knows_modules(self) -> bool:
+        """True where listing the modules costs nothing."""
+        return not isinstance(self.run, LargeRun) or self.run.knows_modules
+
+    @property
+    def is_huge(self) -> bool:
+        """True where a page can't wait for what is read of all steps."""
+        return self.size >= HUGE_BYTES
+
+    def is_thin(self, *metrics: str) -> bool:
+        """Tell whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
+        return self.is_huge and (self.narrow is None or not self.narrow.metrics.issuperset(metrics))
+
+    def narrow_down(self) -> None:
+        """Begin to read the table in memory, once: of a large run that nobody is writing."""
+        with self._lock_of_locks:
+            if self._narrowing is not None or self.size < SMALL_BYTES:
+                return
+            self._narrowing = threading.Thread(target=self._narrow, daemon=True)
+            self._narrowing.start()
+
+    @property
+    def is_narrowing(self) -> bool:
+        """True while the table in memory is being read."""
+        thread = self._narrowing
+        return thread is not None and thread.is_alive()
+
+    def _narrow(self) -> None:
+        if not self.is_huge:
+            self.judge()  # one after the other, so that pages have a core; of more rows pages from the files take too long
+        with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
+            found = build(self.run.path)
+            if self._narrowing is threading.current_thread():
+                self.narrow = found
+
+    def widen(self) -> None:
+        """Give the table in memory back; it is read anew when it is asked for."""
+        self.narrow = self._narrowing = None
+
+    def judge(self) -> Judgement:
+        """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
+        with self.verdicts.lock:
+            if self._judgement is None:
+                if self.is_superseded:
+                    return self.verdicts.latest
+                self._judgement = self.verdicts.latest = self._triage()
+            return self._judgement
+
+    def _triage(self) -> Judgement:
+        from fp8debug import triage
+
+        from .triage_process import triage_apart
+
+        try:
+            if self.size >= SMALL_BYTES:
+                found = Judgement(known=triage_apart(self.run.path))
+            else:
+                found = Judgement(known=triage(Run(self.run.path)))
+        except Fp8DebugError as error:
+            return Judgement(failure=str(error))
+        with suppress(Fp8DebugError):
+            self.keep(RECORDED, lambda: queries.recorded(self.aside()))
+        return found
+
+    def judged(self) -> Judgement:
+        """Return what is known by now: at once for a large run, after a moment for a small one."""
+        if self._judgement is None and self.size < SMALL_BYTES:
+            thread = threading.Thread(target=self.judge, daemon=True)
+            thread.start()
+            thread.join(WAIT_S)
+        return self.latest()
+
+    def latest(self) -> Judgement:
+        """Return the newest conclusions without any work; those of an earlier state of the files are pending."""
+        return self._judgement or replace(self.verdicts.latest, is_pending=True)
+
+    @property
+    def is_triaged(self) -> bool:
+        """True when the findings are known."""
+        return self._judgement is not None
+
+    @property
+    def has_fallbacks(self) -> bool:
+        """True when candidates are known without asking the run."""
+        return self._solve is not None
+
+    def fallbacks(self, budget: float = 0.10, *, fill: bool = False) -> list[Fallback]:
+        """Return the candidates within a budget; the run is asked once, whatever the number of budgets.
+
+        Raises:
+            RunError: ``speed.json`` is damaged.
+        """
+        self.judge()
+        with self._solving:
+            if self._solve is None:
+                from fp8debug.fallback.policy import solver
+
+                self._solve = solver(self.aside(), self.latest().findings)
+            if (budget, fill) not in self._lists:
+                self._lists[budget, fill] = self._solve(budget, fill=fill)
+            return self._lists[budget, fill]
+
+    def has_list(self, budget: float, *, fill: bool = False) -> bool:
+        """Tell whether the candidates within a budget are known."""
+        return (budget, fill) in self._lists
+
+    def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return what was computed under a key, or compute it now; who asks for the same meanwhile waits for it."""
+        with self._lock_of_locks:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._kept:
+                found = compute()
+                while len(self._kept) >= MAX_KEPT:
+                    self._kept.pop(next(iter(self._kept)), None)
+                self._kept[key] = found
+            return self._kept.get(key)
+
+    def recorded(self) -> list[str]:
+        """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""
+        found: list[str] = self.kept(RECORDED) or self.keep("recorded lately", lambda: queries.recorded_lately(self.run))
+        return found
+
+    def training(self) -> tuple[list[Trace], int | None]:
+        """Return loss and what else was recorded of the training, and the first step whose loss is no number."""
+        found: tuple[list[Trace], int | None]
+        found = self.keep("training", lambda: (queries.training(self.run), queries.loss_lost_at(self.run)))
+        return found
+
+    def last_loss(self) -> float | None:
+        """Return the loss of the last step that has one."""
+        found: float | None = self.keep("last loss", lambda: queries.last_loss(self.run))
+        return found
+
+    def worst(self) -> list[dict[str, Any]]:
+        """Return the modules with the noisiest operand."""
+        found: list[dict[str, Any]] = self.keep("worst", lambda: queries.worst_operands(self.run))
+        return found
+
+    def is_kept(self, key: Any) -> bool:
+        """Tell whether something was computed under a key."""
+        return key in self._kept
+
+    def kept(self, key: Any) -> Any:
+        """Return what was computed under a key, or None."""
+        return self._kept.get(key)
+
+    def differences(self, name: str) -> Differences | None:
+        """Return how this run differs from another of the folder, None while nobody has compared them."""
+        return self._differences.get(name)
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Compare this run with others of the folder, each the first of its pair; what is known is kept."""
+        from fp8debug.rules.differences import diff_runs
+
+        for name in names:
+            if name not in self._differences and self.beside is not None:
+                other = self.beside(name)
+                self._differences[name] = diff_runs(Run(other.run.path), Run(self.run.path))

@@ -1,0 +1,267 @@
+"""What is served: one run, or a folder of runs. Opens runs by name, never by path, and again when their files have grown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
+from fp8debug.store.places import forget, place_of
+
+from ..figures.theme import level
+
+if TYPE_CHECKING:
+    from fp8debug import Finding
+
+    from ..data.records import Mark, Summary
+    from .run_view import Judgement, Opened
+
+#: A run whose files have not grown for this long and that was not closed is taken for killed.
+QUIET_S = 120.0
+_ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
+
+
+class Source:
+    """The folder that is served.
+
+    Args:
+        path: a run, a folder of runs, or an empty folder, in which the first run is waited for.
+
+    Attributes:
+        path: the folder.
+        is_folder: it holds runs, or will; False for one run.
+
+    Raises:
+        RunError: it is none of them.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = place_of(path)
+        if not self.path.is_dir():
+            raise RunError(f"{path}: no such folder; give a run, or a folder of runs")
+        self.is_folder = not is_run(self.path)
+        self._written: dict[str, float] = {}
+        if self.is_folder and not self.names() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+            raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
+        self._opened: dict[str, Opened] = {}
+        self._lock = threading.Lock()
+        self._judging: threading.Thread | None = None
+
+    def names(self) -> list[str]:
+        """Return the names of the runs in the folder, the last written first; one run is not listed.
+
+        The times are those of the last :meth:`stamp` of the folder, so that one order holds on a page and in its choice of runs.
+        """
+        if not self.is_folder:
+            return []
+        runs = [p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith((".", "rank=")) and is_run(p)]
+        if not runs and is_run(self.path):  # what was an empty folder has become a run itself
+            self.is_folder = False
+        for path in runs:
+            if path.name not in self._written:
+                self._written[path.name] = last_write(path)
+        return [p.name for p in sorted(runs, key=lambda p: (-self._written[p.name], p.name))]
+
+    def folder(self, name: str | None) -> Path:
+        """Return a run's folder by its name in the list: a name with a path in it is no name.
+
+        Raises:
+            UnknownNameError: there is no such run.
+        """
+        if not self.is_folder:
+            return self.path
+        if name not in self.names():
+            raise UnknownNameError("run", str(name), self.names())
+        return self.path / str(name)
+
+    def open(self, name: str | None) -> Opened:
+        """Return a run as its files are now; what is open already is kept while they stay the same.
+
+        Raises:
+            RunError: it cannot be read.
+            UnknownNameError: there is no such run.
+        """
+        folder = self.folder(name)
+        if folder.name not in self._opened:
+            forget(folder)  # of a bucket the list of a whole folder holds no parts
+        stamp = file_stamp(folder)
+        with self._lock:
+            found = self._opened.get(folder.name)
+            if found is None or found.stamp != stamp:
+                from fp8debug import Run
+
+                from ..data.large_run import LargeRun
+                from .run_view import SMALL_BYTES, Opened
+
+                size = int(stamp.split(".")[1], 16)
+                run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
+                opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
+                opened.beside = self.open if self.is_folder else None
+                if found is not None:
+                    opened.verdicts, found.is_superseded = found.verdicts, True
+                found = self._opened[folder.name] = opened
+            return found
+
+    def read_ahead(self) -> None:
+        """Read what the first page of a run shows: the browser takes as long to begin."""
+        with suppress(Fp8DebugError):  # the page says what is wrong
+            opened = self.open(None)
+            for read in (opened.worst, opened.training, opened.last_loss):
+                read()
+
+    def narrow_down(self, opened: Opened) -> None:
+        """Have a large run's table read into memory, unless it is being written; that of any other run is given back."""
+        if state(opened.run.path, opened.run.rank_manifests) == "writing":
+            return
+        for other in [other for other in self._opened.values() if other is not opened]:
+            other.widen()
+        opened.narrow_down()
+
+    def is_triaged(self, name: str) -> bool:
+        """Tell whether a run's findings are known, so that asking for them costs nothing."""
+        found = self._opened.get(name)
+        return found is not None and found.is_triaged
+
+    def known(self, name: str) -> Judgement | None:
+        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has opened."""
+        found = self._opened.get(name)
+        return None if found is None else found.latest()
+
+    def judge_all(self, wait_s: float) -> bool:
+        """Judge all runs one after another in the background, newest first; wait a moment for it.
+
+        Returns:
+            False where all verdicts were known already.
+        """
+        waiting = [name for name in self.names() if not self._is_current(name)]
+        if not waiting:
+            return False
+        with self._lock:
+            if self._judging is None or not self._judging.is_alive():
+                self._judging = threading.Thread(target=self._judge, args=(waiting,), daemon=True)
+                self._judging.start()
+            thread = self._judging
+        thread.join(wait_s)
+        return True
+
+    def _is_current(self, name: str) -> bool:
+        """Tell whether the findings of a run as its files are now are known."""
+        found = self._opened.get(name)
+        return found is not None and found.is_triaged and found.stamp == file_stamp(self.path / name)
+
+    def _judge(self, names: Sequence[str]) -> None:
+        for name in names:
+            with suppress(Fp8DebugError, OSError):
+                self.open(name).judge()
+
+    def stamp(self, name: str | None) -> str:
+        """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
+        try:
+            if self.is_folder and name is None:
+                forget(self.path)
+                stamps = {name: file_stamp(self.path / name) for name in self.names()}
+                self._written = {name: written_at(stamp) for name, stamp in stamps.items()}
+                return " ".join([*stamps.values(), *(name for name in stamps if self.is_triaged(name))])
+            folder = self.folder(name)
+            forget(folder)  # an object store is listed when it is asked whether a run has grown, not for every answer
+            return file_stamp(folder)
+        except (OSError, UnknownNameError):
+            return ""
+
+    def summary(self, name: str | None) -> Summary:
+        """Return one line about a run, also about one that cannot be opened."""
+        from ..data import queries
+        from ..data.records import Summary
+
+        folder = self.folder(name)
+        try:
+            opened = self.open(name)
+            run = opened.run
+            steps = run.steps_range
+            return Summary(
+                name=folder.name,
+                recipe=recipe_name(run.manifest),
+                first=steps[0],
+                last=steps[1],
+                sampled=run.sql("SELECT count(DISTINCT step) AS n FROM raw").column("n")[0].as_py(),
+                ranks=len(run.ranks),
+                loss=queries.last_loss(run),
+                state=state(folder, run.rank_manifests),
+                written=last_write(folder),
+                problems=tuple(run.problems),
+            )
+        except (Fp8DebugError, OSError) as error:
+            return Summary(name=folder.name, error=str(error))
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder looks like a run."""
+    return (folder / "manifest.json").is_file() or any(folder.glob("rank=*"))
+
+
+def recipe_name(manifest: dict[str, Any]) -> str:
+    """Return the recipe's name, "none" where nothing was converted, "unknown" where the manifest does not tell."""
+    recipe = manifest.get("recipe", {})
+    return str(recipe.get("name", "unknown")) if isinstance(recipe, dict) else "none" if recipe is None else "unknown"
+
+
+def file_stamp(folder: Path) -> str:
+    """Return a word that changes whenever a file of the run is written."""
+    newest, size, count = 0, 0, 0
+    for path in (folder / "manifest.json", *folder.glob("rank=*/*"), *folder.glob("rank=*/*/part-*")):
+        try:
+            info = path.stat()
+        except OSError:
+            continue
+        newest, size, count = max(newest, info.st_mtime_ns), size + info.st_size, count + 1
+    return f"{newest:x}.{size:x}.{count:x}"
+
+
+def last_write(folder: Path) -> float:
+    """Return the time of the newest file of a run, in seconds since 1970."""
+    return written_at(file_stamp(folder))
+
+
+def written_at(stamp: str) -> float:
+    """Return the time in a stamp, in seconds since 1970."""
+    return int(stamp.split(".")[0], 16) / 1e9
+
+
+def state(folder: Path, rank_manifests: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return ``ended``, ``writing`` or ``not closed`` (killed, or waiting for long)."""
+    if rank_manifests and all(m.get("ended") for m in rank_manifests.values()):
+        return "ended"
+    return "writing" if time.time() - last_write(folder) < QUIET_S else "not closed"
+
+
+def marks(findings: Sequence[Finding], by_module: bool = False) -> tuple[Mark, ...]:
+    """Return where findings begin, those of one step (and module) together, most severe first in each."""
+    from ..data.records import Mark
+
+    grouped: dict[tuple[int, str | None], list[Finding]] = {}
+    for finding in findings:
+        for module in dict.fromkeys((finding.module, *finding.also)) if by_module else (None,):
+            grouped.setdefault((int(finding.steps[0]), module), []).append(finding)
+    result = []
+    for (step, module), group in sorted(grouped.items(), key=lambda item: item[0][0]):
+        group.sort(key=lambda f: _ORDER[level(f.severity)])
+        result.append(
+            Mark(
+                step=step,
+                severity=level(group[0].severity),
+                codes=tuple(dict.fromkeys(f.code for f in group)),
+                lines=tuple(_line(f) for f in group[:8]),
+                module=module,
+            )
+        )
+    return tuple(result)
+
+
+def _line(finding: Finding) -> str:
+    from ..figures.base import mark_label
+
+    return mark_label(level(finding.severity), finding.code, finding.module, finding.message)

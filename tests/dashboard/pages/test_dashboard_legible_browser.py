@@ -1,0 +1,288 @@
+"""Every page can be read and used: widths from a telephone's up, contrasts, what moves while a page loads, and titles."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fp8debug.rules.apart import SiteDifference
+from fp8debug_dashboard.figures import theme
+from fp8debug_dashboard.pages import compare, findings, overview, runs
+from fp8debug_dashboard.web import run_view as opened_module
+from fp8debug_dashboard.web.screens import title_of
+from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.urls import View
+from fp8debug_dashboard.widgets import table
+from tests.dashboard import samples
+from tests.dashboard.data.test_dashboard_nonfinite import text
+from tests.dashboard.pages.test_dashboard_browser import go
+from tests.dashboard.serving import served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+browser_test = pytest.mark.browser
+
+PAGES = {
+    "runs": "/",
+    "overview": "/?run=sick",
+    "heatmap": "/heatmap?run=sick",
+    "module": f"/module?run=sick&module={samples.SICK}&step=300",
+    "ranks": "/ranks?run=ranks",
+    "findings": "/findings?run=sick",
+    "fallback": "/fallback?run=sick",
+    "compare": "/compare?run=sick&with=healthy",
+}
+WIDTHS = (390, 768, 1024, 1256, 1600, 3840)
+HERE = Path(__file__).parents[1]
+#: Run in a page: the pieces of text, and the icons of plots, whose contrast is below WCAG 2.2 AA (1.4.3, 1.4.11).
+POOR = (HERE / "contrast.js").read_text()
+#: Run before a page loads: sums up the layout shifts that no input caused.
+SHIFTS = """
+window.shift = { sum: 0, worst: [] };
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) {
+    if (entry.hadRecentInput) continue;
+    window.shift.sum += entry.value;
+    window.shift.worst.push([entry.value, entry.sources.map(({ node, previousRect, currentRect }) => [
+      node && (node.id || node.className || node.nodeName),
+      [previousRect.y, previousRect.height], [currentRect.y, currentRect.height],
+    ])]);
+  }
+}).observe({ type: "layout-shift", buffered: true });
+"""
+#: Run in a page: what reaches out of the window to the right, and stands in nothing that scrolls or cuts.
+OUTSIDE = """
+() => Array.from(document.querySelectorAll("body *")).filter((at) => {
+  if (!at.checkVisibility({ visibilityProperty: true }) || at.getBoundingClientRect().width === 0) return false;
+  if (at.getBoundingClientRect().right <= innerWidth + 1) return false;
+  for (let one = at.parentElement; one; one = one.parentElement) {
+    if (getComputedStyle(one).overflowX !== "visible") return false;
+  }
+  return true;
+}).map((at) => at.tagName + "." + at.className)
+"""
+
+
+@pytest.fixture
+def narrow_page(browser: Browser, warm: None, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page of the width and colours that the test asks for."""
+    width, scheme = getattr(request, "param", (390, "light"))
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="dark" if scheme == "dark" else "light")
+    context.set_default_timeout(180_000)  # the machine may be busy with other tests
+    expect.set_options(timeout=180_000)
+    yield context.new_page()
+    context.close()
+
+
+def settle(page: Page, address: str) -> None:
+    """Wait until a page has everything that it draws by itself."""
+    go(page, address)
+    page.locator(".pulse").first.wait_for(state="detached")
+    page.wait_for_function(
+        "() => Array.from(document.querySelectorAll('.saved-plot')).every((box) => box.querySelector('.main-svg'))"
+        " && Array.from(document.querySelectorAll('.saved-grid')).every((box) => box.querySelector('.ag-root'))"
+    )
+    page.wait_for_load_state("networkidle")
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True)
+@pytest.mark.parametrize("name", PAGES)
+def test_no_page_scrolls_sideways_and_its_head_is_whole(narrow_page: Page, site: str, name: str) -> None:
+    settle(narrow_page, site + PAGES[name])
+    for width in WIDTHS:
+        narrow_page.set_viewport_size({"width": width, "height": 900})
+        narrow_page.wait_for_function(
+            f"width => innerWidth === width && document.documentElement.scrollWidth <= width && !({OUTSIDE.strip()})().length",
+            arg=width,
+        )
+        for label in ("follow", "Refresh", "dark or light"):
+            box = narrow_page.get_by_label(label).or_(narrow_page.get_by_role("button", name=label)).first.bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width, f"{label} is cut at {width}"
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True)
+def test_on_a_telephone_every_page_is_reached_from_the_menu(narrow_page: Page, site: str) -> None:
+    settle(narrow_page, f"{site}/?run=sick")
+    menu = narrow_page.get_by_role("button", name=re.compile("Overview"))
+    tabs = narrow_page.locator("#tabs a")
+    expect(tabs.first).to_be_hidden()
+    for i, title in enumerate(["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare"]):
+        narrow_page.locator("#menu").click()
+        expect(narrow_page.locator("#menu")).to_have_attribute("aria-expanded", "true")
+        expect(tabs.nth(i)).to_be_in_viewport()
+        tabs.nth(i).click()
+        expect(narrow_page.locator("#menu")).to_contain_text(title)
+        expect(tabs.first).to_be_hidden()
+    assert menu.count() == 0
+    narrow_page.locator("#module-search").fill("5.mlp.down")
+    narrow_page.get_by_role("option", name="blocks.5.mlp.down").click()
+    expect(narrow_page.locator("h1")).to_have_text("blocks.5.mlp.down")
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1024, "light")], indirect=True)
+def test_no_word_is_broken_to_fit_a_column(narrow_page: Page, site: str) -> None:
+    settle(narrow_page, f"{site}/?run=sick")
+    broken = narrow_page.evaluate(
+        """() => Array.from(document.querySelectorAll(".table td, .table th")).flatMap((cell) => {
+          const range = document.createRange(), walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), found = [];
+          for (let node = walk.nextNode(); node; node = walk.nextNode()) {
+            for (const match of node.data.matchAll(/[\\w.]+/g)) {
+              range.setStart(node, match.index); range.setEnd(node, match.index + match[0].length);
+              if (new Set(Array.from(range.getClientRects(), ({ top }) => Math.round(top))).size > 1) found.push(match[0]);
+            }
+          }
+          return found;
+        })"""
+    )
+    assert broken == []
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1256, "light"), (1256, "dark")], indirect=True, ids=["light", "dark"])
+def test_text_and_controls_have_enough_contrast(narrow_page: Page, site: str) -> None:
+    for name, address in PAGES.items():
+        settle(narrow_page, site + address)
+        assert narrow_page.evaluate(POOR) == [], f"too little contrast on {name}"
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(1256, "light"), (1256, "dark")], indirect=True, ids=["light", "dark"])
+def test_the_box_of_a_finding_in_the_heatmap_can_be_read(narrow_page: Page, site: str) -> None:
+    settle(narrow_page, f"{site}/heatmap?run=sick")
+    mark = narrow_page.locator("#heat .scatterlayer .point").first
+    mark.hover(force=True)
+    box = narrow_page.locator("#heat .hoverlayer .hovertext").filter(has_text="F101").first
+    expect(box).to_be_attached()
+    ratios = box.evaluate(f"(at) => ({POOR.strip()})(at)")
+    assert ratios and min(ratios) >= 4.5
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "light"), (1256, "light")], indirect=True, ids=["390", "1256"])
+@pytest.mark.parametrize("is_large", [False, True], ids=["at once", "later"])
+def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
+    narrow_page: Page, folder: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:  # the verdict, and what else takes long, come after the first paint
+        monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+        monkeypatch.setattr(overview, "SMALL_BYTES", 0)
+    narrow_page.add_init_script(SHIFTS)
+    with served(folder) as address:
+        for name, page in PAGES.items():
+            settle(narrow_page, address + page)
+            found = narrow_page.evaluate("window.shift")
+            assert found["sum"] <= 0.1, f"{name} moves while it loads: {sorted(found['worst'], reverse=True)[:2]}"
+
+
+@browser_test
+def test_every_page_has_its_own_title(clean_page: Page, site: str) -> None:
+    titles = {}
+    for name, address in PAGES.items():
+        go(clean_page, site + address)
+        clean_page.wait_for_function("() => document.title.includes(' · ')")
+        titles[name] = clean_page.title()
+    assert len(set(titles.values())) == len(PAGES)
+    assert titles["heatmap"] == "Heatmap · sick · fp8debug" and titles["module"] == f"Module · {samples.SICK} · sick · fp8debug"
+    clean_page.get_by_role("link", name="Fallback").click()
+    clean_page.wait_for_function("() => document.title === 'Fallback · sick · fp8debug'")
+
+
+def test_titles_of_one_run_and_of_a_page_that_is_none(folder: Path) -> None:
+    source = Source(folder / "sick")
+    assert title_of(View("overview"), source) == "Overview · sick · fp8debug"
+    assert title_of(View("nowhere"), source) == "No such page · sick · fp8debug"
+
+
+@browser_test
+def test_an_empty_folder_waits_for_its_first_run(clean_page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    with served(folder) as address:
+        go(clean_page, f"{address}/")
+        expect(clean_page.locator("#runs")).to_contain_text("No run yet")
+        expect(clean_page.locator(".page")).to_contain_text("fp8debug.watch(model, ")
+        samples.write_healthy(folder / "first", num_steps=20, modules=samples.gpt_modules(1))
+        expect(clean_page.locator("#runs").get_by_role("link", name="first")).to_be_visible()
+        expect(clean_page.locator("#runs")).to_contain_text("Healthy")
+
+
+@browser_test
+def test_an_empty_folder_that_becomes_a_run_is_shown_as_one(clean_page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with served(folder) as address:
+        go(clean_page, f"{address}/")
+        samples.write_healthy(tmp_path / "made", num_steps=20, modules=samples.gpt_modules(1))
+        shutil.copytree(tmp_path / "made", folder, dirs_exist_ok=True)
+        expect(clean_page.locator("#verdict")).to_contain_text("Healthy")
+
+
+def test_the_list_and_the_choice_of_runs_have_one_order_that_of_the_last_write(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        samples.write_healthy(tmp_path / name, num_steps=20, modules=samples.gpt_modules(1))
+    longer = samples.write_healthy(tmp_path.parent / f"{tmp_path.name}-longer", num_steps=30, modules=samples.gpt_modules(1))
+    source = Source(tmp_path)
+    assert source.names() == ["c", "b", "a"]
+    for part in (longer / "rank=00000").rglob("*"):  # the folder of a run is not touched when its files are
+        if part.is_file():
+            shutil.copyfile(part, tmp_path / "a" / part.relative_to(longer))
+    source.stamp(None)
+    rows = runs.parts(source)
+    assert source.names() == [row["name"] for row in rows] == ["a", "c", "b"]
+
+
+@browser_test
+def test_a_column_of_grades_or_numbers_is_sorted_by_what_they_mean(clean_page: Page, tmp_path: Path) -> None:
+    samples.write_sick(tmp_path / "ill", num_steps=400, every=10)
+    samples.write_nan(tmp_path / "nan")
+    samples.write_healthy(tmp_path / "well", num_steps=40)
+    with served(tmp_path) as address:
+        go(clean_page, f"{address}/")
+        grid = clean_page.locator("#runs")
+        expect(grid).not_to_contain_text(runs.LOOKING)
+        for column, last in (("severity", "Error"), ("loss", "NaN")):
+            head = grid.locator(f".ag-header-cell[col-id={column}]")
+            head.locator(".ag-header-cell-text").click()
+            expect(head).to_have_attribute("aria-sort", "ascending")
+            expect(grid.locator(f".ag-row[row-index='2'] [col-id={column}]")).to_contain_text(last)
+        expect(grid.locator(".ag-row[row-index='2'] [col-id=name]")).to_have_text("nan")
+
+
+def test_every_column_of_numbers_is_sorted_as_numbers() -> None:
+    from fp8debug_dashboard.pages import fallback, ranks
+
+    for column in (*overview.COLUMNS, *findings.COLUMNS, *runs.COLUMNS, *ranks.COLUMNS, *fallback.COLUMNS):
+        if column.get("valueFormatter") in (theme.GRID_NUMBER, theme.GRID_PERCENT):
+            assert column["comparator"] == theme.BY_NUMBER, column["field"]
+        if column["field"] == "severity" if "field" in column else False:
+            assert column["comparator"] == theme.BY_SEVERITY
+
+
+def test_a_table_that_stops_says_so() -> None:
+    shown = table(["a"], [["1"], ["2"]], name="t", total=378, rest="the command has all")
+    assert "2 of 378 rows; the command has all." in text(shown)
+    assert "rows" not in text(table(["a"], [["1"]], total=1))
+
+
+def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
+    class Found:
+        loss: dict[str, Any] = {"diverges_at": 3, "nonfinite_at": [None, None]}  # noqa: RUF012  # a stand-in
+        first = origin = None
+        names = ("a", "b")
+        only: tuple[list[str], list[str]] = ([], [])
+        loss_words = site_words = ""
+        sites = [object.__new__(SiteDifference) for _ in range(378)]  # noqa: RUF012  # a stand-in
+
+    for site in Found.sites:
+        object.__setattr__(site, "diverges_at", 1)
+    assert "300 of 378 rows below; fp8debug diff --format json has all." in text(compare._about(Found))  # type: ignore[arg-type]  # has what is read

@@ -1,0 +1,172 @@
+"""Sources and opened runs: names, growth, verdicts, and the process that judges."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug import Run
+from fp8debug.errors import RunError, UnknownNameError
+from fp8debug_dashboard.pages import findings
+from fp8debug_dashboard.web import run_view as opened_module
+from fp8debug_dashboard.web import screens
+from fp8debug_dashboard.web.run_view import Opened
+from fp8debug_dashboard.web.source import QUIET_S, Source, file_stamp, is_run, last_write, marks, state
+from fp8debug_dashboard.web.triage_process import triage_apart
+from tests.dashboard import samples
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return Run(folder / "sick")
+
+
+def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
+    source = Source(folder)
+    assert source.is_folder and set(source.names()) == {"sick", "healthy", "ranks", "no-loss", "empty", "<b>hostile<b>"}
+    for name in ("../runs/sick", "sick/", "/etc", "notes", None, ""):
+        with pytest.raises(UnknownNameError):
+            source.folder(name)
+    assert source.summary("empty").error and source.summary("sick").recipe == "tensorwise_delayed"
+
+
+def test_a_source_that_is_nothing_says_so(tmp_path: Path) -> None:
+    assert Source(tmp_path).names() == [], "an empty folder waits for its first run"
+    (tmp_path / "notes.txt").write_text("no run")
+    with pytest.raises(RunError, match="neither a run nor a folder of runs"):
+        Source(tmp_path)
+    with pytest.raises(RunError, match="no such folder"):
+        Source(tmp_path / "x")
+
+
+def test_a_run_is_opened_again_when_it_has_grown(folder: Path, tmp_path: Path) -> None:
+    samples.write_healthy(tmp_path / "a", num_steps=20)
+    source = Source(tmp_path / "a")
+    first = source.open(None)
+    assert not source.is_folder and source.open(None) is first and is_run(tmp_path / "a")
+    (tmp_path / "a" / "rank=00000" / "more").write_text("x")
+    assert source.open(None) is not first
+
+
+def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "healthy"
+    assert state(path, {0: {"ended": "2026-01-01"}}) == "ended"
+    monkeypatch.setattr("time.time", lambda: last_write(path) + QUIET_S - 1)
+    assert state(path, {0: {"ended": None}}) == "writing"
+    monkeypatch.setattr("time.time", lambda: last_write(path) + QUIET_S)
+    assert state(path, {}) == "not closed" and file_stamp(path) == file_stamp(path)
+
+
+def test_verdict_and_marks_come_from_triage(folder: Path, run: Run) -> None:
+    opened = Opened(run, "")
+    judged = opened.judge()
+    assert judged.verdict == "error" and judged.findings[0].module == samples.SICK
+    (mark,) = marks(judged.findings)
+    assert mark.severity == "error" and mark.codes[0] == "F101" and samples.SICK in mark.lines[0]
+    assert Opened(Run(folder / "healthy"), "").judge().verdict == "ok"
+
+
+def test_modules_with_the_same_cause_are_marked_too(run: Run) -> None:
+    finding = replace(Opened(run, "").judge().findings[0], also=("blocks.3.mlp.up",))
+    assert [mark.module for mark in marks([finding], by_module=True)] == [samples.SICK, "blocks.3.mlp.up"]
+
+
+def test_a_large_run_is_shown_before_it_is_judged(run: Run) -> None:
+    opened = Opened(run, "", size=1 << 40)
+    assert opened.judged().is_pending and opened.judged().verdict == "unknown" and not opened.is_triaged
+    opened.judge()
+    assert opened.judged().verdict == "error" and not opened.judged().is_pending
+
+
+def test_a_large_run_is_judged_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
+    assert triage_apart(folder / "sick")[0].module == samples.SICK
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(RunError, match="holds no recorded step"):
+        triage_apart(tmp_path)
+
+
+def test_a_manual_page_is_as_wide_as_its_place() -> None:
+    first, listed, last = findings.reflowed("Two lines\nof one sentence.\n- item 1: of\n  two lines\n- item 2\nAfter it.")
+    assert (first.children, last.children) == ("Two lines of one sentence.", "After it.")
+    assert [item.children for item in listed.children] == ["item 1: of two lines", "item 2"]
+    assert findings.reflowed("") == []
+
+
+#: A judge whose rules say that they look, and never end.
+ENDLESS = """
+import os, sys, threading, fp8debug
+from fp8debug_dashboard.web import triage_process as judge
+
+def look(path):
+    os.write(int(sys.argv[1]), b"looking")
+    threading.Event().wait()
+
+fp8debug.triage = look
+sys.exit(judge.main("run"))
+"""
+
+
+def test_the_process_that_judges_ends_with_the_server() -> None:
+    (watched, held), (told, telling) = os.pipe(), os.pipe()
+    command = [sys.executable, "-c", ENDLESS, str(telling)]
+    with subprocess.Popen(command, stdin=watched, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(telling,)) as judge:
+        os.close(watched)
+        os.close(telling)
+        with os.fdopen(told, "rb", buffering=0) as said:
+            assert said.read(7) == b"looking" and judge.poll() is None
+            os.close(held)  # as when the server ends
+            assert judge.communicate(timeout=60) == (b"", b"") and judge.returncode == 1
+
+
+def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
+    first = Opened(run, "")
+    first.judge()
+    again = Opened(run, "", size=1 << 40, verdicts=first.verdicts)
+    assert again.judged().is_pending and again.judged().verdict == "error"
+    overtaken = Opened(run, "", verdicts=first.verdicts, is_superseded=True)
+    assert overtaken.judge() is first.latest() and not overtaken.is_triaged
+
+
+def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Any) -> Any:
+        raise RunError("damaged")
+
+    monkeypatch.setattr("fp8debug.triage", fail)
+    opened = Opened(run, "")
+    judged = opened.judge()
+    assert (judged.verdict, judged.failure, opened.fallbacks()) == ("unknown", "damaged", [])
+
+
+def test_the_modules_of_a_large_run_are_listed_when_somebody_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Source(folder / "sick").open(None)
+    assert small.knows_modules and type(small.run) is Run
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = Source(folder / "sick").open(None)
+    large.worst()
+    large.training()
+    waits = [large.knows_modules]
+    assert large.run.sql("SELECT count(*) AS n FROM Modules").to_pylist() == [{"n": len(small.run.modules)}]
+    waits.append(large.knows_modules)
+    assert large.run.modules == small.run.modules
+    large.run.refresh()
+    assert [*waits, large.knows_modules] == [False, True, False]
+    assert large.run.sql("SELECT * FROM modules") == small.run.sql("SELECT * FROM modules")
+
+
+def test_damage_that_listing_the_modules_meets_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples.write_healthy(tmp_path / "run", num_steps=40)
+    part = next((tmp_path / "run").glob("rank=*/stats/part-*"))
+    data = bytearray(part.read_bytes())
+    data[4:2000] = b"\xff" * 1996
+    part.write_bytes(data)
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = Source(tmp_path / "run").open(None)
+    names = screens.module_names(large)
+    assert names and large.run.problems == [f"{part} is damaged; its rows are left out"]
+    assert "is damaged" in str(screens.problems(large)) and large.run.sql("SELECT 1 AS one FROM modules").num_rows == len(names)
