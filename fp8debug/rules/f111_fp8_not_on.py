@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import Trace, traces
+from fp8debug.rules.evidence import RUNNING, Trace, traces
 from fp8debug.rules.looks import Look, look
+from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.run import Run
@@ -21,8 +22,10 @@ class Fp8NotOn(Rule):
     """A GEMM is declared FP8, but its operands are too faithful to have been cast.
 
     What it detects
-        Both operands of a GEMM with an SQNR that no 8-bit format reaches, at half of the sampled steps or more. An
-        outlier is kept exactly, being the amax of its block, and raises the SQNR of an FP8 tensor beyond any limit: so
+        An operand of a GEMM with an SQNR that no 8-bit format reaches, at half of the sampled steps or more. It is a
+        warning where no other operand of the GEMM shows the error of FP8 at those steps, and information where one does:
+        then FP8 is on, and the exact operand was either not cast, or held values of the FP8 grid before its cast (the
+        output of a layer that quantizes it), which the statistics cannot tell apart. An outlier is kept exactly, being the amax of its block, and raises the SQNR of an FP8 tensor beyond any limit: so
         the error must also be too small for the smaller nine tenths of the elements. A tensor that FP8 holds exactly is no
         evidence, and is left out: few distinct magnitudes (one-hot inputs, weights one optimizer step after zero
         initialisation); powers of two; blocks with few nonzero elements, or with elements of one magnitude, each of which
@@ -101,12 +104,24 @@ class Fp8NotOn(Rule):
             if (trace := whole.where(self._is_proof)) and trace.lasting(min(2, len(trace.sampled)))
         ]
         too_good = {(trace.module, trace.gemm, trace.tensor) for trace in found}
+        in_fp8 = self._in_fp8(run, found)
         for trace in found:
             partners = {t for m, g, t in too_good if (m, g) == (trace.module, trace.gemm)}
             if partners != {"weight"}:
-                yield self._finding(trace)
+                other = next(t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor)
+                key = (trace.module, trace.gemm, other, trace.rows[0]["step"])
+                yield self._finding(trace, partner_in_fp8=key in in_fp8)
 
-    def _finding(self, trace: Trace) -> Finding:
+    def _in_fp8(self, run: Run, found: Sequence[Trace]) -> set[tuple[str, str, str, int]]:
+        """Return module, GEMM, operand and step where an operand shows the error of an 8-bit cast, at the traces' first steps."""
+        steps = sorted({trace.rows[0]["step"] for trace in found})
+        query = (
+            f"SELECT DISTINCT module, gemm, tensor, step FROM sites WHERE {RUNNING} AND tensor <> 'output'"
+            f" AND step IN ({', '.join(map(str, steps))}) AND sum_err2 >= {10 ** (-self.min_sqnr_db / 10):.6e} * sum_x2"
+        )
+        return {tuple(row.values()) for row in run.sql(query).to_pylist()} if found else set()
+
+    def _finding(self, trace: Trace, *, partner_in_fp8: bool) -> Finding:
         row = trace.least("sqnr_db")
         sqnr_db = row["sqnr_db"]
         since = sum(step >= trace.rows[0]["step"] for step in trace.sampled)
@@ -115,7 +130,11 @@ class Fp8NotOn(Rule):
             f"the {trace.gemm} {trace.tensor} {how} at {len(trace.rows)} of {since} sampled steps: it is declared"
             f" {trace.cast_name}, but FP8 gives about 31.5 dB and BF16 55.6 dB"
         )
-        return trace.finding(self, Severity.WARNING, message, value=sqnr_db, threshold=self.min_sqnr_db, unit="dB")
+        severity = Severity.WARNING
+        if partner_in_fp8:
+            severity = Severity.INFO
+            message += "; the GEMM's other operand is in FP8, so this one was either not cast or on the FP8 grid already"
+        return trace.finding(self, severity, message, value=sqnr_db, threshold=self.min_sqnr_db, unit="dB")
 
     def _is_proof(self, row: dict[str, Any]) -> bool:
         """Tell whether values are many, and the error too small for all of them but the outliers."""

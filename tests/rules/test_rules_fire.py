@@ -152,3 +152,11 @@ def test_a_delayed_scale_that_is_rounded_down_is_not_a_stale_one(tmp_path: Path)
     override = Override(module="blocks.0.mlp.up", gemm="fprop", tensor="input", steps=(20, None), slots=slots)
     (finding,) = triage(build(tmp_path / "run", recipes={"blocks.0.mlp.up": recipe}, overrides=[override]))
     assert (finding.code, finding.module, finding.tensor) == ("F104", "blocks.0.mlp.up", "input")
+
+
+def test_an_exact_operand_beside_one_in_fp8_is_information(tmp_path: Path) -> None:
+    """FP8 is on there; a tensor that lay on the FP8 grid before its cast looks like one that was not cast."""
+    overrides = [Override(**{**INPUT, "reference": "operand"}, slots={"sum_err2": 0.0})]
+    (finding,) = triage(build(tmp_path / "run", overrides=overrides))
+    assert (finding.code, finding.severity, finding.tensor) == ("F111", Severity.INFO, "input")
+    assert "the GEMM's other operand is in FP8" in finding.message
