@@ -25,12 +25,13 @@ class Fp8NotOn(Rule):
         An operand of a GEMM with an SQNR that no 8-bit format reaches, at half of the sampled steps or more. It is a
         warning where no other operand of the GEMM shows the error of FP8 at those steps, and information where one does:
         then FP8 is on, and the exact operand was either not cast, or held values of the FP8 grid before its cast (the
-        output of a layer that quantizes it), which the statistics cannot tell apart. An outlier is kept exactly, being the amax of its block, and raises the SQNR of an FP8 tensor beyond any limit: so
-        the error must also be too small for the smaller nine tenths of the elements. A tensor that FP8 holds exactly is no
-        evidence, and is left out: few distinct magnitudes (one-hot inputs, weights one optimizer step after zero
-        initialisation); powers of two; blocks with few nonzero elements, or with elements of one magnitude, each of which
-        is its block's amax (grad_output of a layer with one output, or of a router that takes the softmax of its two best
-        experts; a batch of one token in wgrad); a weight that lies on the FP8 grid already beside an input that does not.
+        output of a layer that quantizes it), which the statistics cannot tell apart. An outlier is kept exactly, being
+        the amax of its block, and raises the SQNR of an FP8 tensor beyond any limit: so the error must also be too small
+        for the smaller nine tenths of the elements. A tensor that FP8 holds exactly is no evidence, and is left out: few
+        distinct magnitudes (one-hot inputs, weights one optimizer step after zero initialisation); powers of two; blocks
+        with few nonzero elements, or with elements of one magnitude, each of which is its block's amax (grad_output of a
+        layer with one output, or of a router that takes the softmax of its two best experts; a batch of one token in
+        wgrad); a weight that lies on the FP8 grid already beside an input that does not.
 
     Why it matters
         A wrong flag or an unsupported dimension falls back to BF16 without a word. The run proves nothing about FP8
