@@ -60,8 +60,12 @@ FIRES: dict[str, dict[str, Any]] = {
     "F105": {"recipe": "tensorwise_current", "overrides": [Override(**INPUT, slots=OUTLIER)]},
     "F108": {"overrides": [Override(**RESULT, slots={"sqnr_db": 22.0, "gain": 0.92})]},
     "F110": {"module_entries": {CULPRIT: {"fp8": False, "kind": "Linear", "requested": None, "casts": None}}},
-    "F111": {"overrides": [Override(**{**site, "reference": "operand"}, slots={"sum_err2": 0.0})
-                           for site in (INPUT, {**INPUT, "tensor": "weight"})]},
+    "F111": {
+        "overrides": [
+            Override(**{**site, "reference": "operand"}, slots={"sum_err2": 0.0})
+            for site in (INPUT, {**INPUT, "tensor": "weight"})
+        ]
+    },
     "F113": {"overrides": [Override(**WEIGHT, slots={"gain": 2.0})]},
     "F120": {"overrides": [Override(**INPUT, slots={"cast_name": "e5m2 1x128 current", "sqnr_db": 25.5})]},
     "F125": {"steps": {55: {"loss": 6.0}}},
