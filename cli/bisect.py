@@ -17,9 +17,9 @@ from fp8debug.trials.bisect import Plan
 from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, write_file
-from .experiment import ScriptCommand, make_script, script_options, shares
-from .plain import echo
-from .trainings import Trainings, announce, lasting
+from .output import echo
+from .trial_options import ScriptCommand, make_script, script_options, shares
+from .trial_progress import Trainings, announce, lasting
 from .verify import band
 
 

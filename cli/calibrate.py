@@ -7,7 +7,7 @@ import click
 from fp8debug.calibration import Expected, calibrate
 
 from .console import open_run, print_table, warn, write_file
-from .plain import echo
+from .output import echo
 
 HEADER = [
     *("module", "site", "amax", "largest", "scale_inv", "clip", "underflow", "SQNR dB"),

@@ -13,7 +13,7 @@ from fp8debug.rules import Severity
 from fp8debug.rules.settings import load_settings
 
 from .console import print_table, progress, write_file
-from .plain import Lines, echo
+from .output import Lines, echo
 from .triage import FORMATS, SEVERITIES, names, split_codes
 
 

@@ -11,7 +11,7 @@ from fp8debug.errors import UsageError
 from fp8debug.rules.settings import load_settings
 from fp8debug.store.volume import in_words
 
-from .plain import echo
+from .output import echo
 
 _KEEP = re.compile(r"(every|around|before)\s*=\s*(\d+)")
 

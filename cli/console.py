@@ -25,7 +25,7 @@ from fp8debug.store.joined import open_runs
 from fp8debug.store.places import ObjectPath, place_of
 from fp8debug.store.run import Run
 
-from .plain import Lines, echo
+from .output import Lines, echo
 
 #: Where text wraps in a table that goes to a file or a pipe: wide enough that names do not; its other columns may go beyond.
 PIPE_WIDTH = 200

@@ -13,7 +13,7 @@ from fp8debug.rules.lost import losses_of
 from fp8debug.shares import Rest, gemm_shares
 
 from .console import open_run, print_table, to_csv, to_json
-from .plain import echo
+from .output import echo
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
 

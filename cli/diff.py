@@ -12,7 +12,7 @@ from fp8debug.rules.baseline import configuration_words
 from fp8debug.rules.differences import Differences, diff_runs
 
 from .console import cell, open_run, print_table, to_csv, to_json_document, write_file
-from .plain import echo
+from .output import echo
 
 HEADER = ["diverges at", "module", "site", "against", "what", "SQNR dB", "rms"]
 #: Differences of configuration that a table shows; JSON has them all.

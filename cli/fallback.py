@@ -15,7 +15,7 @@ from fp8debug.store.run import Run
 from fp8debug.store.speed_file import cost_basis
 
 from .console import cell, open_run, print_table, progress, write_file
-from .plain import echo
+from .output import echo
 
 HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "damage", "cheaper"]
 

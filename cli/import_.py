@@ -7,7 +7,7 @@ import click
 from fp8debug.te_stats import import_te_stats
 
 from .console import warn
-from .plain import echo
+from .output import echo
 
 
 @click.group("import")

@@ -16,7 +16,7 @@ import click
 
 from fp8debug.errors import Fp8DebugError, RunError, suggest
 
-from .plain import echo
+from .output import echo
 
 #: Command -> what it does. Its module in this package has its name (``import_`` for ``import``) and a command called ``command``.
 COMMANDS = {

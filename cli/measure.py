@@ -11,7 +11,7 @@ from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.store.dump_files import dumps_at
 
 from .console import print_table, to_csv, to_json
-from .plain import echo
+from .output import echo
 
 #: What stands before the statistics in every row.
 KEYS = ["file", "step", "rank", "module", "gemm", "tensor", "call", "cast_name", "actual"]

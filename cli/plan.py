@@ -8,7 +8,7 @@ from fp8debug.errors import UsageError
 from fp8debug.recipes import get_recipe
 from fp8debug.store.volume import DEFAULT_STEPS, plan_volume, rows_of_module
 
-from .plain import echo
+from .output import echo
 
 
 @click.command("plan")

@@ -14,7 +14,7 @@ from fp8debug.store.places import place_of
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
 from .console import cell, open_run, print_table, progress, warn, write_file
-from .plain import echo
+from .output import echo
 
 HEADER = [
     "shape",

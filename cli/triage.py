@@ -17,8 +17,8 @@ from fp8debug.rules.settings import load_settings
 from fp8debug.store.run import Run
 
 from .console import cell, print_table, progress, write_file
-from .engines import engine_options
-from .plain import Lines, echo
+from .engine_options import engine_options
+from .output import Lines, echo
 
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
 FORMATS = ["table", "json", "csv", "github", "sarif", "html"]

@@ -16,9 +16,9 @@ from fp8debug.trials import Trials, arms_of, verify_run
 from fp8debug.trials.verify import ARMS
 
 from .console import open_run, print_table, warn
-from .experiment import ScriptCommand, make_script, script_options, shares
-from .plain import echo
-from .trainings import Trainings, announce
+from .output import echo
+from .trial_options import ScriptCommand, make_script, script_options, shares
+from .trial_progress import Trainings, announce
 
 HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
 #: Verdicts with which a script of the user's may go on.

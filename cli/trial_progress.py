@@ -13,7 +13,7 @@ import click
 from fp8debug.store.run import Run
 from fp8debug.trials import Script
 
-from .plain import echo
+from .output import echo
 
 
 def announce(run: Run, script: Script, folder: Path, what: str, number: int) -> None:
