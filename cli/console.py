@@ -21,9 +21,9 @@ import click
 
 from fp8debug.errors import UsageError
 from fp8debug.plain import field, one_line, visible
-from fp8debug.store.joined import open_runs
-from fp8debug.store.places import ObjectPath, place_of
-from fp8debug.store.run import Run
+from fp8debug.store.locations import ObjectPath, place_of
+from fp8debug.store.read.resumed import open_runs
+from fp8debug.store.read.run import Run
 
 from .output import Lines, echo
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fp8debug.errors import UsageError
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 
 from .console import open_run, warn
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from fp8debug.recipes import get_recipe
-from fp8debug.store.places import place_of
+from fp8debug.store.locations import place_of
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
 from .console import cell, open_run, print_table, progress, warn, write_file

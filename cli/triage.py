@@ -14,7 +14,7 @@ from fp8debug.rules import Finding, Findings, Severity, triage
 from fp8debug.rules.baseline import configuration_words, gap_words
 from fp8debug.rules.lost import Lost
 from fp8debug.rules.settings import load_settings
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 
 from .console import cell, print_table, progress, write_file
 from .engine_options import engine_options

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from fp8debug.trials import Script
 
 from .output import echo

@@ -11,7 +11,7 @@ import click
 from fp8debug.errors import UnknownNameError
 from fp8debug.fallback import load_fallbacks, positional_prior, recommend
 from fp8debug.rules import triage
-from fp8debug.shares import parse_share
+from fp8debug.store.flop_shares import parse_share
 from fp8debug.trials import Trials, arms_of, verify_run
 from fp8debug.trials.verify import ARMS
 

@@ -40,7 +40,7 @@ _HOME = {
     "Guard": "fp8debug.guard",
     "Quantized": "fp8debug.types",
     "Recipe": "fp8debug.recipes",
-    "Run": "fp8debug.store.run",
+    "Run": "fp8debug.store.read.run",
     "apply": "fp8debug.fallback",
     "convert": "fp8debug.linear",
     "dequantize": "fp8debug.kernels.reference",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from fp8debug.recipes import Cast, Recipe, get_recipe, list_recipes
     from fp8debug.rules import triage
     from fp8debug.rules.base import Finding
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
     from fp8debug.types import Quantized
 else:
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
-from fp8debug.store.checked import read_json
+from fp8debug.store.file_checks import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

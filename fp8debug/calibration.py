@@ -22,11 +22,11 @@ from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast, Recipe
-from fp8debug.store.checked import read_json
+from fp8debug.store.file_checks import read_json
 from fp8debug.types import OPERAND_SITES, OPERANDS, Gemm, TensorRole
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run, StepRange
+    from fp8debug.store.read.run import Run, StepRange
 
     Array = np.ndarray[Any, Any]
 
@@ -307,7 +307,7 @@ def calibrate(
 
 
 def _opened(run: Run | str | Path) -> Run:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
     return run if isinstance(run, Run) else Run(run)
 
@@ -325,7 +325,7 @@ def _note(problem: str, proposal: Expected | None, seen: list[Expected]) -> str:
 
 
 def _where(run: Run, steps: Any) -> str:
-    from fp8debug.store.run import parse_steps
+    from fp8debug.store.read.run import parse_steps
 
     first, end = parse_steps(steps)
     bounds = [f"step >= {first}"] if first is not None else []
@@ -335,7 +335,7 @@ def _where(run: Run, steps: Any) -> str:
 
 def _amaxes(run: Run, percentile: float, steps: Any) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Return amaxes, energy and the summed histogram of each operand, in execution order."""
-    from fp8debug.store.views import DUCKDB
+    from fp8debug.store.read.views import DUCKDB
 
     bins = ", ".join(f"CAST(sum({DUCKDB.element('log2_hist', i + 1)}) AS BIGINT) AS bin_{i}" for i in range(NUM_BINS))
     query = f"""

@@ -34,9 +34,9 @@ from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.reuse import Made, let_go, made_of
 from fp8debug.second_look import Kept
-from fp8debug.selectors import matching
 from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.shielding import is_batched, is_transformed, unseen
+from fp8debug.store.dump_selectors import matching
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.

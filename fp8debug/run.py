@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.arms import NEVER, Arm, end_with_parent
 from fp8debug.errors import RecordError, UsageError
 from fp8debug.imports import after_import
-from fp8debug.store.places import refuse_to_write
+from fp8debug.store.locations import refuse_to_write
 
 if TYPE_CHECKING:
     from fp8debug.waiting import AutoWatch
@@ -279,7 +279,7 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
     """
     from fp8debug.guard import Guard
     from fp8debug.recipes import get_recipe
-    from fp8debug.selectors import Selector
+    from fp8debug.store.dump_selectors import Selector
     from fp8debug.store.volume import parse_size
 
     found: dict[str, Any] = {}

@@ -23,8 +23,8 @@ from typing import Any
 from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Recipe, get_recipe
-from fp8debug.store.places import place_of
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.locations import place_of
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
 #: Elements that a tensor of a log counts as.

@@ -20,8 +20,8 @@ from typing import Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast, Recipe, get_recipe
-from fp8debug.store.run import Run
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.read.run import Run
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import OPERAND_SITES, OPERANDS, RESULTS
 
 #: (FQN, in_features, out_features) in execution order.

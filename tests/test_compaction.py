@@ -14,9 +14,9 @@ import pytest
 from fp8debug.compaction import Keep, compact_run, kept_steps, said
 from fp8debug.errors import RecordError, RunError, UsageError
 from fp8debug.rules import Findings, triage
-from fp8debug.store import staged
-from fp8debug.store.lock import Lock
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
+from fp8debug.store.write import rewrite
+from fp8debug.store.write.lock import Lock
 from fp8debug_cli.main import status
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
 from tests.store.recording import PRELUDE, names_below, record
@@ -100,12 +100,12 @@ def test_the_swap_may_be_cut_short_anywhere(copy: Path, tmp_path: Path, monkeypa
 
     before = said(triage(copy))
     with monkeypatch.context() as patch:
-        patch.setattr(staged, "finish", cut)
+        patch.setattr(rewrite, "finish", cut)
         with pytest.raises(CutError):
             compact_run(copy, KEEP)
-    assert (copy / staged.WHOLE).is_dir() and said(triage(copy)) == before
+    assert (copy / rewrite.WHOLE).is_dir() and said(triage(copy)) == before
     compact_run(copy, Keep(every=1))  # thins nothing itself
-    assert not (copy / staged.WHOLE).exists() and said(triage(copy)) == before
+    assert not (copy / rewrite.WHOLE).exists() and said(triage(copy)) == before
     assert Run(copy).sql("SELECT count(DISTINCT step) AS n FROM raw").to_pylist()[0]["n"] < 30
     assert [note["every"] for note in Run(copy).manifest["compacted"]] == [4]
 
@@ -113,7 +113,7 @@ def test_the_swap_may_be_cut_short_anywhere(copy: Path, tmp_path: Path, monkeypa
 def test_a_process_killed_while_it_makes_the_copy_leaves_the_run_alone(copy: Path) -> None:
     before = contents(copy)
     code = (
-        "import signal\nfrom fp8debug import compaction\nfrom fp8debug.store import staged\n"
+        "import signal\nfrom fp8debug import compaction\nfrom fp8debug.store.write import rewrite as staged\n"
         "staged.write_part = lambda table, path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "compaction.compact_run(path)\n"
     )
@@ -121,7 +121,7 @@ def test_a_process_killed_while_it_makes_the_copy_leaves_the_run_alone(copy: Pat
     assert killed.returncode < 0, killed.stderr
     assert {name: data for name, data in contents(copy).items() if name in before} == before
     done = compact_run(copy, KEEP)
-    assert done.every == 4 and not (copy / staged.HALF).exists()
+    assert done.every == 4 and not (copy / rewrite.HALF).exists()
 
 
 def test_a_run_that_goes_on_is_not_touched(tmp_path: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +139,10 @@ def test_a_run_that_goes_on_is_not_touched(tmp_path: Path, copy: Path, capsys: p
 
 
 def test_a_run_that_changed_meanwhile_is_not_swapped(copy: Path) -> None:
-    half = staged.stage(copy, lambda rows: rows["step"].is_null())
+    half = rewrite.stage(copy, lambda rows: rows["step"].is_null())
     (copy / "rank=00000" / "stats-00007.arrows").write_bytes(b"a process that began meanwhile")
     with pytest.raises(RecordError, match="changed while it was rewritten"):
-        staged.swap(copy, half, {})
+        rewrite.swap(copy, half, {})
 
 
 def test_where_a_verdict_hangs_on_every_step_nothing_goes(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

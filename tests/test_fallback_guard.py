@@ -15,7 +15,7 @@ import fp8debug
 from fp8debug.errors import UsageError
 from fp8debug.fallback import Fallback
 from fp8debug.guard import Evidence, Guard
-from fp8debug.shares import flop_shares
+from fp8debug.store.flop_shares import flop_shares
 from tests.recording.models import net, train
 
 DELAYED, CURRENT = "e4m3fn tensorwise delayed(16,max)", "e4m3fn 1x128 current"
@@ -200,6 +200,6 @@ def test_an_error_of_the_guard_does_not_reach_the_training(tmp_path: Path, monke
 
 def test_the_guard_loads_neither_torch_nor_the_reading_half() -> None:
     for name in ("Guard", "apply"):
-        heavy = ("duckdb", "torch", "fp8debug.rules", "fp8debug.store.run")
+        heavy = ("duckdb", "torch", "fp8debug.rules", "fp8debug.store.read.run")
         code = f"import sys, fp8debug; fp8debug.{name}; print([m for m in {heavy} if m in sys.modules])"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -29,10 +29,7 @@ LAYERS = {
     "fp8debug.spikes": 0,
     "fp8debug.types": 0,
     "fp8debug.registry": 1,
-    "fp8debug.selectors": 1,
     "fp8debug.sharding": 1,
-    "fp8debug.shares": 1,
-    "fp8debug.guard": 2,
     "fp8debug.recipes": 2,
     "fp8debug.trainers": 2,
     "fp8debug.metrics": 3,
@@ -42,6 +39,7 @@ LAYERS = {
     "fp8debug.arriving": 5,
     "fp8debug.calibration": 5,
     "fp8debug.dumps": 5,
+    "fp8debug.guard": 5,
     "fp8debug.replay": 5,
     "fp8debug.rules": 5,
     "fp8debug.second_look": 5,
@@ -75,14 +73,14 @@ LAYERS = {
 
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
-    *("fp8debug.spikes", "fp8debug.shares", "fp8debug.selectors", "fp8debug.calibration", "fp8debug.plain"),
+    *("fp8debug.spikes", "fp8debug.store.flop_shares", "fp8debug.store.dump_selectors", "fp8debug.calibration", "fp8debug.plain"),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
     *("fp8debug.arms", "fp8debug.trials", "fp8debug.checkpoints", "fp8debug.te_stats", "fp8debug_cli", "fp8debug_dashboard"),
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
     *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
-    *("fp8debug.store.writer", "fp8debug.store.schema"),
+    *("fp8debug.store.write", "fp8debug.store.schema"),
     *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
     *("fp8debug.guard", "fp8debug.schedule", "fp8debug.optimizer_hooks"),
 )

@@ -15,7 +15,7 @@ from fp8debug.calibration import calibrate as typed_calibrate
 from fp8debug.errors import UsageError
 from fp8debug.replay import replay as typed_replay
 from fp8debug.speed import measure_shapes as typed_measure_shapes
-from fp8debug.store.run import parse_steps
+from fp8debug.store.read.run import parse_steps
 from tests.recording.models import net, record
 
 ANY: Any = fp8debug

@@ -27,9 +27,9 @@ from fp8debug.reports.github import to_github
 from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif
 from fp8debug.rules import Finding, Findings, Severity
-from fp8debug.store import checked
+from fp8debug.store import file_checks
 from fp8debug.store.dump_files import file_name, open_dump, rank_folder
-from fp8debug.store.engine import connect
+from fp8debug.store.read.engine import connect
 from fp8debug.store.stream import write_part
 from fp8debug_cli.console import to_csv
 from fp8debug_cli.main import status
@@ -145,7 +145,7 @@ class TestFilesOfARun:
 
     def test_a_large_stream_is_not_read(self, run_path: Path) -> None:
         with (run_path / "rank=00000/stats-00001.arrows").open("wb") as file:
-            file.truncate(checked.MAX_STREAM_BYTES + 1)
+            file.truncate(file_checks.MAX_STREAM_BYTES + 1)
         assert self.problems(run_path) == ["RUN/rank=00000/stats-00001.arrows cannot be read: is larger than 1024 MB"]
 
     def test_deep_json(self, run_path: Path) -> None:
@@ -178,7 +178,7 @@ class TestFilesOfARun:
 
     def test_too_many_columns(self, run_path: Path) -> None:
         part = run_path / "rank=00000/steps/part-00001.parquet"
-        names = ["step", *(f"c{at}" for at in range(checked.MAX_COLUMNS))]
+        names = ["step", *(f"c{at}" for at in range(file_checks.MAX_COLUMNS))]
         pq.write_table(pa.table({name: [1] for name in names}), part)
         assert self.problems(run_path) == ["RUN/rank=00000/steps/part-00001.parquet cannot be read: has 2001 columns"]
 
@@ -192,11 +192,11 @@ class TestFilesOfARun:
     def test_the_page_states_the_limits(self) -> None:
         page = " ".join((ROOT / "docs/security.md").read_text(encoding="utf-8").split())
         limits = (
-            f"JSON {checked.MAX_JSON_BYTES >> 20} MB and {checked.MAX_DEPTH} levels,"
-            f" a stream {checked.MAX_STREAM_BYTES >> 30} GB,"
-            f" a Parquet footer {checked.MAX_FOOTER_BYTES >> 20} MB, {checked.MAX_ROWS_PER_BYTE} rows a byte,"
-            f" {checked.MAX_EXPANSION:,} bytes of content a byte, {checked.MAX_GROUP_BYTES >> 30} GB a row group,"
-            f" {checked.MAX_COLUMNS:,} columns, names and messages {checked.MAX_TEXT >> 10} KB"
+            f"JSON {file_checks.MAX_JSON_BYTES >> 20} MB and {file_checks.MAX_DEPTH} levels,"
+            f" a stream {file_checks.MAX_STREAM_BYTES >> 30} GB,"
+            f" a Parquet footer {file_checks.MAX_FOOTER_BYTES >> 20} MB, {file_checks.MAX_ROWS_PER_BYTE} rows a byte,"
+            f" {file_checks.MAX_EXPANSION:,} bytes of content a byte, {file_checks.MAX_GROUP_BYTES >> 30} GB a row group,"
+            f" {file_checks.MAX_COLUMNS:,} columns, names and messages {file_checks.MAX_TEXT >> 10} KB"
         )
         assert limits in page
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8debug.formats import TRANSPOSED
 from fp8debug.recipes import Cast
-from fp8debug.shares import gemm_shares
+from fp8debug.store.flop_shares import gemm_shares
 from fp8debug.types import CONTRACTS_ROWS
 
 from .records import Coverage

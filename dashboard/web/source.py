@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import Fp8DebugError, RunError, UnknownNameError
-from fp8debug.store.places import forget, place_of
+from fp8debug.store.locations import forget, place_of
 
 from ..figures.theme import level
 

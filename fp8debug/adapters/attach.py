@@ -30,9 +30,9 @@ from fp8debug.errors import AttachError
 from fp8debug.guard import Guard
 from fp8debug.observer import Settings
 from fp8debug.recipes import Recipe
-from fp8debug.selectors import parse_selectors
 from fp8debug.sharding import describe_mesh
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.dump_selectors import parse_selectors
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.trainers import loop_of
 
 __all__ = ["Watch", "on_watch", "watch"]

@@ -12,8 +12,8 @@ from fp8debug.guard import Evidence, Guard, Verdict
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Recipe
-from fp8debug.shares import flop_shares
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.flop_shares import flop_shares
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import OPERAND_SITES, Gemm
 
 #: Modules of a large model that are looked at in one step where nothing says that any has changed: recipes of Fp8Linears, and

@@ -18,9 +18,9 @@ import pyarrow as pa
 from fp8debug.metrics import METRICS
 from fp8debug.observer import FinishedStep, RowInfo
 from fp8debug.sharding import Piece
-from fp8debug.store.batch import record_batch
-from fp8debug.store.packed import Lists, columns_over
+from fp8debug.store.columns import Lists, columns_over
 from fp8debug.store.schema import arrow_schema
+from fp8debug.store.write.batch import record_batch
 from fp8debug.table import Group, Snapshot, TableLayout
 from fp8debug.types import Gemm, Reference, TensorRole
 

@@ -18,7 +18,7 @@ from fp8debug.adapters.rows import Described, by_execution, checked_nonfinite, s
 from fp8debug.adapters.stages import first_call
 from fp8debug.dumps import Dumper
 from fp8debug.observer import FinishedStep, RowInfo
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.table import Snapshot
 from fp8debug.types import RESULTS, Gemm
 

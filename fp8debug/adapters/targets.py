@@ -18,7 +18,7 @@ from fp8debug.errors import AttachError
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
-from fp8debug.selectors import matching
+from fp8debug.store.dump_selectors import matching
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Wrappers around a whole model, and where they keep it.

@@ -41,7 +41,7 @@ from fp8debug.observer import Observer, Settings
 from fp8debug.optimizer_hooks import after_any_optimizer
 from fp8debug.shielding import TorchState, is_capturing, is_transformed, ordinary_torch
 from fp8debug.store.schema import RECORDING_STOPPED
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()

@@ -17,8 +17,8 @@ import numpy as np
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.plain import one_line
-from fp8debug.store.checked import parse_json, read_json, size_of
-from fp8debug.store.places import place_of, why
+from fp8debug.store.file_checks import parse_json, read_json, size_of
+from fp8debug.store.locations import place_of, why
 
 Array = np.ndarray[Any, Any]
 

@@ -26,7 +26,7 @@ from fp8debug.checkpoints.codes import CODE_FORMATS, decoded, is_float, rounded,
 from fp8debug.checkpoints.comparison import Comparison, Sums
 from fp8debug.checkpoints.files import ByteReader, Tensor
 from fp8debug.checkpoints.layouts import Weight
-from fp8debug.store.places import why
+from fp8debug.store.locations import why
 
 Array = np.ndarray[Any, Any]
 

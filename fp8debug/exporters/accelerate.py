@@ -10,7 +10,7 @@ from fp8debug.exporters.torchao import filter_function
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 USAGE = """#
 #     from accelerate import Accelerator

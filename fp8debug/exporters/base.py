@@ -16,7 +16,7 @@ from fp8debug.registry import Registry
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 class Exporter(ABC):

@@ -22,7 +22,7 @@ from fp8debug.fallback.candidates import PLAIN_SCHEMA, SCHEMA
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 FOLKLORE = (
     "positional prior, not evidence from this run: production recipes often keep the first and last layers in BF16"

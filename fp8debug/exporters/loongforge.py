@@ -14,7 +14,7 @@ from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, in_bf
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Last part of a Megatron module's path -> its ``tp_comm_buffer_name``.
 UB_NAMES = {

@@ -12,7 +12,7 @@ from fp8debug.fallback import positional_prior
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 HEADER = ("module", "gemms", "operand", "run in", "when", "why", "costs", "damage", "try before")
 

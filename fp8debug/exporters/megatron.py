@@ -15,7 +15,7 @@ from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, in_bf
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _NOTHING: Mapping[str, Any] = {}
 CONFIGS = """configs:

@@ -16,7 +16,7 @@ from fp8debug.fallback.candidates import GEMMS
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: In front of a model's own names: ``infer_and_assign_layer_names`` begins with ``model``; wrappers add ``module``.
 PREFIX = r"(?:model\.)?(?:module\.)*"

@@ -10,7 +10,7 @@ from fp8debug.types import WRAPPERS, plain_name
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 USAGE = """#
 #     from torchao.float8 import convert_to_float8_training

@@ -25,7 +25,7 @@ from fp8debug.types import plain_name
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 USAGE = """#
 #     Float8LinearConverter.Config(recipe_name=..., filter_fqns=FILTER_FQNS)

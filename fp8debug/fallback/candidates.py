@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
-from fp8debug.store.checked import parse_json, read_json
+from fp8debug.store.file_checks import parse_json, read_json
 from fp8debug.types import OPERAND_SITES, Gemm
 
 GEMMS = tuple(gemm.value for gemm in Gemm)

@@ -12,11 +12,11 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.formats import FORMATS, TRANSPOSED
 from fp8debug.recipes import Cast
 from fp8debug.rules.evidence import RUNNING
-from fp8debug.shares import flop_shares
+from fp8debug.store.flop_shares import flop_shares
 from fp8debug.types import OPERANDS, RESULTS, Gemm
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: SQNR of BF16's own rounding (numerics.md, 4).
 BF16_SQNR_DB = 55.6

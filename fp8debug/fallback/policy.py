@@ -18,8 +18,8 @@ from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, Finding, Severity
-from fp8debug.shares import parse_share
-from fp8debug.store.run import Run
+from fp8debug.store.flop_shares import parse_share
+from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
 from fp8debug.types import Gemm
 

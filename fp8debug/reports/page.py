@@ -13,7 +13,7 @@ from fp8debug.rules import RULES, Finding, Findings, Severity
 from fp8debug.rules.base import Documented
 from fp8debug.rules.baseline import configuration_words, gap_words
 from fp8debug.rules.lost import Lost
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 
 WORDS = {"error": "✖ error", "warning": "▲ warning", "info": "● info", "ok": "✔ ok"}
 #: The three classes of an FP8 training problem, and "class" of the classification.

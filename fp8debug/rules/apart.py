@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.types import plain_name
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Statistic -> how far two runs may lie apart, amax and rms in binades. No published basis: a quarter of a binade is more
 #: than two good runs with the same data differ by, the rest are the warning limits of numerics.md, 4.

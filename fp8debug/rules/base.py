@@ -19,7 +19,7 @@ from fp8debug.registry import Registry
 
 if TYPE_CHECKING:
     from fp8debug.rules.looks import Look
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The headings of every rule's docstring, in this order, after its one-line summary.
 SECTIONS = ("What it detects", "Why it matters", "Example", "Cure", "Thresholds")

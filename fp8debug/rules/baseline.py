@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8debug.rules.changes import in_force
 from fp8debug.rules.losses import read_losses
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 
 #: Losses are compared by the median of as many common steps, so that one batch does not decide. No published basis.
 WINDOW = 20

@@ -9,7 +9,7 @@ from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Bits of a sum that Hopper's FP8 tensor cores keep (DeepSeek-V3, section 3.3.2), the shortest accumulator in use.
 ACCUMULATOR_BITS = 14

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.store.joined import JoinedRun
+from fp8debug.store.read.resumed import JoinedRun
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Share of the modules whose casts change together before it is the run's configuration and not one module's.
 MIN_SHARE = 0.5

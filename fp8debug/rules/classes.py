@@ -10,7 +10,7 @@ from fp8debug.rules.base import Finding
 from fp8debug.rules.evidence import sampled_steps
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Sampled steps before the loss moves within which a change or a warning may be its cause.
 NEAR = 5

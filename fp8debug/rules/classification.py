@@ -19,11 +19,11 @@ from fp8debug.rules.losses import divergence, first_nonfinite, nonfinite, read_l
 from fp8debug.rules.lost import Lost, in_one_sentence
 from fp8debug.rules.movements import movements_before
 from fp8debug.rules.optimizer_steps import OUT_OF_SIZE
-from fp8debug.shares import gemm_shares
-from fp8debug.store.files import CUT_SHORT
+from fp8debug.store.flop_shares import gemm_shares
+from fp8debug.store.read.files import CUT_SHORT
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Steps from the first within which a divergence is "at once"; and the share of the modules that is "everywhere".
 AT_ONCE, EVERYWHERE = 20, 0.5

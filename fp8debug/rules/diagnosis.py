@@ -21,8 +21,8 @@ from fp8debug.rules.nonfinite import SICK
 from fp8debug.rules.screening import is_kept_whole, screen
 from fp8debug.rules.selection import Thresholds, chosen, configured
 from fp8debug.rules.victims import with_victims
-from fp8debug.store.joined import open_runs
-from fp8debug.store.run import Run
+from fp8debug.store.read.resumed import open_runs
+from fp8debug.store.read.run import Run
 
 
 def triage(

@@ -14,8 +14,8 @@ from fp8debug.errors import NoMatchError
 from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
 from fp8debug.rules.baseline import compare, gap_words, without_nonfinite
 from fp8debug.rules.nonfinite import Origin, first_poison
-from fp8debug.selectors import matching
-from fp8debug.store.run import Run, parse_steps
+from fp8debug.store.dump_selectors import matching
+from fp8debug.store.read.run import Run, parse_steps
 
 #: What of a comparison of losses ``Differences`` keeps.
 LOSS_KEYS = ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "diverges_at", "nonfinite_at")

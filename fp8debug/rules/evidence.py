@@ -19,7 +19,7 @@ from fp8debug.rules.screening import bad_rows
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 def has_fp8(run: Run) -> bool:

@@ -12,7 +12,7 @@ from fp8debug.rules.forecasts import clipping_ahead
 from fp8debug.rules.looks import Look, exceeds, look, some
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fp8debug.rules.nonfinite import MAX_RESULT, Origin, first_poison, largest_p
 from fp8debug.rules.screening import may_have, source
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel")
 #: The cure where the scale itself is not finite.

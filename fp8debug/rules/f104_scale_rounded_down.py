@@ -11,7 +11,7 @@ from fp8debug.rules.evidence import IS_DELAYED, percent, traces
 from fp8debug.rules.looks import Look, look, some
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Codes whose fault clips a few values besides: of an older or other tensor, whose amax the scale is made of.
 _STRONGER = ("F107", "F112", "F117", "F118", "F119", "F121")

@@ -15,7 +15,7 @@ from fp8debug.rules.spreads import spread_log2
 from fp8debug.types import Gemm, TensorRole
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

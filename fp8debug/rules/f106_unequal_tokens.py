@@ -11,7 +11,7 @@ from fp8debug.rules.evidence import Trace, percent, traces
 from fp8debug.rules.looks import Look, look, underflows
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _GRADIENT = "gemm = 'dgrad' AND tensor = 'grad_output' AND cast_name LIKE '% 128x128 current%'"
 

@@ -12,7 +12,7 @@ from fp8debug.rules.evidence import Trace, percent, traces
 from fp8debug.rules.looks import FP8_PRODUCTS, Look, below_db, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
 #: The cure where no accumulator explains the result.

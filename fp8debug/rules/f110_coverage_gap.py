@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.groups import Group, numbered
-from fp8debug.selectors import matching
+from fp8debug.store.dump_selectors import matching
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fp8debug.rules.looks import Look, look
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8debug.rules.looks import Look, below_db, look
 from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _REREAD = ("reread_sum_err2", "reread_sum_x2")
 

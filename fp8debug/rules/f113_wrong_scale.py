@@ -12,7 +12,7 @@ from fp8debug.rules.evidence import Trace, above, percent, scaled_elsewhere, tim
 from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The cures where one scale is older than its tensor: of a weight, and of what is computed anew in each microbatch.
 _RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"

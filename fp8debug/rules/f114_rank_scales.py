@@ -13,7 +13,7 @@ from fp8debug.rules.evidence import IS_DELAYED, RUNNING, Trace, sampled_steps
 from fp8debug.rules.screening import has_cast, in_batches
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _SITE = "step, module, gemm, tensor, cast_name"
 _AMONG = f"raw WHERE {{steps}} AND {RUNNING} AND scale_inv_max > 0"

@@ -11,7 +11,7 @@ from fp8debug.rules.evidence import traces
 from fp8debug.rules.looks import Look, exceeds, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.groups import fprop_inputs, is_routed, linears, numbered
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8debug.rules.looks import Look, exceeds, look, some, underflows
 from fp8debug.rules.screening import bad_rows
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Inputs whose rows share a scale, and the outputs that show it.
 _SHARED = (

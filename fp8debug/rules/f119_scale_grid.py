@@ -13,7 +13,7 @@ from fp8debug.rules.looks import ONE_SCALE, Look, look
 from fp8debug.rules.weights import OUTGROWN_COSINE
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8debug.rules.evidence import RUNNING, Trace, traces
 from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _IS_E5M2 = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
 _DECLARED = look(_IS_E5M2, ["sqnr_db"], _IS_E5M2, gates=["cast_name LIKE 'e5m2 %'"])

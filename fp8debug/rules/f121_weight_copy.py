@@ -13,7 +13,7 @@ from fp8debug.rules.screening import in_batches, source_of_ranks
 from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from fp8debug.rules.evidence import percent
 from fp8debug.rules.parting import parting
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

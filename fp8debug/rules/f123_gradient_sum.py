@@ -11,7 +11,7 @@ from fp8debug.rules.evidence import traces
 from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _GRADIENT = "actual AND tensor = 'grad_weight' AND reference = 'shadow'"
 

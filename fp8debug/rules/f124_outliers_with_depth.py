@@ -16,7 +16,7 @@ from fp8debug.rules.screening import batches
 from fp8debug.rules.spreads import bound_log2, spreads_log2
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _INPUTS = f"{RUNNING} AND gemm = 'fprop' AND tensor = 'input' AND log2_hist IS NOT NULL"
 

@@ -14,7 +14,7 @@ from fp8debug.rules.nonfinite import MAX_RESULT, Origin, first_poison, largest_p
 from fp8debug.spikes import SpikeDetector
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Of a spike that a movement of a cast's statistics came before, or too little was recorded to tell.
 UNDECIDED = "loss-spike-undecided"

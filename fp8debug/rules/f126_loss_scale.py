@@ -12,7 +12,7 @@ from fp8debug.rules.looks import Look, exceeds, look
 from fp8debug.rules.screening import may_have
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: FP16's least positive value, and its least normal one.
 _SMALLEST, _NORMAL = 2.0**-24, 2.0**-14

@@ -15,7 +15,7 @@ from fp8debug.rules.optimizer_steps import OUT_OF_SIZE, LargeUpdates, large_upda
 from fp8debug.spikes import noise_of
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 @dataclass(frozen=True)

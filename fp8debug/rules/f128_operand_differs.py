@@ -12,7 +12,7 @@ from fp8debug.rules.evidence import Trace, percent, scaled_elsewhere, times, tra
 from fp8debug.rules.looks import Look, below_db, exceeds, look, some
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
 _HIGHEST_FLOOR_DB = 24.61

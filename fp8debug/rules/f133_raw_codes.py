@@ -14,7 +14,7 @@ from fp8debug.rules.evidence import traces
 from fp8debug.rules.looks import Look, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The largest values of the formats in use: those of FORMATS and E4M3 fnuz (AMD MI300), 240.
 _MAXIMA = (*sorted(f.max for f in FORMATS.values() if not f.scale_only), 240.0)

@@ -13,7 +13,7 @@ from fp8debug.rules.evidence import traces
 from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The cure where one factor comes in with every microbatch.
 _SCALED = (

@@ -11,7 +11,7 @@ from fp8debug.rules.evidence import percent
 from fp8debug.rules.optimizer_steps import NOT_RECORDED
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Of an optimizer whose formula is not known, weights of these are not judged: what does not move may not be meant to.
 _FINE = ("float32", "float64")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 _GRADIENTS = "tensor = 'grad_output' AND reference = 'operand' AND numel > 0"
 

@@ -21,7 +21,7 @@ from fp8debug.rules.screening import has_cast
 from fp8debug.rules.trends import MAX_POINTS, Forecast, Trend, rising
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: First steps of a run, in which everything moves.
 WARMUP = 8

@@ -16,7 +16,7 @@ import pyarrow as pa
 from fp8debug.rules.looks import KEYS, RUNNING
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: step -> module -> its fprop input: call_index, rows, sum_x2.
 Inputs = dict[int, Mapping[str, Mapping[str, Any]]]

@@ -16,7 +16,7 @@ from fp8debug.rules.base import steady
 from fp8debug.spikes import SpikeDetector, noise_of
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Steps of a level, and how far above the best one the last must lie to be a divergence: relative, in noise, and relative
 #: to the largest rise that came back. No published basis: a new data mix moves a loss by some percent, a learning rate

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.store.schema import NOT_WATCHED, RECORDING_STOPPED
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Modules that a sentence names.
 MAX_NAMES = 3

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.rules.evidence import sampled_steps
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Sampled steps that count as "just before", as the past, and the fewest that make a past.
 RECENT, PAST, MIN_PAST = 2, 16, 3

@@ -19,7 +19,7 @@ from fp8debug.types import RESULTS as _RESULTS
 from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: The rows in which something is not finite: of a module in high precision the tensors are those of casts that were only tried.
 _IS_READ = "(actual OR reference = 'operand')"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: What F127 calls a finding of updates as large as the weights, whatever the loss does.
 OUT_OF_SIZE = "updates-out-of-size"

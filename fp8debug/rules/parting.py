@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: A factor of a weight or result beyond this is a scale (numerics.md, 4: act), where no more than SHAPE is left without it.
 MAX_GAIN, SHAPE = 0.05, 0.1

@@ -19,7 +19,7 @@ from fp8debug.store.schema import SITE_KEYS
 from fp8debug.types import OPERAND_SITES, RESULTS
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: Rows of statistics up to which ``sites`` is kept in memory whole (1.4 KB a row), so that no rule reads a file.
 SMALL = 50_000

@@ -23,8 +23,8 @@ from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.registry import Registry
 from fp8debug.rules.base import RULES, Severity
 from fp8debug.rules.selection import Thresholds, chosen, configured
-from fp8debug.store.checked import read_text
-from fp8debug.store.places import place_of
+from fp8debug.store.file_checks import read_text
+from fp8debug.store.locations import place_of
 
 KEYS = ("select", "ignore", "fail-on", "rules")
 #: The section of ``fp8debug check``, with the same keys; its codes are checked by that command.

@@ -12,7 +12,7 @@ from fp8debug.rules.looks import Look
 from fp8debug.store.schema import SITE_KEYS
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 
 def keep_suspects(run: Run, looks: Sequence[Look]) -> list[int]:

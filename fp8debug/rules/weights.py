@@ -9,7 +9,7 @@ from fp8debug.rules.evidence import IS_DELAYED, Trace, traces
 from fp8debug.rules.looks import Look, below_db, look
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 #: SQNR of E5M2 on Gaussian data (numerics.md, 4) and how far a steady one may lie from it: such a weight is F120's.
 _E5M2_DB, _STEADY_DB = 25.55, 0.6

@@ -22,12 +22,12 @@ import numpy as np
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format, block_shape
-from fp8debug.store.checked import parse_json, size_of
-from fp8debug.store.places import place_of
+from fp8debug.store.file_checks import parse_json, size_of
+from fp8debug.store.locations import place_of
 from fp8debug.types import OPERAND_SITES
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 Array = np.ndarray[Any, Any]
 

@@ -23,13 +23,13 @@ import duckdb
 import pyarrow as pa
 
 from fp8debug.errors import UsageError
-from fp8debug.store.files import RunFiles, Source
-from fp8debug.store.joined import JoinedRun
-from fp8debug.store.modules import modules_table
-from fp8debug.store.places import ObjectPath
-from fp8debug.store.run import Run
+from fp8debug.store.locations import ObjectPath
+from fp8debug.store.read.files import RunFiles, Source
+from fp8debug.store.read.modules import modules_table
+from fp8debug.store.read.resumed import JoinedRun
+from fp8debug.store.read.run import Run
+from fp8debug.store.read.views import DUCKDB, SPARK, sites_sql
 from fp8debug.store.schema import ARROW_TYPES
-from fp8debug.store.views import DUCKDB, SPARK, sites_sql
 
 #: Rows that the driver fetches of a table, 100 to 1,000 bytes each; a larger table stays with the executors.
 MAX_FETCHED = 200_000

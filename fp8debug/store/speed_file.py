@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.recipes import Recipe, get_recipe
-from fp8debug.store.checked import read_json
+from fp8debug.store.file_checks import read_json
 from fp8debug.types import Gemm
 
 if TYPE_CHECKING:
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
 SPEED_FILE = "speed.json"
 #: 1: first version. A reader refuses newer ones.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fp8debug.store.packed import Message
+from fp8debug.store.columns import Message
 
 _NUMBER = re.compile(r"-(\d{5,})\.(?:arrows|parquet)$")
 ROWS_PER_GROUP = 65536

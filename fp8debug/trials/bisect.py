@@ -16,8 +16,8 @@ from typing import Any
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS, Fallback
-from fp8debug.shares import flop_shares
-from fp8debug.store.run import Run
+from fp8debug.store.flop_shares import flop_shares
+from fp8debug.store.read.run import Run
 from fp8debug.trials.ddmin import count_tests, minimize
 from fp8debug.trials.gap import CLOSED, MIN_GAP, Assessment, assess, sentence
 from fp8debug.trials.ledger import Trials, write_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8debug.rules import Severity, triage
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 
 _DAMAGE = """
 SELECT module, sum(damage) AS damage FROM sites

@@ -15,8 +15,8 @@ from typing import Any
 
 from fp8debug.arms import REFUSED, Arm
 from fp8debug.errors import RunError, UsageError
-from fp8debug.store.checked import read_json
-from fp8debug.store.run import Run
+from fp8debug.store.file_checks import read_json
+from fp8debug.store.read.run import Run
 from fp8debug.trials.script import Ending, Script
 
 #: 1: first version (fp8debug 0.1).

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug.shares import gemm_shares
+from fp8debug.store.flop_shares import gemm_shares
 from tests.adapters.linears import same
 
 transformers: Any = pytest.importorskip("transformers", exc_type=ImportError)

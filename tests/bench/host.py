@@ -38,9 +38,9 @@ from fp8debug.adapters.sink import StepSink
 from fp8debug.kernels.triton_common import INTERPRETED
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import FinishedStep
-from fp8debug.store.packed import Message
-from fp8debug.store.worker import Worker
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.columns import Message
+from fp8debug.store.write.worker import Worker
+from fp8debug.store.write.writer import RunWriter
 from tests.kernels import hopper
 
 WIDTH = 1024

@@ -73,7 +73,7 @@ def group(path: Path) -> dict[str, Any]:
 
 def ask(path: Path) -> dict[str, Any]:
     """Return what one query takes once a run is open."""
-    from fp8debug.store.run import Run
+    from fp8debug.store.read.run import Run
 
     run = Run(path)
     module = run.modules[0]["fqn"]

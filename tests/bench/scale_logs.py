@@ -17,10 +17,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.store.batch import record_batch
 from fp8debug.store.schema import arrow_schema, columns_of
 from fp8debug.store.stream import part_path, write_part
-from fp8debug.store.writer import PART_ROWS, RunWriter
+from fp8debug.store.write.batch import record_batch
+from fp8debug.store.write.writer import PART_ROWS, RunWriter
 from tests.synthetic import Override, Plan, manifest_of, stats_rows, steps_row
 
 #: Linears of a layer of an 8B Llama: name, in and out features.

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from fp8debug.adapters.watching import Watch
-from fp8debug.store import writer
+from fp8debug.store.write import writer
 
 #: What may be held more a step, by the slope over the second half of the run: less than one of anything that is kept.
 MAX_PER_STEP = {"objects": 0.5, "arrow_bytes": 32.0, "blocks": 0.5, "malloc_bytes": 64.0}

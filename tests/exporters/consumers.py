@@ -9,7 +9,7 @@ from typing import Any
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
 from fp8debug.recipes import Cast
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.synthetic import build
 
 #: One name is a part of others, one holds every character that is markup somewhere; the head stayed in BF16.

@@ -12,7 +12,7 @@ import pytest
 
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, load_fallbacks
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.exporters.consumers import EVERYTHING, GEMMS, NAMES, ODD, executed, exported, recorded
 
 yaml: Any = importlib.import_module("yaml")

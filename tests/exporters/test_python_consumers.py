@@ -9,7 +9,7 @@ import pytest
 
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.exporters.consumers import EVERYTHING, GEMMS, NAMES, ODD, executed, exported, recorded
 
 LEAVES = {"layers.1.mlp.fc2", "layers.10.mlp.fc2", "layers.1.mlp.fc1", "x.layers.1.mlp.fc1"}

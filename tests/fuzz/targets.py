@@ -20,11 +20,11 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.fallback import load_fallbacks
 from fp8debug.rules.settings import load_settings
 from fp8debug.store import dump_files
-from fp8debug.store.arrows import read_batches
-from fp8debug.store.checked import RefusedError, parse_json, read_footer
 from fp8debug.store.dump_files import dumps_of, file_name, open_dump, rank_folder
-from fp8debug.store.manifest import checked
-from fp8debug.store.run import Run
+from fp8debug.store.file_checks import RefusedError, parse_json, read_footer
+from fp8debug.store.read.manifest import checked
+from fp8debug.store.read.run import Run
+from fp8debug.store.read.stream_recovery import read_batches
 from fp8debug.store.speed_file import load_shapes, read_speed
 from fp8debug_cli.main import status
 from tests.store.recording import record

@@ -21,8 +21,8 @@ from typing import Any
 
 import fp8debug
 from fp8debug.errors import RunError
-from fp8debug.store import writer
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write import writer
+from fp8debug.store.write.writer import RunWriter
 from tests.recording.test_failures import train
 
 #: ``FS_IOC_SHUTDOWN`` of Linux; its argument here: leave everything as the disk has it, journal included.

@@ -15,7 +15,8 @@ from torch import nn
 import fp8debug
 from fp8debug.adapters import rows, sink
 from fp8debug.observer import Observer
-from fp8debug.store import packed, writer
+from fp8debug.store import columns as packed
+from fp8debug.store.write import writer
 from fp8debug.table import Table
 from tests.store.recording import python
 

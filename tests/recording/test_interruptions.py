@@ -361,19 +361,19 @@ def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: 
 RECORDING = (
     *("observer", "probe", "riding", "reuse", "second_look", "linear", "lines", "leftovers", "shielding", "table", "arriving"),
     *("dumps", "guard", "run", "meter", "arms", "schedule", "sharding"),
-    *("adapters/*", "trainers/*", "startup/*", "kernels/*", "faults/*", "store/writer", "store/worker", "store/parts"),
+    *("adapters/*", "trainers/*", "startup/*", "kernels/*", "faults/*", "store/write/writer", "store/write/worker"),
 )
 #: What else an ``except`` may catch that a signal handler raises as a matter of course.
 BROAD = {"Exception", "BaseException", "OSError", "RuntimeError", "MemoryError", "torch.OutOfMemoryError", "TimeoutError"}
 #: Code that runs in a thread of fp8debug's own, where no signal handler of the program does, or before training.
 ELSEWHERE = {
-    ("store/worker.py", "_work"): "the worker's thread",
-    ("store/worker.py", "_guarded"): "the worker's thread",
-    ("store/parts.py", "_make"): "the worker's thread",
-    ("store/writer.py", "job"): "the worker's thread",
-    ("store/writer.py", "_failed"): "the worker's thread",
-    ("store/writer.py", "_release"): "the worker's thread, and an open that has failed",
-    ("store/writer.py", "_read_json"): "the worker's thread",
+    ("store/write/worker.py", "_work"): "the worker's thread",
+    ("store/write/worker.py", "_guarded"): "the worker's thread",
+    ("store/write/parts.py", "_make"): "the worker's thread",
+    ("store/write/writer.py", "job"): "the worker's thread",
+    ("store/write/writer.py", "_failed"): "the worker's thread",
+    ("store/write/writer.py", "_release"): "the worker's thread, and an open that has failed",
+    ("store/write/writer.py", "_read_json"): "the worker's thread",
     ("dumps.py", "_work"): "the dumper's thread",
     ("dumps.py", "make_room"): "the dumper's thread",
     ("arms.py", "read"): "before training",

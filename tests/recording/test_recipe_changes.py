@@ -15,7 +15,7 @@ import fp8debug
 from fp8debug.adapters.changes import APART, HEARD_AT, LOOKED_AT, RecipeChanges
 from fp8debug.adapters.targets import candidates_of
 from fp8debug.fallback import Fallback
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from tests.recording.models import net, train
 
 ROWWISE = "fprop input, dgrad grad_output: e4m3fn rowwise current instead of e4m3fn 1x128 current; "

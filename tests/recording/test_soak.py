@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8debug.store import writer
+from fp8debug.store.write import writer
 from tests.bench.soak import soak
 
 

@@ -16,7 +16,7 @@ from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif
 from fp8debug.reports.svg import MAX_POINTS, Chart, thinned
 from fp8debug.rules import RULES, Finding, Findings, Severity, triage
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES
 from tests.synthetic import MODULES, Override, build
 

@@ -16,7 +16,7 @@ from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.parts import stacks_of
 from fp8debug.fallback import recommend
 from fp8debug.rules import Finding, Severity, triage
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.synthetic import build
 
 WIDTH, TOKENS = 64, 256

@@ -14,7 +14,7 @@ import pytest
 
 from fp8debug.rules import RULES, Rule, triage
 from fp8debug.rules.screening import SMALL
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from fp8debug.store.stream import write_part
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
 from tests.synthetic import MODULES, Override, Plan, Slots, write

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,11 +16,11 @@ import pytest
 
 from fp8debug.errors import UsageError
 from fp8debug.rules import triage
-from fp8debug.store.joined import JoinedRun
-from fp8debug.store.run import Run
+from fp8debug.store.read.resumed import JoinedRun
+from fp8debug.store.read.run import Run
 from fp8debug.store.schema import SITE_KEYS
 from fp8debug.store.spark import SparkRun, open_on_spark, start
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug_cli.main import status
 from tests.rules.sick_runs import CLIPPED, INPUT, OUTLIER, WEIGHT
 from tests.synthetic import Override, Plan, build, manifest_of, stats_rows, steps_row, write

@@ -12,10 +12,10 @@ from torch import nn
 import fp8debug
 from fp8debug.adapters.quiet import num_recording, records
 from fp8debug.errors import UsageError
-from fp8debug.store import writer
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from fp8debug.store.volume import STATS_ROW_BYTES, Volume, in_words, parse_size, plan_volume
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write import writer
+from fp8debug.store.write.writer import RunWriter
 from tests.store.recording import names_below, site_rows
 
 #: 80 layers of 7 Linears, blockwise, two recipes tried beside it.

@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 
 MODULES = [f"layers.{i}" for i in range(4)]
 

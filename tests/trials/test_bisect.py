@@ -13,7 +13,7 @@ import fp8debug
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback import load_fallbacks
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import bisect_run
 from fp8debug.trials.bisect import Plan
 from fp8debug.trials.hints import hints

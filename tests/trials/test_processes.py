@@ -17,7 +17,7 @@ import pytest
 
 from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import Script
 from fp8debug.trials.script import with_seed
 from fp8debug_cli.main import status

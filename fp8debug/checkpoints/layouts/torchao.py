@@ -13,7 +13,7 @@ from typing import Any
 from fp8debug.checkpoints.codes import OF_DTYPE
 from fp8debug.checkpoints.files import Checkpoint, Tensor
 from fp8debug.checkpoints.layouts.base import LAYOUTS, Block, Layout, Weight, weight_of
-from fp8debug.store.checked import parse_json
+from fp8debug.store.file_checks import parse_json
 
 _CLASSES = ("Float8Tensor", "MXTensor", "NVFP4Tensor")
 _PARTS = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from tests.dashboard import samples
 from tests.dashboard.serving import served
 from tests.synthetic import Plan, manifest_of, stats_rows, steps_row

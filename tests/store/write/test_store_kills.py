@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from tests.store.recording import ROOT
 
 NUM_KILLS, NUM_ROWS = 50, 3
@@ -16,7 +16,7 @@ FORKS = f"""
 import os, random, select, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from fp8debug.store import writer
+from fp8debug.store.write import writer
 from tests.store.recording import site_rows
 writer.PART_ROWS = 20
 chance = random.Random(7)

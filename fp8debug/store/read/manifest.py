@@ -12,7 +12,7 @@ from typing import Any
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
-from fp8debug.store.checked import read_json
+from fp8debug.store.file_checks import read_json
 
 #: More modules than a model has.
 MAX_MODULES = 1_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from fp8debug.store.checked import MAX_STREAM_BYTES, MAX_TEXT, RefusedError, size_of
+from fp8debug.store.file_checks import MAX_STREAM_BYTES, MAX_TEXT, RefusedError, size_of
 
 _MARK = b"\xff\xff\xff\xff"
 #: What may be missing at the end without being called damage: a message this much larger than the largest before it.

@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.errors import RecordError
-from fp8debug.store import stream, writer
-from fp8debug.store.run import Run
+from fp8debug.store import stream
+from fp8debug.store.read.run import Run
 from fp8debug.store.schema import SCHEMA_VERSION
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write import writer
+from fp8debug.store.write.writer import RunWriter
 from tests.store.recording import names_below, record, site_rows
 
 

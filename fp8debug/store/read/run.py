@@ -11,14 +11,14 @@ import duckdb
 import pyarrow as pa
 
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
-from fp8debug.selectors import matching
-from fp8debug.store.engine import connect, path_literal, unreadable
-from fp8debug.store.files import RunFiles, Source, scan
-from fp8debug.store.modules import modules_table
-from fp8debug.store.places import ObjectPath, forget, place_of, why
+from fp8debug.store.dump_selectors import matching
+from fp8debug.store.locations import ObjectPath, forget, place_of, why
+from fp8debug.store.read.engine import connect, path_literal, unreadable
+from fp8debug.store.read.files import RunFiles, Source, scan
+from fp8debug.store.read.modules import modules_table
+from fp8debug.store.read.selects import columns_in, counted, typed
+from fp8debug.store.read.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql, updates_sql
 from fp8debug.store.schema import Column
-from fp8debug.store.selects import columns_in, counted, typed
-from fp8debug.store.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql, updates_sql
 from fp8debug.types import Gemm, Reference, TensorRole
 
 _T = TypeVar("_T")

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fp8debug.store.packed import Lists
+from fp8debug.store.columns import Lists
 
 #: Items of a list that become an array before others may run.
 _PIECE = 1024

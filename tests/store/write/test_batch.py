@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8debug.store import batch, worker
-from fp8debug.store.batch import record_batch, row_batch
 from fp8debug.store.schema import arrow_schema
-from fp8debug.store.worker import Worker
+from fp8debug.store.write import batch, worker
+from fp8debug.store.write.batch import record_batch, row_batch
+from fp8debug.store.write.worker import Worker
 
 
 def columns(step: int, names: list[str]) -> dict[str, Any]:

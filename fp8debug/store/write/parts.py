@@ -11,8 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from fp8debug.store import stream
-from fp8debug.store.lock import HEARTBEAT_S
-from fp8debug.store.worker import Worker
+from fp8debug.store.write.lock import HEARTBEAT_S
+from fp8debug.store.write.worker import Worker
 
 
 class Parts:

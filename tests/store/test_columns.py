@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fp8debug.store.batch import row_batch
-from fp8debug.store.packed import Lists, OneRow, columns_over
+from fp8debug.store.columns import Lists, OneRow, columns_over
 from fp8debug.store.schema import arrow_schema
+from fp8debug.store.write.batch import row_batch
 
 RANDOM = np.random.default_rng(0)
 SHARES = (0.0, 0.3, 0.0, 1.0, 0.7)

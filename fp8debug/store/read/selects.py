@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
-from fp8debug.store.engine import taken_words
-from fp8debug.store.files import RunFiles, Source, needed
+from fp8debug.store.read.engine import taken_words
+from fp8debug.store.read.files import RunFiles, Source, needed
+from fp8debug.store.read.views import Dialect, is_plain
 from fp8debug.store.schema import Column, columns_from, columns_of
-from fp8debug.store.views import Dialect, is_plain
 
 
 def columns_in(table: str, files: RunFiles) -> list[Column]:

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.metrics import derive, derived_columns, slots
 from fp8debug.metrics.expression import to_sql
-from fp8debug.store.run import Run, parse_steps
+from fp8debug.store.read.run import Run, parse_steps
 from fp8debug.store.schema import SITE_KEYS, arrow_schema, columns_of
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from tests.synthetic import MODULES, Override, Plan, build, stats_rows, write
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCALARS = {name: slot for name, slot in slots().items() if slot.size == 1}
 
 

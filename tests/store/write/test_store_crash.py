@@ -16,9 +16,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from fp8debug.store import stream, writer
-from fp8debug.store.run import Run
-from fp8debug.store.writer import RunWriter
+from fp8debug.store import stream
+from fp8debug.store.read.run import Run
+from fp8debug.store.write import writer
+from fp8debug.store.write.writer import RunWriter
 from tests.store.recording import PRELUDE, names_below, python, record, site_rows
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from fp8debug.errors import RunError
 from fp8debug.store import stream
-from fp8debug.store.arrows import read_batches
-from fp8debug.store.checked import RefusedError, has_long_text, leads_inside, places, read_footer, size_of, twice
-from fp8debug.store.manifest import read_manifest
+from fp8debug.store.file_checks import RefusedError, has_long_text, leads_inside, places, read_footer, size_of, twice
+from fp8debug.store.read.manifest import read_manifest
+from fp8debug.store.read.stream_recovery import read_batches
 from fp8debug.store.schema import SCHEMA_VERSION, SITE_KEYS, TABLES, columns_of
 
 #: The problem of a run of which nothing is lost: old and new parts stand side by side, each of them whole.

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.errors import RunError
-from fp8debug.store.run import Run
+from fp8debug.store.read.run import Run
 from fp8debug.store.schema import SCHEMA_VERSION
 from fp8debug.store.stream import write_part
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from tests.synthetic import MODULES, Plan, write
 
 

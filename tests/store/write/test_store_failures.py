@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from fp8debug.errors import RecordError
-from fp8debug.store import lock, stream, writer
-from fp8debug.store.run import Run
-from fp8debug.store.writer import RunWriter
+from fp8debug.store import stream
+from fp8debug.store.read.run import Run
+from fp8debug.store.write import lock, writer
+from fp8debug.store.write.writer import RunWriter
 from tests.store.recording import PRELUDE, record, site_rows
 
 
@@ -165,7 +166,7 @@ class TestClock:
 
 class TestTwoProcesses:
     SECOND = (
-        "from fp8debug.store.writer import RunWriter\n"
+        "from fp8debug.store.write.writer import RunWriter\n"
         "w = RunWriter(path, manifest={}, resume='resume' in sys.argv)\n"
         "for step in range(5): w.stats(site_rows(step)); w.steps({'step': step})\n"
         "w.close(); print(w.stopped is not None)\n"

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from fp8debug.errors import Fp8DebugError
-from fp8debug.selectors import Selector, matching, parse_selectors
 from fp8debug.spikes import SpikeDetector
+from fp8debug.store.dump_selectors import Selector, matching, parse_selectors
 
 MODULES = ["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mlp.down", "head"]
 

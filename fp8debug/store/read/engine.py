@@ -9,7 +9,7 @@ from pathlib import Path
 import duckdb
 
 from fp8debug.metrics import derived_columns
-from fp8debug.store.places import ObjectPath
+from fp8debug.store.locations import ObjectPath
 
 #: FROM name means a view, never a local variable of the caller; a run must not make us fetch or load an extension.
 _CONFIG: dict[str, str | bool | int | float | list[str]] = {

@@ -19,13 +19,13 @@ import pyarrow as pa
 
 from fp8debug.errors import RecordError
 from fp8debug.store import stream
-from fp8debug.store.batch import record_batch, row_batch
-from fp8debug.store.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
-from fp8debug.store.packed import Message, OneRow
-from fp8debug.store.parts import Parts
-from fp8debug.store.places import refuse_to_write
+from fp8debug.store.columns import Message, OneRow
+from fp8debug.store.locations import refuse_to_write
 from fp8debug.store.schema import RECORDING_STOPPED, SCHEMA_VERSION, TABLES, arrow_schema
-from fp8debug.store.worker import Worker
+from fp8debug.store.write.batch import record_batch, row_batch
+from fp8debug.store.write.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
+from fp8debug.store.write.parts import Parts
+from fp8debug.store.write.worker import Worker
 
 #: A stream becomes a part at this size, or at close().
 PART_ROWS, PART_BYTES, PART_BATCHES = 256 * 1024, 64 * 2**20, 16 * 1024

@@ -9,9 +9,9 @@ import pytest
 from fp8debug.errors import UsageError
 from fp8debug.rules import triage
 from fp8debug.rules.evidence import sampled_steps
-from fp8debug.store.joined import JoinedRun, open_runs
-from fp8debug.store.run import Run
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.read.resumed import JoinedRun, open_runs
+from fp8debug.store.read.run import Run
+from fp8debug.store.write.writer import RunWriter
 from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT
 from tests.synthetic import Override, Plan, manifest_of, stats_rows, steps_row, write
 

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fp8debug.errors import RecordError, RunError
-from fp8debug.store.files import scan
-from fp8debug.store.lock import Lock, OccupiedError
+from fp8debug.store.read.files import scan
 from fp8debug.store.stream import sync, write_part
+from fp8debug.store.write.lock import Lock, OccupiedError
 
 #: Where rewritten parts lie, below the run's folder: while they are made, and when all are there.
 HALF, WHOLE = ".compact.half", ".compact"

@@ -16,11 +16,11 @@ import pytest
 
 from fp8debug import Run
 from fp8debug.errors import RecordError, RunError, UsageError
-from fp8debug.store import places
+from fp8debug.store import locations
 from fp8debug.store.dump_files import dumps_at, dumps_of, file_name, rank_folder
-from fp8debug.store.joined import open_runs
+from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.speed_file import write_speed
-from fp8debug.store.writer import RunWriter
+from fp8debug.store.write.writer import RunWriter
 from fp8debug_cli.main import status
 from tests.store.recording import record
 from tests.store.test_dump_files import written
@@ -68,7 +68,7 @@ def environment(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     }.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    places._LISTED.clear()
+    locations._LISTED.clear()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -275,7 +275,7 @@ class TestMistakes:
         with pytest.raises(RecordError, match=r"s3://bucket/new is in object storage.*record to a local folder, copy it there"):
             RunWriter("s3://bucket/new", manifest={})
         with pytest.raises(OSError, match="object storage is only read"):
-            places.place_of("s3://bucket/new").mkdir()
+            locations.place_of("s3://bucket/new").mkdir()
         write(tmp_path / "run", plan)
         upload(tmp_path / "run", "s3://bucket/verify")
         said = self.line("verify", "s3://bucket/verify", "--arms", "bf16", "--script", __file__, capsys=capsys, code=2)
@@ -288,7 +288,7 @@ class TestMistakes:
         said = self.line("fallback", "s3://bucket/verify", "--to", "json", "-o", "s3://bucket/x.json", capsys=capsys, code=2)
         assert said == "cannot write s3://bucket/x.json: object storage is only read; name a local place (--out, -o)"
         with pytest.raises(OSError, match="object storage is only read"):  # `speed` says that it was not saved
-            write_speed(places.place_of("s3://bucket/verify"), {})
+            write_speed(locations.place_of("s3://bucket/verify"), {})
         assert not list(tmp_path.glob("s3:*"))
 
     def test_nothing_is_recorded_there(

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from fp8debug.errors import RunError, UsageError
-from fp8debug.store.files import RunFiles, scan
-from fp8debug.store.run import Run
+from fp8debug.store.read.files import RunFiles, scan
+from fp8debug.store.read.run import Run
 
 #: Numbers of parts of one folder lie below it.
 _FOLDER = 10**7

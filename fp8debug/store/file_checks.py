@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fp8debug.store.places import place_of
+from fp8debug.store.locations import place_of
 
 #: A manifest of 10,000 modules takes 12 MB.
 MAX_JSON_BYTES = 64 << 20

@@ -1,0 +1,1 @@
+"""The reading side: ``Run``, its views over DuckDB, damaged streams, the manifest; no torch."""
