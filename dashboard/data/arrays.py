@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from fp8debug.store.numbers import numbers_of
+from fp8debug.store.columns import numbers_of
 
 from .nonfinite import MISSING, NAN, States
 from .records import Floats, Heat, Ints

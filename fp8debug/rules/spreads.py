@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
-from fp8debug.store.numbers import numbers_of
+from fp8debug.store.columns import numbers_of
 
 #: Histograms that are looked at together: they stay in the cache, and what is made of them in memory that is taken once.
 _CHUNK = 1024

@@ -25,7 +25,7 @@ import pyarrow as pa
 from fp8debug.errors import UsageError
 from fp8debug.store.locations import ObjectPath
 from fp8debug.store.read.files import RunFiles, Source
-from fp8debug.store.read.modules import modules_table
+from fp8debug.store.read.manifest import modules_table
 from fp8debug.store.read.resumed import JoinedRun
 from fp8debug.store.read.run import Run
 from fp8debug.store.read.views import DUCKDB, SPARK, sites_sql

@@ -369,7 +369,7 @@ BROAD = {"Exception", "BaseException", "OSError", "RuntimeError", "MemoryError",
 ELSEWHERE = {
     ("store/write/worker.py", "_work"): "the worker's thread",
     ("store/write/worker.py", "_guarded"): "the worker's thread",
-    ("store/write/parts.py", "_make"): "the worker's thread",
+    ("store/write/worker.py", "_make"): "the worker's thread",
     ("store/write/writer.py", "job"): "the worker's thread",
     ("store/write/writer.py", "_failed"): "the worker's thread",
     ("store/write/writer.py", "_release"): "the worker's thread, and an open that has failed",

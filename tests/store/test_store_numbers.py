@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fp8debug.metrics.histogram import NUM_BINS
-from fp8debug.store.numbers import numbers_of
+from fp8debug.store.columns import numbers_of
 
 
 def test_numbers_of_slices_chunks_and_nothing() -> None:

@@ -15,9 +15,18 @@ from fp8debug.store.dump_selectors import matching
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
 from fp8debug.store.read.engine import connect, path_literal, unreadable
 from fp8debug.store.read.files import RunFiles, Source, scan
-from fp8debug.store.read.modules import modules_table
-from fp8debug.store.read.selects import columns_in, counted, typed
-from fp8debug.store.read.views import DUCKDB, site_columns, sites_sql, stats_sql, steps_sql, updates_sql
+from fp8debug.store.read.manifest import modules_table
+from fp8debug.store.read.views import (
+    DUCKDB,
+    columns_in,
+    counted,
+    site_columns,
+    sites_sql,
+    stats_sql,
+    steps_sql,
+    typed,
+    updates_sql,
+)
 from fp8debug.store.schema import Column
 from fp8debug.types import Gemm, Reference, TensorRole
 

@@ -24,8 +24,7 @@ from fp8debug.store.locations import refuse_to_write
 from fp8debug.store.schema import RECORDING_STOPPED, SCHEMA_VERSION, TABLES, arrow_schema
 from fp8debug.store.write.batch import record_batch, row_batch
 from fp8debug.store.write.lock import HEARTBEAT_S, SILENCE_S, Lock, OccupiedError, check_is_free, job_of
-from fp8debug.store.write.parts import Parts
-from fp8debug.store.write.worker import Worker
+from fp8debug.store.write.worker import Parts, Worker
 
 #: A stream becomes a part at this size, or at close().
 PART_ROWS, PART_BYTES, PART_BATCHES = 256 * 1024, 64 * 2**20, 16 * 1024
