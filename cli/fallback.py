@@ -10,9 +10,9 @@ from fp8debug.exporters import EXPORTERS, Exporter
 from fp8debug.exporters.json import FOLKLORE
 from fp8debug.fallback import Fallback, positional_prior, recommend, scheduled
 from fp8debug.rules import triage
-from fp8debug.store.flop_shares import parse_share
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import cost_basis
+from fp8debug.types import parse_share
 
 from .console import cell, open_run, print_table, progress, write_file
 from .output import echo

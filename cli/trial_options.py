@@ -12,10 +12,10 @@ import click
 from fp8debug.arms import CHANGEABLE, unchangeable
 from fp8debug.errors import UsageError
 from fp8debug.recipes import get_recipe
-from fp8debug.store.flop_shares import parse_share
 from fp8debug.store.read.run import Run
 from fp8debug.trials import Script
 from fp8debug.trials.gap import CLOSED, MIN_GAP
+from fp8debug.types import parse_share
 
 F = TypeVar("F", bound=Callable[..., Any])
 

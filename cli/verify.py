@@ -11,9 +11,9 @@ import click
 from fp8debug.errors import UnknownNameError
 from fp8debug.fallback import load_fallbacks, positional_prior, recommend
 from fp8debug.rules import triage
-from fp8debug.store.flop_shares import parse_share
 from fp8debug.trials import Trials, arms_of, verify_run
 from fp8debug.trials.verify import ARMS
+from fp8debug.types import parse_share
 
 from .console import open_run, print_table, warn
 from .output import echo

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp8debug.errors import UsageError
-from fp8debug.store.flop_shares import parse_share
+from fp8debug.types import parse_share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,7 @@ from fp8debug.reuse import Made, let_go, made_of
 from fp8debug.second_look import Kept
 from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.shielding import is_batched, is_transformed, unseen
-from fp8debug.store.dump_selectors import matching
-from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole
+from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole, match_fqn
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
 Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor, "Cast | None"], Operand]], Operand]
@@ -439,13 +438,13 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     filters = getattr(model, "fp8debug_filters", [])
     for pattern in overrides or {}:
-        matched = matching(linears, pattern)
+        matched = match_fqn(linears, pattern)
         if not matched:
             raise NoMatchError("override", pattern, linears)
         filters = [*filters, {"kind": "override", "pattern": pattern, "matched": len(matched)}]
     if not linears:
         raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
-    recipes = {name: value for pattern, value in wanted.items() for name in matching(linears, pattern)}  # the last one counts
+    recipes = {name: value for pattern, value in wanted.items() for name in match_fqn(linears, pattern)}  # the last one counts
     refused: dict[tuple[str, str], list[str]] = {}
     for name, module in linears.items():
         chosen = recipes[name]

@@ -9,8 +9,12 @@ Legend of shape letters, used throughout: M tokens (rows of input), K in_feature
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
+
+from fp8debug.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -113,3 +117,29 @@ class Quantized(NamedTuple):
 
     data: torch.Tensor
     scale_inv: torch.Tensor
+
+
+def match_fqn(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names that a pattern stands for: one that is a name, brackets and all, for this alone; else a glob's."""
+    names = list(names)
+    return [name for name in names if name == pattern] or [name for name in names if fnmatchcase(name, pattern)]
+
+
+def parse_share(text: str | float, what: str = "") -> float:
+    """Return a share given as ``10%``, ``0.1`` or a number.
+
+    Args:
+        text: the share.
+        what: it is a share of, for the message.
+
+    Raises:
+        UsageError: it is neither, or not between 0 and 1.
+    """
+    try:
+        words = text.strip() if isinstance(text, str) else text
+        share = float(words.removesuffix("%")) / 100 if isinstance(words, str) and words.endswith("%") else float(words)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not 0 <= share <= 1 or isinstance(text, bool):
+        raise UsageError(f"{what or 'expected'} {'is ' if what else ''}a share such as 10% or 0.1, got {text!r}")
+    return share

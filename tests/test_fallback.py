@@ -16,8 +16,8 @@ from fp8debug.fallback.measured import expected_sqnr_db
 from fp8debug.fallback.policy import best_within
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
-from fp8debug.store.flop_shares import parse_share
 from fp8debug.store.read.run import Run
+from fp8debug.types import parse_share
 from tests.synthetic import MODULES, Override, Slots, build
 
 NAMES = [name for name, _, _ in MODULES]

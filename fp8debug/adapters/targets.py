@@ -18,8 +18,7 @@ from fp8debug.errors import AttachError
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import why_not_converted
 from fp8debug.recipes import Recipe
-from fp8debug.store.dump_selectors import matching
-from fp8debug.types import OPERAND_SITES, plain_name
+from fp8debug.types import OPERAND_SITES, match_fqn, plain_name
 
 #: Wrappers around a whole model, and where they keep it.
 _AROUND = {"DistributedDataParallel": "module", "DeepSpeedEngine": "module", "OptimizedModule": "_orig_mod"}
@@ -231,7 +230,7 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
     chosen: dict[str, set[str]] = {"include": set(), "exclude": set()}
     for kind, patterns in (("include", include), ("exclude", exclude)):
         for pattern in patterns:
-            matched = matching((c.fqn for c in candidates), pattern)
+            matched = match_fqn((c.fqn for c in candidates), pattern)
             chosen[kind].update(matched)
             filters.append({"kind": kind, "pattern": pattern, "matched": len(matched)})
     any_fp8 = any(c.fp8 for c in candidates)

@@ -18,10 +18,9 @@ from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, Finding, Severity
-from fp8debug.store.flop_shares import parse_share
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
-from fp8debug.types import Gemm
+from fp8debug.types import Gemm, parse_share
 
 #: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
 #: give: 28.5 - 3.5 = 25 dB for two E4M3 operands (numerics.md, 4).

@@ -14,8 +14,8 @@ from fp8debug.errors import NoMatchError
 from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
 from fp8debug.rules.baseline import compare, gap_words, without_nonfinite
 from fp8debug.rules.nonfinite import Origin, first_poison
-from fp8debug.store.dump_selectors import matching
 from fp8debug.store.read.run import Run, parse_steps
+from fp8debug.types import match_fqn
 
 #: What of a comparison of losses ``Differences`` keeps.
 LOSS_KEYS = ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "diverges_at", "nonfinite_at")
@@ -125,7 +125,7 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
     loss = compare(second, first)
     configuration = loss.pop("configuration")
     names = [{unwrapped(m["fqn"]): None for m in run.modules} for run in (first, second)]
-    chosen = dict.fromkeys(matching({**names[0], **names[1]}, module))
+    chosen = dict.fromkeys(match_fqn({**names[0], **names[1]}, module))
     if not chosen:
         raise NoMatchError("module", module, [*names[0], *names[1]])
     series = [series_of(run, parse_steps(steps)) for run in (first, second)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.groups import Group, numbered
-from fp8debug.store.dump_selectors import matching
+from fp8debug.types import match_fqn
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -123,8 +123,8 @@ def _unwatched(run: Run) -> set[str]:
     """Return the modules that include or exclude kept out of the watch."""
     names = [module["fqn"] for module in run.modules]
     include, exclude = (_patterns(run, key) for key in ("include", "exclude"))
-    kept = {name for pattern in include for name in matching(names, pattern)} if include else set(names)
-    return (set(names) - kept) | {name for pattern in exclude for name in matching(names, pattern)}
+    kept = {name for pattern in include for name in match_fqn(names, pattern)} if include else set(names)
+    return (set(names) - kept) | {name for pattern in exclude for name in match_fqn(names, pattern)}
 
 
 def _patterns(run: Run, key: str) -> list[str]:

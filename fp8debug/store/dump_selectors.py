@@ -15,15 +15,9 @@ from fnmatch import fnmatchcase
 from glob import escape
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
-from fp8debug.types import OPERAND_SITES, Gemm
+from fp8debug.types import OPERAND_SITES, Gemm, match_fqn
 
 ON_FINDING = "on-finding"
-
-
-def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """Return the names that a pattern stands for: one that is a name, brackets and all, for this alone; else a glob's."""
-    names = list(names)
-    return [name for name in names if name == pattern] or [name for name in names if fnmatchcase(name, pattern)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +115,7 @@ def parse_selectors(texts: Iterable[str], modules: Sequence[str], every: int) ->
     """
     parsed = [Selector.parse(text) for text in texts]
     for selector in parsed:
-        if not matching(modules, selector.module):
+        if not match_fqn(modules, selector.module):
             raise NoMatchError("dump", selector.module, modules)
         first = selector.first or 0
         below = first // every * every

@@ -1,31 +1,9 @@
-"""Shares: a budget as people write it, and what part of a model's FLOPs each module has."""
+"""Shares of a model's FLOPs, by module and by the GEMMs that were counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from fp8debug.errors import UsageError
-
-
-def parse_share(text: str | float, what: str = "") -> float:
-    """Return a share given as ``10%``, ``0.1`` or a number.
-
-    Args:
-        text: the share.
-        what: it is a share of, for the message.
-
-    Raises:
-        UsageError: it is neither, or not between 0 and 1.
-    """
-    try:
-        words = text.strip() if isinstance(text, str) else text
-        share = float(words.removesuffix("%")) / 100 if isinstance(words, str) and words.endswith("%") else float(words)
-    except (TypeError, ValueError):
-        share = -1.0
-    if not 0 <= share <= 1 or isinstance(text, bool):
-        raise UsageError(f"{what or 'expected'} {'is ' if what else ''}a share such as 10% or 0.1, got {text!r}")
-    return share
 
 
 def flop_shares(modules: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -8,7 +8,8 @@ import pytest
 
 from fp8debug.errors import Fp8DebugError
 from fp8debug.spikes import SpikeDetector
-from fp8debug.store.dump_selectors import Selector, matching, parse_selectors
+from fp8debug.store.dump_selectors import Selector, parse_selectors
+from fp8debug.types import match_fqn
 
 MODULES = ["blocks.0.mlp.up", "blocks.0.mlp.down", "blocks.1.mlp.down", "head"]
 
@@ -72,8 +73,8 @@ def test_a_mistake_is_one_line_with_the_way_out(text: str, message: str) -> None
 
 def test_a_pattern_that_is_a_name_stands_for_it_alone() -> None:
     names = ["w[0]", "w0", "w1"]
-    assert matching(names, "w[0]") == ["w[0]"]
-    assert matching(names, "w[01]") == ["w0", "w1"] and matching(names, "w2") == []
+    assert match_fqn(names, "w[0]") == ["w[0]"]
+    assert match_fqn(names, "w[01]") == ["w0", "w1"] and match_fqn(names, "w2") == []
     (own, glob) = parse_selectors(["w[0]:fprop", "w[01]"], names, 1)
     assert [name for name in names if own.takes_site(name, "fprop", "input")] == ["w[0]"] and own.text == "w[0]:fprop"
     assert [name for name in names if glob.takes_site(name, "fprop", "input")] == ["w0", "w1"]

@@ -11,7 +11,6 @@ import duckdb
 import pyarrow as pa
 
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
-from fp8debug.store.dump_selectors import matching
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
 from fp8debug.store.read.engine import connect, path_literal, unreadable
 from fp8debug.store.read.files import RunFiles, Source, scan
@@ -28,7 +27,7 @@ from fp8debug.store.read.views import (
     updates_sql,
 )
 from fp8debug.store.schema import Column
-from fp8debug.types import Gemm, Reference, TensorRole
+from fp8debug.types import Gemm, Reference, TensorRole, match_fqn
 
 _T = TypeVar("_T")
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
@@ -389,7 +388,7 @@ class Run:
         if not isinstance(module, str):
             raise UsageError(f"module is a glob over module names, got {module!r}")
         names = [m["fqn"] for m in self.modules]
-        found = matching(names, module)
+        found = match_fqn(names, module)
         if not found:
             raise NoMatchError("module", module, names)
         if len(found) < len(names):
