@@ -10,7 +10,7 @@ import click
 from fp8debug.checkpoints import CHECKS, CheckReport, TensorFinding, check_checkpoint
 from fp8debug.plain import one_line
 from fp8debug.rules import Severity
-from fp8debug.rules.settings import load_settings
+from fp8debug.rules.engine.config import load_settings
 
 from .console import print_table, progress, write_file
 from .output import Lines, echo

@@ -8,7 +8,7 @@ import click
 
 from fp8debug.compaction import Compaction, Keep, compact_run
 from fp8debug.errors import UsageError
-from fp8debug.rules.settings import load_settings
+from fp8debug.rules.engine.config import load_settings
 from fp8debug.store.volume import in_words
 
 from .output import echo

@@ -9,7 +9,7 @@ import click
 
 from fp8debug.errors import RunError
 from fp8debug.plain import one_line
-from fp8debug.rules.lost import losses_of
+from fp8debug.rules.reading.lost import losses_of
 from fp8debug.store.flop_shares import Rest, gemm_shares
 
 from .console import open_run, print_table, to_csv, to_json

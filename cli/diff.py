@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from fp8debug.rules.apart import SiteDifference
-from fp8debug.rules.baseline import configuration_words
-from fp8debug.rules.differences import Differences, diff_runs
+from fp8debug.rules.comparison.configuration import configuration_words
+from fp8debug.rules.comparison.runs import Differences, diff_runs
+from fp8debug.rules.comparison.sites import SiteDifference
 
 from .console import cell, open_run, print_table, to_csv, to_json_document, write_file
 from .output import echo

@@ -11,9 +11,9 @@ import click
 
 from fp8debug.plain import one_line
 from fp8debug.rules import Finding, Findings, Severity, triage
-from fp8debug.rules.baseline import configuration_words, gap_words
-from fp8debug.rules.lost import Lost
-from fp8debug.rules.settings import load_settings
+from fp8debug.rules.comparison.configuration import configuration_words, gap_words
+from fp8debug.rules.engine.config import load_settings
+from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
 
 from .console import cell, print_table, progress, write_file

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from fp8debug.errors import RecordError, UsageError
 from fp8debug.rules import Finding, Findings, triage
-from fp8debug.rules.selection import Thresholds
+from fp8debug.rules.engine.selection import Thresholds
 from fp8debug.store.locations import is_remote, place_of
 from fp8debug.store.read.run import Run
 from fp8debug.store.write.rewrite import check_is_over, discard, finish, hold, stage, swap

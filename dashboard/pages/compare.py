@@ -10,8 +10,8 @@ from dash import html
 from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
-from fp8debug.rules.apart import APART, SiteDifference, unwrapped
-from fp8debug.rules.baseline import configuration_words
+from fp8debug.rules.comparison.configuration import configuration_words
+from fp8debug.rules.comparison.sites import APART, SiteDifference, unwrapped
 
 from ..data import queries
 from ..figures.base import empty
@@ -23,8 +23,8 @@ from ..widgets import badge, card, code, control, graph, grid, note, number, pos
 from .base import Page
 
 if TYPE_CHECKING:
-    from fp8debug.rules.differences import Differences
-    from fp8debug.rules.nonfinite import Origin
+    from fp8debug.rules.comparison.runs import Differences
+    from fp8debug.rules.reading.nonfinite import Origin
 
 METRIC = "rms"
 #: What a folder name cannot hold: it separates names in the URL.

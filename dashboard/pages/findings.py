@@ -128,7 +128,7 @@ def _about(judged: Judgement) -> Component:
     if judged.is_pending:
         return poster("Triage is running.")
     silent = len(judged.findings.skipped)
-    from fp8debug.rules.lost import Lost
+    from fp8debug.rules.reading.lost import Lost
 
     lost = "".join(f" {Lost(**entry)}." for entry in judged.findings.lost)
     if lost:

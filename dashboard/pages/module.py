@@ -366,7 +366,7 @@ def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
 
 def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why statistics of a module say less than those of others: none, none of the last steps, NaN, or unreadable files."""
-    from fp8debug.rules.lost import Lost
+    from fp8debug.rules.reading.lost import Lost
 
     steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: queries.last_sampled(opened.run)), []
     entry = next((m for m in opened.run.modules if m["fqn"] == module), {})

@@ -176,7 +176,7 @@ def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
 
 def sentence(judged: Judgement) -> str:
     """Return the verdict in words."""
-    from fp8debug.rules.lost import Lost
+    from fp8debug.rules.reading.lost import Lost
 
     findings = judged.known
     if judged.failure:

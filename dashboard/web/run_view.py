@@ -18,8 +18,8 @@ from ..figures.theme import level
 
 if TYPE_CHECKING:
     from fp8debug import Fallback
-    from fp8debug.rules.differences import Differences
-    from fp8debug.rules.findings import Findings
+    from fp8debug.rules.comparison.runs import Differences
+    from fp8debug.rules.engine.findings import Findings
 
     from ..data.records import Trace
 
@@ -53,7 +53,7 @@ class Judgement:
     @property
     def findings(self) -> Findings:
         """What is known, or no findings; imports the rules, for which the first page shall not wait."""
-        from fp8debug.rules.findings import Findings
+        from fp8debug.rules.engine.findings import Findings
 
         return Findings() if self.known is None else self.known
 
@@ -280,7 +280,7 @@ class Opened:
 
     def compare(self, names: Sequence[str]) -> None:
         """Compare this run with others of the folder, each the first of its pair; what is known is kept."""
-        from fp8debug.rules.differences import diff_runs
+        from fp8debug.rules.comparison.runs import diff_runs
 
         for name in names:
             if name not in self._differences and self.beside is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8debug.errors import Fp8DebugError, RunError
 from fp8debug.rules import Finding, Severity
-from fp8debug.rules.findings import Findings
+from fp8debug.rules.engine.findings import Findings
 
 
 def triage_apart(path: Path) -> Findings:

@@ -30,7 +30,7 @@ from fp8debug.checkpoints.scan import (
     scan_weight,
 )
 from fp8debug.errors import UsageError
-from fp8debug.rules.selection import Thresholds, chosen, configured
+from fp8debug.rules.engine.selection import Thresholds, chosen, configured
 
 #: What wrappers of training frameworks add to a module's name.
 _WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)")

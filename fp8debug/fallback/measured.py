@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp8debug.errors import Fp8DebugError
 from fp8debug.formats import FORMATS, TRANSPOSED
 from fp8debug.recipes import Cast
-from fp8debug.rules.evidence import RUNNING
+from fp8debug.rules.reading.traces import RUNNING
 from fp8debug.store.flop_shares import flop_shares
 from fp8debug.types import OPERANDS, RESULTS, Gemm
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8debug.reports.svg import Chart
 from fp8debug.rules import Finding, Findings
-from fp8debug.rules.losses import read_losses
+from fp8debug.rules.reading.losses import read_losses
 from fp8debug.store.read.run import Run
 from fp8debug.types import TensorRole
 

@@ -7,7 +7,7 @@ in a property too.
 from __future__ import annotations
 
 from fp8debug.rules import Finding, Findings, Severity
-from fp8debug.rules.lost import Lost
+from fp8debug.rules.reading.lost import Lost
 
 COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 

@@ -11,8 +11,8 @@ from fp8debug.reports.evidence import charts_of, loss_chart
 from fp8debug.reports.style import CSS
 from fp8debug.rules import RULES, Finding, Findings, Severity
 from fp8debug.rules.base import Documented
-from fp8debug.rules.baseline import configuration_words, gap_words
-from fp8debug.rules.lost import Lost
+from fp8debug.rules.comparison.configuration import configuration_words, gap_words
+from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
 
 WORDS = {"error": "✖ error", "warning": "▲ warning", "info": "● info", "ok": "✔ ok"}

@@ -14,7 +14,7 @@ from typing import Any
 from fp8debug import __version__
 from fp8debug.rules import RULES, Finding, Findings, Severity
 from fp8debug.rules.base import Documented
-from fp8debug.rules.lost import Lost
+from fp8debug.rules.reading.lost import Lost
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import IS_DELAYED, Trace, above, percent, times, traces
-from fp8debug.rules.forecasts import clipping_ahead
-from fp8debug.rules.looks import Look, exceeds, look, some
+from fp8debug.rules.reading.forecasts import clipping_ahead
+from fp8debug.rules.reading.prefilter import Look, exceeds, look, some
+from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
-from fp8debug.rules.evidence import Trace, traces
-from fp8debug.rules.looks import Look, look
-from fp8debug.rules.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
-from fp8debug.rules.screening import may_have, source
+from fp8debug.rules.reading.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
+from fp8debug.rules.reading.prefilter import Look, look, may_have, source
+from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

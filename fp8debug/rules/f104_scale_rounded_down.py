@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import IS_DELAYED, percent, traces
-from fp8debug.rules.looks import Look, look, some
+from fp8debug.rules.reading.prefilter import Look, look, some
+from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import RUNNING, Trace, has_fp8, percent, times, traces
-from fp8debug.rules.forecasts import underflow_ahead
-from fp8debug.rules.looks import Look, look, underflows
-from fp8debug.rules.spreads import spread_log2
+from fp8debug.rules.reading.forecasts import underflow_ahead
+from fp8debug.rules.reading.outlier_spread import spread_log2
+from fp8debug.rules.reading.prefilter import Look, look, underflows
+from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
 from fp8debug.types import Gemm, TensorRole
 
 if TYPE_CHECKING:

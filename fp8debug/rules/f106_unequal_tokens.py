@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import Trace, percent, traces
-from fp8debug.rules.looks import Look, look, underflows
+from fp8debug.rules.reading.prefilter import Look, look, underflows
+from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

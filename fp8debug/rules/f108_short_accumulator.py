@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.bounds import accumulator_floor_db, contracted_length
-from fp8debug.rules.evidence import Trace, percent, traces
-from fp8debug.rules.looks import FP8_PRODUCTS, Look, below_db, look
+from fp8debug.rules.reading.bounds import accumulator_floor_db, contracted_length
+from fp8debug.rules.reading.prefilter import FP8_PRODUCTS, Look, below_db, look
+from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

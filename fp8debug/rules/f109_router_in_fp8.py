@@ -8,8 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent
-from fp8debug.rules.groups import Group, Inputs, fprop_inputs, is_routed, linears, numbered
+from fp8debug.rules.reading.model_structure import Group, Inputs, fprop_inputs, is_routed, linears, numbered
+from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.groups import Group, numbered
+from fp8debug.rules.reading.model_structure import Group, numbered
 from fp8debug.types import match_fqn
 
 if TYPE_CHECKING:

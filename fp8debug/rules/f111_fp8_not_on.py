@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import RUNNING, Trace, traces
-from fp8debug.rules.looks import Look, look
+from fp8debug.rules.reading.prefilter import Look, look
+from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:

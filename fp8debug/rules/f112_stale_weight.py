@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import IS_DELAYED, traces
-from fp8debug.rules.looks import Look, below_db, look
-from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
+from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.traces import IS_DELAYED, traces
+from fp8debug.rules.reading.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

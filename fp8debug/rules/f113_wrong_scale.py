@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import Trace, above, percent, scaled_elsewhere, times, traces
-from fp8debug.rules.looks import IS_DELAYED, ONE_SCALE, Look, exceeds, look
+from fp8debug.rules.reading.prefilter import IS_DELAYED, ONE_SCALE, Look, exceeds, look
+from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -9,8 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import IS_DELAYED, RUNNING, Trace, sampled_steps
-from fp8debug.rules.screening import has_cast, in_batches
+from fp8debug.rules.reading.prefilter import has_cast, in_batches
+from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, sampled_steps
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.groups import fprop_inputs, is_routed, linears, numbered
+from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, linears, numbered
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent, traces
-from fp8debug.rules.looks import Look, exceeds, look, some, underflows
-from fp8debug.rules.screening import bad_rows
+from fp8debug.rules.reading.prefilter import Look, bad_rows, exceeds, look, some, underflows
+from fp8debug.rules.reading.traces import percent, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import times, traces
-from fp8debug.rules.looks import ONE_SCALE, Look, look
-from fp8debug.rules.weights import OUTGROWN_COSINE
+from fp8debug.rules.reading.prefilter import ONE_SCALE, Look, look
+from fp8debug.rules.reading.traces import times, traces
+from fp8debug.rules.reading.weights import OUTGROWN_COSINE
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import RUNNING, traces
-from fp8debug.rules.looks import Look, look
-from fp8debug.rules.screening import in_batches, source_of_ranks
-from fp8debug.rules.weights import LIMITS, Limits, look_for_weights, off_weights
+from fp8debug.rules.reading.prefilter import Look, in_batches, look, source_of_ranks
+from fp8debug.rules.reading.traces import RUNNING, traces
+from fp8debug.rules.reading.weights import LIMITS, Limits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

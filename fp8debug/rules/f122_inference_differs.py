@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent
-from fp8debug.rules.parting import parting
+from fp8debug.rules.reading.parting import parting
+from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

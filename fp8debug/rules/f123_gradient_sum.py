@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import traces
-from fp8debug.rules.looks import Look, below_db, look
+from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

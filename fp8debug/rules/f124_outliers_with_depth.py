@@ -10,10 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import RUNNING, times
-from fp8debug.rules.groups import Group, fprop_inputs, is_routed, numbered, reads
-from fp8debug.rules.screening import batches
-from fp8debug.rules.spreads import bound_log2, spreads_log2
+from fp8debug.rules.reading.model_structure import Group, fprop_inputs, is_routed, numbered, reads
+from fp8debug.rules.reading.outlier_spread import bound_log2, spreads_log2
+from fp8debug.rules.reading.prefilter import batches
+from fp8debug.rules.reading.traces import RUNNING, times
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

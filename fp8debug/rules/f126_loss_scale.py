@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent, times
-from fp8debug.rules.looks import Look, exceeds, look
-from fp8debug.rules.screening import may_have
+from fp8debug.rules.reading.prefilter import Look, exceeds, look, may_have
+from fp8debug.rules.reading.traces import percent, times
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.bounds import cast_floor_db
-from fp8debug.rules.evidence import Trace, percent, scaled_elsewhere, times, traces
-from fp8debug.rules.looks import Look, below_db, exceeds, look, some
+from fp8debug.rules.reading.bounds import cast_floor_db
+from fp8debug.rules.reading.prefilter import Look, below_db, exceeds, look, some
+from fp8debug.rules.reading.traces import Trace, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

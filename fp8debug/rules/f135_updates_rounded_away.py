@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.evidence import percent
-from fp8debug.rules.optimizer_steps import NOT_RECORDED
+from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
+from fp8debug.rules.reading.traces import percent
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

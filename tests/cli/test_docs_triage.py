@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8debug.rules.settings import load_settings
+from fp8debug.rules.engine.config import load_settings
 from fp8debug_cli.main import status
 from tests.rules.sick_runs import FIRES
 from tests.synthetic import Plan, write

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import RULES, Findings, triage
-from fp8debug.rules.losses import divergence, spikes
-from fp8debug.rules.movements import movements_before
+from fp8debug.rules.reading.losses import divergence, spikes
+from fp8debug.rules.reading.movements import movements_before
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, INPUT, NAN, share
 from tests.synthetic import MODULES, Override, Plan, build, steps_row
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8debug.rules import Severity, triage
 from fp8debug.rules.f124_outliers_with_depth import theil_sen
-from fp8debug.rules.groups import fprop_inputs, is_routed, numbered
+from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, numbered
 from tests.rules import sick_wholeruns as sick
 from tests.synthetic import Override, build
 

@@ -27,7 +27,7 @@ def test_the_spreads_of_histograms_come_without_pandas(tmp_path: Path) -> None:
     rows = {"step": [0, 0], "module": ["a", "a"], "amax": pa.array([1.0, None]), "log2_hist": hist}
     pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
     code = (
-        "import sys, duckdb; from fp8debug.rules.spreads import bound_log2;"
+        "import sys, duckdb; from fp8debug.rules.reading.outlier_spread import bound_log2;"
         " rows = duckdb.read_parquet(sys.argv[1]).to_arrow_table(); assert bound_log2(rows)[1] == {'a': 1};"
         " assert 'pandas' not in sys.modules"
     )

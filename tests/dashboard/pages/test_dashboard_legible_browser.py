@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fp8debug.rules.apart import SiteDifference
+from fp8debug.rules.comparison.sites import SiteDifference
 from fp8debug_dashboard.figures import theme
 from fp8debug_dashboard.pages import compare, findings, overview, runs
 from fp8debug_dashboard.web import run_view as opened_module

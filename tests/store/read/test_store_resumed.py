@@ -8,7 +8,7 @@ import pytest
 
 from fp8debug.errors import UsageError
 from fp8debug.rules import triage
-from fp8debug.rules.evidence import sampled_steps
+from fp8debug.rules.reading.traces import sampled_steps
 from fp8debug.store.read.resumed import JoinedRun, open_runs
 from fp8debug.store.read.run import Run
 from fp8debug.store.write.writer import RunWriter

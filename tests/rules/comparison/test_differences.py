@@ -11,9 +11,9 @@ import pytest
 
 from fp8debug.errors import NoMatchError
 from fp8debug.rules import triage
-from fp8debug.rules.apart import unwrapped
-from fp8debug.rules.baseline import configuration_words, loss_text
-from fp8debug.rules.differences import diff_runs
+from fp8debug.rules.comparison.configuration import configuration_words, loss_text
+from fp8debug.rules.comparison.runs import diff_runs
+from fp8debug.rules.comparison.sites import unwrapped
 from fp8debug.store.read.run import Run
 from tests.rules.sick_runs import CLIPPED, CULPRIT, INPUT
 from tests.synthetic import MODULES, Override, Plan, build, steps_row

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import Findings, Severity, triage
-from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.rules.reading.nonfinite import Origin, first_poison
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, WEIGHT
 from tests.synthetic import MODULES, Override, Slots, build
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fp8debug.errors import NoMatchError
-from fp8debug.rules.apart import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
-from fp8debug.rules.baseline import compare, gap_words, without_nonfinite
-from fp8debug.rules.nonfinite import Origin, first_poison
+from fp8debug.rules.comparison.configuration import compare, gap_words, without_nonfinite
+from fp8debug.rules.comparison.sites import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
+from fp8debug.rules.reading.nonfinite import Origin, first_poison
 from fp8debug.store.read.run import Run, parse_steps
 from fp8debug.types import match_fqn
 
@@ -27,7 +27,7 @@ class Differences:
 
     Attributes:
         names: of the runs.
-        loss: :func:`fp8debug.rules.baseline.compare` of the second with the first, without the configuration.
+        loss: :func:`fp8debug.rules.comparison.configuration.compare` of the second with the first, without the configuration.
         configuration: ``{key: [first run's, second run's]}`` of what differs in what was in force.
         only: modules that only the first, only the second run has.
         sites: the sites in both, those that diverge first, then by execution.

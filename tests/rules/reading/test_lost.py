@@ -18,7 +18,7 @@ from fp8debug.reports.github import to_github
 from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif
 from fp8debug.rules import Severity, triage
-from fp8debug.rules.lost import in_one_sentence, losses_of
+from fp8debug.rules.reading.lost import in_one_sentence, losses_of
 from fp8debug.store.read.run import Run
 from fp8debug_cli.main import status
 from fp8debug_dashboard.pages.overview import sentence

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import Finding, Rule, Severity, finite, steady
-from fp8debug.rules.looks import IS_DELAYED as IS_DELAYED
-from fp8debug.rules.looks import RUNNING as RUNNING
-from fp8debug.rules.looks import Look
-from fp8debug.rules.screening import bad_rows
+from fp8debug.rules.reading.prefilter import IS_DELAYED as IS_DELAYED
+from fp8debug.rules.reading.prefilter import RUNNING as RUNNING
+from fp8debug.rules.reading.prefilter import Look, bad_rows
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from fp8debug.rules.changes import in_force
-from fp8debug.rules.losses import read_losses
+from fp8debug.rules.reading.changes import in_force
+from fp8debug.rules.reading.losses import read_losses
 from fp8debug.store.read.run import Run
 
 #: Losses are compared by the median of as many common steps, so that one batch does not decide. No published basis.

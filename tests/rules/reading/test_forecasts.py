@@ -12,7 +12,7 @@ import pytest
 
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.rules import RULES, Finding, Severity, triage
-from fp8debug.rules.trends import rising
+from fp8debug.rules.reading.forecasts import rising
 from tests.rules.sick_runs import CULPRIT
 from tests.synthetic import MODULES, Override, Slots, build
 

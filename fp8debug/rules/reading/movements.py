@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.evidence import sampled_steps
+from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

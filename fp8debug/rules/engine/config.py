@@ -22,7 +22,7 @@ from typing import Any
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.registry import Registry
 from fp8debug.rules.base import RULES, Severity
-from fp8debug.rules.selection import Thresholds, chosen, configured
+from fp8debug.rules.engine.selection import Thresholds, chosen, configured
 from fp8debug.store.file_checks import read_text
 from fp8debug.store.locations import place_of
 

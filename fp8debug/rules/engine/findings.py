@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8debug.plain import field
 from fp8debug.rules.base import Finding, Severity, finite
-from fp8debug.rules.baseline import without_nonfinite
+from fp8debug.rules.comparison.configuration import without_nonfinite
 
 #: What each version of the JSON document changed. 1: first version (fp8debug 0.1); a new key makes no new version.
 JSON_SCHEMA = 1

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8debug.rules import RULES, Rule, triage
-from fp8debug.rules.screening import SMALL
+from fp8debug.rules.reading.prefilter import SMALL
 from fp8debug.store.read.run import Run
 from fp8debug.store.stream import write_part
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
@@ -40,10 +40,10 @@ def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def both_ways(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the verdicts on a run that is read whole and on the same run screened, in batches of a few steps."""
     whole = triage(path).to_dict()
-    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
-    monkeypatch.setattr("fp8debug.rules.screening.BATCH", 500)
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.BATCH", 500)
     screened = triage(path).to_dict()
-    monkeypatch.setattr("fp8debug.rules.screening.SMALL", SMALL)
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", SMALL)
     return whole, screened
 
 
@@ -126,7 +126,7 @@ def test_no_rule_reads_the_whole_of_a_clean_large_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queries: list[str]
 ) -> None:
     """Predicates on joined rows go to the few that were flagged: a rule that forgets its look is seen here."""
-    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
     write(tmp_path / "run", Plan(num_steps=40, world_size=2))
     assert triage(tmp_path / "run").verdict == "ok"
     unbounded = [q for q in queries if "FROM sites" in q and not any(word in q for word in ("step >=", "step =", "LIMIT"))]
@@ -142,7 +142,7 @@ def test_every_look_is_one_that_its_rule_asks_for() -> None:
 def test_rules_without_looks_still_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "run", Plan(**FIRES["F113"]))
     whole, _ = both_ways(tmp_path / "run", monkeypatch)
-    monkeypatch.setattr("fp8debug.rules.screening.SMALL", 0)
+    monkeypatch.setattr("fp8debug.rules.reading.prefilter.SMALL", 0)
     monkeypatch.setattr(type(RULES.get("F113")), "looks", Rule.looks)
     assert triage(tmp_path / "run").to_dict() == whole
 

@@ -9,8 +9,8 @@ import pytest
 
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.rules import RULES, triage
-from fp8debug.rules.selection import configured
-from fp8debug.rules.settings import Settings, load_settings
+from fp8debug.rules.engine.config import Settings, load_settings
+from fp8debug.rules.engine.selection import configured
 from tests.rules.sick_runs import FIRES
 from tests.synthetic import build
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.evidence import IS_DELAYED, Trace, traces
-from fp8debug.rules.looks import Look, below_db, look
+from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.traces import IS_DELAYED, Trace, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

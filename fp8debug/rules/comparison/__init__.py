@@ -1,0 +1,1 @@
+"""Two runs side by side: their sites, their losses, their configurations."""

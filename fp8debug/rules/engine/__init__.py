@@ -1,0 +1,1 @@
+"""Asking the rules: selection and thresholds, triage, the findings as a document."""

@@ -1,0 +1,1 @@
+"""Readings of a run that several rules share: the prefilter, traces of a site, losses, structure of the model, forecasts."""
