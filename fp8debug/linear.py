@@ -155,7 +155,8 @@ class Fp8Linear(nn.Linear):
     counters: ClassVar[list[Callable[[Fp8Linear, int], None]]] = []
 
     recipe: Recipe
-    probe: Probe | None
+    probe: Probe | None  # of passes with gradients
+    inference_probe: Probe | None  # of those without
     distortion: Distortion | None
     summation: Summation | None
     fqn: str
@@ -174,7 +175,7 @@ class Fp8Linear(nn.Linear):
         self._begin(_recipe(recipe))
 
     def _begin(self, recipe: Recipe) -> None:
-        self.probe = None
+        self.probe = self.inference_probe = None
         self.distortion = None
         self.summation = None
         self.fqn = type(self).__name__
@@ -328,7 +329,8 @@ class Fp8Linear(nn.Linear):
 
     def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None, made: Made | None) -> Tensor:
         """Return x ``[..., K]`` times weight ``[N, K]``: all of them, or one rank's part."""
-        probe = self.probe if self.probe is not None and self.probe.begin() else None
+        watching = self.probe if torch.is_grad_enabled() else self.inference_probe
+        probe = watching if watching is not None and watching.begin() else None
         if probe is not None:
             probe.layout = layout
         flat = x.reshape(-1, x.shape[-1])
@@ -341,8 +343,8 @@ class Fp8Linear(nn.Linear):
         finally:
             if use != "train":
                 self._use = "train"
-        if self.probe is not None and torch.is_grad_enabled() and not self.probe.observer.sampling:
-            self.probe.check(flat, weight, output)
+        if watching is not None and not watching.observer.sampling:
+            watching.check(flat, weight, output)
         return output.reshape(*x.shape[:-1], weight.shape[0])
 
     def _use_now(self) -> Use:
@@ -367,7 +369,7 @@ class Fp8Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a pickle or a copy of the module, which no watch observes."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
-        state["probe"] = None
+        state["probe"] = state["inference_probe"] = None
         return state
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

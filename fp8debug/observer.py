@@ -60,6 +60,7 @@ class Settings:
         plain_recipe: recipe that a plain nn.Linear is tried under.
         check_finite: whether steps that are not sampled are searched for their first NaN or Inf too, in the forward and the
             backward pass; None is yes for tensors on a CPU.
+        inference: passes without gradients are recorded, and no others; otherwise the reverse.
     """
 
     every: int = 10
@@ -67,6 +68,7 @@ class Settings:
     what_if: tuple[Recipe, ...] = ()
     plain_recipe: Recipe
     check_finite: bool | None = None
+    inference: bool = False
 
     @property
     def rows_per_module(self) -> int:
@@ -135,6 +137,8 @@ class Observer:
         self.touched: list[Forgetful] = []  # what holds something of the step under way
         self.leftovers = Leftovers()
         self.before_forward: Callable[[], None] = _nothing
+        #: Called with a module's FQN in place of ``before_forward`` where inference is recorded.
+        self.before_inference: Callable[[str], None] = _ignored
         #: Called with (module, actual, gemm, tensor, high precision, operand) of every operand observed, for dumps.
         self.on_operand: Callable[[str, bool, Gemm, TensorRole, Tensor, Operand], None] | None = None
         #: Called with (module, kind, is in FP8, precision, FLOPs) of each forward GEMM that is no op of torch's.
@@ -153,6 +157,11 @@ class Observer:
         self.updates: list[Arrivals] = []  # of the optimizer's step under way
         self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
+
+    @property
+    def takes_pass(self) -> bool:
+        """Whether the forward pass under way is of the kind that is recorded: with gradients, or for inference without."""
+        return torch.is_grad_enabled() is not self.settings.inference
 
     @property
     def has_rows(self) -> bool:
@@ -427,4 +436,8 @@ def _leaving_device(value: Any) -> Any:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _ignored(module: str) -> None:
     pass

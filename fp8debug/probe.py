@@ -97,13 +97,16 @@ class Probe(Riding):
     def begin(self) -> bool:
         """Return whether this forward call is observed; call it before the autograd function.
 
-        It is not when the step is not sampled, when gradients are off (evaluation), or when it is the recomputation of a
-        checkpointed forward that was seen already.
+        It is not when the step is not sampled, when gradients are off (evaluation; where inference is recorded, when they are
+        on), or when it is the recomputation of a checkpointed forward that was seen already.
         """
         self.observer.leftovers.let_go()
-        if not torch.is_grad_enabled() or self.observer.is_rehearsing:
+        if not self.observer.takes_pass or self.observer.is_rehearsing:
             return False
-        self.observer.before_forward()
+        if self.observer.settings.inference:
+            self.observer.before_inference(self.module)
+        else:
+            self.observer.before_forward()
         return self.observer.sampling and self._begin() is True
 
     @shielded
@@ -186,6 +189,8 @@ class Probe(Riding):
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
         self._ridden.clear()
+        if self.observer.settings.inference:
+            return Kept(error, self._part(Gemm.WGRAD, x), x[:0], tried, None)
         columns = self._part(Gemm.WGRAD, x)
         return Kept(error, columns, self._columns(x, columns), tried, source.shared.get(HISTOGRAM))
 

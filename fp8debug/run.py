@@ -47,6 +47,7 @@ _WATCH_OPTIONS = (
     "shadow_rows",
     "resume_from",
     "compiled",
+    "inference",
     "budget",
     "total_steps",
 )
@@ -360,6 +361,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plain-recipe", metavar="RECIPE", help="recipe to try on a model that has no FP8 (default: blockwise)")
     add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
     add("--compiled", choices=("eager",), help="run sampled steps without torch.compile, whose code is not recorded")
+    add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add("--budget", metavar="SIZE", help="disk space for the statistics of all ranks, e.g. 50GB; --every grows as it takes")
     add("--total-steps", metavar="N", type=int, help="steps of the whole run, for that plan (default: a million)")

@@ -47,6 +47,11 @@ _NOTHING = (
     " a script starts, start them with torchrun, or call fp8debug.watch() in them"
 )
 
+_NO_INFERENCE = (
+    "fp8debug: nothing recorded: no module with a Linear ran forward without gradients in this process; leave out --inference to"
+    " record a training"
+)
+
 
 class AutoWatch:
     """Waits for a script's models, then watches them: the first into ``out``, each further one into ``out/NAME OF ITS CLASS``.
@@ -65,6 +70,7 @@ class AutoWatch:
         self.found = False
         self._out = out
         self._options = options
+        self._is_of_inference = bool(options.get("inference"))
         self._undo: list[Callable[[], None]] = []
         self._unhook: Callable[[], None] = lambda: None
         self._has_linears: dict[int, tuple[weakref.ref[nn.Module], bool]] = {}
@@ -79,13 +85,12 @@ class AutoWatch:
         self._has_seen_backward = False
 
     def start(self) -> None:
-        """Wait for a model that trains, for its loss, and for a script that attaches itself."""
+        """Wait for a model that trains, for its loss, and for a script that attaches itself; or for one that runs inference."""
         self._unhook = register_module_forward_pre_hook(untraced(self._before_forward)).remove
-        self._undo += [
-            after_import("torch._dynamo", self._meet_dynamo),
-            LossMeter(lambda: self.watches, self._before_backward).start(),
-            after_any_optimizer(self._after_optimizer),
-        ]
+        self._undo.append(after_import("torch._dynamo", self._meet_dynamo))
+        if not self._is_of_inference:
+            self._undo.append(LossMeter(lambda: self.watches, self._before_backward).start())
+            self._undo.append(after_any_optimizer(self._after_optimizer))
         attach.on_watch.append(self._leave_to_script)
 
     def stop(self) -> None:
@@ -102,7 +107,7 @@ class AutoWatch:
         for watch in self.watches:
             watch.close()
         if not self.found:
-            print(_NOTHING, file=sys.stderr)
+            print(_NO_INFERENCE if self._is_of_inference else _NOTHING, file=sys.stderr)
 
     def _leave_to_script(self) -> None:
         if not self._is_attaching:
@@ -153,7 +158,10 @@ class AutoWatch:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if self._is_known(module) or not self._holds_linears(module):
             return
-        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        if self._is_of_inference:
+            if not torch.is_grad_enabled():
+                self._begin(module)
+        elif torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             self._begin(module)
         elif id(module) not in self._within_idle and not torch.is_grad_enabled():
             self._idle[id(module)] = weakref.ref(module)

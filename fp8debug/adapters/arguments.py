@@ -10,6 +10,7 @@ import torch
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Recipe, get_recipe
+from fp8debug.trainers import loop_of
 
 
 def check_arguments(
@@ -43,6 +44,21 @@ def check_arguments(
         raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
     if compiled not in ("as_is", "eager"):
         raise UsageError(f"compiled must be 'as_is' or 'eager', got {compiled!r}")
+
+
+def check_inference(inference: Any, target: object, **of_training: Any) -> None:
+    """Look at the argument ``inference`` of :func:`fp8debug.watch`, and at those that make no sense with it.
+
+    Raises:
+        UsageError: it is no bool, or an argument of training is given with it.
+    """
+    if not isinstance(inference, bool):
+        raise UsageError(f"inference must be True or False, got {inference!r}")
+    given = [name for name, value in of_training.items() if value is not None]
+    if inference and given:
+        raise UsageError(f"{' and '.join(given)} and inference=True do not go together: no optimizer steps in inference")
+    if inference and loop_of(target) is not None:
+        raise UsageError(f"inference=True takes a model, not {type(target).__name__}: give the model that the trainer evaluates")
 
 
 def own_optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fp8debug import __version__
-from fp8debug.adapters.arguments import check_arguments, own_optimizer, recipe_of, several
+from fp8debug.adapters.arguments import check_arguments, check_inference, own_optimizer, recipe_of, several
 from fp8debug.adapters.changes import RecipeChanges, check_guard
 from fp8debug.adapters.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.following import TrainerWatch
@@ -64,6 +64,7 @@ def watch(
     ranks: Sequence[int] | Literal["all"] | None = None,
     budget: int | str | None = None,
     total_steps: int | None = None,
+    inference: bool = False,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -99,6 +100,8 @@ def watch(
             stays within it, and of the default's ``ranks`` fewer record where that is not enough; a rank that reaches its share
             records loss and events alone (docs/robustness.md).
         total_steps: steps of the whole run, for the plan; a million by default.
+        inference: record the forward passes without gradients, and no others: rollouts, generation, evaluation. A step is a call
+            of the model, or what lies between two calls of ``Watch.step()``. A model may have a watch of each kind at once.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -111,6 +114,7 @@ def watch(
     """
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
     check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled)
+    check_inference(inference, target, optimizer=optimizer, guard=guard)
     limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
@@ -118,6 +122,7 @@ def watch(
         what_if=tuple(recipe_of(r) for r in several(what_if)),
         plain_recipe=recipe_of(plain_recipe),
         check_finite=check_finite,
+        inference=inference,
     )
     check_ranks(ranks)
     for told in list(on_watch):
@@ -136,7 +141,7 @@ def watch(
     include, exclude = several(include), several(exclude)
     filters = choose([*candidates, *matrices], include, exclude)
     for c in candidates:
-        if c.reason is None and getattr(c.module, "probe", None) is not None:
+        if c.reason is None and getattr(c.module, "inference_probe" if inference else "probe", None) is not None:
             raise AttachError(f"{c.fqn} is watched already; close the first watch before attaching another")
     check_guard(guard, candidates)
     rank, world_size = rank_and_world()
@@ -152,6 +157,7 @@ def watch(
     manifest = {
         "fp8debug_version": __version__,
         "every": every,
+        "inference": inference,
         "planned": manifest_entry(volume),
         "ranks": ranks_entry(ranks, world_size, volume.ranks),
         "shadow_rows": settings.shadow_rows,

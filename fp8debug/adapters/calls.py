@@ -52,7 +52,7 @@ class _Entry:
     def __init__(self, module: nn.Module) -> None:
         self.module = module  # a strong reference: an id stays its own
         self.observers: tuple[CallObserver, ...] = ()
-        self.was_trained_eagerly = False
+        self.eager_passes: set[bool] = set()  # by whether with gradients: those that eager code began
 
 
 _ENTRIES: dict[int, _Entry] = {}
@@ -119,10 +119,10 @@ def observe_calls(module: nn.Module, observer: CallObserver) -> Callable[[], Non
     return end
 
 
-def was_trained_eagerly(module: nn.Module) -> bool:
-    """Return whether an observed module was called with gradients by code that torch.compile does not run."""
+def was_called_eagerly(module: nn.Module, *, gradients: bool) -> bool:
+    """Return whether code that torch.compile does not run called an observed module, with gradients or without."""
     entry = _ENTRIES.get(id(module))
-    return entry is not None and entry.was_trained_eagerly
+    return entry is not None and gradients in entry.eager_passes
 
 
 class _Call:
@@ -173,8 +173,8 @@ class _Call:
 @skipped_by_dynamo
 def _observed_call(entry: _Entry, *args: Any, **kwargs: Any) -> Any:
     """Call a module as ``Module.__call__`` does, with its observers around ``forward``."""
-    if torch.is_grad_enabled() and not is_under_dynamo():
-        entry.was_trained_eagerly = True
+    if not is_under_dynamo():
+        entry.eager_passes.add(torch.is_grad_enabled())
     module, call = entry.module, _Call(entry)
     try:
         if not call.is_hooked:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fp8debug.adapters.calls import was_trained_eagerly
+from fp8debug.adapters.calls import was_called_eagerly
 from fp8debug.observer import Observer
 
 
@@ -49,16 +49,17 @@ NOT_RECORDED = (
 )
 
 
-def modules_in_compiled_code(roots: Sequence[nn.Module]) -> set[int]:
+def modules_in_compiled_code(roots: Sequence[nn.Module], *, inference: bool = False) -> set[int]:
     """Return the ids of modules that compiled code may call.
 
-    These are all of a root that eager code never called with gradients, as far as the observer of its calls knows, and all within
-    a module that is compiled itself.
+    These are all of a root that eager code never called with gradients (for ``inference``: without), as far as the observer of
+    its calls knows, and all within a module that is compiled itself.
     """
     found: set[int] = set()
     if is_compile_in_use():
         for root in roots:
-            tops = [m for m in root.modules() if _is_compiled(m)] if was_trained_eagerly(root) else [root]
+            is_eager = was_called_eagerly(root, gradients=not inference)
+            tops = [m for m in root.modules() if _is_compiled(m)] if is_eager else [root]
             found.update(id(m) for top in tops for m in top.modules())
     return found
 

@@ -29,8 +29,8 @@ from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
 CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
-#: Modules that a watch listens to.
-_HEARD: WeakSet[nn.Module] = WeakSet()
+#: Modules that a watch listens to, by whether it records inference.
+_HEARD: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
@@ -111,15 +111,16 @@ class Ears(Probe):
         Raises:
             AttachError: another watch listens to it.
         """
-        if module in _HEARD:
+        watched = _HEARD[self.observer.settings.inference]
+        if module in watched:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
-        _HEARD.add(module)
+        watched.add(module)
         CALLED.discard(module)  # by an earlier watch
         self.layout = layout_by_marks(module, stored(module, "weight"))
         end = observe_calls(module, self)
 
         def undo() -> None:
-            _HEARD.discard(module)
+            watched.discard(module)
             end()
 
         return undo
@@ -135,7 +136,7 @@ class Ears(Probe):
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record fprop, and wait for the backward pass."""
         ear = self._listener.end(self)
-        if output is not None and torch.is_grad_enabled():
+        if output is not None and self.observer.takes_pass:
             self._check_call(module, args[0] if args else next(iter(kwargs.values()), None), output)
         if ear is None or not isinstance(ear.call, Call):
             return
@@ -206,7 +207,8 @@ class Ears(Probe):
         TRIED.add(module)
         x, second = one.first.values, one.second.values
         trial.layout = self.layout
-        trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, x.requires_grad, second.requires_grad)
+        wants = [one.requires_grad and not self.observer.settings.inference for one in (x, second)]
+        trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, *wants)
 
     @guarded
     def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:

@@ -459,8 +459,8 @@ class RootHooks:
         observer.on_end_step.append(self._report)
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Listen until the call ends, unless it is an evaluation."""
-        if not torch.is_grad_enabled():
+        """Listen until the call ends, unless it is an evaluation; for a recording of inference, unless it is none."""
+        if not self._observer.takes_pass:
             return
         self._observer.before_forward()
         if not self._observer.sampling or not hasattr(TorchDispatchMode, "ignore_compile_internals"):

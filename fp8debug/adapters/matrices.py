@@ -352,7 +352,7 @@ class OutsideGemms:
                 self._take_fp8(heard)
             except ValueError as error:
                 self._not_recorded(f"{error}", str(heard).split(" ")[0])
-        elif not self._observer.has_fp8 and torch.is_grad_enabled() and not heard.is_opaque:
+        elif not self._observer.has_fp8 and self._observer.takes_pass and not heard.is_opaque:
             self._take_plain(heard)
 
     def _not_recorded(self, reason: str, name: str = "FP8 GEMM") -> None:
@@ -404,7 +404,7 @@ class OutsideGemms:
         if type(x.x) not in _PLAIN or fitting(Gemm.FPROP, heard, m, weight) is None:
             raise ValueError(f"{heard} is not an input by a weight")
         probe = self._probe(candidate)
-        wants = x.x.requires_grad or self._origins.is_inside(x.x), parameter.requires_grad
+        wants = self._wanted(x.x.requires_grad or self._origins.is_inside(x.x), parameter.requires_grad)
         call = probe.take_fprop(heard, x.x, weight, wants)
         self._counter.assign(candidate.fqn)
         if call is not None:
@@ -420,10 +420,15 @@ class OutsideGemms:
         if _obstacle() is not None:
             return
         self._has_found = True
-        wants = heard.first.values.requires_grad, heard.second.values.requires_grad
+        wants = self._wanted(heard.first.values.requires_grad, heard.second.values.requires_grad)
         attach = self._probe(found).take_trial(heard, wants)
         if attach is not None:
             self._waiting.append(_Waiting(heard.result, attach))
+
+    def _wanted(self, of_input: bool, of_weight: bool) -> tuple[bool, bool]:
+        """Return which gradients are waited for: none where inference is recorded."""
+        is_training = not self._observer.settings.inference
+        return is_training and of_input, is_training and of_weight
 
     def _probe(self, candidate: Candidate) -> MatrixProbe:
         probe = self._probes.get(candidate.fqn)

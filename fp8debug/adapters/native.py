@@ -47,15 +47,23 @@ class Native:
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Give the module a probe, and a trial where no module of the model is in FP8."""
         assert isinstance(module, Fp8Linear)
-        if module.probe is not None:
+        of_inference = observer.settings.inference
+        if (module.inference_probe if of_inference else module.probe) is not None:
             raise AttachError(f"{name} is watched already; close the first watch before attaching another")
-        module.probe = Probe(observer, name)
+        probe = Probe(observer, name)
+        if of_inference:
+            module.inference_probe = probe
+        else:
+            module.probe = probe
         stop_trying = None
         if self.recipe(module) is None:
             stop_trying = TrialInBf16(observer, name, actual=False).follow(module)
 
         def detach() -> None:
-            module.probe = None
+            if of_inference:
+                module.inference_probe = None
+            else:
+                module.probe = None
             if stop_trying is not None:
                 stop_trying()
 

@@ -44,11 +44,12 @@ class Trial(Probe):
 
     @guarded
     def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        wants_dgrad, weight = x.requires_grad, stored(module, "weight")
+        is_training, weight = not self.observer.settings.inference, stored(module, "weight")
+        wants_dgrad = is_training and x.requires_grad
         if weight is None:
             self.give_up(COMPUTED)
             return
-        wants_wgrad = weight.requires_grad
+        wants_wgrad = is_training and weight.requires_grad
         if is_sharded(weight):
             if not fits(x, weight):
                 self.give_up(

@@ -22,6 +22,7 @@ from fp8debug.adapters.compiled import NOT_RECORDED, is_compile_in_use, modules_
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.gemms import GemmCounter
 from fp8debug.adapters.inference import MEASURES, compare_paths, round_to
+from fp8debug.adapters.inference_steps import InferenceSteps
 from fp8debug.adapters.listening import RootHooks, listener_of
 from fp8debug.adapters.matrices import OutsideGemms
 from fp8debug.adapters.optimizer_steps import UpdateRecorder
@@ -84,7 +85,12 @@ class Watch:
         TOKENS[self._observer] = self._record_tokens
         self._observer.has_fp8 = any(c.fp8 for c in candidates)
         self._observer.start_step(first_step)
-        self._observer.before_forward = self._begin_forward
+        self._inference = settings.inference
+        self._passes = InferenceSteps(roots, self._observer, self._end_pass) if settings.inference else None
+        if self._passes is None:
+            self._observer.before_forward = self._begin_forward
+        else:
+            self._observer.before_inference = self._passes.see
         self._changes = changes
         self._dumper = dumper
         if dumper is not None:
@@ -120,6 +126,8 @@ class Watch:
             hears = any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates)
             is_told = partial(getattr, self, "_has_told_compiled")
             self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, hears)
+            if self._passes is not None:
+                self._undo.append(self._passes.follow())
             self._undo.append(RootHooks(roots, self._observer, self._counter, hears, is_told, self._outside).remove)
             if hears or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
@@ -130,14 +138,18 @@ class Watch:
         except BaseException:
             self.detach()
             raise
+        if not self._inference:
+            self._follow_optimizers(optimizer)
+        atexit.register(self.close)
+        _WATCHES.add(self)
+
+    def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
             self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
         else:
             self._undo.append(after_any_optimizer(self._after_any_optimizer))
         self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         self._undo.append(after_any_optimizer(self._record_update))
-        atexit.register(self.close)
-        _WATCHES.add(self)
 
     def _attach(self, candidate: Candidate) -> None:
         """Have an adapter watch a module; one that it fails at is left out, and that is said."""
@@ -166,9 +178,10 @@ class Watch:
         loss_scale: Tensor | float | None = None,
         tokens: int | None = None,
     ) -> None:
-        """Close the step that is under way; call it once per optimizer step, after it.
+        """Close the step that is under way; call it once per optimizer step, after it. Of inference: once per batch.
 
-        Without any call steps are counted from the optimizer, and only the learning rate is known of them.
+        Without any call steps are counted from the optimizer, and only the learning rate is known of them; of inference each call
+        of the root is one.
 
         Args:
             loss: number or scalar tensor; a tensor on a GPU is copied without synchronizing.
@@ -304,7 +317,9 @@ class Watch:
     def _end_steps(self) -> None:
         self.close_counted_step()
         self._see_update()
-        if self._observer.has_rows:  # a step that was cut short, by an exception say
+        if self._passes is not None and not self._explicit and self._passes.has_pass:
+            self._end_pass()
+        elif self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
         if self._num_backwards > 1:
             self._say_no_steps()
@@ -414,13 +429,21 @@ class Watch:
                 raise
             self._give_up(error)
 
+    def _end_pass(self) -> None:
+        """Close the step of a pass without gradients, unless ``step()`` closes them."""
+        if self._explicit:
+            return
+        self._end({}, counted=True)
+        if self._before_next is not None:
+            self._before_next()
+
     def _see_update(self) -> None:
         """Close the step when the weights have changed since its backward pass without a word from an optimizer.
 
         Backward passes are told by :meth:`end_backward`. Where nobody does, weights are compared from one forward pass to the
         next, and the rows of a sampled step tell whether a backward pass ran.
         """
-        if self._explicit or self._optimizer is not None or is_in_backward():
+        if self._explicit or self._inference or self._optimizer is not None or is_in_backward():
             return
         if self._num_backwards and self._weights is None:  # this step has had none
             return
@@ -568,7 +591,8 @@ class Watch:
             c.fqn.rpartition(".")[0] for c in self._candidates if isinstance(c.module, Part)
         }
         modules = {fqn or type(module).__name__: module for module, fqn in reversed(named_modules(self._roots))}
-        compiled, watched = modules_in_compiled_code(self._roots), {id(c.module) for c in self._candidates}
+        compiled = modules_in_compiled_code(self._roots, inference=self._inference)
+        watched = {id(c.module) for c in self._candidates}
         for entry in counted:
             if entry["fp8"] and entry["fqn"] not in known and entry["fqn"] in modules:
                 inside = modules[entry["fqn"]].modules()
@@ -603,7 +627,7 @@ class Watch:
         if self._before_next is not None or unseen == self._unseen:
             return
         self._unseen = unseen
-        compiled = modules_in_compiled_code(self._roots) if unseen else set()
+        compiled = modules_in_compiled_code(self._roots, inference=self._inference) if unseen else set()
         before = [c.is_compiled for c in self._candidates]
         for c in self._candidates:
             c.is_compiled = c.fqn in unseen and id(getattr(c.module, "owner", c.module)) in compiled

@@ -205,6 +205,7 @@ class Rule(Documented):
         is_harmful: False for a fault that cannot move the loss, such as a module left in BF16.
         follows: True for a fault that one elsewhere may cause, by the size of what it sends on: right after an error of
             another cause its findings are victims.
+        needs_training: True for a rule over gradients, optimizer steps or the loss, which a run of inference has not.
         only_unexplained: True for a rule that knows no cause of its own: sites that another rule explains are left to that rule.
     """
 
@@ -213,6 +214,7 @@ class Rule(Documented):
     needs_fp8: ClassVar[bool] = True
     is_harmful: ClassVar[bool] = True
     follows: ClassVar[bool] = False
+    needs_training: ClassVar[bool] = False
     only_unexplained: ClassVar[bool] = False
 
     @abstractmethod

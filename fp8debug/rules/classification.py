@@ -17,7 +17,7 @@ from fp8debug.rules.reading.losses import divergence, first_nonfinite, nonfinite
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
-from fp8debug.rules.reading.traces import has_fp8, percent, sampled_steps, unrecorded_fp8
+from fp8debug.rules.reading.traces import has_fp8, is_inference, percent, sampled_steps, unrecorded_fp8
 from fp8debug.store.flop_shares import gemm_shares
 from fp8debug.store.read.files import CUT_SHORT
 
@@ -31,6 +31,7 @@ TITLES = {
     "loss-spike": "(a) loss spike",
     "divergence": "(b) divergence",
     "loss-fine": "no loss problem",
+    "inference": "inference",
     "unknown": "unknown",
 }
 MISMATCH_TITLE = "(c) loss fine, inference off"
@@ -41,7 +42,7 @@ class Classification:
     """The class, its cause, and why.
 
     Attributes:
-        kind: ``loss-spike``, ``divergence``, ``loss-fine`` or ``unknown`` (no loss recorded).
+        kind: ``loss-spike``, ``divergence``, ``loss-fine``, ``inference`` or ``unknown`` (no loss recorded).
         cause: ``fp8``, ``not-fp8``, ``undecided`` of a spike; ``at-once``, ``configuration``, ``numerical``, ``not-fp8``,
             ``undecided`` of a divergence; ``healthy``, ``not-judged`` (no FP8, or statistics that cannot be read), ``findings``,
             ``mismatch`` of a fine loss, ``incomplete`` where something was not recorded to the end; else ``no-loss``.
@@ -155,6 +156,8 @@ def classify(
     """
     harmful = [f for f in findings if f.code in rules and rules[f.code].is_harmful and f.severity > Severity.INFO]
     steps, losses = read_losses(run)
+    if is_inference(run):
+        return _of_inference(run, findings, harmful, (len(rules) - num_skipped, len(rules)))
     if not steps:
         what = f"no loss was recorded; {number_of(findings)}"
         evidence = ("give the loss to watch.step(loss=loss), so that spikes and divergence are detected",)
@@ -297,6 +300,21 @@ def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran
         return _nothing_found(run, ran, advice)
     what = f"the loss is fine so far; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
     return at_first(Classification(kind="loss-fine", cause="findings", what=what, evidence=(advice,)), harmful)
+
+
+def _of_inference(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran: tuple[int, int]) -> Classification:
+    """Return the class of a run of inference: what its forward passes show, and nothing about a training."""
+    num_steps, num_modules = len(sampled_steps(run)), len({m["fqn"] for m in run.modules if m["call_index"] is not None})
+    extent = f"{num_steps} sampled pass{'' if num_steps == 1 else 'es'}, {num_modules} module{'' if num_modules == 1 else 's'}"
+    evidence = ("forward GEMMs alone were judged; to compare with the training: fp8debug parity TRAIN ROLLOUT",)
+    base = Classification(kind="inference", cause="findings", what="", evidence=(*evidence, *_outside(run)))
+    if findings:
+        what = f"inference; {number_of(findings)}" + (f", first {since(harmful[0])}" if harmful else "")
+        return at_first(replace(base, what=what), harmful)
+    if not has_fp8(run):
+        what = f"inference; no operand ran in FP8, so no cast was judged; {ran[0]} of {ran[1]} rules ran ({extent})"
+        return replace(base, cause="not-judged", what=what)
+    return replace(base, cause="healthy", what=f"inference; {ran[0]} of {ran[1]} rules ran; none found a fault ({extent})")
 
 
 def _and_more(count: int) -> str:

@@ -48,6 +48,7 @@ class UnequalTokens(Rule):
 
     code = "F106"
     name = "unequal-tokens"
+    needs_training = True
     columns = ("num_underflow", "num_zero")
     cure = "granularity='1x128' for this operand; else BF16 for this module's dgrad"
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128"}

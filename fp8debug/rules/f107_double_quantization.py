@@ -51,6 +51,7 @@ class DoubleQuantization(Rule):
 
     code = "F107"
     name = "double-quantization"
+    needs_training = True
     columns = ("sum_err2", "sum_x2", "num_underflow", "headroom")
     cure = "quantize wgrad's operand from the high-precision tensor; else scale_rounding='pow2_ceil'; else BF16 for wgrad"
 

@@ -46,6 +46,7 @@ class RecomputeDiffers(Rule):
 
     code = "F115"
     name = "recompute-differs"
+    needs_training = True
     columns = ("num_reread_blocks",)
     cure = "use the forward pass's scale in its recomputation; else exempt the module from recomputation; else BF16 for wgrad"
 

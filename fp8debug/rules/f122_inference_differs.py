@@ -57,6 +57,7 @@ class InferenceDiffers(Rule):
 
     code = "F122"
     name = "inference-differs"
+    needs_training = True
     cure = "compare weights and scales of both paths, dequantized; serve in the training's recipe, or end training in inference's"
 
     max_nmse: float = 0.02

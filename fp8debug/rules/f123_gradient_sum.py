@@ -47,6 +47,7 @@ class Bf16GradientSum(Rule):
 
     code = "F123"
     name = "bf16-gradient-sum"
+    needs_training = True
     columns = ("num_grad", "grad_sum_err2")
     cure = "accumulate weight gradients in FP32 (main_grad, accumulate_allreduce_grads_in_fp32)"
 

@@ -69,6 +69,7 @@ class LossSpikeNotFp8(Rule):
 
     code = "F125"
     name = "loss-spike-not-fp8"
+    needs_training = True
     columns = ("loss",)
     cure = "look at the batch, the learning rate and the gradient norm of that step; record around it with every=1"
     needs_fp8 = False

@@ -49,6 +49,7 @@ class LossScaleLoop(Rule):
 
     code = "F126"
     name = "loss-scale-loop"
+    needs_training = True
     columns = ("loss_scale",)
     cure = "find the overflowing gradient (batch, learning rate, FP16 mask); BF16 needs no loss scale"
     needs_fp8 = False

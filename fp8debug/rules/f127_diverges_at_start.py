@@ -63,6 +63,7 @@ class DivergesAtStart(Rule):
 
     code = "F127"
     name = "diverges-at-start"
+    needs_training = True
     columns = ()
     cure = "run the same steps in BF16: lower the learning rate or warm up if they diverge too, else check versions and flags"
     needs_fp8 = False

@@ -61,6 +61,7 @@ class GradientSumDiffers(Rule):
 
     code = "F134"
     name = "gradient-sum-differs"
+    needs_training = True
     columns = ("num_grad", "grad_sum_err2")
     cure = "check what gates the accumulation into weight.grad (a per-step flag, a fused add that overwrites); no cast changes it"
 

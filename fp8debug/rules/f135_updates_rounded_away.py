@@ -55,6 +55,7 @@ class UpdatesRoundedAway(Rule):
 
     code = "F135"
     name = "updates-rounded-away"
+    needs_training = True
     columns = ()
     cure = "keep FP32 master weights, or write the updates with stochastic rounding or Kahan summation; no cast is at fault"
     needs_fp8 = False

@@ -41,6 +41,7 @@ class NoGradient(Rule):
 
     code = "F143"
     name = "no-gradient"
+    needs_training = True
     columns = ("num_zero", "numel")
     cure = (
         "look at what computes the loss and its gradient: a fused loss kernel, a detach, a mask without tokens, a loss scale of 0"

@@ -20,7 +20,7 @@ from fp8debug.rules.reading.lost import losses_of
 from fp8debug.rules.reading.nonfinite import SICK
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
 from fp8debug.rules.reading.prefilter import is_kept_whole, screen
-from fp8debug.rules.reading.traces import has_fp8, sampled_steps, unrecorded_fp8
+from fp8debug.rules.reading.traces import has_fp8, is_inference, sampled_steps, unrecorded_fp8
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
@@ -107,6 +107,8 @@ def triage(
 
 def _missing(rule: Rule, run: Run) -> str | None:
     """Return why a rule cannot judge this run; None when it can."""
+    if rule.needs_training and is_inference(run):
+        return "the run is of inference: it has no gradients, optimizer steps or loss"
     if rule.needs_fp8 and not has_fp8(run):
         rows = f"the run has {'what-if rows only' if run.num_rows else 'no statistics'}"
         if unread := unrecorded_fp8(run):

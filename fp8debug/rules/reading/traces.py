@@ -28,6 +28,11 @@ def has_fp8(run: Run) -> bool:
     return run.memo("has fp8", lambda: any(run.sql(text).num_rows for text in (first, f"{query} LIMIT 1")))
 
 
+def is_inference(run: Run) -> bool:
+    """Tell whether a run is of passes without gradients."""
+    return run.manifest.get("inference") is True
+
+
 def unrecorded_fp8(run: Run) -> list[str]:
     """Return the modules that ran in FP8 by the manifest, and of which nothing is recorded."""
     return [module["fqn"] for module in run.modules if module.get("fp8") and not module.get("observed")]
