@@ -22,10 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.nn import functional
 from torch.nn.parameter import UninitializedParameter
 
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
+from fp8debug.kernels import linear_ops
 from fp8debug.kernels.delayed import AmaxHistory
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.history import Use
@@ -47,6 +49,7 @@ Summation = Callable[[Gemm, Operand, Operand, torch.dtype, Callable[[], Tensor]]
 
 
 _AS_IT_IS = nullcontext()
+_HIGH_PRECISION_PLAN = get_recipe("bf16").plan
 
 
 class _Fp8Matmul(torch.autograd.Function):
@@ -284,20 +287,38 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input ``[..., K]`` times weight, plus bias: ``[..., N]``.
 
-        Under torch.compile it runs outside the graph, watched or not, so that both compute the same.
+        Under torch.compile it is part of the graph, as ops of ``kernels/linear_ops.py``. With delayed scaling, whose history
+        advances on the host, or under a fault, it runs outside the graph.
 
         Raises:
-            Unsupported: torch.compile(fullgraph=True) compiles it.
+            Unsupported: torch.compile(fullgraph=True) compiles it under delayed scaling or a fault.
             UsageError: the last dimension of input is not in_features, or a transform of torch.func (grad, vmap, jvp) runs it
                 in FP8.
         """
         if not torch.compiler.is_compiling():
             return self._run(input)
         if torch.compiler.is_dynamo_compiling():
+            if self.distortion is None and self.summation is None and " delayed(" not in self.recipe.plan:
+                return self._run_in_graph(input, self.recipe.plan)
             from torch._dynamo.comptime import comptime
 
             comptime(_refuse_full_graph)
         return self._outside_graph(input)
+
+    def _run_in_graph(self, input: Tensor, plan: str) -> Tensor:
+        """Do what :meth:`_run` does, in code that torch.compile traces: it reads nothing that differs between equal modules."""
+        weight, bias, kind = self.weight, self.bias, input.device.type
+        if plan == _HIGH_PRECISION_PLAN or input.is_meta:
+            return functional.linear(input, weight, bias)
+        if is_sharded(weight):
+            return self._outside_graph(input)
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        trains = torch.is_grad_enabled()
+        learns = trains and weight.requires_grad
+        output = linear_ops.linear(input.reshape(-1, input.shape[-1]), weight, plan, trains=trains, learns=learns)
+        output = output.reshape(*input.shape[:-1], weight.shape[0])
+        return output if bias is None else output + bias.to(output.dtype)
 
     def _run(self, input: Tensor) -> Tensor:
         if input.shape[-1:] != (self.in_features,):
@@ -390,10 +411,11 @@ class Fp8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-#: Message to a user who compiles an Fp8Linear with ``fullgraph=True``.
+#: Message to a user who compiles with ``fullgraph=True`` what runs outside of compiled code.
 NO_FULL_GRAPH = (
-    "Fp8Linear cannot be part of a graph that torch.compile(fullgraph=True) asks for: it runs outside of compiled code;"
-    " compile with fullgraph=False, or leave the modules around it uncompiled"
+    "Fp8Linear with delayed scaling or an injected fault cannot be part of a graph that torch.compile(fullgraph=True) asks for:"
+    " it runs outside of compiled code; use current scaling, compile with fullgraph=False, or leave the modules around it"
+    " uncompiled"
 )
 
 

@@ -24,6 +24,8 @@ SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
 ALGOS = ("max", "most_recent")
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _MAX_HISTORY = 2**20
+#: An operand without a cast in ``Recipe.plan``.
+HIGH_PRECISION = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,7 @@ class Recipe:
         casts: ``{(gemm, tensor): Cast | None}`` with all six operands; treat it as read-only.
         fast_accum: GEMMs that leave their sums in the tensor core, about 14 bits, over all of the contracted dimension;
             only operands with one scale per row or tensor allow it (docs/accumulation.md).
+        plan: all casts and ``fast_accum`` as one text, without the name: recipes with the same plan compute the same numbers.
 
     Raises:
         UsageError: an operand is missing or is none of the six, or fast_accum where the scales do not allow it.
@@ -188,6 +191,7 @@ class Recipe:
     name: str
     casts: dict[tuple[Gemm, TensorRole], Cast | None] = field(default_factory=dict)
     fast_accum: tuple[Gemm, ...] = ()
+    plan: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         is_known = isinstance(self.name, str) and isinstance(self.casts, Mapping) and isinstance(self.fast_accum, tuple | list)
@@ -208,6 +212,8 @@ class Recipe:
                 names = " and ".join(wrong) or "there is no such GEMM"
                 raise UsageError(f"fast_accum of recipe {self.name!r} needs one scale per row or tensor; {gemm!s}: {names}")
         object.__setattr__(self, "fast_accum", tuple(gemm for gemm in Gemm if gemm in self.fast_accum))
+        names = "|".join(str(cast or HIGH_PRECISION) for cast in oriented.values())
+        object.__setattr__(self, "plan", f"{names};{','.join(self.fast_accum)}")
 
     def replace(
         self, gemm: str = "*", tensor: str = "*", *, name: str | None = None, fast_accum: bool | None = None, **changes: Any

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS
+from fp8debug.adapters.interception.linear_ops import LINEAR_OPS
 from fp8debug.adapters.plain import Trial
 from fp8debug.errors import AttachError
 from fp8debug.linear import Fp8Linear
@@ -55,6 +56,7 @@ class Native:
             module.inference_probe = probe
         else:
             module.probe = probe
+        end_ops = LINEAR_OPS.add(module, probe)
         stop_trying = None
         if self.recipe(module) is None:
             stop_trying = TrialInBf16(observer, name, actual=False).follow(module)
@@ -64,6 +66,7 @@ class Native:
                 module.inference_probe = None
             else:
                 module.probe = None
+            end_ops()
             if stop_trying is not None:
                 stop_trying()
 

@@ -95,7 +95,7 @@ def compare_result(
             return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample.lines))
     pair, against = _pairs(which, high_precision, operands, result, sample, bias)
     few = len(pair.y) if against is None or which is Gemm.WGRAD else len(against.y)
-    kept = Pair(source=Source(pair.source.x[:few]), y=pair.y[:few])
+    kept = Pair(source=Source(pair.source.x[:few]), y=pair.y[:few].clone())  # a view of an FP32 result, whose memory is reused
     if keep and result is not None and is_wide(which, high_precision, sample):
         lines = slice(None) if sample.lines is None else sample.lines[:few]
         kept = Pair(source=Source(shadow_product(which, a.detach()[lines], b).float()), y=_without(bias, result, lines))

@@ -70,7 +70,7 @@ def train(
 # Dynamo looks at the gradient of an intermediate tensor when it goes on after a break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("first", ["compile", "watch"])
-def test_an_fp8_linear_is_outside_the_graph_and_recorded(first: str, tmp_path: Path) -> None:
+def test_an_fp8_linear_in_a_graph_is_recorded(first: str, tmp_path: Path) -> None:
     assert train("blockwise", tmp_path / "run", first=first) == train("blockwise", None, first=first)
     run = fp8debug.Run(tmp_path / "run")
     found = run.sql(

@@ -1,0 +1,1 @@
+"""Interception of GEMMs in code that torch.compile compiled."""

@@ -1,0 +1,162 @@
+"""Record Fp8Linear inside compiled code, from its own ops (``kernels/linear_ops.py``), while they run.
+
+The ops are in the graph with a watch and without one, so recording adds no graph, no guard and no node. Equal blocks share a
+graph; an op's Linear is found by the address of its weight, and a backward op's forward op by the operand saved between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels import linear_ops
+from fp8debug.kernels.dispatch import Operand
+from fp8debug.linear import Fp8Linear
+from fp8debug.probe import Probe, Product
+from fp8debug.recipes import Cast
+from fp8debug.second_look import Kept
+from fp8debug.types import Gemm, Quantized
+
+
+class LinearOps:
+    """Recorders of all Fp8Linears under watch, by the address of their weights."""
+
+    def __init__(self) -> None:
+        self._recorders: dict[tuple[int, bool], LinearRecorder] = {}  # by the module's id, and whether it is of training
+        self._at: dict[tuple[int, bool], LinearRecorder] = {}  # by the weight's address when it was last looked for
+        self._unknown: set[tuple[int, bool]] = set()  # addresses of weights that are no watched module's
+
+    def add(self, layer: Fp8Linear, probe: Probe) -> Callable[[], None]:
+        """Record a module until the function that is returned is called."""
+        key = id(layer), not probe.observer.settings.inference
+        self._recorders[key] = LinearRecorder(layer, probe)
+        self._forget_addresses()
+        if self not in linear_ops.observers:
+            linear_ops.observers.append(self)
+
+        def remove() -> None:
+            self._recorders.pop(key, None)
+            self._forget_addresses()
+            if not self._recorders and self in linear_ops.observers:
+                linear_ops.observers.remove(self)
+
+        return remove
+
+    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.Recorder | None:
+        """Return what records a forward op; None where nothing is recorded of it."""
+        found = self._of(weight, trains)
+        if found is not None:
+            found.begin(2 * x.numel() * weight.shape[0], trains)
+        return found
+
+    def begin_backward(self, weight: Tensor) -> linear_ops.Recorder | None:
+        """Return what records a backward op; None where nothing is recorded of it."""
+        return self._of(weight, True)
+
+    def _of(self, weight: Tensor, trains: bool) -> LinearRecorder | None:
+        address = weight.data_ptr(), trains
+        found = self._at.get(address)
+        if found is not None and found.holds(weight):
+            return found
+        if found is None and address in self._unknown:
+            return None
+        self._forget_addresses()
+        for (_, of_training), recorder in self._recorders.items():
+            if (own := recorder.weight) is not None and own.data_ptr():
+                self._at.setdefault((own.data_ptr(), of_training), recorder)
+        found = self._at.get(address)
+        if found is None:
+            self._unknown.add(address)
+        return found
+
+    def _forget_addresses(self) -> None:
+        self._at.clear()
+        self._unknown.clear()
+
+
+class LinearRecorder:
+    """Recorder of one Fp8Linear's ops.
+
+    Args:
+        layer: the module.
+        probe: where it records.
+    """
+
+    def __init__(self, layer: Fp8Linear, probe: Probe) -> None:
+        self._layer, self._probe = layer, probe
+        self._is_sampled = False
+        self._kept: dict[int, Kept] = {}  # of forward ops, by the address of the operand of wgrad that they saved
+        self._generation = -1
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight as ops get it; None where it is computed, or split over ranks."""
+        weight = self._layer._parameters.get("weight")
+        return weight if type(weight) in (Tensor, torch.nn.Parameter) else None
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether a tensor is the weight, where another may have had its memory before."""
+        own = self.weight
+        return own is not None and own.data_ptr() == weight.data_ptr() and own.shape == weight.shape
+
+    def begin(self, flops: int, trains: bool) -> None:
+        """Begin a forward op."""
+        for count in self._layer.counters:
+            count(self._layer, flops)
+        if self._generation != self._probe.observer.generation:
+            self._generation = self._probe.observer.generation
+            self._kept.clear()
+        with torch.set_grad_enabled(trains):  # the op of a pass that trains runs below autograd
+            self._is_sampled = self._probe.begin()
+        self._probe.layout = None
+
+    def quantize(self, key: linear_ops.Key, x: Tensor, cast: Cast) -> Quantized | None:
+        """Quantize an operand and keep its statistics; None where the op is to do it."""
+        if not (self._is_sampled if key[0] is Gemm.FPROP else self._kept):
+            return None
+        with self._nothing_known():
+            return self._probe.quantize(key, x, cast, None)
+
+    @contextmanager
+    def _nothing_known(self) -> Iterator[None]:
+        """Hide what the step knows of tensors: compiled code reuses their memory, which autograd does not count."""
+        observer = self._probe.observer
+        known, observer.known = observer.known, {}
+        try:
+            yield
+        finally:
+            observer.known = known
+
+    def fprop(self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor) -> None:
+        """Record fprop and the operand of wgrad that the forward pass quantizes, or whether they are finite."""
+        if self._is_sampled:
+            with self._nothing_known():
+                kept = self._probe.fprop(x, weight, a, b, x_wgrad, output, parameter=self.weight)
+            if kept is not None and not self._probe.observer.settings.inference:
+                self._kept[_address(x_wgrad)] = kept
+        elif not self._probe.observer.sampling:
+            self._probe.check(x, weight, output)
+
+    def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
+        """Record dgrad and wgrad, or whether they are finite."""
+        products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
+        if self._kept and self._generation == self._probe.observer.generation:
+            address = _address(None if wgrad is None else wgrad[1])
+            # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
+            kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]
+            with self._nothing_known():
+                self._probe.backward(grad_output, weight, dgrad, wgrad, kept)
+        elif not self._probe.observer.sampling:
+            results = {which: product[2] for which, product in products.items() if product and product[2] is not None}
+            self._probe.check_backward(grad_output, results)
+
+
+def _address(operand: Operand | None) -> int:
+    return 0 if operand is None else (operand if isinstance(operand, Tensor) else operand[0].data).data_ptr()
+
+
+#: Of all watches in the process.
+LINEAR_OPS = LinearOps()

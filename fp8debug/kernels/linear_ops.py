@@ -1,0 +1,313 @@
+"""The GEMMs of an Fp8Linear as ops of torch.library, for graphs of torch.compile.
+
+    linear_quantize   input[M, K] -> its FP8 data for fprop and for wgrad
+    linear_fprop      input and its FP8 data, weight[N, K] -> output[M, N]
+    linear_backward   grad_output[M, N], weight, the FP8 data for wgrad -> grad_input[M, K], grad_weight[N, K]
+
+All three are pure functions of tensors and of a plan, a string without a module's name: equal blocks share one graph, and
+Linears that read one input (q, k, v) share one ``linear_quantize`` by ordinary common-subexpression elimination. They run the
+kernels that eager code runs, so equal operands give equal codes and results. The input in high precision is an argument of
+``linear_fprop``, which carries the gradient and can be compared with its FP8 data while the op runs: recording needs no other
+graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8debug.errors import UsageError
+from fp8debug.formats import FORMATS, block_shape
+from fp8debug.kernels.dispatch import Operand, gemm, quantize, twin
+from fp8debug.kernels.pairs import quantize_pair
+from fp8debug.recipes import HIGH_PRECISION, Cast
+from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
+
+#: An operand of a GEMM by name.
+Key = tuple[Gemm, TensorRole]
+_X_FPROP, _W_FPROP = (Gemm.FPROP, TensorRole.INPUT), (Gemm.FPROP, TensorRole.WEIGHT)
+_G_DGRAD, _W_DGRAD = (Gemm.DGRAD, TensorRole.GRAD_OUTPUT), (Gemm.DGRAD, TensorRole.WEIGHT)
+_G_WGRAD, _X_WGRAD = (Gemm.WGRAD, TensorRole.GRAD_OUTPUT), (Gemm.WGRAD, TensorRole.INPUT)
+
+
+class Plan(NamedTuple):
+    """The casts of six operands, and the GEMMs that sum in the tensor core's short accumulator."""
+
+    casts: dict[Key, Cast | None]
+    fast_accum: frozenset[Gemm]
+
+
+class Recorder(Protocol):
+    """Records the ops of one Linear (``adapters/interception/linear_ops.py``)."""
+
+    def quantize(self, key: Key, x: Tensor, cast: Cast) -> Quantized | None:
+        """Quantize an operand and keep its statistics; None where the op is to do it."""
+        ...
+
+    def fprop(self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor) -> None:
+        """Record fprop and the operand of wgrad that the forward pass quantizes."""
+        ...
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        weight: Tensor,
+        dgrad: tuple[Operand, Operand, Tensor] | None,
+        wgrad: tuple[Operand, Operand, Tensor] | None,
+    ) -> None:
+        """Record dgrad and wgrad."""
+        ...
+
+
+class OpObserver(Protocol):
+    """Finds the recorder of an op by the weight that it got."""
+
+    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> Recorder | None:
+        """Return what records a forward op; None where nothing is recorded of it."""
+        ...
+
+    def begin_backward(self, weight: Tensor) -> Recorder | None:
+        """Return what records a backward op; None where nothing is recorded of it."""
+        ...
+
+
+#: While a watch observes an Fp8Linear, the one that finds its recorder.
+observers: list[OpObserver] = []
+
+
+@lru_cache(maxsize=256)
+def parse_plan(plan: str) -> Plan:
+    """Return the plan that ``Recipe.plan`` describes."""
+    casts, _, fast = plan.partition(";")
+    values = [None if name == HIGH_PRECISION else Cast.parse(name) for name in casts.split("|")]
+    return Plan(dict(zip(OPERAND_SITES, values, strict=True)), frozenset(Gemm(name) for name in fast.split(",") if name))
+
+
+def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool) -> Tensor:
+    """Return input ``[M, K]`` times weight ``[N, K]`` in FP8, as ops that torch.compile puts into its graph.
+
+    Args:
+        x: bf16, fp16 or fp32 input.
+        weight: in high precision.
+        plan: ``Recipe.plan``; no cast of it has delayed scaling.
+        trains: whether a backward pass may follow.
+        learns: whether it computes the gradient of the weight.
+
+    Returns:
+        output ``[M, N]`` in x's dtype.
+    """
+    made = torch.ops.fp8debug.linear_quantize(x.detach(), plan, learns)
+    output: Tensor = torch.ops.fp8debug.linear_fprop(x, weight, *made, plan, trains, learns)
+    return output
+
+
+def _is_shared(plan: Plan, x: Tensor) -> bool:
+    """Return whether fprop and wgrad read the same FP8 data of the input; a GPU's GEMMs read two layouts."""
+    return plan.casts[_X_FPROP] == plan.casts[_X_WGRAD] and not x.is_cuda
+
+
+@torch.library.custom_op("fp8debug::linear_quantize", mutates_args=())
+def _quantize(x: Tensor, plan: str, learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize an input for fprop and, where the weight learns, for wgrad: data, scale_inv of each, empty where there is none."""
+    casts = parse_plan(plan).casts
+    across, down = casts[_X_FPROP], casts[_X_WGRAD] if learns else None
+    with _without_autocast(x):
+        pair = quantize_pair(x, across, down) if across is not None and down is not None else None
+        if pair is not None:
+            first, second = pair[0][0], pair[1][0]
+        else:
+            first = _nothing(x) if across is None else quantize(x, across)
+            shared = _is_shared(parse_plan(plan), x)
+            second = _nothing(x) if down is None or shared else quantize(x, down, contracts_rows=True)
+    return *_laid_out(first, x, across, False), *_laid_out(second, x, down, True)
+
+
+@_quantize.register_fake
+def _(x: Tensor, plan: str, learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    parsed = parse_plan(plan)
+    across, down = parsed.casts[_X_FPROP], parsed.casts[_X_WGRAD] if learns else None
+    first = _nothing(x) if across is None else _new(x, across, False)
+    second = _nothing(x) if down is None or _is_shared(parsed, x) else _new(x, down, True)
+    return *first, *second
+
+
+@torch.library.custom_op("fp8debug::linear_fprop", mutates_args=())
+def _fprop(
+    x: Tensor,
+    weight: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_wgrad: Tensor,
+    scale_inv_wgrad: Tensor,
+    plan: str,
+    trains: bool,
+    learns: bool,
+) -> Tensor:
+    """Run fprop: output ``[M, N]``."""
+    parsed = parse_plan(plan)
+    x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
+    x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
+    recorder = observers[0].begin_forward(x, weight, trains=trains) if observers else None
+    with _without_autocast(x):
+        w_fprop = _quantized(recorder, _W_FPROP, weight, parsed)
+        output = _product(Gemm.FPROP, x_fprop, w_fprop, x.dtype, parsed)
+        if recorder is not None:
+            recorder.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output)
+    return output
+
+
+@_fprop.register_fake
+def _(
+    x: Tensor, weight: Tensor, data: Tensor, scale_inv: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str,
+    trains: bool, learns: bool,
+) -> Tensor:  # fmt: skip
+    if x.shape[1] != weight.shape[1]:
+        raise UsageError(f"expected input[..., {weight.shape[1]}], got {list(x.shape)}")
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("fp8debug::linear_backward", mutates_args=())
+def _backward(
+    grad_output: Tensor,
+    weight: Tensor,
+    data_wgrad: Tensor,
+    scale_inv_wgrad: Tensor,
+    plan: str,
+    dtype: torch.dtype,
+    wants_input: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run dgrad and wgrad; empty tensors for what is not wanted. ``data_wgrad`` is the input itself where it is not quantized."""
+    parsed = parse_plan(plan)
+    recorder = observers[0].begin_backward(weight) if observers else None
+    dgrad: tuple[Operand, Operand, Tensor] | None = None
+    wgrad: tuple[Operand, Operand, Tensor] | None = None
+    with _without_autocast(grad_output):
+        g_dgrad, g_wgrad = _gradients(recorder, grad_output, parsed, wants_input, wants_weight)
+        if g_dgrad is not None:
+            w_dgrad = _quantized(recorder, _W_DGRAD, weight, parsed)
+            dgrad = g_dgrad, w_dgrad, _product(Gemm.DGRAD, g_dgrad, w_dgrad, dtype, parsed)
+        if g_wgrad is not None:
+            cast = parsed.casts[_X_WGRAD]
+            x_wgrad: Operand = data_wgrad if cast is None else (Quantized(data_wgrad, scale_inv_wgrad), cast)
+            wgrad = g_wgrad, x_wgrad, _product(Gemm.WGRAD, g_wgrad, x_wgrad, weight.dtype, parsed)
+        if recorder is not None:
+            recorder.backward(grad_output, weight, dgrad, wgrad)
+    nothing = grad_output.new_empty(0)
+    return nothing if dgrad is None else dgrad[2], nothing.clone() if wgrad is None else wgrad[2]
+
+
+@_backward.register_fake
+def _(
+    grad_output: Tensor, weight: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str, dtype: torch.dtype,
+    wants_input: bool, wants_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, columns = grad_output.shape[0], weight.shape[1]
+    grad_input = grad_output.new_empty(rows, columns, dtype=dtype) if wants_input else grad_output.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape) if wants_weight else grad_output.new_empty(0)
+    return grad_input, grad_weight
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, data, scale_inv, data_wgrad, scale_inv_wgrad, plan, _, learns = inputs
+    parsed = parse_plan(plan)
+    if learns and parsed.casts[_X_WGRAD] is None:
+        data_wgrad = x
+    elif learns and _is_shared(parsed, x):
+        data_wgrad, scale_inv_wgrad = data, scale_inv
+    ctx.save_for_backward(weight, data_wgrad, scale_inv_wgrad)
+    ctx.plan, ctx.dtype = plan, x.dtype
+
+
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    weight, data_wgrad, scale_inv_wgrad = ctx.saved_tensors
+    wants_input, wants_weight = ctx.needs_input_grad[:2]
+    grads = torch.ops.fp8debug.linear_backward(
+        grad_output, weight, data_wgrad, scale_inv_wgrad, ctx.plan, ctx.dtype, wants_input, wants_weight
+    )
+    return grads[0] if wants_input else None, grads[1] if wants_weight else None, None, None, None, None, None, None, None
+
+
+_fprop.register_autograd(_differentiate, setup_context=_setup)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _nothing(x: Tensor) -> Quantized:
+    return Quantized(x.new_empty(0), x.new_empty(0))
+
+
+def _operand(x: Tensor, q: Quantized, cast: Cast | None) -> Operand:
+    return x if cast is None else (q, cast)
+
+
+def _saved_input(x: Tensor, x_fprop: Operand, data: Tensor, scale_inv: Tensor, plan: Plan) -> Operand:
+    if plan.casts[_X_WGRAD] is not None and _is_shared(plan, x):
+        return x_fprop
+    return _operand(x, Quantized(data, scale_inv), plan.casts[_X_WGRAD])
+
+
+def _quantized(recorder: Recorder | None, key: Key, x: Tensor, plan: Plan) -> Operand:
+    cast = plan.casts[key]
+    if cast is None:
+        return x
+    q = recorder.quantize(key, x, cast) if recorder is not None else None
+    return q or quantize(x, cast, contracts_rows=key in CONTRACTS_ROWS), cast
+
+
+def _gradients(
+    recorder: Recorder | None, grad_output: Tensor, plan: Plan, wants_input: bool, wants_weight: bool
+) -> tuple[Operand | None, Operand | None]:
+    """Return grad_output as dgrad and as wgrad read it, from one read where a kernel can."""
+    across, down = plan.casts[_G_DGRAD], plan.casts[_G_WGRAD]
+    if wants_input and wants_weight and recorder is None and across is not None and down is not None:
+        pair = quantize_pair(grad_output, across, down)
+        if pair is not None:
+            return (pair[0][0], across), (pair[1][0], down)
+    first = _quantized(recorder, _G_DGRAD, grad_output, plan) if wants_input else None
+    if first is not None and wants_weight and across == down and not grad_output.is_cuda:
+        return first, first
+    return first, _quantized(recorder, _G_WGRAD, grad_output, plan) if wants_weight else None
+
+
+def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, plan: Plan) -> Tensor:
+    return gemm(which, first, second, dtype=dtype, fast_accum=which in plan.fast_accum).contiguous()
+
+
+def _new(x: Tensor, cast: Cast, contracts_rows: bool) -> Quantized:
+    """Return memory for a quantized tensor, laid out as ``dispatch.quantize`` lays it out on the device."""
+    if x.is_cuda:
+        return Quantized(*twin("triton_launch").new_outputs(x, cast, "columns" if contracts_rows else "rows"))
+    rows, columns = x.shape
+    block = block_shape(cast.granularity, rows, columns)
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    data = x.new_empty(x.shape, dtype=getattr(torch, FORMATS[cast.format].torch_dtype))
+    return Quantized(data, x.new_empty(grid, dtype=torch.float32))
+
+
+def _laid_out(q: Quantized, x: Tensor, cast: Cast | None, contracts_rows: bool) -> Quantized:
+    """Return a quantized tensor in the strides of :func:`_new`, which compiled code was promised; a copy where it has others."""
+    if cast is None or not q.data.numel():
+        return q
+    strides = _strides(tuple(x.shape), x.is_cuda, cast, contracts_rows)
+    return Quantized(*(_with_strides(t, s) for t, s in zip(q, strides, strict=True)))
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, int], is_cuda: bool, cast: Cast, contracts_rows: bool) -> tuple[tuple[int, ...], ...]:
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    made = twin("triton_launch").new_outputs(x, cast, "columns" if contracts_rows else "rows") if is_cuda else None
+    return tuple(t.stride() for t in made or _new(x, cast, contracts_rows))
+
+
+def _with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if t.stride() == strides or t.numel() < 2:
+        return t if t.stride() == strides else t.as_strided(t.shape, strides)
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
