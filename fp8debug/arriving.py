@@ -44,7 +44,7 @@ class Scalar(Arriving):
             self._host, self._done = _landing((), torch.float64)
             self._kept.append(self._host)
         with on_device(value):
-            if not (takes_kernels(value) and twin("observe_leaving").send_number(value, self._host)):
+            if not (takes_kernels(value) and twin("step_end").send_number(value, self._host)):
                 self._host.copy_(value.detach().view(()), non_blocking=True)
             self._done.record()
 

@@ -28,10 +28,9 @@ from torch.nn.parameter import UninitializedParameter
 from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import linear_ops
-from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
-from fp8debug.kernels.history import Use
-from fp8debug.kernels.pairs import quantize_pair
+from fp8debug.kernels.quantize_pair import quantize_pair
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.reuse import Made, let_go, made_of

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8debug.arriving import Scalar
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
-from fp8debug.kernels.sample import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
+from fp8debug.kernels.sampling import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
 from fp8debug.leftovers import Forgetful, Leftovers
 from fp8debug.recipes import Recipe
 from fp8debug.sharding import Piece
@@ -55,7 +55,7 @@ class Settings:
     Attributes:
         every: a step is sampled when its number is a multiple.
         shadow_rows: rows (fprop, dgrad) or columns of the input (wgrad) in the shadow and exact GEMMs; of a wide input fewer,
-            and of a wide result a share is compared (see ``kernels/sample.py``); None is all.
+            and of a wide result a share is compared (see ``kernels/sampling.py``); None is all.
         what_if: recipes whose casts are recorded beside the running one.
         plain_recipe: recipe that a plain nn.Linear is tried under.
         check_finite: whether steps that are not sampled are searched for their first NaN or Inf too, in the forward and the

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import (
     Operand,
     Slots,
@@ -24,8 +24,8 @@ from fp8debug.kernels.dispatch import (
     observe,
     on_device,
 )
-from fp8debug.kernels.results import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
-from fp8debug.kernels.sample import Sample
+from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
+from fp8debug.kernels.sampling import Sample
 from fp8debug.lines import Lines
 from fp8debug.metrics import Source
 from fp8debug.observer import Extremes, Observer, RowKey, extremes_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
-from fp8debug.kernels.pairs import Part, quantize_pair
+from fp8debug.kernels.quantize_pair import Part, quantize_pair
 from fp8debug.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.shielding import Shielded, guarded, is_overheard

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots
-from fp8debug.kernels.results import OutputError
-from fp8debug.kernels.sample import Sample
+from fp8debug.kernels.gemm_error import OutputError
+from fp8debug.kernels.sampling import Sample
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.gradient_sum import GradientSum
 from fp8debug.metrics.reread import Reread

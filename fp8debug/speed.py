@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8debug import __version__
 from fp8debug.energy import EnergyMeter
 from fp8debug.errors import UsageError
-from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import (
     Operand,
     finite_amax,

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8debug.arriving import new_event
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
-from fp8debug.kernels.words import HISTOGRAM, Layout, Row
+from fp8debug.kernels.slot_rows import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
 
 Group = tuple[str, str]  # (kind, merge rule)
@@ -130,11 +130,12 @@ class Table:
         columns = {name: place.start for name, place in self.layout.places.items()}
         has_kernels = takes_kernels(self._all)
         self._joiner = new_joiner(self._state, columns) if has_kernels else None
-        self._send = twin("observe_leaving").StateSender(self._all, self._neutral) if has_kernels else self._copy
+        self._send = twin("step_end").StateSender(self._all, self._neutral) if has_kernels else self._copy
 
     @property
     def bins(self) -> Any:
-        """What works out many casts at once (``kernels/observe_bins.py``); done by the time their rows are joined."""
+        """What works out many casts at once (``kernels/gpu/describe/value_counts.py``); done by the time their rows are
+        joined."""
         if self._bins is None:
             self._bins = new_bins(self.device)
         return self._bins

@@ -64,7 +64,7 @@ def _has_gpu() -> bool:
 
 
 def _has_twins() -> bool:
-    from fp8debug.kernels.triton_common import INTERPRETED
+    from fp8debug.kernels.gpu.device import INTERPRETED
 
     return INTERPRETED or _has_gpu()
 

@@ -12,7 +12,7 @@ from fp8debug.adapters.grouped_gemms import HeardGroup, by_expert, contracted, e
 from fp8debug.adapters.parts import CASTS, FAST, Part, PartProbe, tell_tokens
 from fp8debug.arriving import Arriving
 from fp8debug.kernels.dispatch import describe, statistics
-from fp8debug.kernels.results import OutputError, damage_of
+from fp8debug.kernels.gemm_error import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer import Observer, RowKey
 from fp8debug.second_look import Tried

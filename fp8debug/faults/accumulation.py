@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, Fault, Layer, Target
-from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.kernels.reference import short_gemm
 from fp8debug.types import Gemm
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.faults.base import FAULTS, FORWARD, INPUT, Fault, Ordinary, Target, distort, quantized, undo_all
-from fp8debug.kernels.delayed import AmaxHistory
+from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import Operand, finite_amax, quantize
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized, TensorRole

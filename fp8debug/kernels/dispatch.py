@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8debug.kernels import history, reference
-from fp8debug.kernels.accumulator import short_gemm
-from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, statistics
-from fp8debug.kernels.words import Layout
+from fp8debug.kernels import reference
+from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, short_gemm, statistics
+from fp8debug.kernels.slot_rows import Layout
 from fp8debug.metrics import Metric, Pair, Source
 from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
@@ -85,7 +84,7 @@ def quantize(
         if not _takes(x, cast, scale_inv, where):
             return reference.quantize(x, cast, scale_inv)
         with on_device(x):
-            q: Quantized = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
+            q: Quantized = twin("quantize.quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
             return q
     return reference.quantize(x, cast, scale_inv)
 
@@ -120,22 +119,22 @@ def quantize_observed(
         with on_device(x):
             found = bins.beside(x, casts, partial(plan.counting, x, later)) if casts and plan.counting else None
             made, row = found or plan(x, later)
-        return Quantized(*made), {twin("triton_launch").OPERAND: row}
+        return Quantized(*made), {twin("quantize.tiling").OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
-            q, found = twin("quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
+            q, found = twin("quantize.quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
             return q, _packed(found, 0)
     return reference.quantize(x, cast, scale_inv), None
 
 
 def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> Any:
     """Return how tensors like this one are quantized, where that is known by now; it makes (data, scale_inv), and slots."""
-    return None if not may_plan(x) else twin("triton_execute").plan_of(x, cast, _layout(contracts_rows), statistics)
+    return None if not may_plan(x) else twin("quantize.tile_plan").plan_of(x, cast, _layout(contracts_rows), statistics)
 
 
 def may_plan(x: Tensor) -> bool:
     """Return whether a kernel may be started on x as a plan for tensors like it says."""
-    return x.is_cuda and x.dim() == 2 and why_no_twins() is None and bool(twin("triton_run").eager(x))
+    return x.is_cuda and x.dim() == 2 and why_no_twins() is None and bool(twin("launcher").eager(x))
 
 
 def observe(
@@ -152,7 +151,7 @@ def observe(
     x = source.x
     if x.is_cuda and x.numel() and all(_takes(x, c, s) for c, s in zip(casts, scale_invs, strict=True)):
         with on_device(x):
-            found = twin("observe").observe(x, casts, scale_invs, histogram=histogram)
+            found = twin("describe.what_if").observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]
     return [
         statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
@@ -171,7 +170,7 @@ def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = Non
     """
     if found is None and source.x.numel() and takes_kernels(source.x):
         with on_device(source.x):
-            found = twin("observe_given").describe(source, cast, q)
+            found = twin("describe.foreign_codes").describe(source, cast, q)
     if found is None:
         return statistics(operand_pair(source, cast, q), "log2_hist")
     left = unfilled(found, source)
@@ -190,17 +189,17 @@ def _has_kernels(index: int) -> bool:
 
 def countable(x: Tensor, casts: Iterable[Cast]) -> bool:
     """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_bins`."""
-    return takes_kernels(x) and bool(twin("observe_bins").takes(x, casts))
+    return takes_kernels(x) and bool(twin("describe.value_counts").takes(x, casts))
 
 
 def new_bins(device: torch.device) -> Any:
     """Return what counts tensors and works out casts of them, for one device."""
-    return twin("observe_bins").Bins(device)
+    return twin("describe.value_counts").Bins(device)
 
 
 def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Any:
-    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/observe_join.py``)."""
-    return twin("observe_join").Joiner(state, columns)
+    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/gpu/step_end.py``)."""
+    return twin("step_end").Joiner(state, columns)
 
 
 def unfilled(slots: Slots, source: Source) -> list[Metric]:
@@ -223,7 +222,7 @@ def _covered(layout: Layout) -> frozenset[str]:
 
 def _packed(found: Any, cast: int) -> Slots:
     """Return one cast's statistics as they lie in memory: joining them to a table takes a launch a kind, not a slot."""
-    names = twin("triton_statistics")
+    names = twin("quantize.statistics")
     slots: Slots = {
         names.COUNTS: found.counts[cast],
         names.SUMS: found.sums[cast],
@@ -246,9 +245,9 @@ def finite_amax(x: Tensor) -> Tensor:
     """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
     if x.is_cuda and x.numel() and _why_not(x, Cast()) is None:
         with on_device(x):
-            amax: Tensor = twin("quantize").largest(x)
+            amax: Tensor = twin("quantize.quantize").largest(x)
             return amax
-    return history.finite_amax(x)
+    return reference.finite_amax(x)
 
 
 def gemm(
@@ -281,14 +280,14 @@ def gemm(
                 return _matmul(which, first, second)
         else:
             if isinstance(first, tuple) and isinstance(second, tuple) and not fast_accum and why_no_twins() is None:
-                prepared = twin("gemm").prepared(which, first, second, dtype)
+                prepared = twin("gemm.gemm").prepared(which, first, second, dtype)
                 if prepared is not None:
                     with on_device(first[0].data):
                         again: Tensor = prepared(first[0], second[0])
                         return again
             reason = _why_no_fp8_gemm(first, second, dtype)
             if reason is None:
-                own = twin("gemm")
+                own = twin("gemm.gemm")
                 with on_device(_first_tensor(first)):
                     backend = own.fastest(which, first, second, dtype, fast_accum)
                     product: Tensor = own.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
@@ -326,7 +325,7 @@ def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str
         return f"no FP8 GEMM has a result in {dtype}"
     if _capability(first[0].data.device.index) < (9, 0):
         return "the GPU is older than Hopper"
-    if why_no_twins() is None and not twin("gemm").supports(first[1], second[1]):
+    if why_no_twins() is None and not twin("gemm.gemm").supports(first[1], second[1]):
         return "no FP8 GEMM has scales of this granularity"
     return why_no_twins()
 
@@ -347,7 +346,7 @@ def _why_not(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> str | No
     reason = why_no_twins()
     if reason is None and _capability(x.device.index) < (8, 9):
         reason = "the GPU is older than Ada and has no FP8"
-    if reason is None and not twin("quantize").supports(x, cast, scale_inv):
+    if reason is None and not twin("quantize.quantize").supports(x, cast, scale_inv):
         reason = "no kernel takes it"
     return reason
 
@@ -371,8 +370,8 @@ def why_no_twins() -> str | None:
 
 @cache
 def twin(name: str) -> Any:
-    """Return a module of ours that needs Triton."""
-    return import_module(f"fp8debug.kernels.{name}")
+    """Return a module of ``kernels/gpu``, which needs Triton, by its path there."""
+    return import_module(f"fp8debug.kernels.gpu.{name}")
 
 
 def _say(text: str, where: Where = ()) -> None:

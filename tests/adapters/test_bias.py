@@ -17,7 +17,7 @@ import fp8debug
 from fp8debug import shielding, table
 from fp8debug.adapters.ears import Ears
 from fp8debug.adapters.transformer_engine_probe import TeProbe
-from fp8debug.kernels import results, sample
+from fp8debug.kernels import gemm_error, sampling
 from fp8debug.probe import Probe
 from tests.adapters import engine as te
 from tests.adapters.linears import ScaledLinear, rows
@@ -64,15 +64,15 @@ class Sizes(TorchDispatchMode):
 @pytest.fixture(params=["kernels", "torch"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is compared as on a GPU, by kernels in Triton's interpreter, and as on a CPU; of the few columns a share."""
-    monkeypatch.setattr(sample, "MIN_WIDE", OUT)
+    monkeypatch.setattr(sampling, "MIN_WIDE", OUT)
     if request.param == "kernels":
-        common = pytest.importorskip("fp8debug.kernels.triton_common", reason="Triton is not installed")
+        common = pytest.importorskip("fp8debug.kernels.gpu.device", reason="Triton is not installed")
         if not common.INTERPRETED:
             pytest.skip("shown by the interpreter")
-        for module in (results, table):
+        for module in (gemm_error, table):
             monkeypatch.setattr(module, "takes_kernels", lambda x: True)
             monkeypatch.setattr(module, "on_device", lambda x: nullcontext())
-        monkeypatch.delattr(results, "_pairs")  # the way of the CPU
+        monkeypatch.delattr(gemm_error, "_pairs")  # the way of the CPU
 
 
 def record(path: Path, net: nn.Module, *, trains: bool = True) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from fp8debug.adapters.sink import StepSink
-from fp8debug.kernels.triton_common import INTERPRETED
+from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import FinishedStep
 from fp8debug.store.columns import Message

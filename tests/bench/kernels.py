@@ -19,18 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.dispatch import describe, quantize_observed
-from fp8debug.kernels.gemm import gemm
-from fp8debug.kernels.gemm_sampled import Products, columns_of, products_of
-from fp8debug.kernels.observe import observe
-from fp8debug.kernels.observe_bins import Bins
-from fp8debug.kernels.observe_pool import flush
-from fp8debug.kernels.observe_results import compare
-from fp8debug.kernels.quantize import quantize, quantize_both
-from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
-from fp8debug.kernels.triton_bins import COUNT_WARPS, count_kernel
-from fp8debug.kernels.triton_both_plan import both_plan_of
-from fp8debug.kernels.triton_execute import fast_plan_of
-from fp8debug.kernels.triton_launch import Job
+from fp8debug.kernels.gpu.describe.value_counts import Bins
+from fp8debug.kernels.gpu.describe.value_counts_kernel import COUNT_WARPS, count_kernel
+from fp8debug.kernels.gpu.describe.what_if import observe
+from fp8debug.kernels.gpu.gemm.error import compare
+from fp8debug.kernels.gpu.gemm.gemm import gemm
+from fp8debug.kernels.gpu.gemm.sampled import Products, columns_of, products_of
+from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_both
+from fp8debug.kernels.gpu.quantize.tile_plan import fast_plan_of
+from fp8debug.kernels.gpu.quantize.tiling import Job
+from fp8debug.kernels.gpu.quantize.two_way_plan import both_plan_of
+from fp8debug.kernels.gpu.scratch import flush
+from fp8debug.kernels.sampling import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole

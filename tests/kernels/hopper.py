@@ -33,23 +33,22 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.formats import block_shape
-from fp8debug.kernels import triton_run
-from fp8debug.kernels.gemm import gemm
-from fp8debug.kernels.gemm_sampled import columns_of, dequantize_lines
-from fp8debug.kernels.observe import observe
-from fp8debug.kernels.observe_bins import Bins, takes
-from fp8debug.kernels.observe_given import describe
-from fp8debug.kernels.observe_join import KINDS, Joiner
-from fp8debug.kernels.observe_leaving import StateSender, send_number
-from fp8debug.kernels.observe_pool import flush, pool
-from fp8debug.kernels.observe_results import compare, damage, row_slots
-from fp8debug.kernels.quantize import quantize, quantize_both
-from fp8debug.kernels.sample import Sample, num_exact, size_of_groups, spread_lines
-from fp8debug.kernels.triton_both_plan import both_plan_of
-from fp8debug.kernels.triton_execute import plan_of
-from fp8debug.kernels.triton_history import next_scale_inv
-from fp8debug.kernels.triton_launch import OPERAND, is_hopper
-from fp8debug.kernels.triton_run import address
+from fp8debug.kernels.gpu import launcher
+from fp8debug.kernels.gpu.amax_history import next_scale_inv
+from fp8debug.kernels.gpu.describe.foreign_codes import describe
+from fp8debug.kernels.gpu.describe.value_counts import Bins, takes
+from fp8debug.kernels.gpu.describe.what_if import observe
+from fp8debug.kernels.gpu.gemm.error import compare, damage, row_slots
+from fp8debug.kernels.gpu.gemm.gemm import gemm
+from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
+from fp8debug.kernels.gpu.launcher import address
+from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_both
+from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
+from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper
+from fp8debug.kernels.gpu.quantize.two_way_plan import both_plan_of
+from fp8debug.kernels.gpu.scratch import flush, pool
+from fp8debug.kernels.gpu.step_end import KINDS, Joiner, StateSender, send_number
+from fp8debug.kernels.sampling import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
@@ -98,7 +97,7 @@ class Planned:
         self.check((x, y, z), arguments[6:])  # stream, function, two of metadata, two hooks
 
     def launch(self, x: int, y: int, z: int, *arguments: Any) -> None:
-        """Take what ``triton_run`` hands to the launcher in C of Triton 3.6."""
+        """Take what ``launcher`` hands to the launcher in C of Triton 3.6."""
         self.check((x, y, z), arguments[10:])  # and whether grid and launch are special, two of scratch memory
 
     def check(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
@@ -153,7 +152,7 @@ def recorded() -> Iterator[list[Planned]]:
         stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda *_: properties))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", here, create=True))
         stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        stack.enter_context(patch.object(triton_run, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=here)))
+        stack.enter_context(patch.object(launcher, "_driver", lambda: SimpleNamespace(cuFuncSetAttribute=here)))
         yield found
 
 
@@ -177,7 +176,7 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
 
 def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
     """Quantize along rows and columns at once, twice each way."""
-    for statistics in (False, True) if is_hopper(CPU) and triton_run.can_share() else ():
+    for statistics in (False, True) if is_hopper(CPU) and launcher.can_share() else ():
         plan = both_plan_of(x, rows, columns, statistics)
         assert plan is not None
         for later in (False, False, True, True) if statistics else (False, False):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.kernels import reference
-from fp8debug.kernels.accumulator import short_gemm
 from fp8debug.kernels.dispatch import Operand, gemm, quantize
+from fp8debug.kernels.reference import short_gemm
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
 

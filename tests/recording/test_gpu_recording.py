@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import fp8debug
 from fp8debug.kernels import reference
-from fp8debug.kernels.history import MAX_RECENT
+from fp8debug.kernels.amax_history import MAX_RECENT
 from fp8debug.linear import Fp8Linear
 from fp8debug.metrics import slots
 from fp8debug.types import OPERAND_SITES

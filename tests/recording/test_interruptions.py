@@ -361,7 +361,7 @@ def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: 
 RECORDING = (
     *("observer", "probe", "riding", "reuse", "second_look", "linear", "lines", "leftovers", "shielding", "table", "arriving"),
     *("dumps", "guard", "run", "meter", "arms", "schedule", "sharding"),
-    *("adapters/*", "trainers/*", "startup/*", "kernels/*", "faults/*", "store/write/writer", "store/write/worker"),
+    *("adapters/*", "trainers/*", "startup/*", "kernels/**/*", "faults/*", "store/write/writer", "store/write/worker"),
 )
 #: What else an ``except`` may catch that a signal handler raises as a matter of course.
 BROAD = {"Exception", "BaseException", "OSError", "RuntimeError", "MemoryError", "torch.OutOfMemoryError", "TimeoutError"}

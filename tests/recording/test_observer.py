@@ -15,7 +15,7 @@ from torch import nn
 import fp8debug
 from fp8debug import arriving
 from fp8debug.arriving import Scalar
-from fp8debug.kernels.words import WORDS, Group, Layout
+from fp8debug.kernels.slot_rows import WORDS, Group, Layout
 from fp8debug.leftovers import AT_ONCE, MAX_STEPS
 from fp8debug.lines import Lines
 from fp8debug.metrics.damage import Damage

@@ -1,0 +1,1 @@
+"""Statistics of casts that do not run, and of codes that another library made."""

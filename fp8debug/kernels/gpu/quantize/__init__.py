@@ -1,0 +1,1 @@
+"""Casts on the GPU: amax, tiles, the fast paths, both layouts from one read, statistics of the same pass."""

@@ -1,0 +1,314 @@
+"""Memory that kernels leave what they found in, and the second stages of their sums; importable only where Triton is.
+
+A kernel whose programs each leave a part of a sum takes space for the parts and a row of ``words`` for the sum, and says what is
+to be joined. The parts of many kernels are joined in one launch: when the space is used up, or when the rows are wanted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fp8debug.kernels.gpu import deferred as tl
+from fp8debug.kernels.gpu.device import INTERPRETED
+from fp8debug.kernels.gpu.launcher import Kernel, address
+from fp8debug.kernels.slot_rows import WORDS, Row
+
+#: Rows that are allocated together.
+ROWS = 256
+#: FP64 numbers of the space for parts: 4 MiB.
+SPACE = 1 << 10 if INTERPRETED else 1 << 19
+#: Integers that an envelope holds at least: what a step of the usual model leaves for its end.
+ENVELOPE = 1 << 12
+
+
+#: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
+Task = tuple[list[int], Callable[[Any], None]]
+
+
+class Listed(Protocol):
+    """What has work to be started with that of others."""
+
+    def tasks(self) -> list[Task]:
+        """Return what to start."""
+        ...
+
+    def begin(self) -> None:
+        """Start a new list."""
+
+
+class Envelope:
+    """Pinned memory that integers are sent from; one belongs to a device.
+
+    Args:
+        size: integers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._array = self._memory.numpy()
+        self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+
+    def is_free(self) -> bool:
+        """Return whether what was sent last has left, without waiting for it."""
+        return bool(self._left.query())  # type: ignore[no-untyped-call]  # torch's
+
+    def send(self, numbers: list[int], device: torch.device) -> Tensor:
+        """Return integers on the device, which is the current one; behind them may lie others."""
+        self._array[: len(numbers)] = array("q", numbers)
+        found = torch.empty(self.size, dtype=torch.int64, device=device)
+        found.copy_(self._memory, non_blocking=True)
+        self._left.record()
+        return found
+
+
+#: Those of each device, the one that was sent first in front.
+_ENVELOPES: dict[torch.device, deque[Envelope]] = {}
+
+
+def to_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Return integers as int64 on a device, which is the current one, without waiting for it; behind them may lie others."""
+    if device.type != "cuda":
+        return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    envelopes, envelope = _ENVELOPES.setdefault(device, deque()), None
+    with suppress(IndexError):
+        envelope = envelopes.popleft()  # no other thread has it meanwhile
+    if envelope is not None and not envelope.is_free():  # nor are those behind it
+        envelopes.appendleft(envelope)
+        envelope = None
+    if envelope is None or envelope.size < len(numbers):
+        envelope = Envelope(max(ENVELOPE, 1 << (len(numbers) - 1).bit_length()))
+    found = envelope.send(numbers, device)
+    envelopes.append(envelope)
+    return found
+
+
+def start(tasks: Sequence[Task], device: torch.device) -> None:
+    """Start tasks in their order on the current stream; all their integers go in one copy, each's to a multiple of 16 bytes."""
+    numbers: list[int] = []
+    places: list[int] = []
+    for more, _ in tasks:
+        places.append(len(numbers))
+        numbers += more
+        if len(more) % 2:
+            numbers.append(0)
+    if not tasks:
+        return
+    sent = to_device(numbers, device) if numbers else torch.empty(0, dtype=torch.int64, device=device)
+    first = address(sent)
+    for place, (_, run) in zip(places, tasks, strict=True):
+        run(first[place:] if INTERPRETED else first + 8 * place)
+
+
+def current_stream(
+    device: torch.device, raw: int = -1, stream: torch.cuda.Stream | None = None
+) -> tuple[int, torch.cuda.Stream | None]:
+    """Return the address of a device's current stream and the stream, which is the given one if the address is; 0 of the CPU."""
+    if device.type != "cuda":
+        return 0, None
+    here = _raw_stream(device)
+    return (raw, stream) if here == raw else (here, torch.cuda.current_stream(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A second stage: its kernel, whose program i takes the i-th of ``size`` integers, and their number.
+
+    One is known by its identity: Triton's kernels work their hash out anew each time that they are asked.
+    """
+
+    kernel: Any
+    size: int
+    constants: tuple[int, ...]
+    warps: int
+
+
+#: The statistics of a cast, those of a GEMM's result, and those of a cast whose codes were given.
+OPERANDS = Stage(tl.operands_kernel, tl.OPERAND_ITEM.value, (16 if INTERPRETED else 256,), 8)
+RESULTS = Stage(tl.results_kernel, tl.RESULT_ITEM.value, (), 4)
+GIVEN = Stage(tl.described_kernel, tl.GIVEN_ITEM.value, (), 4)
+
+
+class Pool:
+    """Rows and space of one stream of a device.
+
+    Args:
+        device: where they lie.
+        stream: the stream; None on the CPU.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+        self.is_touched = False  # a row was taken since the pools of the device were flushed
+        self._device = device
+        self._block = torch.empty(0, WORDS, dtype=torch.int64, device=device)
+        self._held: list[Tensor] = []  # full blocks that waiting items write to, whoever else lets go of them
+        self._num_taken = self._num_rows = self._address = 0
+        self._space: Tensor | None = None
+        self._start = self._used = self._size = 0
+        self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: [], GIVEN: []}
+        self._kernels = {stage: self._kernel(stage) for stage in self._waiting}
+
+    def _kernel(self, stage: Stage) -> Kernel:
+        return Kernel(stage.kernel, self._device.index, (torch.int64,), stage.constants, num_warps=stage.warps)
+
+    def take(self) -> Row:
+        """Return an uninitialized row."""
+        if self._num_taken == self._num_rows:
+            self._new_block()
+        number = self._num_taken
+        self._num_taken = number + 1
+        self.is_touched = True
+        return Row(self._block, number, self._address + 8 * WORDS * number)
+
+    def _new_block(self) -> None:
+        block = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device)
+        if any(self._waiting.values()):
+            self._held.append(self._block)
+        self._block, self._num_taken, self._num_rows, self._address = block, 0, ROWS, block.data_ptr()
+
+    def space(self, count: int) -> tuple[Any, int]:
+        """Return space for so many FP64 numbers as a kernel takes it, and its address; until the next :meth:`flush`."""
+        if self._used + count > self._size:
+            self._make_space(count)
+        first, self._used = self._used, self._used + count
+        at = self._start + 8 * first
+        return (self._space[first : self._used] if INTERPRETED and self._space is not None else at), at
+
+    def _make_space(self, count: int) -> None:
+        self.flush()
+        if count > self._size:
+            self._space, self._size = None, 0
+            self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
+            self._start, self._size = self._space.data_ptr(), self._space.numel()
+
+    def later(self, stage: Stage, count: int, rest: tuple[int, ...], rows: int = 1) -> tuple[Any, list[Row]]:
+        """Return space for parts as a kernel takes it, and the rows that the next :meth:`flush` joins them to.
+
+        Args:
+            stage: the second stage.
+            count: FP64 numbers of the parts of one row.
+            rest: what an item of the stage has but the addresses of parts and row.
+            rows: whose parts follow each other.
+        """
+        parts, start = self.space(rows * count)
+        number = self._num_taken
+        if number + rows > self._num_rows:
+            self._new_block()
+            number = 0
+        self._num_taken = number + rows
+        self.is_touched = True
+        waiting, found = self._waiting[stage], []
+        for i in range(rows):
+            row = Row(self._block, number + i, self._address + 8 * WORDS * (number + i))
+            waiting += (start + 8 * count * i, row.address, *rest)
+            found.append(row)
+        return parts, found
+
+    def tasks(self) -> list[Task]:
+        """Return what joins the parts that wait."""
+        return [(waiting, partial(self._launch, stage, len(waiting))) for stage, waiting in self._waiting.items() if waiting]
+
+    def _launch(self, stage: Stage, count: int, items: Any) -> None:
+        self._kernels[stage]((count // stage.size, 1, 1), items)
+
+    def begin(self) -> None:
+        """Wait for nothing any more; the space is free again for what runs on the current stream afterwards."""
+        for items in self._waiting.values():
+            items.clear()
+        self._held.clear()
+        self._used = 0
+        self._num_taken = self._num_rows  # the next row begins a block: what a step leaves alive is the same for each
+        if self._size > SPACE:  # made for one large tensor
+            self._space, self._size = None, 0
+
+    def flush(self) -> None:
+        """Join what waits, on the current stream. Where that fails, all that waits is lost, as :func:`num_losses` tells."""
+        try:
+            start(self.tasks(), self._device)
+        except BaseException:
+            _lose(self._device)
+            raise
+        finally:
+            self.begin()
+
+
+_POOLS: dict[tuple[torch.device, int], Pool] = {}
+_LOSSES: dict[torch.device, int] = {}
+
+
+def _raw_stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def pool(device: torch.device) -> Pool:
+    """Return the pool of the device's current stream."""
+    key = device, _raw_stream(device)
+    found = _POOLS.get(key)
+    if found is None:
+        found = Pool(device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else its memory is the graph's
+            _POOLS[key] = found
+    return found
+
+
+def flush(device: torch.device, first: Sequence[Listed] = (), last: Sequence[Task] = ()) -> None:
+    """Join what waits in the pools of a device, which is the current one, on its current stream.
+
+    Other streams that took rows wait for this one, so that their rows are whole until all of ``last`` has read them.
+
+    Args:
+        device: the device.
+        first: what else to start, before.
+        last: what to start afterwards.
+    """
+    here = _raw_stream(device)
+    pools: list[Pool] = []
+    others: list[torch.cuda.Stream] = []
+    for (where, raw), found in list(_POOLS.items()):
+        is_here = raw == here or found.stream is None
+        if where == device and (is_here or found.is_touched):
+            pools.append(found)
+            if found.stream is not None and not is_here:
+                others.append(found.stream)
+                torch.cuda.current_stream(device).wait_stream(found.stream)
+    try:
+        start([task for one in (*first, *pools) for task in one.tasks()] + [*last], device)
+    except BaseException:
+        _lose(device)
+        raise
+    finally:
+        for found in pools:
+            found.begin()
+            found.is_touched = False
+        for stream in others:
+            stream.wait_stream(torch.cuda.current_stream(device))
+    for one in first:
+        one.begin()
+
+
+def _lose(device: torch.device) -> None:
+    _LOSSES[device] = num_losses(device) + 1
+
+
+def num_losses(device: torch.device) -> int:
+    """Return how often rows of a device were left unfilled; who holds one that was taken before must not read it."""
+    return _LOSSES.get(device, 0)
+
+
+def discard(device: torch.device) -> None:
+    """Forget what waits in the pools of a device, and the pools; rows that were taken stay, unfilled."""
+    for key, found in list(_POOLS.items()):
+        if key[0] == device:
+            del _POOLS[key]
+            if found.is_touched:
+                _lose(device)
