@@ -22,6 +22,7 @@ from fp8debug.adapters.matrices import matrices_of
 from fp8debug.adapters.outside import modules_outside
 from fp8debug.adapters.planning import manifest_entry, planned_volume, tell
 from fp8debug.adapters.quiet import QuietWriter, check_ranks, num_recording, ranks_entry, records
+from fp8debug.adapters.resumption import Resumption
 from fp8debug.adapters.stages import is_stage, rank_entry, stage_of
 from fp8debug.adapters.targets import candidates_of, choose, common_recipe, nothing_to_watch, roots_of
 from fp8debug.adapters.watching import Watch, say
@@ -55,6 +56,7 @@ def watch(
     shadow: Literal["sample", "full"] = "sample",
     plain_recipe: str | Recipe = "blockwise",
     resume_from: int | None = None,
+    checkpoint: str | Path | None = None,
     dump_max_bytes: int = 8 << 30,
     dump_memory_bytes: int = 1 << 30,
     dump_steps: int = 3,
@@ -86,6 +88,9 @@ def watch(
         shadow: ``full`` runs the shadow and exact GEMMs on all rows.
         plain_recipe: recipe for models that have no FP8 module.
         resume_from: number of the first step, when training goes on from a checkpoint into a folder that holds a run.
+            Settings that are not those of the earlier part are printed, and found by F144.
+        checkpoint: folder from which training goes on, or begins; its FP8 settings (``manifest.json`` of a run,
+            ``quantization_config`` in ``config.json``) are compared with those in force.
         dump_max_bytes: disk space for the dumps of each rank; the oldest are deleted, those of a finding are kept.
         dump_memory_bytes: host memory of each rank for steps that are held and files that wait for the disk.
         dump_steps: sampled steps that ``on-finding`` holds.
@@ -198,7 +203,9 @@ def watch(
     if selectors and writer.stopped is None:
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
     try:
-        changes = RecipeChanges(candidates, writer, resume_from or 0, guard)
+        resumption = Resumption(writer, resume_from or 0, checkpoint, roots)
+        changes = RecipeChanges(candidates, writer, resume_from or 0, guard, resumption)
+        resumption.compare(manifest)
         begun = Watch(
             candidates,
             roots,

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8debug.adapters.resumption import Resumption
 from fp8debug.adapters.targets import Candidate, common_recipe
 from fp8debug.errors import UsageError
 from fp8debug.guard import Evidence, Guard, Verdict
@@ -57,10 +58,13 @@ class RecipeChanges:
         writer: where events go.
         first_step: of the watch.
         guard: what may change recipes by itself; None for nothing.
+        resumption: compares what backends run with an earlier part of the run.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None) -> None:
+    def __init__(self, candidates: Sequence[Candidate], writer: RunWriter, first_step: int, guard: Guard | None,
+                 resumption: Resumption | None = None) -> None:  # fmt: skip
         self._writer = writer
+        self._resumption = resumption
         self._candidates = list(candidates)
         self._state = [c.state for c in candidates]
         self._next_look = self._num_unchanged = 0
@@ -154,14 +158,18 @@ class RecipeChanges:
         self._state.append(candidate.state)
 
     def write(self) -> None:
-        """Write the manifest's modules as they are now."""
-        self._update_manifest()
+        """Write the manifest's modules as they are now; at the first sampled step of a resumed run also compare them."""
+        modules = self._update_manifest()
+        if self._resumption is not None:
+            self._resumption.compare({"modules": modules})
+            self._resumption = None
 
-    def _update_manifest(self) -> None:
+    def _update_manifest(self) -> list[dict[str, Any]]:
         self._is_stale = False
         self._state = [c.state for c in self._candidates]
         modules = [c.describe(i) for i, c in enumerate(self._candidates)]
         self._writer.update_manifest({"modules": modules, "recipe": common_recipe(self._candidates)})
+        return modules
 
     def _obey(self, step: int, verdict: Verdict) -> None:
         module: Any = next(c.module for c in self._ours if c.fqn == verdict.module)

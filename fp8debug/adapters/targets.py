@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8debug.adapters.base import ADAPTERS, Adapter
@@ -51,6 +51,7 @@ class Candidate:
     not_run: str | None = None
     is_known_to_run: bool = False
     ran_fp8: bool = False
+    weight_dtype: str | None = None  #: of the stored weight, when it was first described
     is_compiled: bool = False  #: no eager code called it in a sampled step of a program that compiles
 
     @property
@@ -89,6 +90,8 @@ class Candidate:
         if recipe is not None:
             casts = {f"{g}.{t}": c.to_dict() if (c := recipe.casts[g, t]) else None for g, t in OPERAND_SITES}
         out_features, in_features = _features(self.module)
+        if self.weight_dtype is None:  # FSDP shows another one during a forward pass
+            self.weight_dtype = _dtype_of(stored(self.module, "weight"))
         return {
             "fqn": self.fqn,
             "kind": (self.adapter.kind if self.adapter else "") or kind_of_part(self.module),
@@ -106,6 +109,7 @@ class Candidate:
             "requested": getattr(self.module, "fp8debug_request", None),
             "shared_with": self.shared_with,
             "selects": self.selects,
+            "weight_dtype": self.weight_dtype,
             "params": sum(p.numel() for p in _parameters(self.module) if not is_lazy(p)),
         }
 
@@ -122,6 +126,14 @@ class Candidate:
             return "no FP8 GEMM observed: the module runs in high precision, or in a kernel that fp8debug cannot intercept"
         odd = [str(n) for n in _features(self.module) if n is not None and n % 16]
         return f"not converted ({odd[0]} is not a multiple of 16, as most FP8 GEMMs want it)" if odd else "not converted"
+
+
+def _dtype_of(weight: object) -> str | None:
+    """Return the dtype of a weight, with its class where a library stores it in one of its own (``Float8Tensor``)."""
+    if not isinstance(weight, Tensor):
+        return None
+    dtype, name = str(weight.dtype).removeprefix("torch."), type(weight).__name__
+    return dtype if name in ("Tensor", "Parameter", "DTensor", "UninitializedParameter") else f"{name} ({dtype})"
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -108,6 +108,11 @@ def enlarged(ratio: float, **more: Any) -> Any:
     return lambda step, module: row if step >= 40 else {}
 
 
+#: One setting that a resume changed.
+RESUMED = {"step": 40, "against": "the earlier part of the run", "setting": "amax_eps", "before": "0.0", "now": "1e-06",
+           "sites": ["fprop.input"], "module": CULPRIT, "num_modules": 1, "is_notable": True}  # fmt: skip
+
+
 FIRES: dict[str, dict[str, Any]] = {
     "F109": {"modules": ROUTED, "overrides": SHARES, "module_entries": {"net.0.moe.choose": {"requested": None}}},
     "F114": {"world_size": 3, "overrides": [WRONG_RANK]},
@@ -118,9 +123,14 @@ FIRES: dict[str, dict[str, Any]] = {
     "F127": {"steps": losses(lambda step: 5.5 + 20 * (1 - math.exp(-step / 8)))},
     "F135": {"updates": rounded(0.97, 0.03)},
     "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
+    "F144": {"manifest": {"resumed": [RESUMED]}},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F144": {
+        "resumed with the same settings": {"manifest": {"resumed": []}},
+        "not resumed": {},
+    },
     "F143": {
         "one module without a gradient": {"overrides": [Override(module=CULPRIT, **GRADIENTS, slots=ZERO)]},
         "steps without a token to learn from": {"overrides": [Override(**GRADIENTS, steps=(40, 42), slots=ZERO)]},

@@ -22,6 +22,7 @@ ACCUSED = {
     "F126": (None, 42, Severity.ERROR),
     "F127": (None, 0, Severity.ERROR),
     "F135": (sick.CULPRIT, 0, Severity.ERROR),
+    "F144": (None, 40, Severity.WARNING),
     "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.store.configuration import differences
 from fp8debug.store.read.resumed import JoinedRun
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def changes_of(run: Run) -> list[Change]:
     """Return the changes in order of their steps."""
     kinds = ", ".join(f"'{kind}'" for kind in EVENTS)
     query = f"SELECT DISTINCT step, module, message FROM events WHERE kind IN ({kinds}) AND step IS NOT NULL"
-    found = [Change(step=r["step"], what=r["message"], module=r["module"]) for r in run.sql(query).to_pylist()]
+    rows = run.sql(f"{query} ORDER BY step, module, length(message), message").to_pylist()  # what names most comes last
+    found = [Change(step=r["step"], what=r["message"], module=r["module"]) for r in rows]
     return sorted(
         [*found, *_parts(run), *_casts(run), *_learning_rate(run)], key=lambda change: (change.step, change.module or "")
     )
@@ -59,9 +61,11 @@ def _parts(run: Run) -> list[Change]:
     if not isinstance(run, JoinedRun):
         return []
     found = []
-    for step, (before, after) in zip(run.starts[1:], pairwise(map(in_force, run.manifests)), strict=True):
+    for step, manifests in zip(run.starts[1:], pairwise(run.manifests), strict=True):
+        before, after = map(in_force, manifests)
         differing = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        named = "; ".join(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing)
+        settings = [str(one) for one in differences(*manifests) if not one.setting.startswith("environment.")]
+        named = "; ".join([*(f"{key}: {before.get(key)} -> {after.get(key)}" for key in differing), *settings])
         found.append(Change(step=step, what="resumed in another folder" + (f", {named}" if named else "")))
     return found
 

@@ -60,6 +60,7 @@ class RunWriter:
     Attributes:
         stopped: why recording stopped, or None.
         num_dropped: writings that were dropped because the disk was too slow.
+        earlier: manifest of the run that the folder held, as it was read; empty for a new run.
 
     Raises:
         RecordError: the folder holds a run already, or cannot be written.
@@ -80,6 +81,7 @@ class RunWriter:
         self.path, self.rank = Path(path), rank
         self.stopped: str | None = None
         self.num_dropped = 0
+        self.earlier: dict[str, Any] = {}
         self._max_bytes = max_bytes
         self._is_full = False
         self._root = self.path.absolute()  # the training script may change its directory
@@ -158,6 +160,7 @@ class RunWriter:
             self._manifest["created"] = earlier.get("created", self._manifest["created"])
             writings = earlier_own["writings"] if isinstance(earlier_own.get("writings"), list) else []
             self._must_tell_resume = bool(taken)
+            self.earlier = earlier if taken else {}
         self._parts.num_bytes = sum(part.stat().st_size for part in stream.parts(self._folder, "stats").values())
         for table in TABLES:
             for number, path in stream.streams(self._folder, table).items():
@@ -328,7 +331,7 @@ class RunWriter:
                     self._last_step = found.step if isinstance(found, Message) else found["step"][0].as_py()
                     if self._must_tell_resume:
                         self._must_tell_resume = False
-                        self.event(self._last_step, "resume", None, "recording goes on in a folder that held a run")
+                        self.event(self._last_step, "resume", None, "resumed in the folder of the earlier part")
                 self._put(table, found)
         finally:
             with self._counting:
