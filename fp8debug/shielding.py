@@ -40,6 +40,7 @@ S = TypeVar("S", bound="Shielded")
 
 
 _FRAMES: Any = _dynamo_c.eval_frame
+_IS_TORCH_2_6 = not hasattr(_FRAMES, "set_code_exec_strategy")
 
 
 def skipped_by_dynamo(function: F) -> F:
@@ -48,12 +49,22 @@ def skipped_by_dynamo(function: F) -> F:
     Functions that it calls may be compiled; torch._dynamo is not imported for it.
     """
     code = function.__code__
-    if hasattr(_FRAMES, "set_code_exec_strategy"):  # torch 2.7
+    if _IS_TORCH_2_6:
+        _FRAMES.skip_code(code)
+    else:
         skip, default = _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
         _FRAMES.set_code_exec_strategy(code, _FRAMES._FrameExecStrategy(skip, default))
-    else:
-        _FRAMES.skip_code(code)
     return function
+
+
+@skipped_by_dynamo
+def _frame_callback() -> Any:
+    """Return what compiles a frame that begins in this thread; None outside of code under torch.compile."""
+    if not _IS_TORCH_2_6:
+        return _FRAMES.get_eval_frame_callback()
+    callback = _FRAMES.set_eval_frame(None)  # the getter of torch 2.6 gives a reference away that it does not own
+    _FRAMES.set_eval_frame(callback)
+    return callback
 
 
 def untraced(function: F) -> F:
@@ -62,7 +73,7 @@ def untraced(function: F) -> F:
     @skipped_by_dynamo
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        callback = _FRAMES.get_eval_frame_callback()
+        callback = _frame_callback()
         if callback is None:
             return function(*args, **kwargs)
         _FRAMES.set_eval_frame(None)
@@ -77,7 +88,7 @@ def untraced(function: F) -> F:
 @skipped_by_dynamo
 def is_under_dynamo() -> bool:
     """Return whether torch.compile runs the code that called: a frame that begins now may be compiled."""
-    return _FRAMES.get_eval_frame_callback() is not None
+    return _frame_callback() is not None
 
 
 @skipped_by_dynamo
