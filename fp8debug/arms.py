@@ -101,7 +101,7 @@ def convert_plain(arm: Arm, roots: Sequence[nn.Module]) -> None:
     Raises:
         UsageError: FP8 is wanted, and the arm has no recipe.
     """
-    from fp8debug.adapters.targets import candidates_of
+    from fp8debug.adapters.watching.coverage import candidates_of
     from fp8debug.linear import convert
 
     if any(c.fp8 for c in candidates_of(roots)) or arm.compute == "bf16":
@@ -127,7 +127,7 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
         NoMatchError: a fallback names no module; the message has the closest names.
         UsageError: the model has no FP8 module and the arm no recipe, or has FP8 modules that no arm can change.
     """
-    from fp8debug.adapters.targets import candidates_of
+    from fp8debug.adapters.watching.coverage import candidates_of
     from fp8debug.fallback import Fallback
     from fp8debug.linear import Fp8Linear
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from fp8debug.adapters.watching import Watch
+from fp8debug.adapters.watching.handle import Watch
 from fp8debug.imports import after_import
 from fp8debug.trainers.base import replace, scale_of, undoing
 

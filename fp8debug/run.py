@@ -295,7 +295,7 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
     if options.budget is not None:
         parse_size(options.budget)
     if options.ranks is not None:
-        from fp8debug.adapters.quiet import check_ranks
+        from fp8debug.adapters.watching.recording_ranks import check_ranks
 
         check_ranks(found.setdefault("ranks", _ranks(options.ranks)))
     if options.guard is not None:

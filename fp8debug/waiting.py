@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fp8debug import adapters
-from fp8debug.adapters import attach
 from fp8debug.adapters.base import ADAPTERS
-from fp8debug.adapters.environment import rank_and_world
-from fp8debug.adapters.targets import roots_of
+from fp8debug.adapters.watching import attach
+from fp8debug.adapters.watching.coverage import roots_of
+from fp8debug.adapters.watching.environment import rank_and_world
 from fp8debug.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import

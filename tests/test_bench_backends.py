@@ -12,9 +12,9 @@ import torch
 
 import fp8debug
 from tests.adapters.linears import sites
+from tests.adapters.watching.test_watch import NINE
 from tests.bench import backends, overhead, replay
 from tests.bench.overhead import Case, Found, Job, num_rows
-from tests.recording.test_watch import NINE
 
 LINEARS = {f"0.{part}" for part in ("q", "k", "v", "o", "gate", "up", "down")}
 KINDS = {"native": "Fp8Linear", "torchao": "Float8Linear", "scaled_mm": "ScaledLinear"}

@@ -39,7 +39,6 @@ LAYERS = {
     "fp8debug.store": 4,
     "fp8debug.arriving": 5,
     "fp8debug.calibration": 5,
-    "fp8debug.dumps": 5,
     "fp8debug.replay": 5,
     "fp8debug.rules": 5,
     "fp8debug.second_look": 5,
@@ -79,7 +78,7 @@ READING = (
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
-    *("fp8debug.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
+    *("fp8debug.adapters.watching.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
     *("fp8debug.store.write", "fp8debug.store.schema"),
     *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
     *("fp8debug.guard", "fp8debug.schedule", "fp8debug.optimizer_hooks"),
@@ -256,7 +255,7 @@ def test_optional_frameworks_are_imported_only_inside_functions() -> None:
 
 
 def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
-    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.arms", "fp8debug.run", "fp8debug.dumps", "fp8debug.replay"}
+    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.arms", "fp8debug.run", "fp8debug.replay"}
     wrong = [
         f"{name}:{i.line} {i.target}"
         for name in TREE.under(RECORDING)

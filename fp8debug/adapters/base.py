@@ -24,7 +24,7 @@ class Adapter(Protocol):
         name: name in the registry.
         kind: what coverage calls its modules; empty for the name of their class.
         fp8: whether its modules run in FP8 (else they are only tried under a recipe).
-        is_heard: whether its GEMMs are only heard (see ``listening``), so that one may turn out to be in FP8 or not.
+        is_heard: whether its GEMMs are only heard (see ``interception.listener``), so that one may turn out to be in FP8 or not.
     """
 
     name: str

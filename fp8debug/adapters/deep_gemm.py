@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8debug.adapters.listening import Heard, Listener
+from fp8debug.adapters.interception.listener import Heard, Listener
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.interruptions import is_ours
 from fp8debug.shielding import TorchState, ordinary_torch

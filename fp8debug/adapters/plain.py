@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of
-from fp8debug.adapters.calls import observe_calls
+from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.metrics import Source

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of, num_dims, same_cast
-from fp8debug.adapters.ears import Ears
-from fp8debug.adapters.listening import DECODERS, SCALED, Heard, Side
+from fp8debug.adapters.interception.intercepting_probe import Ears
+from fp8debug.adapters.interception.listener import DECODERS, SCALED, Heard, Side
 from fp8debug.adapters.plain import Trial
 from fp8debug.formats import GRANULARITIES, block_shape
 from fp8debug.observer import Observer

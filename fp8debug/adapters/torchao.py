@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
-from fp8debug.adapters.ears import Ears
-from fp8debug.adapters.listening import Heard, Side
+from fp8debug.adapters.interception.intercepting_probe import Ears
+from fp8debug.adapters.interception.listener import Heard, Side
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
 from fp8debug.observer import Observer
 from fp8debug.recipes import Cast, Recipe

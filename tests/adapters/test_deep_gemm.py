@@ -16,7 +16,7 @@ from fp8debug.kernels.reference import dequantize, quantize
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 from tests.adapters.linears import batch, rows, same, sites, train
-from tests.recording.test_watch import NINE
+from tests.adapters.watching.test_watch import NINE
 
 TILE, BLOCK = Cast(granularity="1x128"), Cast(granularity="128x128")
 

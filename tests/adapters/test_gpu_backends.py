@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fp8debug
 from tests.adapters.linears import ScaledLinear, rows, same, sites
-from tests.recording.test_watch import NINE
+from tests.adapters.watching.test_watch import NINE
 
 pytestmark = [
     pytest.mark.gpu,

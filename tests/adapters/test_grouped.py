@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 
 import fp8debug
 from tests.adapters.linears import rows, same, sites
-from tests.recording.test_watch import NINE
+from tests.adapters.watching.test_watch import NINE
 
 E4M3 = torch.float8_e4m3fn
 #: wgrad's operands have a scale for each row of each expert, which no cast of ours describes.

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from fp8debug.adapters.listening import DECODERS
+from fp8debug.adapters.interception.listener import DECODERS
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import measure
@@ -21,7 +21,7 @@ from fp8debug.linear import Fp8Linear
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
 from tests.adapters.linears import CHECKPOINTS, E4M3, ScaledLinear, batch, model, record, rows, same, sites, train
-from tests.recording.test_watch import NINE
+from tests.adapters.watching.test_watch import NINE
 
 #: Slots that a weight's rows fill beside those of ``measure``.
 OF_ROWS = {slot.name for slot in Rows().slots}

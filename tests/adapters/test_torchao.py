@@ -19,7 +19,7 @@ from fp8debug.kernels.reference import quantize
 from fp8debug.metrics.rows import Rows
 from fp8debug.recipes import Cast
 from tests.adapters.linears import CHECKPOINTS, batch, record, rows, same, sites, train
-from tests.recording.test_watch import NINE
+from tests.adapters.watching.test_watch import NINE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import: extensions for other builds of torch

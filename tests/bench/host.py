@@ -34,7 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
-from fp8debug.adapters.sink import StepSink
+from fp8debug.adapters.watching.step_writer import StepSink
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import FinishedStep

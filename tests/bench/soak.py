@@ -31,7 +31,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
-from fp8debug.adapters.watching import Watch
+from fp8debug.adapters.watching.handle import Watch
 from fp8debug.store.write import writer
 
 #: What may be held more a step, by the slope over the second half of the run: less than one of anything that is kept.

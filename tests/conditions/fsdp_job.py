@@ -23,8 +23,8 @@ from torch.nn import functional
 
 import fp8debug
 from tests import ranks
+from tests.adapters.interception.test_matrices import Mlp
 from tests.adapters.linears import ScaledLinear
-from tests.adapters.test_matrices import Mlp
 from tests.recording.models import Gated, batch, net
 
 STEPS, PARTS = 2, 2

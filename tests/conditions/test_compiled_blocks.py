@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from fp8debug.adapters.calls import observe_calls
+from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.linear import Fp8Linear
 from tests.adapters.linears import ScaledLinear
 

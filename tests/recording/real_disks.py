@@ -23,7 +23,7 @@ import fp8debug
 from fp8debug.errors import RunError
 from fp8debug.store.write import writer
 from fp8debug.store.write.writer import RunWriter
-from tests.recording.test_failures import train
+from tests.adapters.watching.test_failures import train
 
 #: ``FS_IOC_SHUTDOWN`` of Linux; its argument here: leave everything as the disk has it, journal included.
 _SHUTDOWN, _AS_IT_IS = 0x8004587D, 2

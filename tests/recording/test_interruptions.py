@@ -291,7 +291,7 @@ def test_a_signal_at_any_line_reaches_the_program_and_the_recording_goes_on(
 
 
 def test_a_time_limit_in_a_trainer_callback_reaches_the_program(tmp_path: Path, handling: Callable[[Any], object]) -> None:
-    from fp8debug.adapters.following import TrainerWatch
+    from fp8debug.adapters.watching.trainer_watch import TrainerWatch
 
     class Loop:
         name = "loop"
@@ -360,8 +360,8 @@ def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: 
 #: Files of the recording half, whose code runs inside the program's training.
 RECORDING = (
     *("observer", "probe", "riding", "reuse", "second_look", "linear", "lines", "leftovers", "shielding", "table", "arriving"),
-    *("dumps", "guard", "run", "meter", "arms", "schedule", "sharding"),
-    *("adapters/*", "trainers/*", "startup/*", "kernels/**/*", "faults/*", "store/write/writer", "store/write/worker"),
+    *("guard", "run", "meter", "arms", "schedule", "sharding"),
+    *("adapters/**/*", "trainers/*", "startup/*", "kernels/**/*", "faults/*", "store/write/writer", "store/write/worker"),
 )
 #: What else an ``except`` may catch that a signal handler raises as a matter of course.
 BROAD = {"Exception", "BaseException", "OSError", "RuntimeError", "MemoryError", "torch.OutOfMemoryError", "TimeoutError"}
@@ -374,8 +374,8 @@ ELSEWHERE = {
     ("store/write/writer.py", "_failed"): "the worker's thread",
     ("store/write/writer.py", "_release"): "the worker's thread, and an open that has failed",
     ("store/write/writer.py", "_read_json"): "the worker's thread",
-    ("dumps.py", "_work"): "the dumper's thread",
-    ("dumps.py", "make_room"): "the dumper's thread",
+    ("adapters/watching/dumps.py", "_work"): "the dumper's thread",
+    ("adapters/watching/dumps.py", "make_room"): "the dumper's thread",
     ("arms.py", "read"): "before training",
 }
 

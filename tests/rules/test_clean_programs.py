@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.adapters.outside import modules_outside
-from fp8debug.adapters.parts import stacks_of
+from fp8debug.adapters.interception.sublinears import stacks_of
+from fp8debug.adapters.watching.coverage import modules_outside
 from fp8debug.fallback import recommend
 from fp8debug.rules import Finding, Severity, triage
 from fp8debug.store.read.run import Run

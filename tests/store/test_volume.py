@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters.quiet import num_recording, records
+from fp8debug.adapters.watching.recording_ranks import num_recording, records
 from fp8debug.errors import UsageError
 from fp8debug.store.read.run import Run
 from fp8debug.store.volume import STATS_ROW_BYTES, Volume, in_words, parse_size, plan_volume

@@ -1,1 +1,1 @@
-"""Interception of GEMMs in code that torch.compile compiled."""
+"""GEMMs of other makes, intercepted where torch dispatches them, and assigned to the module and the weight they belong to."""

@@ -1,0 +1,5 @@
+"""The adapter of grouped GEMMs."""
+
+from fp8debug.adapters.grouped.adapter import Grouped
+
+__all__ = ["Grouped"]

@@ -1,0 +1,194 @@
+"""The adapter of modules that hold the weights of several experts in one 3-D tensor and multiply by torch's grouped GEMM.
+
+Each such parameter is a Linear of its own in coverage, ``experts.w1``; its rows describe all experts together, as one weight and
+one batch of tokens, because which token is whose is known on the device alone. An expert without tokens is named in an event.
+
+The high-precision input is the one that the GEMM's autograd function saves, and the weight's parameter is found by the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from fp8debug.adapters.base import ADAPTERS, num_dims
+from fp8debug.adapters.grouped.gemms import HeardGroup
+from fp8debug.adapters.grouped.probe import GroupProbe
+from fp8debug.adapters.interception.calls import observe_calls
+from fp8debug.adapters.interception.listener import listener_of, nodes_between
+from fp8debug.adapters.interception.sublinears import Part, heard_recipe, stacks_of
+from fp8debug.errors import AttachError
+from fp8debug.observer import Observer
+from fp8debug.recipes import Recipe
+from fp8debug.shielding import untraced
+
+#: Nodes between a GEMM and its weight: views, transposes, casts.
+_MAX_STEPS = 16
+
+
+class GroupCall:
+    """One forward call of a module: the grouped GEMMs that were heard in it."""
+
+    def __init__(self) -> None:
+        self.heard: list[HeardGroup] = []
+
+    def hear(self, heard: Any) -> None:
+        """Take note of a GEMM; those of other kinds are of no interest."""
+        if isinstance(heard, HeardGroup):
+            self.heard.append(heard.held())
+
+
+class GroupEars:
+    """Observer of one module's calls, for all its 3-D weights that a watch records."""
+
+    def __init__(self, module: nn.Module, observer: Observer) -> None:
+        self.module, self.observer, self._listener = module, observer, listener_of(observer)
+        self.probes: dict[str, GroupProbe] = {}
+        self._end = observe_calls(module, self)
+
+    def detach(self, name: str) -> None:
+        """Take one weight off, and with the last of them the observation of calls."""
+        self.probes.pop(name, None)
+        if not self.probes:
+            self._end()
+            _EARS.pop(self.module, None)
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends."""
+        observed = [probe.part for probe in self.probes.values() if probe.begin()]
+        for part in observed:
+            part.was_called = True
+        call = GroupCall() if observed else None
+        self._listener.begin(self, call, None if call is None else call.hear, self._fail)
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record fprop, and wait for the backward pass."""
+        ear = self._listener.end(self)
+        if ear is not None and isinstance(ear.call, GroupCall) and ear.call.heard:
+            first = next(iter(self.probes.values()))
+            first.guard(self._record, ear.call.heard, args, output)
+
+    def _fail(self, error: BaseException) -> None:
+        for probe in self.probes.values():
+            probe.give_up(f"{error}")
+
+    def _record(self, heard: list[HeardGroup], args: Any, output: Any) -> None:
+        """Fit what was heard to the autograd functions that ran it, in order, and these to the parameters they lead to."""
+        output = output[0] if isinstance(output, tuple) else output
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        if top is not None and top(True) is not None:
+            self._say("its GEMMs run under activation checkpointing, where their inputs are not to be had")
+            return
+        nodes = [] if output is None or not output.requires_grad else nodes_between(output, *args)
+        found = [(node, name) for node in nodes if (name := self._weight_of(node)) is not None]
+        found.sort(key=lambda pair: int(pair[0]._sequence_nr()))
+        if len(found) != len(heard):
+            self._say(
+                f"{len(heard)} grouped GEMMs in FP8 ran in it and {len(found)} of its autograd functions save what they read"
+            )
+            return
+        for (node, name), gemm in zip(found, heard, strict=True):
+            if name in self.probes:
+                self._one(self.probes[name], node, gemm)
+
+    def _say(self, text: str) -> None:
+        for probe in self.probes.values():
+            probe.report_once(f"not recorded: {text}")
+
+    def _weight_of(self, node: Any) -> str | None:
+        """Return the 3-D parameter that a function multiplies by; None for a node of another kind."""
+        if not _multiplies(node):
+            return None
+        names = {id(p): name for name, p in self.module.named_parameters(recurse=False) if num_dims(p) == 3}
+        todo = [(following, 0) for following, _ in node.next_functions]
+        while todo:
+            following, depth = todo.pop()
+            if following is None or depth > _MAX_STEPS or _multiplies(following):
+                continue
+            if (name := names.get(id(getattr(following, "variable", None)))) is not None:
+                return name
+            todo.extend((deeper, depth + 1) for deeper, _ in following.next_functions)
+        return None
+
+    def _one(self, probe: GroupProbe, node: Any, gemm: HeardGroup) -> None:
+        saved = [getattr(t, "_data", t).detach() for t in node.saved_tensors if t is not None]
+        wide = [t for t in saved if t.is_floating_point() and t.element_size() > 1]
+        x = next((t for t in wide if t.shape == gemm.first.shape), None)
+        weight = next((t for t in wide if t.shape == gemm.second.shape), None)
+        if x is None or weight is None:
+            probe.report_once("not recorded: its autograd function saves no input and weight in high precision")
+            return
+        line = probe.take_fprop(x, weight, gemm)
+        if line is None:
+            return
+        heard = GroupCall()
+
+        @untraced
+        def before(grads: Any) -> None:
+            line.grad_output = None if grads[0] is None else grads[0].detach()
+            self._listener.begin(line, line, heard.hear, self._fail)
+
+        @untraced
+        def after(grads: Any, others: Any) -> None:
+            self._listener.end(line)
+            probe.take_backward(line, heard.heard)
+            heard.heard = []
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+def _multiplies(node: Any) -> bool:
+    """Return whether it is a function of the user's that saves weights of experts; others, that unwrap them say, do not."""
+    return isinstance(node, BackwardCFunction) and any(t is not None and t.dim() == 3 for t in node.saved_tensors)
+
+
+_EARS: WeakKeyDictionary[nn.Module, GroupEars] = WeakKeyDictionary()
+
+
+class Grouped:
+    """Modules with 3-D weights of their own, but those of ``torch.nn`` (a convolution's weight has three dimensions too)."""
+
+    name = "grouped"
+    kind = ""  # the class's name
+    fp8 = True
+    is_heard = True
+    hears_ops = False  # but inside its own modules
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether it holds stacks of matrices, and no other adapter knows better."""
+        if type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.Linear):
+            return False
+        return bool(stacks_of(module))
+
+    def parts(self, module: nn.Module) -> dict[str, Part]:
+        """Return its stacks of matrices."""
+        return {f".{name}": Part(module, i, [name], has_bias=False) for i, name in enumerate(stacks_of(module))}
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return the casts that were heard; None before the first, and without any."""
+        return heard_recipe(module, "grouped")
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Listen to the module of one of its weights.
+
+        Raises:
+            AttachError: another watch listens to it.
+        """
+        assert isinstance(module, Part)
+        weight, ears = module.weight_names[0], _EARS.get(module.owner)
+        if ears is not None and (ears.observer is not observer or weight in ears.probes):
+            raise AttachError(f"{name} is watched already; close the first watch before attaching another")
+        if ears is None:
+            ears = _EARS[module.owner] = GroupEars(module.owner, observer)
+        ears.probes[weight] = GroupProbe(observer, name, module)
+        kept = ears
+        return lambda: kept.detach(weight)
+
+
+ADAPTERS.add(Grouped.name, Grouped())

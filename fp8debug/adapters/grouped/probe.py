@@ -1,0 +1,210 @@
+"""The probe of one 3-D weight: what a grouped GEMM read and gave, all experts together, without waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8debug.adapters.base import same_cast
+from fp8debug.adapters.grouped.gemms import HeardGroup, by_expert, contracted, expert_of
+from fp8debug.adapters.interception.sublinears import CASTS, FAST, Part, PartProbe, tell_tokens
+from fp8debug.arriving import Arriving
+from fp8debug.kernels.dispatch import describe, statistics
+from fp8debug.kernels.gemm_error import OutputError, damage_of
+from fp8debug.metrics import Pair, Source
+from fp8debug.observer import Observer, RowKey
+from fp8debug.second_look import Tried
+from fp8debug.shielding import guarded
+from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
+
+_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+
+
+@dataclass
+class GroupLine:
+    """What the backward pass of one grouped GEMM needs: its input and weight as the autograd function saved them."""
+
+    x: Tensor
+    weight: Tensor
+    offs: Tensor
+    output: OutputError | None = None
+    grad_output: Tensor | None = None
+
+
+class GroupProbe(PartProbe):
+    """Of one 3-D weight ``[E, N, K]``.
+
+    Args:
+        observer: where it records.
+        module: FQN of the module and name of the parameter.
+        part: the parameter.
+    """
+
+    def __init__(self, observer: Observer, module: str, part: Part) -> None:
+        super().__init__(observer, module, part)
+        self._empty: set[int] = set()
+        self._counts: tuple[int, Tensor] | None = None
+        self._pending: list[tuple[int, Arriving | Tensor]] = []
+
+    @guarded
+    def take_fprop(self, x: Tensor, weight: Tensor, heard: HeardGroup) -> GroupLine:
+        """Record fprop.
+
+        Args:
+            x: ``[M, K]``, high precision.
+            weight: ``[E, K, N]``, high precision, as the GEMM reads it.
+            heard: the GEMM.
+        """
+        line = GroupLine(x, weight, heard.offs)
+        if heard.is_overwritten:
+            self.give_up("an operand or the result of its forward GEMM was overwritten before the end of its forward pass")
+            return line
+        self._tokens(heard.offs)
+        mine = expert_of(torch.arange(x.shape[0], dtype=torch.int64, device=x.device), heard.offs)
+        self._tokens_of((Gemm.FPROP, TensorRole.INPUT), x, heard, mine)
+        if Gemm.FPROP not in self._weights_seen:
+            self._weights_seen.add(Gemm.FPROP)
+            self._weight_of(Gemm.FPROP, weight, heard)
+        rows = self._sample(x.shape[0], x.device)
+        line.output = self._compare(Gemm.FPROP, x, weight, heard, mine, rows)
+        return line
+
+    @guarded
+    def take_backward(self, line: GroupLine, heard: list[HeardGroup]) -> None:
+        """Record dgrad and wgrad: the one with a 3-D operand, and the one with a 3-D result."""
+        grad = line.grad_output
+        if grad is None:
+            return
+        if any(one.is_overwritten for one in heard):
+            self.report_once(
+                "not recorded in full: an operand or the result of its dgrad or wgrad was overwritten before it was read"
+            )
+            heard = [one for one in heard if not one.is_overwritten]
+        mine = expert_of(torch.arange(grad.shape[0], dtype=torch.int64, device=grad.device), line.offs)
+        dgrad = next((h for h in heard if h.second.dim() == 3 and h.first.shape == grad.shape), None)
+        wgrad = next((h for h in heard if h.second.dim() == 2), None)
+        if dgrad is not None:
+            self._tokens_of((Gemm.DGRAD, TensorRole.GRAD_OUTPUT), grad, dgrad, mine)
+            turned = line.weight.transpose(-2, -1)
+            if Gemm.DGRAD not in self._weights_seen:
+                self._weights_seen.add(Gemm.DGRAD)
+                self._weight_of(Gemm.DGRAD, turned, dgrad)
+            self._compare(Gemm.DGRAD, grad, turned, dgrad, mine, self._sample(grad.shape[0], grad.device))
+        if wgrad is None:
+            self.report_once("not recorded in full: no wgrad in FP8 was observed in its backward pass")
+        else:
+            self._wgrad(line.x, grad, wgrad, mine)
+        if line.output is not None and self._output_key is not None:
+            self._merge(self._output_key, [damage_of(line.output, grad)], grad.device)
+
+    def _tokens_of(self, site: tuple[Gemm, TensorRole], x: Tensor, heard: HeardGroup, mine: Tensor) -> None:
+        """Record an operand ``[M, ..]``; rows of no expert, which hold anything, count as zeros."""
+        outside = (mine == len(heard.offs))[:, None]
+        codes = heard.first.view(torch.uint8).masked_fill(outside, 0).view(heard.first.dtype)
+        scales = heard.scale_first.reshape(-1, 1).masked_fill(outside, 1)
+        self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, Tried())
+
+    def _rows_of(
+        self,
+        site: tuple[Gemm, TensorRole],
+        source: Source,
+        codes: Tensor,
+        scales: Tensor,
+        tried: Tried | None,
+        name: str = "rowwise",
+    ) -> None:
+        """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
+        cast = same_cast(format=_FORMATS[codes.dtype], granularity="rowwise")
+        named = same_cast(format=cast.format, granularity=name)
+        CASTS.setdefault(self.part, {})[site] = named
+        q = Quantized(codes, scales.reshape(-1, 1).contiguous())
+        if tried is not None:
+            self._operand(*site, source, (q, cast), tried)
+            return
+        found = describe(source, cast, q)
+        self._record((RowKey(*site, str(named), Reference.OPERAND, self.actual),), [found], source)
+
+    def _weight_of(self, which: Gemm, weight: Tensor, heard: HeardGroup) -> None:
+        """Record a weight ``[E, c, s]`` that contracts c: a scale a column of each expert, so a row of ``[E * s, c]``."""
+        lines = weight.transpose(-2, -1).reshape(-1, weight.shape[-2])
+        codes = heard.second.transpose(-2, -1).reshape(lines.shape)
+        is_fprop = which is Gemm.FPROP
+        tried, name = (self._tried_weight, "rowwise") if is_fprop else (None, "columnwise")
+        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, heard.scale_second, tried, name)
+        if heard.is_fast:
+            FAST.setdefault(self.part, set()).add(which)
+        FAST.setdefault(self.part, set())
+
+    def _compare(
+        self, which: Gemm, x: Tensor, weight: Tensor, heard: HeardGroup, mine: Tensor, rows: Tensor | slice
+    ) -> OutputError:
+        """Record sampled rows of fprop's or dgrad's result beside the shadow and the exact GEMM."""
+        expert, experts = mine[rows], len(heard.offs)
+        shadow = by_expert(x[rows].bfloat16(), expert, lambda e: weight[e].bfloat16(), experts).bfloat16().float()
+        first = heard.first.view(torch.uint8)[rows].view(heard.first.dtype).float() * heard.scale_first.reshape(-1, 1)[rows]
+        scale_second = heard.scale_second.reshape(experts, 1, -1)
+        exact = by_expert(first, expert, lambda e: heard.second[e].float() * scale_second[e], experts)
+        picked = torch.where((expert < experts)[:, None], heard.result[rows].float(), 0.0)
+        return self._results(which, shadow, exact, picked, rows)
+
+    def _wgrad(self, x: Tensor, grad: Tensor, heard: HeardGroup, mine: Tensor) -> None:
+        """Record sampled columns of wgrad's result; its operands' scales change from expert to expert and have no row."""
+        experts, columns = len(heard.offs), self._sample(x.shape[1], x.device)
+        if heard.first.shape != grad.t().shape or heard.second.shape != x.shape:
+            self.report_once(
+                f"not recorded in full: a wgrad of {list(heard.first.shape)} by {list(heard.second.shape)} is not read"
+            )
+            return
+        a, b = heard.first.t(), heard.second.view(torch.uint8)[:, columns].view(heard.second.dtype)
+        scale_a, scale_b = heard.scale_first.reshape(experts, 1, -1), heard.scale_second.reshape(experts, 1, -1)[:, :, columns]
+        parts = [contracted(grad.bfloat16(), x[:, columns].bfloat16(), mine, e) for e in range(experts)]
+        exact = [contracted(a.float() * scale_a[e], b.float() * scale_b[e], mine, e) for e in range(experts)]
+        found = heard.result[:, :, columns].float().reshape(-1, parts[0].shape[1])
+        self._results(Gemm.WGRAD, torch.cat(parts).bfloat16().float(), torch.cat(exact), found, columns)
+
+    def _results(self, which: Gemm, shadow: Tensor, exact: Tensor, found: Tensor, sample: Tensor | slice) -> OutputError:
+        is_whole = which is not Gemm.WGRAD
+        pair = Pair(source=Source(shadow), y=found, whole_rows=is_whole)
+        formats = " @ ".join(["e4m3fn rowwise"] * 2) if which is Gemm.WGRAD else self._names(which)
+        key = RowKey(which, RESULTS[which], formats, Reference.SHADOW, self.actual)
+        if which is Gemm.FPROP:
+            self._output_key = (key,)
+        against = Pair(source=Source(exact), y=found, whole_rows=is_whole)
+        self._merge((key, key._replace(reference=Reference.EXACT)), [statistics(pair), statistics(against)], shadow.device)
+        return OutputError(None, pair, sample if isinstance(sample, Tensor) else None)
+
+    def _names(self, which: Gemm) -> str:
+        casts = CASTS.get(self.part, {})
+        return " @ ".join(str(cast) for (gemm, _), cast in casts.items() if gemm is which)
+
+    def _tokens(self, offs: Tensor) -> None:
+        """Count the tokens of each expert, over the microbatches of a step."""
+        counts = offs.diff(prepend=offs.new_zeros(1))
+        if self._counts is None and not self._pending:
+            self.observer.after_step.append(self._settle)
+        before = None if self._counts is None else self._counts[1]
+        self._counts = self.observer.step, counts if before is None else before + counts
+
+    def _settle(self) -> None:
+        """Once a step has ended, start reading its counts; tell those that have arrived, and each expert without tokens once."""
+        if self._counts is not None:
+            step, counts = self._counts
+            self._counts = None
+            self._pending.append((step, Arriving(counts) if counts.is_cuda else counts))
+        while self._pending:
+            step, arriving = self._pending[0]
+            if isinstance(arriving, Arriving) and not arriving.ready():
+                self.observer.after_step.append(self._settle)
+                return
+            self._pending.pop(0)
+            tokens = (arriving.host() if isinstance(arriving, Arriving) else arriving).tolist()
+            if self.part.index == 0:  # the other weights of the module see the same
+                tell_tokens(self.observer, step, self.module, tokens)
+            empty = {e for e, count in enumerate(tokens) if not count}
+            if new := sorted(empty - self._empty):
+                names = ", ".join(map(str, new))
+                text = f"recorded; of {len(tokens)} experts {names} had no tokens at step {step}"
+                self.observer.report(self.module, text, False)
+            self._empty |= empty

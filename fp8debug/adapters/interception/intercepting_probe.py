@@ -1,0 +1,430 @@
+"""The probe of a module whose GEMMs are only heard: it fits each GEMM to input, weight and gradient, and records it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from fp8debug.adapters.interception.calls import observe_calls
+from fp8debug.adapters.interception.listener import Heard, Side, listener_of, nodes_between, version_of
+from fp8debug.adapters.interception.sublinears import CALLED, TRIED, is_new
+from fp8debug.adapters.plain import Trial
+from fp8debug.attributes import COMPUTED, stored
+from fp8debug.errors import AttachError
+from fp8debug.kernels.dispatch import Operand
+from fp8debug.metrics import Source
+from fp8debug.observer import Extremes, Observer, extremes_of
+from fp8debug.probe import Probe, Product
+from fp8debug.recipes import Cast
+from fp8debug.second_look import Kept, Tried
+from fp8debug.sharding import layout_by_marks
+from fp8debug.shielding import guarded, is_batched, is_transformed, shielded, untraced
+from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
+
+#: (gemm, tensor, format, granularity) -> the cast that is in force there.
+CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
+#: Modules that a watch listens to, by whether it records inference.
+_HEARD: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
+_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+
+
+def _gone() -> None:
+    return None
+
+
+class Call:
+    """One forward call of a module: what its backward needs, sampled, and what was heard of it."""
+
+    def __init__(self, *, copies: bool = False) -> None:
+        self.heard: list[Heard] = []
+        self.copies = copies
+        self.kept: Kept | None = None
+        self.x: Callable[[], Tensor | None] = _gone
+        self.input_dtype: torch.dtype | None = None
+        self.weight: Tensor | None = None
+        self.wanted: set[Gemm] = set()
+        self.unsure: list[dict[Gemm, Heard]] = []
+        self.recorded: set[Gemm] = set()
+        self.grad_output: Tensor | None = None
+        self.known: tuple[Source, Tried] | None = None
+        self.versions: dict[str, int | None] = {}
+        self.arguments: dict[int, int | None] = {}
+        self.nodes_left = 0
+
+    def as_quantized(self, x: Tensor) -> Tensor:
+        """Return the input ``[M, K]`` as it was before it was quantized, after the cast of autocast."""
+        return x.detach().to(self.input_dtype or x.dtype).reshape(-1, x.shape[-1])
+
+    def hear(self, heard: Heard) -> None:
+        """Keep a GEMM of the forward pass until the module's output is known."""
+        if isinstance(heard, Heard):
+            self.heard.append(heard.held(copied=self.copies) if heard.is_fp8 else heard.noted())
+
+    def note(self, **tensors: Tensor) -> None:
+        """Note the versions of tensors that are read later."""
+        self.versions.update({name: version_of(x) for name, x in tensors.items()})
+
+    def is_as_noted(self, name: str, x: Tensor) -> bool:
+        """Return whether nothing has written to a tensor since its version was noted."""
+        return self.versions.get(name) is None or x._version == self.versions[name]
+
+
+class Ears(Probe):
+    """A probe that records what the listener sees of its module's GEMMs.
+
+    Args:
+        observer: where it records.
+        module: FQN.
+        cast_of: names the cast of an operand that was heard.
+        input_dtype: returns, while the module's forward runs, the dtype that it casts its input to before it is quantized; None
+            where it does not.
+        trial: records what FP8 would do to the module's GEMM where it runs in high precision, in a model without FP8; None for
+            nothing.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        module: str,
+        cast_of: CastOf,
+        input_dtype: Callable[[], torch.dtype | None] = _gone,
+        trial: Trial | None = None,
+    ) -> None:
+        super().__init__(observer, module)
+        self._cast_of = cast_of
+        self._input_dtype = input_dtype
+        self._listener = listener_of(observer)
+        self._unfinished: list[Call] = []
+        self._copies = False  # whether the program was seen to overwrite operands: from the next step on they are copied
+        self._reported: set[str] = set()
+        self._trial = trial
+
+    def listen(self, module: nn.Module) -> Callable[[], None]:
+        """Observe the module's calls and return what ends it.
+
+        Raises:
+            AttachError: another watch listens to it.
+        """
+        watched = _HEARD[self.observer.settings.inference]
+        if module in watched:
+            raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
+        watched.add(module)
+        CALLED.discard(module)  # by an earlier watch
+        self.layout = layout_by_marks(module, stored(module, "weight"))
+        end = observe_calls(module, self)
+
+        def undo() -> None:
+            watched.discard(module)
+            end()
+
+        return undo
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends."""
+        call = Call(copies=self._copies) if self.begin() else None
+        if call is not None:
+            CALLED.add(module)
+            call.arguments = {id(x): version_of(x) for x in args if isinstance(x, Tensor)}
+        self._listener.begin(self, call, None if call is None else call.hear, self._fail)
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record fprop, and wait for the backward pass."""
+        ear = self._listener.end(self)
+        if output is not None and self.observer.takes_pass:
+            self._check_call(module, args[0] if args else next(iter(kwargs.values()), None), output)
+        if ear is None or not isinstance(ear.call, Call):
+            return
+        ear.call.input_dtype = self._input_dtype()
+        if any(heard.is_fp8 for heard in ear.call.heard):
+            self.observer.has_fp8 = True
+            self._record_fprop(ear.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
+        elif self._trial is not None and output is not None and not self.observer.has_fp8 and self._trial.begin():
+            self._record_trial(ear.call, module, self._trial)
+
+    @guarded
+    def _fail(self, error: BaseException) -> None:
+        raise error
+
+    def _check_call(self, module: nn.Module, x: Any, output: Any) -> None:
+        """Search what leaves the module for NaN and Inf: its output, and what its autograd nodes deliver in the backward pass.
+
+        A GEMM's result is recorded when the GEMM has run. What the module writes to it afterwards shows here alone.
+        """
+        output = output[0] if isinstance(output, tuple) and output else output
+        if type(x) is not Tensor or type(output) is not Tensor or not self.checks(output) or is_transformed():
+            return
+        weight = stored(module, "weight")
+        self.check(x, weight if isinstance(weight, Tensor) else None, output)
+        if output.requires_grad:
+            self._check_nodes(x, weight, output)
+
+    @shielded
+    def _check_nodes(self, x: Tensor, weight: Any, output: Tensor) -> None:
+        given: list[Extremes | None] = [None]
+
+        @untraced
+        def take(place: int, grads: Sequence[Tensor | None]) -> None:
+            grad = grads[place]
+            given[0] = None if grad is None or is_batched(grad) else self._extremes(grad)
+
+        @untraced
+        def see(places: Mapping[int, Gemm], grads: Sequence[Tensor | None], _: Any) -> None:
+            found = {gemm: grad for place, gemm in places.items() if (grad := grads[place]) is not None}
+            if given[0] is not None and not any(is_batched(grad) for grad in found.values()):
+                self.check_backward(given[0], found)
+
+        delivered = [(node, places) for node in nodes_between(output, x, weight) if (places := _delivers(node, x, weight))]
+        if delivered and output.grad_fn is not None:
+            output.grad_fn.register_prehook(partial(take, output.output_nr))
+            for node, places in delivered:
+                node.register_hook(partial(see, places))
+
+    @guarded
+    def _extremes(self, x: Tensor) -> Extremes | None:
+        return extremes_of(x)
+
+    @guarded
+    def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
+        """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
+        weight = stored(module, "weight")
+        n, k = (stored(module, "out_features"), stored(module, "in_features")) if weight is None else weight.shape
+        if n is None or k is None:
+            self.report_once("not recorded: its weight and its in_features and out_features are computed at each access")
+            return
+        one = next((h for h in call.heard if h.first.values.shape[1] == k and h.second.values.shape == (k, n)), None)
+        if one is None:
+            self.report_once(f"not recorded: no GEMM of [tokens, {k}] by [{k}, {n}] was seen in its forward pass")
+            return
+        if (overwritten := one.overwritten()) is not None:
+            self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
+            return
+        TRIED.add(module)
+        x, second = one.first.values, one.second.values
+        trial.layout = self.layout
+        wants = [one.requires_grad and not self.observer.settings.inference for one in (x, second)]
+        trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, *wants)
+
+    @guarded
+    def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
+        heard, call.heard = [h for h in call.heard if h.is_fp8], []
+        output = output[0] if isinstance(output, tuple) else output
+        if output is None:  # an exception
+            return
+        weight = stored(module, "weight")
+        if weight is None:
+            self.give_up(COMPUTED)
+            return
+        for name, value in (("input", x), ("weight", weight)):
+            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
+                self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
+                return
+        flat = call.as_quantized(x)
+        detached = call.weight = weight.detach()
+        fits = [f for h in heard if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
+        if not fits:
+            self.give_up(f"{heard[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
+            return
+        if len(heard) > 1:
+            self.report_once(f"recorded by one of {len(heard)} FP8 GEMMs of its forward pass")
+        version = call.arguments.get(id(x))
+        overwritten = fits[0].overwritten() or ("input" if version is not None and x._version != version else None)
+        if overwritten is not None:
+            self._copies = True
+            self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
+            return
+        a, b, result = self._product(Gemm.FPROP, fits[0])
+        call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias, parameter=weight)
+        if call.kept is None or not output.requires_grad:
+            return
+        wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
+        call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
+        call.x = weakly(x)  # a strong reference could keep what the module itself does not
+        call.note(input=x, weight=detached)
+        nodes = nodes_between(output, x, weight)
+        call.nodes_left = len(nodes)
+        if not self._unfinished:
+            self.observer.after_step.append(self._end_step)
+        self._unfinished.append(call)
+
+        @untraced
+        def before(grads: Any) -> None:
+            self._listener.begin(call, call, partial(self._take, call), self._fail)
+
+        @untraced
+        def after(grads: Any, others: Any) -> None:
+            self._listener.end(call)
+            call.nodes_left -= 1
+            self._sort(call)
+
+        @untraced
+        def take(grad: Tensor) -> None:
+            if call in self._unfinished:
+                call.grad_output = grad.detach().reshape(-1, grad.shape[-1])
+                call.note(grad_output=call.grad_output)
+
+        output.register_hook(take)
+        for node in nodes:
+            node.register_prehook(before)
+            node.register_hook(after)
+
+    @guarded
+    def _take(self, call: Call, heard: Heard) -> None:
+        """Record a GEMM of the backward pass when it has run: the program may overwrite what it read as soon as that.
+
+        One that its shapes do not tell apart from the other is kept until its node has run.
+        """
+        grad_output, weight = call.grad_output, call.weight
+        if call not in self._unfinished or grad_output is None or weight is None:
+            return
+        tokens = grad_output.shape[0]
+        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, heard, tokens, weight)) is not None}
+        if heard.which is not None:
+            fits = {w: f for w, f in fits.items() if w is heard.which}
+        elif len(fits) == 2:
+            held = heard.held()
+            call.unsure.append({w: f for w in fits if (f := fitting(w, held, tokens, weight)) is not None})
+            return
+        elif not fits and heard.is_fp8:
+            self.report_once(f"not recorded in full: {heard} in its backward pass is neither dgrad nor wgrad")
+        for which, fit in fits.items():
+            self._record_backward(call, which, fit)
+
+    @guarded
+    def _sort(self, call: Call) -> None:
+        """Record, after a node, those of its GEMMs that shapes do not tell apart; end the call after its last node."""
+        unsure, call.unsure = call.unsure, []
+        if call not in self._unfinished or call.grad_output is None or call.weight is None:
+            return
+        if len(unsure) == 2:  # as many tokens as outputs: the order of the equations, which every library keeps
+            self._record_backward(call, Gemm.DGRAD, unsure[0][Gemm.DGRAD])
+            self._record_backward(call, Gemm.WGRAD, unsure[1][Gemm.WGRAD])
+        elif unsure:
+            left = call.wanted - call.recorded
+            if len(left) == 1 and len(unsure) == 1:
+                for which in left:
+                    self._record_backward(call, which, unsure[0][which])
+            else:
+                self.report_once("not recorded in full: with as many tokens as outputs its GEMMs cannot be told apart")
+        if not call.nodes_left or call.recorded == call.wanted:
+            self._finish(call)
+
+    def _record_backward(self, call: Call, which: Gemm, heard: Heard) -> None:
+        """Record dgrad or wgrad, once in a backward pass."""
+        grad_output, weight, kept = call.grad_output, call.weight, call.kept
+        if which not in call.wanted or which in call.recorded or grad_output is None or weight is None:
+            return
+        if weight.numel() and not weight.untyped_storage().nbytes():
+            self.give_up("its weight was taken away before the end of its backward pass")
+            return
+        overwritten = heard.overwritten()
+        if overwritten is None and not call.is_as_noted("grad_output", grad_output):
+            overwritten = "grad_output"
+        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", weight):
+            overwritten = "weight in high precision"
+        if overwritten is not None:
+            call.recorded.add(which)
+            self.report_once(f"not recorded in full: the {overwritten} of its {which} was overwritten before it could be read")
+            return
+        is_first = not call.recorded
+        call.recorded.add(which)
+        if call.known is None:
+            call.known = Source(grad_output), Tried()
+        product = self._product(which, heard)
+        if which is Gemm.WGRAD and kept is not None:
+            x = call.x()
+            if x is None or not call.is_as_noted("input", x):
+                why = "gone" if x is None else "overwritten"
+                self.report_once(
+                    f"not recorded in full: its input in high precision is {why} before wgrad, whose cast has no row"
+                )
+            else:
+                flat = call.as_quantized(x)
+                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), product[1], kept.tried)
+        dgrad, wgrad = (product, None) if which is Gemm.DGRAD else (None, product)
+        self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
+
+    @guarded
+    def _finish(self, call: Call) -> None:
+        """End a backward pass."""
+        if call not in self._unfinished:
+            return
+        self._unfinished.remove(call)
+        has_gradient = call.grad_output is not None
+        call.grad_output = call.weight = call.kept = call.known = None
+        if has_gradient:
+            for which in sorted(call.wanted - call.recorded):
+                self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
+
+    def _product(self, which: Gemm, heard: Heard) -> Product:
+        """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
+        first, second = OPERANDS[which]
+        a = heard.first.t() if which is Gemm.WGRAD else heard.first
+        b = heard.second.t() if which is Gemm.FPROP else heard.second
+        return self._as_operand(which, first, a), self._as_operand(which, second, b), heard.result
+
+    def _as_operand(self, which: Gemm, role: TensorRole, side: Side) -> Operand:
+        if side.scale_inv is None:
+            return side.values
+        cast = self._cast_of(which, role, _FORMATS[side.values.dtype], side.granularity)
+        return Quantized(side.values, side.scale_inv.float()), cast
+
+    def report_once(self, text: str) -> None:
+        """Report something of this module, the first time in the life of the watch."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self.observer.report(self.module, text, is_new(self.observer, text))
+
+    def _end_step(self) -> None:
+        for call in self._unfinished:
+            if call.grad_output is not None:
+                missing = ", ".join(sorted(call.wanted - call.recorded))
+                if missing:
+                    self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
+        self._unfinished.clear()
+
+
+def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
+    """Return by place which results of an autograd node leave a module: grad_input or grad_weight, named by their GEMM."""
+    found: dict[int, Gemm] = {}
+    for place, (following, number) in enumerate(node.next_functions):
+        variable = getattr(following, "variable", None)
+        if variable is not None and variable is weight:
+            found[place] = Gemm.WGRAD
+        elif (following is not None and following is x.grad_fn and number == x.output_nr) or variable is x:
+            found[place] = Gemm.DGRAD
+    return found
+
+
+def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | None:
+    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not.
+
+    A bias is a Linear's in fprop alone, where it is added to every row of the output.
+    """
+    (n, k), m = weight.shape, tokens
+    first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
+    if heard.bias is not None and which is not Gemm.FPROP:
+        return None
+    left, right = heard.first.values.shape, heard.second.values.shape
+    if left == first and right == second:
+        return heard
+    is_turned = heard.bias is None and right[::-1] == first and left[::-1] == second
+    return heard.t() if is_turned else None
+
+
+def weakly(x: Tensor) -> Callable[[], Tensor | None]:
+    """Return what finds a tensor as long as it, or another view of what it views, is kept: FSDP2's modules get a view."""
+    own, base = TensorWeakRef(x), None if x._base is None else TensorWeakRef(x._base)
+    place = x.shape, x.stride(), x.storage_offset()
+
+    def find() -> Tensor | None:
+        found: Tensor | None = own()
+        whole = base() if found is None and base is not None else None
+        return found if whole is None else whole.detach().as_strided(*place)
+
+    return find

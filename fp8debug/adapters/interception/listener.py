@@ -1,0 +1,522 @@
+"""Hearing GEMMs that are not ours: which module and which of its three GEMMs an op belongs to.
+
+A dispatch mode hears the ops of a watched module's forward, and of the autograd nodes between its output and its input; nothing
+else runs under it but, to count GEMMs that belong to nobody, the forward pass of the root. It is entered on sampled steps only
+and always in a scope that ends where it began (a module's forward, one node), so that it can never end up below a mode of the
+user's. High-precision operands come from the forward hook and from a hook on the output. Compiled code keeps running: its GEMMs
+are counted, and are nobody's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._C import (
+    _get_dispatch_stack_at,
+    _len_torch_dispatch_stack,
+    _push_on_torch_dispatch_stack,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8debug.adapters.interception.calls import observe_calls
+from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_fp8_linear
+from fp8debug.formats import TRANSPOSED
+from fp8debug.interruptions import is_ours
+from fp8debug.observer import Observer
+from fp8debug.shielding import TorchState, active_modes, is_capturing, ordinary_torch, set_modes
+from fp8debug.types import Gemm
+
+#: Nodes looked at between a module's output and its input.
+MAX_NODES = 64
+#: A result of at most so many bytes is copied where it is read later than its GEMM ran.
+MAX_COPIED = 2**29
+
+
+class Side(NamedTuple):
+    """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither.
+
+    ``version`` is autograd's count of writes to the values when the GEMM ran; None where it is not to be compared.
+    """
+
+    values: Tensor
+    scale_inv: Tensor | None = None
+    granularity: str = ""
+    version: int | None = None
+
+    def t(self) -> Side:
+        """Return it transposed."""
+        if self.scale_inv is None:
+            return Side(self.values.t(), version=self.version)
+        return Side(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version)
+
+    def held(self, *, copied: bool) -> Side:
+        """Return it to be read later: a copy, or the same with its version."""
+        return self._replace(values=self.values.clone()) if copied else self._replace(version=version_of(self.values))
+
+
+class Heard(NamedTuple):
+    """One GEMM that ran: ``result[r, s] = first[r, c] @ second[c, s]``, what was added to it, and which it is, if it says so.
+
+    The tensors are the program's, which may write to them as soon as the GEMM has run. ``is_opaque``: it may do so without
+    autograd's notice, because the GEMM ran inside a custom op or compiled code, or was given the memory of its result.
+    """
+
+    name: str
+    first: Side
+    second: Side
+    result: Tensor
+    bias: Tensor | None = None
+    which: Gemm | None = None
+    is_opaque: bool = False
+    version: int | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether an operand is quantized."""
+        return self.first.scale_inv is not None or self.second.scale_inv is not None
+
+    def t(self) -> Heard:
+        """Return the same GEMM as ``result.t() = second.t() @ first.t()``."""
+        return self._replace(first=self.second.t(), second=self.first.t(), result=self.result.t())
+
+    def held(self, *, copied: bool = False) -> Heard:
+        """Return it to be read later: with copies of what the program may overwrite unnoticed, and of all that is small.
+
+        Args:
+            copied: copy all of it, because the program is known to overwrite such operands.
+        """
+        copied |= self.is_opaque or any(x.is_inference() for x in (self.first.values, self.second.values, self.result))
+        is_small = self.result.numel() * self.result.element_size() <= MAX_COPIED
+        return self._replace(
+            first=self.first.held(copied=copied),
+            second=self.second.held(copied=copied),
+            result=self.result.clone() if copied or is_small else self.result,
+            bias=None if self.bias is None else self.bias.clone(),
+            version=None if copied or is_small else version_of(self.result),
+        )
+
+    def noted(self) -> Heard:
+        """Return it with the versions of its operands."""
+        return self._replace(first=self.first.held(copied=False), second=self.second.held(copied=False))
+
+    def overwritten(self) -> str | None:
+        """Return what of it the program has written to since it was held; None is nothing."""
+        for name, x, version in (
+            ("first operand", self.first.values, self.first.version),
+            ("second operand", self.second.values, self.second.version),
+            ("result", self.result, self.version),
+        ):
+            if version is not None and x._version != version:
+                return name
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.name} of {list(self.first.values.shape)} by {list(self.second.values.shape)}"
+
+
+def version_of(x: Tensor) -> int | None:
+    """Return how often autograd has counted a write to a tensor's memory; None where it does not count."""
+    return None if x.is_inference() else x._version
+
+
+#: Takes an error of fp8debug that arose while a GEMM was read.
+Failed = Callable[[BaseException], None]
+
+
+class Follower(Protocol):
+    """Sees every op of a turn, not the GEMMs alone."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether :meth:`before_op` is to be called."""
+        ...
+
+    def before_op(self) -> None:
+        """Take note that autograd records the op that follows."""
+        ...
+
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take note of an op that ran without autograd."""
+        ...
+
+
+class Ear(NamedTuple):
+    """Who listens to the ops that run now: ``hear`` is told every GEMM; None where they are known not to be recorded."""
+
+    owner: object
+    call: object
+    hear: Callable[[Heard], None] | None
+    fail: Failed
+    entered: bool
+    follower: Follower | None = None
+
+
+#: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
+DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], Heard | None]] = {}
+#: Ops that are FP8 GEMMs whatever their arguments.
+SCALED: set[Any] = set()
+
+
+class Listener(TorchDispatchMode):
+    """Hears the GEMMs of one watch; see the module."""
+
+    is_ours = True
+    supports_higher_order_operators = True  # or torch refuses to run them, flex_attention among them
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        # torch imports it at the first op under a dispatch mode: a second that no training step should wait for.
+        importlib.import_module("torch._dynamo")
+        self._local = threading.local()
+        self._stacks: list[list[Ear]] = []
+        #: FP8 GEMMs of a forward pass that belong to no watched module, or that no adapter can read.
+        self.strays: Counter[str] = Counter()
+        #: Counts the FLOPs of a forward pass, in one sampled step.
+        self.counter: GemmCounter | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile trace and run as if nobody listened (torch 2.9; the mode is not entered for it before)."""
+        return True
+
+    @property
+    def ears(self) -> list[Ear]:
+        """Who listens on this thread, the innermost last."""
+        if not hasattr(self._local, "ears"):
+            self._local.ears = []
+            self._stacks.append(self._local.ears)
+        found: list[Ear] = self._local.ears
+        return found
+
+    @property
+    def _depth(self) -> int:
+        """How many custom ops run on this thread, one inside the other."""
+        return getattr(self._local, "depth", 0)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Report no op of this thread: a library's kernel runs, whose GEMM is reported as a whole."""
+        before = self._is_muted
+        self._local.is_muted = True
+        try:
+            yield
+        finally:
+            self._local.is_muted = before
+
+    @property
+    def _is_muted(self) -> bool:
+        return getattr(self._local, "is_muted", False)
+
+    def enter(self) -> bool:
+        """Hear the ops of this thread until :meth:`leave`; False where they are heard already.
+
+        The stack is pushed to directly: entering by ``with`` also sets flags for the whole process, which would stay set
+        where an exception ends a backward node.
+        """
+        if self._is_heard():
+            return False
+        _push_on_torch_dispatch_stack(self)
+        return True
+
+    def leave(self) -> None:
+        """End what :meth:`enter` began; modes that somebody left above it stay."""
+        others = [mode for mode in active_modes() if mode is not self]
+        try:
+            set_modes(others)
+        except BaseException:  # a signal handler's
+            set_modes(others)
+            raise
+
+    def _is_heard(self) -> bool:
+        return any(_get_dispatch_stack_at(i) is self for i in range(_len_torch_dispatch_stack()))
+
+    def begin(
+        self,
+        owner: object,
+        call: object,
+        hear: Callable[[Heard], None] | None,
+        fail: Failed,
+        follower: Follower | None = None,
+    ) -> None:
+        """Let an owner hear what runs on this thread from now on, for one of its calls."""
+        ears = self.ears
+        if hear is None:
+            ears.append(Ear(owner, call, None, fail, False))
+            return
+        depth, before = len(ears), TorchState()
+        try:
+            ears.append(Ear(owner, call, hear, fail, self.enter(), follower))
+        except BaseException:  # a signal handler's: the call that would end this turn does not come
+            del ears[depth:]
+            before.restore()
+            raise
+
+    def end(self, owner: object) -> Ear | None:
+        """End the owner's turn; None where it had none, because an exception came before it."""
+        ears = self.ears
+        if not ears or ears[-1].owner is not owner:
+            return None
+        ear = ears[-1]
+        try:
+            if ear.entered:
+                self.leave()
+        finally:
+            ears.pop()
+        return ear
+
+    def forget(self) -> None:
+        """End every turn: a step ended, or an exception did."""
+        for ears in self._stacks:
+            ears.clear()
+        self.leave()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run the op, and tell the innermost listener of it when it is a GEMM."""
+        kwargs = kwargs or {}
+        if self._is_muted:
+            return func(*args, **kwargs)
+        ears = self.ears
+        counter = self.counter if self.counter is not None and self.counter.is_on else None
+        is_heard = bool(ears) and ears[-1].hear is not None
+        follower = ears[-1].follower if ears else None
+        is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
+        if follower is not None and is_recorded and follower.is_followed:
+            self._tell(ears[-1], follower.before_op)
+        if (is_heard or counter is not None) and (key := _inside(func, args)) is not None:
+            before, depth = TorchState(), self._depth
+            self._local.depth = depth + 1
+            try:
+                with self:
+                    result = func.redispatch(key, *args, **kwargs)
+            except BaseException:
+                before.restore()
+                raise
+            finally:
+                self._local.depth = depth
+            if follower is not None:
+                self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
+            return result
+        result = func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", None)
+        if counter is not None and packet in FLOPS:
+            try:
+                counter.see(packet, _bound(func, args, kwargs), result)
+            except Exception as error:  # an op of other arguments than it has today; the training goes on
+                if not is_ours(error):
+                    raise
+                counter.give_up()
+        if follower is not None and not is_recorded:
+            self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
+        if packet in SCALED and not ears and not is_of_fp8_linear():
+            self.strays[str(packet)] += 1
+        elif packet in DECODERS and ears and ears[-1].hear is not None:
+            before = TorchState()
+            try:
+                with ordinary_torch():
+                    heard = DECODERS[packet](_bound(func, args, kwargs), result)
+                if isinstance(heard, Heard) and (self._depth or _writes_to_arguments(func)):
+                    heard = heard._replace(is_opaque=True)
+                if heard is not None:
+                    ears[-1].hear(heard)
+            except BaseException as error:
+                before.restore()
+                if not is_ours(error):
+                    raise
+                ears[-1].fail(error)
+        return result
+
+    def _tell(self, ear: Ear, take: Callable[..., None], *args: Any) -> None:
+        """Tell a follower of an op; an error of ours goes to its owner."""
+        before = TorchState()
+        try:
+            with ordinary_torch():
+                take(*args)
+        except BaseException as error:
+            before.restore()
+            if not is_ours(error):
+                raise
+            ear.fail(error)
+
+
+#: Names of an op's arguments in their order; its schema makes them anew each time.
+_ARGUMENTS: dict[Any, list[str]] = {}
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name; trailing defaults are left out of ``args``."""
+    if func not in _ARGUMENTS:
+        _ARGUMENTS[func] = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(_ARGUMENTS[func], args, strict=False)), **kwargs}
+
+
+#: Whether an op writes to its arguments; its schema makes them anew each time.
+_WRITES: dict[Any, bool] = {}
+
+
+def _writes_to_arguments(func: Any) -> bool:
+    found = _WRITES.get(func)
+    if found is None:
+        found = _WRITES[func] = bool(func._schema.is_mutable)
+    return found
+
+
+#: Whether an op has no others inside that we may hear; its name is put together anew each time that it is asked for.
+_IS_WHOLE: dict[Any, bool] = {}
+_WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug", "higher_order")
+
+
+def _inside(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return the key under which a user's custom op runs its own ops; None for torch's, which have no others inside."""
+    is_whole = _IS_WHOLE.get(func)
+    if is_whole is None:
+        is_whole = _IS_WHOLE[func] = getattr(func, "namespace", "aten") in _WHOLE
+    if is_whole:
+        return None
+    device = next((a.device.type for a in args if isinstance(a, Tensor)), None)
+    key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}.get(device or "")
+    if key is None:
+        return None
+    keys = (key, torch._C.DispatchKey.CompositeExplicitAutograd)  # the latter is an op for all devices
+    has_kernel = any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), k) for k in keys)
+    return torch._C.DispatchKeySet(key) if has_kernel else None
+
+
+_LISTENERS: WeakKeyDictionary[Observer, Listener] = WeakKeyDictionary()
+
+
+def listener_of(observer: Observer) -> Listener:
+    """Return the one listener of a watch."""
+    if observer not in _LISTENERS:
+        listener = _LISTENERS[observer] = Listener()
+        observer.on_end_step.append(listener.forget)
+        observer.on_interrupt.append(listener.forget)
+    return _LISTENERS[observer]
+
+
+class OtherGemms(Follower, Protocol):
+    """Takes the GEMMs of a forward pass that belong to no watched module."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the forward passes of sampled steps are to be followed."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        ...
+
+    def take(self, heard: Any) -> None:
+        """Take a GEMM that has run."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Take an error of ours that arose while a GEMM was read."""
+        ...
+
+    def end(self) -> None:
+        """End the forward pass."""
+        ...
+
+
+class RootHooks:
+    """Observer of the roots' calls: counts the FP8 GEMMs of sampled forward passes that belong to no watched module.
+
+    They are reported at the end of the step: code under torch.compile, functions, modules that no adapter takes. In the first
+    sampled step the FLOPs of all GEMMs are counted, whatever their precision.
+
+    Args:
+        roots: the modules.
+        observer: of the watch.
+        counter: of the FLOPs.
+        hears: whether FP8 GEMMs are looked for in the other sampled steps too.
+        is_told: returns whether compiled code was reported on stderr, which need not be repeated.
+        others: takes the GEMMs outside the watched modules; None where nobody does.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        observer: Observer,
+        counter: GemmCounter,
+        hears: bool,
+        is_told: Callable[[], bool],
+        others: OtherGemms | None = None,
+    ) -> None:
+        self._counter, self._hears, self._others = counter, hears, others
+        self._roots = list(roots)
+        self._observer, self._listener = observer, listener_of(observer)
+        self._entered: list[nn.Module] = []
+        self._told, self._is_told = False, is_told
+        self._ends = [observe_calls(root, self) for root in self._roots]
+        observer.on_end_step.append(self._report)
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Listen until the call ends, unless it is an evaluation; for a recording of inference, unless it is none."""
+        if not self._observer.takes_pass:
+            return
+        self._observer.before_forward()
+        if not self._observer.sampling or not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+            return
+        counts = self._counter.is_wanted and torch._C._current_graph_task_id() == -1 and not is_capturing()
+        others = self._others if torch._C._current_graph_task_id() == -1 and not is_capturing() else None
+        others = others if others is not None and others.is_wanted else None
+        if (counts or self._hears or others is not None) and self._listener.enter():
+            self._entered.append(module)
+            if others is not None:
+                others.begin()
+                self._listener.begin(self, None, others.take, others.fail, others)
+            if counts:
+                self._listener.counter = self._counter
+                self._counter.begin()
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """End it."""
+        if self._entered and self._entered[-1] is module:
+            self._entered.pop()
+            if self._others is not None and self._listener.end(self) is not None:
+                self._others.end()
+            self._listener.leave()
+            self._counter.end()
+
+    def _report(self) -> None:
+        self._entered.clear()
+        strays = self._listener.strays
+        if strays:
+            counts = ", ".join(f"{n} {name}" for name, n in sorted(strays.items()))
+            text = (
+                f"not seen in full: {counts} in one forward pass belong to no watched module (code under torch.compile, a"
+                " function, or a module that no adapter takes); run sampled steps without torch.compile to record them"
+            )
+            strays.clear()
+            self._observer.report("the model", text, not self._told and not self._is_told())
+            self._told = True
+
+    def remove(self) -> None:
+        """End the observation."""
+        for end in self._ends:
+            end()
+        self._report()
+        self._counter.end()
+        self._listener.forget()
+
+
+def nodes_between(output: Tensor, *inputs: Any) -> list[Any]:
+    """Return the autograd nodes that lead from a module's output to its inputs and parameters, without theirs."""
+    stop = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
+    found: list[Any] = []
+    todo = [output.grad_fn]
+    while todo and len(found) < MAX_NODES:
+        node = todo.pop()
+        if node is None or node.name().endswith("AccumulateGrad") or any(node is other for other in (*stop, *found)):
+            continue
+        found.append(node)
+        todo.extend(following for following, _ in node.next_functions)
+    return found

@@ -1,0 +1,193 @@
+"""Quantized tensors of Transformer Engine as operands of ours: codes and decode factors in the orientation of the site.
+
+A storage holds a tensor twice, each for the GEMMs that contract one of its dimensions: row-wise (blocks along the last dimension)
+and column-wise (blocks along the first). What lies how, of a tensor ``[M, K]`` (version 2.20):
+
+| storage | row-wise data, scale_inv | column-wise data, scale_inv |
+| --- | --- | --- |
+| Float8Tensor | ``[M, K]``, ``[1]`` | transposed ``[K, M]``, the same ``[1]``; or none, and the row-wise is read |
+| Float8BlockwiseQTensor 1x128 | ``[M, K]``, transposed ``[K/128, M]`` | transposed ``[K, M]``, ``[M/128, K]`` |
+| Float8BlockwiseQTensor 128x128 | ``[M, K]``, ``[M/128, K/128]`` | transposed ``[K, M]``, transposed ``[K/128, M/128]`` |
+| MXFP8Tensor | ``[M, K]``, E8M0 ``[M, K/32]`` | ``[M, K]``, E8M0 ``[M/32, K]`` |
+
+Dimensions of scale_inv are rounded up and padded, the last of blockwise ones to 4; MXFP8's to 128 along the data and 4 along the
+blocks, and it may be swizzled into the 128x4 tiles that cuBLAS reads. Nothing is copied but scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8debug.adapters.base import same_cast
+from fp8debug.adapters.interception.listener import Side
+from fp8debug.recipes import Cast
+
+_DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+_BLOCK, _MX_BLOCK = 128, 32
+_KNOWN_DTYPES: dict[Any, torch.dtype] = {}  # by the library's own
+_NAMES: dict[type, frozenset[str]] = {}
+
+
+def names_of(what: object) -> frozenset[str]:
+    """Return the names of an object's class and its bases, by which the library's are told apart without importing it."""
+    kind = type(what)
+    if kind not in _NAMES:
+        _NAMES[kind] = frozenset(c.__name__ for c in kind.__mro__)
+    return _NAMES[kind]
+
+
+def unwrapped(tensor: Any, columnwise: bool) -> Any:
+    """Return what a GEMM really reads of an operand: one direction of a hybrid tensor or of a debug tool's wrapper."""
+    names = names_of(tensor)
+    if "DebugQuantizedTensor" in names:
+        return unwrapped(tensor.get_tensor(columnwise), columnwise)
+    if "HybridQuantizedTensorStorage" in names:
+        return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
+    return tensor
+
+
+def is_of_debug_tools(tensor: Any) -> bool:
+    """Return whether the library's debug tools are on, and have wrapped an operand."""
+    return "DebugQuantizedTensor" in names_of(tensor)
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Return whether it is a tensor in any of the library's narrow formats; a plain tensor or nothing is not."""
+    return "QuantizedTensorStorage" in names_of(tensor)
+
+
+def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
+    """Return one direction of an operand as ``[M, K]``; a plain tensor as it is, None where that direction is not there.
+
+    Raises:
+        ValueError: the storage is of a kind that is not read.
+    """
+    tensor = unwrapped(tensor, columnwise)
+    names = names_of(tensor)
+    if "QuantizedTensorStorage" not in names:
+        return None if tensor is None else Side(tensor.detach().reshape(-1, tensor.shape[-1]))
+    if "Float8BlockwiseQTensorStorage" in names:
+        return _blockwise(tensor, columnwise)
+    if "Float8TensorStorage" in names:
+        return _tensorwise(tensor, columnwise)
+    if "MXFP8TensorStorage" in names:
+        return _mxfp8(tensor, columnwise)
+    raise ValueError(f"{type(tensor).__name__} is not read")
+
+
+def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
+    """Return the cast that made a storage, from its quantizer; a delayed one's history from the recipe in force.
+
+    Raises:
+        ValueError: its format is not read.
+    """
+    tensor = unwrapped(tensor, granularity in ("128x1", "32x1"))
+    quantizer = getattr(tensor, "_quantizer", None)
+    number_format = _FORMATS[_dtype(tensor)]
+    is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))
+    if granularity == "tensorwise" and is_delayed:
+        algo = getattr(recipe, "amax_compute_algo", "max")
+        if algo not in ("max", "most_recent"):
+            raise ValueError("an amax_compute_algo of the user's has no name as a cast")
+        history, margin = getattr(recipe, "amax_history_len", 1024), getattr(recipe, "margin", 0)
+        return same_cast(
+            format=number_format, scaling="delayed", granularity="tensorwise", history=history, algo=algo, margin=margin
+        )
+    pow2 = bool(getattr(quantizer, "force_pow_2_scales", False)) or granularity in ("1x32", "32x1")
+    return same_cast(
+        format=number_format,
+        granularity=granularity,
+        scale_rounding="pow2_ceil" if pow2 else "none",
+        amax_eps=float(getattr(quantizer, "amax_epsilon", 0.0) or 0.0),
+    )
+
+
+def _dtype(tensor: Any) -> torch.dtype:
+    found = _KNOWN_DTYPES.get(tensor._fp8_dtype)
+    if found is None:
+        name = str(getattr(tensor._fp8_dtype, "name", tensor._fp8_dtype))
+        if name not in _DTYPES:
+            raise ValueError(f"data in {name} are not read")
+        found = _KNOWN_DTYPES[tensor._fp8_dtype] = _DTYPES[name]
+    return found
+
+
+def _codes(data: Tensor, dtype: torch.dtype, *, is_transposed: bool = False) -> Tensor:
+    """Return bytes as FP8 ``[M, K]``, another tensor on the same memory: the library empties its own when it is done."""
+    data = data.view(dtype)
+    if data.dim() != 2:
+        data = data.reshape(data.shape[0], -1) if is_transposed else data.reshape(-1, data.shape[-1])
+    return data.t() if is_transposed else data
+
+
+def _scales(scale_inv: Tensor, rows: int, columns: int, *, is_transposed: bool = False) -> Tensor:
+    """Return scales ``[rows, columns]`` of what is perhaps transposed, without their padding; another tensor, too."""
+    found = scale_inv.t() if is_transposed else scale_inv
+    if found.shape != (rows, columns):
+        return found[:rows, :columns]
+    return found if is_transposed else found.detach()
+
+
+def _tensorwise(tensor: Any, columnwise: bool) -> Side | None:
+    transpose = None if tensor._transpose_invalid else tensor._transpose
+    data = transpose if columnwise and transpose is not None else tensor._data
+    if data is None:
+        data = transpose
+    if data is None:
+        return None
+    codes = _codes(data, _dtype(tensor), is_transposed=data is transpose)
+    return Side(codes, tensor._scale_inv.view(1, 1), "tensorwise")
+
+
+def _blockwise(tensor: Any, columnwise: bool) -> Side | None:
+    data = tensor._columnwise_data if columnwise else tensor._rowwise_data
+    scale_inv = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    if data is None or scale_inv is None:
+        return None
+    codes = _codes(data, _dtype(tensor), is_transposed=columnwise)
+    rows, columns = codes.shape
+    down, across = -(-rows // _BLOCK), -(-columns // _BLOCK)
+    if tensor._is_2D_scaled:
+        return Side(codes, _scales(scale_inv, down, across, is_transposed=columnwise), "128x128")
+    if columnwise:
+        return Side(codes, _scales(scale_inv, down, columns), "128x1")
+    return Side(codes, _scales(scale_inv, rows, across, is_transposed=True), "1x128")
+
+
+def _mxfp8(tensor: Any, columnwise: bool) -> Side | None:
+    data = tensor._columnwise_data if columnwise else tensor._rowwise_data
+    scale_inv = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    if data is None or scale_inv is None:
+        return None
+    codes = _codes(data, _dtype(tensor))
+    rows, columns = codes.shape
+    scale_inv = scale_inv.detach().view(torch.uint8)
+    if tensor._with_gemm_swizzled_scales:
+        scale_inv = unswizzled(scale_inv.t()).t() if columnwise else unswizzled(scale_inv)
+    grid = (-(-rows // _MX_BLOCK), columns) if columnwise else (rows, -(-columns // _MX_BLOCK))
+    return Side(codes, power_of_two(scale_inv[: grid[0], : grid[1]]), "32x1" if columnwise else "1x32")
+
+
+def unswizzled(scales: Tensor) -> Tensor:
+    """Return ``[rows, columns]``, multiples of 128 and 4, out of memory in tiles of 128x4 as cuBLAS reads them.
+
+    Tiles follow each other along a row; in one, byte ``16 (r % 32) + 4 (r // 32) + c`` is row r, column c.
+
+    Args:
+        scales: of that shape; its memory, in whatever order its strides name, is one piece.
+    """
+    rows, columns = scales.shape
+    flat = scales.as_strided((rows * columns,), (1,))
+    tiles = flat.reshape(rows // 128, columns // 4, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return E8M0 bytes as FP32: 2^(e - 127), and NaN for 255; from the bits, as an exponential may flush the smallest."""
+    bits = exponents.to(torch.int32) << 23
+    bits = torch.where(exponents == 0, 1 << 22, bits)
+    return torch.where(exponents == 255, 0x7FC00000, bits).view(torch.float32)
