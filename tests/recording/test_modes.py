@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8debug
+from fp8debug.shielding import is_under_dynamo, skipped_by_dynamo
 from tests.recording.models import rows_of
 
 PACKAGE = Path(fp8debug.__file__).parent
@@ -424,3 +426,25 @@ def test_batched_gradients_of_a_plain_model_are_reported(tmp_path: Path, capfd: 
     assert torch.equal(found[0], expected[0])
     said = capfd.readouterr().err
     assert "its backward pass runs for many gradients at once" in said and "not watched" not in said
+
+
+def test_a_look_at_the_compiler_takes_no_reference_to_its_callback() -> None:
+    """The getter of torch 2.6 gives away a reference that it does not own: a thousand of its calls freed the callback."""
+
+    def callback(*_: Any) -> None: ...
+
+    frames: Any = torch._C._dynamo.eval_frame
+
+    @skipped_by_dynamo
+    def references() -> tuple[int, int]:
+        frames.set_eval_frame(callback)
+        try:
+            before = sys.getrefcount(callback)
+            for _ in range(8):
+                is_under_dynamo()
+            return before, sys.getrefcount(callback)
+        finally:
+            frames.set_eval_frame(None)
+
+    before, after = references()
+    assert before == after
