@@ -128,6 +128,8 @@ class Observer:
         self.is_off = False
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
         self.is_rehearsing = False  # what runs now is no training
+        self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
+        self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran

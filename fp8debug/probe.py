@@ -111,6 +111,8 @@ class Probe(Riding):
 
     @shielded
     def _begin(self) -> bool:
+        if self.module in self.observer.not_again:
+            return False
         if is_capturing():
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False
@@ -126,6 +128,8 @@ class Probe(Riding):
             self.observer.modules_called.add(self.module)
             self.call_index = self.observer.next_call_index()
             self.num_calls += 1
+        if self.observer.begun is not None:
+            self.observer.begun.add(self.module)
         return True
 
     def check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:

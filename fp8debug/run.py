@@ -360,7 +360,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--what-if", metavar="RECIPE", action="append", default=[], help="also try this recipe on the same tensors; repeat it")
     add("--plain-recipe", metavar="RECIPE", help="recipe to try on a model that has no FP8 (default: blockwise)")
     add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
-    add("--compiled", choices=("eager",), help="run sampled steps without torch.compile, whose code is not recorded")
+    add(
+        "--compiled",
+        choices=("repeat", "eager"),
+        help="record compiled code: repeat sampled calls in eager code, or run sampled steps without it",
+    )
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add("--budget", metavar="SIZE", help="disk space for the statistics of all ranks, e.g. 50GB; --every grows as it takes")

@@ -7,7 +7,7 @@ class) has a descriptor of that name. It answers for observed instances alone, a
 - The state of a module stays as it was, so a pickle, a deep copy, a checkpoint or an exported program has no trace of a watch.
 - Dynamo inlines ``forward`` or ``_call_impl`` and guards on hook dictionaries. Neither differs between a watched and an
   unwatched model, so compiled code stays valid, and modules inside it are not observed.
-- A module that was compiled by ``Module.compile()`` has its own attribute, which comes first.
+- What ``Module.compile()`` sets is called as before; observers of regions are asked at each call of a compiled module.
 
 Observers run directly around ``forward``, inside the hooks of others: FSDP2, pruning and spectral norm fetch or make the
 weight in a pre-hook. For a module with hooks two more are registered while one call lasts.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,8 +58,16 @@ class _Entry:
 _ENTRIES: dict[int, _Entry] = {}
 
 
+#: Returns what calls a compiled module in place of the function that it is given; None for that function itself.
+RegionObserver = Callable[[nn.Module, Callable[..., Any]], "Callable[..., Any] | None"]
+_REGION_OBSERVERS: list[RegionObserver] = []
+
+
 class _Redirection:
-    """Non-data descriptor ``_compiled_call_impl`` of a class some of whose instances are observed."""
+    """Data descriptor ``_compiled_call_impl`` of a class some of whose instances are observed.
+
+    What ``Module.compile()`` sets is kept in the instance's dictionary, as without the descriptor.
+    """
 
     def __init__(self, owner: type) -> None:
         self.num_entries = 0
@@ -68,15 +76,88 @@ class _Redirection:
 
     @skipped_by_dynamo
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any] | None:
-        """Return the observed call of an observed module to ``Module.__call__``; None, torch's default, to all others."""
-        if torch.compiler.is_compiling() or module is None or sys._getframe(1).f_code is not _ASKS:
+        """Return to ``Module.__call__`` the observed call of an observed or compiled module, and what is set to all others."""
+        if torch.compiler.is_compiling() or module is None:
             return None
-        entry = _ENTRIES.get(id(module))
-        return None if entry is None or is_traced() else partial(_observed_call, entry)
+        call: Callable[..., Any] | None = module.__dict__.get(_NAME)
+        if sys._getframe(1).f_code is not _ASKS or is_traced():
+            return call
+        is_wrapper = call is None and type(module).__name__ == "OptimizedModule"
+        if call is None and (entry := _ENTRIES.get(id(module))) is not None:
+            call = partial(_observed_call, entry)
+        run = module._call_impl if is_wrapper and call is None else call
+        if _REGION_OBSERVERS and (is_wrapper or _NAME in module.__dict__) and run is not None:
+            for take in _REGION_OBSERVERS:
+                if (found := take(module, run)) is not None:
+                    return partial(_region_call, found)
+        return call
+
+    def __set__(self, module: nn.Module, value: Callable[..., Any] | None) -> None:
+        """Keep what ``Module.compile()`` sets."""
+        module.__dict__[_NAME] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        """Delete what was set."""
+        if _NAME not in module.__dict__:
+            raise AttributeError(_NAME)
+        del module.__dict__[_NAME]
+
+
+@skipped_by_dynamo
+def _region_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
 
 
 _REDIRECTIONS: dict[type, _Redirection] = {}
 _LOCK = threading.Lock()
+
+
+def _redirect(kind: type[nn.Module]) -> type:
+    """Give a class, or what it has in common with others before ``nn.Module``, a redirection; return that class."""
+    classes = [c for c in kind.__mro__ if issubclass(c, nn.Module)]
+    owner = classes[-2] if len(classes) > 1 else classes[0]
+    if owner not in _REDIRECTIONS:
+        _REDIRECTIONS[owner] = _Redirection(owner)
+        setattr(owner, _NAME, _REDIRECTIONS[owner])
+    _REDIRECTIONS[owner].num_entries += 1
+    return owner
+
+
+def _undirect(owner: type) -> None:
+    redirection = _REDIRECTIONS[owner]
+    redirection.num_entries -= 1
+    if not redirection.num_entries:
+        del _REDIRECTIONS[owner]
+        if redirection.replaces:
+            setattr(owner, _NAME, redirection.before)
+        else:
+            delattr(owner, _NAME)
+
+
+def observe_regions(kinds: Iterable[type[nn.Module]], observer: RegionObserver) -> Callable[[], None]:
+    """Ask an observer at each call of a compiled module, whether it was compiled before or is later.
+
+    Args:
+        kinds: classes of the modules; a wrapper that ``torch.compile(module)`` made is observed without it.
+        observer: gets the module and what calls it.
+
+    Returns:
+        A function that ends it; calling it again does nothing.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    with _LOCK:
+        owners = [_redirect(kind) for kind in {*kinds, OptimizedModule}]
+        _REGION_OBSERVERS.append(observer)
+
+    def end() -> None:
+        with _LOCK:
+            if observer in _REGION_OBSERVERS:
+                _REGION_OBSERVERS.remove(observer)
+                for owner in owners:
+                    _undirect(owner)
+
+    return end
 
 
 def observe_calls(module: nn.Module, observer: CallObserver) -> Callable[[], None]:
@@ -90,12 +171,7 @@ def observe_calls(module: nn.Module, observer: CallObserver) -> Callable[[], Non
         if entry is None:
             entry = _ENTRIES[id(module)] = _Entry(module)
         entry.observers = (*entry.observers, observer)
-        classes = [c for c in type(module).__mro__ if issubclass(c, nn.Module)]
-        owner = classes[-2] if len(classes) > 1 else classes[0]
-        if owner not in _REDIRECTIONS:
-            _REDIRECTIONS[owner] = _Redirection(owner)
-            setattr(owner, _NAME, _REDIRECTIONS[owner])
-        _REDIRECTIONS[owner].num_entries += 1
+        owner = _redirect(type(module))
     is_over = False
 
     def end() -> None:
@@ -107,14 +183,7 @@ def observe_calls(module: nn.Module, observer: CallObserver) -> Callable[[], Non
             entry.observers = tuple(one for one in entry.observers if one is not observer)
             if not entry.observers:
                 _ENTRIES.pop(id(module), None)
-            redirection = _REDIRECTIONS[owner]
-            redirection.num_entries -= 1
-            if not redirection.num_entries:
-                del _REDIRECTIONS[owner]
-                if redirection.replaces:
-                    setattr(owner, _NAME, redirection.before)
-                else:
-                    delattr(owner, _NAME)
+            _undirect(owner)
 
     return end
 

@@ -21,6 +21,7 @@ from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import RootHooks, listener_of
 from fp8debug.adapters.interception.matrices import OutsideGemms
+from fp8debug.adapters.interception.regions import Regions
 from fp8debug.adapters.interception.sublinears import TOKENS, Part, kind_of_part, was_called
 from fp8debug.adapters.watching.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
@@ -68,7 +69,7 @@ class Watch:
         first_step: int,
         dumper: Dumper | None,
         changes: RecipeChanges,
-        eager_samples: bool = False,
+        compiled: str = "as_is",
         stage: int = 0,
         matrices: Sequence[Candidate] = (),
     ) -> None:
@@ -131,7 +132,13 @@ class Watch:
             if hears or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
-            if eager_samples:
+            if compiled == "repeat":
+                watched: dict[int, set[str]] = {}
+                for c in candidates:
+                    if c.reason is None:
+                        watched.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
+                self._undo.append(Regions(roots, watched, self._observer).remove)
+            if compiled == "eager":
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)
         except BaseException:

@@ -1,0 +1,398 @@
+"""Record modules inside compiled code: a sampled call of a compiled region is repeated in eager code, beside the trained one.
+
+A region is a module that ``Module.compile()`` or ``torch.compile(module)`` compiled. The trained call runs its code unchanged,
+in sampled steps too: no node, guard or graph is added, so its bits cannot differ. After it the region's own forward runs once
+more, uncompiled, from the same inputs, weights and random numbers, where the ordinary probes record it under its modules' names;
+in the backward pass the gradient of the trained output runs through the repetition. Nothing of it reaches the training: weights
+are aliases without their hooks and ``grad``, buffers are copies, random states and attributes are put back, what autograd saves
+passes by activation checkpointing, and a collective ends it.
+
+The rows are those of eager code on the trained run's own inputs and gradients. Where torch.compile rounds less often between the
+GEMMs than eager code does, that difference is in them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8debug.adapters.interception.calls import observe_regions
+from fp8debug.adapters.interception.listener import listener_of
+from fp8debug.interruptions import is_ours
+from fp8debug.linear import Fp8Linear
+from fp8debug.observer import Observer
+from fp8debug.shielding import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
+
+#: Part of a device's free memory that a repetition may keep for its backward pass.
+MEMORY_SHARE = 0.5
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class NotRepeatedError(Exception):
+    """A region cannot run a second time without a trace; its text says why."""
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Ends a repetition at a collective: another rank may not repeat the region, and would not answer."""
+
+    is_ours = True
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"):
+            raise NotRepeatedError("its forward communicates with other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+class _Random(NamedTuple):
+    """States of the random generators that a forward pass may draw from."""
+
+    python: Any
+    cpu: Tensor
+    gpus: dict[torch.device, Tensor]
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device]) -> _Random:
+        gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
+        return cls(random.getstate(), torch.get_rng_state(), gpus)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        torch.set_rng_state(self.cpu)
+        for device, state in self.gpus.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+class _Region(NamedTuple):
+    """A compiled module, and what of it does not change between its calls."""
+
+    module: nn.Module
+    name: str
+    modules: list[nn.Module]
+    watched: set[str]
+    devices: list[torch.device]
+
+
+class _Call(NamedTuple):
+    """The state before a call of a region."""
+
+    region: _Region
+    versions: list[tuple[str, Tensor, int]]
+    random: _Random
+    strays: dict[str, int]
+
+
+class Regions:
+    """Repeats sampled calls of the compiled regions of a model.
+
+    Args:
+        roots: the models.
+        watched: FQN of every watched module, by its id.
+        observer: of the watch.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], watched: Mapping[int, set[str]], observer: Observer) -> None:
+        self._roots, self._watched, self._observer = list(roots), watched, observer
+        self._listener = listener_of(observer)
+        self._regions: dict[int, _Region] = {}
+        self._refused: set[int] = set()
+        self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
+        self._is_running = False
+        self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
+        observer.on_end_step.append(self._forget)
+        modules = [module for root in self._roots for module in root.modules()]
+        self._names = {id(m): name for root in self._roots for name, m in root.named_modules()}
+        self._end = observe_regions([type(module) for module in modules], self._take)
+
+    def remove(self) -> None:
+        """End it."""
+        self._end()
+        self._forget()
+        if self._forget in self._observer.on_end_step:
+            self._observer.on_end_step.remove(self._forget)
+
+    def _forget(self) -> None:
+        for handle in self._outputs:
+            handle.remove()
+        self._outputs.clear()
+        self._seen.clear()
+
+    def _take(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return what calls a compiled module in place of ``run``; None where its call is not to be recorded."""
+        module = getattr(module, "_orig_mod", module)
+        if id(module) not in self._names or self._is_running or not self._observer.takes_pass:
+            return None
+        if id(module) in self._refused or self._observer.is_off or self._observer.settings.inference:
+            return None
+        return partial(self._call, module, run)
+
+    def _call(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a region; repeat the call if it is sampled."""
+        before = self._begin(module, args, kwargs)
+        if before is None:
+            return run(*args, **kwargs)
+        observer = self._observer
+        outer, observer.begun = observer.begun, set()
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            begun, observer.begun = observer.begun, outer
+        if not before.region.watched <= begun:
+            self._repeat(before, begun, args, kwargs, output)
+        return output
+
+    @untraced
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        observer = self._observer
+        observer.before_forward()
+        if not observer.sampling or observer.is_rehearsing or is_capturing() or is_transformed():
+            return None
+        if torch._C._current_graph_task_id() == -1:
+            self._seen.add((id(module), observer.generation))
+        elif (id(module), observer.generation) in self._seen:
+            return None  # the recomputation of a checkpointed call that was repeated
+        try:
+            region = self._region(module)
+            if not region.watched:
+                return None
+            versions = _versions(region, args, kwargs)
+            return _Call(region, versions, _Random.now(region.devices), dict(self._listener.strays))
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._refuse(module, error)
+            return None
+
+    def _region(self, module: nn.Module) -> _Region:
+        found = self._regions.get(id(module))
+        if found is None:
+            modules = list(module.modules())
+            watched = {name for m in modules for name in self._watched.get(id(m), ())}
+            devices = sorted({t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}, key=str)
+            found = self._regions[id(module)] = _Region(module, self._names[id(module)], modules, watched, devices)
+        return found
+
+    @untraced
+    def _repeat(self, before: _Call, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Run the region once more, and have its backward pass follow the trained one's."""
+        region = before.region
+        state = TorchState()
+        try:
+            _check(region, args, kwargs)
+            for what, tensor, version in before.versions:
+                if tensor._version != version:
+                    raise NotRepeatedError(f"its forward writes to {what}")
+            repetition = _Repetition(self._observer, region, frozenset(begun))
+            after = _Random.now(region.devices)
+            try:
+                before.random.restore()
+                with self._apart(region):
+                    outputs = repetition.forward(args, kwargs)
+            finally:
+                after.restore()
+            self._follow(region, repetition, outputs, output)
+            self._listener.strays.clear()
+            self._listener.strays.update(before.strays)
+        except Exception as error:
+            state.restore()
+            if not is_ours(error):
+                raise
+            self._refuse(region.module, error)
+
+    def _follow(self, region: _Region, repetition: _Repetition, outputs: list[Any], output: Any) -> None:
+        trained = _pytree.tree_leaves(output)
+        if len(trained) != len(outputs):
+            raise NotRepeatedError("its compiled call returns other tensors than its forward")
+        pairs = [
+            (a, b)
+            for a, b in zip(trained, outputs, strict=True)
+            if all(isinstance(x, Tensor) and x.requires_grad for x in (a, b))
+        ]
+        if not pairs:
+            return
+
+        @untraced
+        def backward(grads: Sequence[Tensor | None]) -> None:
+            state = TorchState()
+            try:
+                with self._apart(region):
+                    repetition.backward([b for _, b in pairs], grads)
+            except Exception as error:
+                state.restore()
+                if not is_ours(error):
+                    raise
+                self._refuse(region.module, error)
+
+        self._outputs.append(register_multi_grad_hook([a for a, _ in pairs], backward))
+
+    @contextmanager
+    def _apart(self, region: _Region) -> Iterator[None]:
+        """Run the program's forward as eager code that leaves no trace and that nobody else observes."""
+        modes, counter, self._is_running = active_modes(), self._listener.counter, True
+        self._listener.counter = None
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            is_one_of_many = is_distributed and torch.distributed.get_world_size() > 1
+            set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
+            torch.set_autocast_cache_enabled(False)
+            with _unchanged(region.modules), saved_tensors_hooks(_within_memory(region.devices), _as_it_is):
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            set_modes(modes)
+            self._listener.counter, self._is_running = counter, False
+
+    def _refuse(self, module: nn.Module, error: Exception) -> None:
+        """Leave a region out from now on and report that, the first of them on stderr."""
+        reason = (
+            str(error)
+            if isinstance(error, NotRepeatedError)
+            else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
+        name = self._names[id(module)] or type(module).__name__
+        text = (
+            f"not recorded inside compiled code: {reason}; watch(..., compiled='eager') runs sampled steps without torch.compile"
+        )
+        self._observer.report(name, text[:300], not self._refused)
+        self._refused.add(id(module))
+
+
+class _Repetition:
+    """One call of a region in eager code, on aliases of its weights.
+
+    Args:
+        observer: of the watch.
+        region: the region.
+        recorded: FQNs of modules that the trained call recorded itself.
+    """
+
+    def __init__(self, observer: Observer, region: _Region, recorded: frozenset[str]) -> None:
+        self._observer, self._region, self._recorded = observer, region, recorded
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: list[Tensor] = []
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of what the module's forward returns."""
+        args, kwargs = _pytree.tree_map(self._alias_of_input, (args, kwargs))
+        with torch.enable_grad(), self._in_place(), self._recorded_once():
+            output = self._region.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        return _pytree.tree_leaves(output)
+
+    def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Run the gradients of the trained outputs through the repetition."""
+        given = [(output, grad.detach()) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        for parameter, alias in self._aliases.values():
+            alias.grad = parameter.grad  # what earlier microbatches have left there
+        wanted = [*self._inputs, *(alias for _, alias in self._aliases.values() if alias.requires_grad)]
+        if given and wanted:
+            with self._in_place(), self._recorded_once():
+                torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], allow_unused=True)
+
+    def _alias_of_input(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        alias = x.detach()
+        if x.requires_grad:
+            self._inputs.append(alias.requires_grad_())
+        return alias
+
+    @contextmanager
+    def _recorded_once(self) -> Iterator[None]:
+        before, self._observer.not_again = self._observer.not_again, self._recorded
+        try:
+            yield
+        finally:
+            self._observer.not_again = before
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Put aliases in the place of parameters, and copies in that of buffers."""
+        before = [(m, dict(m._parameters), dict(m._buffers)) for m in self._region.modules]
+        try:
+            for module, parameters, buffers in before:
+                for name, p in parameters.items():
+                    if p is not None:
+                        if id(p) not in self._aliases:
+                            self._aliases[id(p)] = p, p.detach().requires_grad_(p.requires_grad)
+                        module._parameters[name] = self._aliases[id(p)][1]  # type: ignore[assignment]  # no second registration
+                for name, b in buffers.items():
+                    module._buffers[name] = None if b is None else b.clone()
+            yield
+        finally:
+            for module, parameters, buffers in before:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back what the modules' attributes are, counters for instance."""
+    before = [(vars(m), dict(vars(m))) for m in modules]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            for name, value in then.items():
+                if name not in now or now[name] is not value:
+                    now[name] = value
+
+
+def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise where a second run of a region's forward would not be without a trace."""
+    for x in _pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            raise NotRepeatedError(f"its input is a {type(x).__name__}")
+    for module in region.modules:
+        name = type(module).__name__
+        if any(vars(module).get(hooks) for hooks in _HOOKS):
+            raise NotRepeatedError(f"hooks run in it ({name})")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise NotRepeatedError("it contains DistributedDataParallel; compile the module inside it")
+        if isinstance(module, Fp8Linear) and " delayed(" in module.recipe.plan:
+            raise NotRepeatedError("an Fp8Linear in it has delayed scaling")
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and type(tensor) not in _PLAIN:
+                raise NotRepeatedError(f"it holds a {type(tensor).__name__}")
+
+
+def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:
+    """Return the tensors that a call may not write to if it is to be repeated, each with its version."""
+    found = [("its input", x) for x in _pytree.tree_leaves((args, kwargs)) if type(x) in _PLAIN]
+    for module in region.modules:
+        found += [(f"the attribute {name}", x) for name, x in vars(module).items() if type(x) in _PLAIN]
+        found += [("a parameter", p) for p in module._parameters.values() if p is not None]
+    return [(what, x, x._version) for what, x in found if not x.is_inference()]
+
+
+def _within_memory(devices: Sequence[torch.device]) -> Callable[[Tensor], Tensor]:
+    """Return what autograd saves a tensor by; it raises when a repetition has taken its share of a device's free memory."""
+    left: dict[torch.device, float] = {}
+    for device in devices:
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        left[device] = MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + unused)
+
+    def save(x: Tensor) -> Tensor:
+        if x.device in left:
+            left[x.device] -= x.numel() * x.element_size()
+            if left[x.device] < 0:
+                raise NotRepeatedError("too little memory for a second run; compile smaller regions, such as each block")
+        return x
+
+    return save
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

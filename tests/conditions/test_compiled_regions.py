@@ -1,0 +1,242 @@
+"""Regions of compiled code that are repeated in eager code: the rows of an eager run, and a training without a trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import fp8debug
+from tests.adapters.linears import ScaledLinear
+from tests.conditions.test_compiled_linear import assert_same_rows, rows
+
+BLOCKS, WIDTH, STEPS = 12, 32, 4
+#: Dynamo reads the gradient of an intermediate tensor; inductor uses what torch deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = make(WIDTH, 2 * WIDTH), make(2 * WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.p = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p:
+            cast(Tensor, self.calls).add_(1)
+            x = nn.functional.dropout(x, self.p)
+        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[int, int], nn.Module], is_checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(make) for _ in range(BLOCKS))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = cast(Tensor, checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x))
+        return x
+
+
+def net(kind: str, checkpointed: bool) -> Net:
+    torch.manual_seed(0)
+    if kind == "scaled":
+        return Net(ScaledLinear, checkpointed).bfloat16()
+    model = Net(lambda a, b: nn.Linear(a, b, bias=False), checkpointed).bfloat16()
+    if kind.startswith("torchao"):
+        float8 = pytest.importorskip("torchao.float8")
+        config = float8.Float8LinearConfig.from_recipe_name(kind.split()[1])
+        model = float8.convert_to_float8_training(model, config=config)
+    return cast(Net, fp8debug.convert(model, "rowwise")) if kind == "native" else model
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def train(
+    kind: str,
+    path: Path | None = None,
+    *,
+    backend: str | None = "aot_eager",
+    when: str = "before",
+    whole: str = "",
+    checkpointed: bool = False,
+    microbatches: int = 1,
+    p: float = 0.0,
+    device: str = "cpu",
+) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    """Return losses, last gradients and buffers, and what Dynamo counted."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = net(kind, checkpointed).to(device)
+    for block in model.blocks:
+        cast(Block, block).p = p
+    watch = None
+
+    def attach() -> None:
+        nonlocal watch
+        if path is not None:
+            watch = fp8debug.watch(model, path, every=2, what_if=(), compiled="repeat")
+
+    if when == "before":
+        attach()
+    called: nn.Module = model
+    if backend and whole == "wrapped":
+        called = cast(nn.Module, torch.compile(model, backend=backend, fullgraph=True))
+    elif backend:
+        for region in [model] if whole else model.blocks:
+            region.compile(backend=backend, fullgraph=True)
+    if when == "after":
+        attach()
+    losses = []
+    torch.manual_seed(1)
+    for step in range(STEPS):
+        for part in range(microbatches):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 10 * part)).bfloat16().to(device)
+            loss = called(x).float().square().mean()
+            loss.backward()
+        losses.append(loss.item())
+        tensors = [cast(Tensor, t).clone() for t in (*(q.grad for q in model.parameters()), *model.buffers())]
+        with torch.no_grad():
+            called(x)
+            for q in model.parameters():
+                q.sub_(cast(Tensor, q.grad), alpha=0.01)
+                q.grad = None
+        losses.append(torch.rand(()).item())  # the random states are those of a run without a watch
+        if watch is not None:
+            watch.step(loss=loss)
+    if watch is not None:
+        watch.close()
+    return losses, tensors, {name: dict(counters[name]) for name in ("stats", "graph_break", "recompiles", "recompile_limit")}
+
+
+def assert_same(watched: tuple[Any, ...], alone: tuple[Any, ...]) -> None:
+    assert repr(watched[0]) == repr(alone[0]) and watched[2] == alone[2]
+    assert all(torch.equal(a, b) for a, b in zip(watched[1], alone[1], strict=True))
+
+
+KINDS = ["torchao tensorwise", "torchao rowwise", "scaled", "plain", "native"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path) -> None:
+    alone = train(kind)
+    train(kind, tmp_path / "eager", backend=None)
+    for when in ("before", "after"):
+        assert_same(train(kind, tmp_path / when, when=when), alone)
+        assert_same_rows(tmp_path / when, tmp_path / "eager")
+        assert {row["step"] for row in rows(tmp_path / when)} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "options", [{"whole": "itself"}, {"whole": "wrapped"}, {"checkpointed": True}, {"microbatches": 3}], ids=str
+)
+def test_so_they_are(options: dict[str, Any], tmp_path: Path) -> None:
+    kind = "torchao rowwise"
+    assert_same(train(kind, tmp_path / "run", **options), train(kind, **options))
+    # Eager checkpoints have let go of the input when wgrad runs: a repetition records more than they do.
+    train(kind, tmp_path / "eager", backend=None, **{**options, "whole": "", "checkpointed": False})
+    assert_same_rows(tmp_path / "run", tmp_path / "eager")
+
+
+@pytest.mark.parametrize("kind", ["torchao tensorwise", "torchao rowwise"])
+def test_code_of_inductor_keeps_its_bits_and_is_recorded(kind: str, tmp_path: Path) -> None:
+    alone = train(kind, backend="inductor")
+    assert_same(train(kind, tmp_path / "run", backend="inductor"), alone)
+    found = fp8debug.Run(tmp_path / "run").sql("SELECT step, module, gemm, tensor, num_tensors AS n FROM sites WHERE actual")
+    sites = {(row["step"], row["module"], row["gemm"], row["tensor"]) for row in found.to_pylist()}
+    assert len(sites) == 2 * (2 * BLOCKS * 9 - 3) and {row["n"] for row in found.to_pylist()} == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_inductor_on_a_gpu_keeps_its_bits_and_is_recorded(kind: str, tmp_path: Path) -> None:
+    alone = train(kind, backend="inductor", device="cuda")
+    assert_same(train(kind, backend="inductor", device="cuda"), alone)
+    for when in ("before", "after"):
+        assert_same(train(kind, tmp_path / when, backend="inductor", when=when, device="cuda"), alone)
+        assert {row["module"] for row in rows(tmp_path / when)} == {
+            f"blocks.{i}.{n}" for i in range(BLOCKS) for n in ("up", "down")
+        }
+
+
+def test_random_numbers_and_buffers_are_as_without_it(tmp_path: Path) -> None:
+    assert_same(train("torchao tensorwise", tmp_path / "run", p=0.05), train("torchao tensorwise", p=0.05))
+    assert len({row["module"] for row in rows(tmp_path / "run")}) == 2 * BLOCKS
+
+
+def hooked(block: Block) -> None:
+    block.up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def writing(block: Block) -> None:
+    block.forward = lambda x: block.down(block.up(x.mul_(2)))  # type: ignore[method-assign]
+
+
+def reducing(block: Block) -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    block.forward = lambda x: all_reduce(block.down(block.up(x)), "sum", group)  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (hooked, "hooks run in it (Linear)"),
+        (writing, "its forward writes to its input"),
+        (reducing, "its forward communicates with other ranks"),
+    ],
+    ids=["hooked", "writing", "reducing"],
+)
+def test_what_cannot_be_repeated_is_named_and_trains_as_before(
+    change: Callable[[Block], None], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(path: Path | None) -> list[float]:
+        torch._dynamo.reset()
+        model = net("plain", False)
+        for block in model.blocks:
+            change(cast(Block, block))
+            block.compile(backend="aot_eager")
+        watch = fp8debug.watch(model, path, every=1, compiled="repeat", ranks="all") if path else None
+        losses = []
+        for _ in range(2):
+            loss = model(torch.ones(16, WIDTH).bfloat16()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if watch is not None:
+                watch.step(loss=loss)
+        if watch is not None:
+            watch.close()
+        return losses
+
+    assert run(tmp_path / "run") == run(None)
+    assert capsys.readouterr().err.count(f"not recorded inside compiled code: {reason};") == 1
