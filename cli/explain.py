@@ -6,6 +6,7 @@ import click
 
 from fp8debug.checkpoints.rules import CHECKS
 from fp8debug.errors import UnknownNameError
+from fp8debug.parity.rules import PATHS
 from fp8debug.rules import RULES
 from fp8debug.rules.base import Documented
 
@@ -27,7 +28,7 @@ def command(code: str | None, wants_list: bool) -> None:
 
 
 def _all() -> list[Documented]:
-    return [*RULES, *CHECKS]
+    return [*RULES, *CHECKS, *PATHS]
 
 
 def _rule(name: str) -> Documented:

@@ -26,6 +26,7 @@ COMMANDS = {
     "show": "Print recorded statistics.",
     "measure": "Replay any cast on a dump.",
     "check": "Say whether a quantized checkpoint is sound, and which tensor is not.",
+    "parity": "Name the module at which training and rollout part, and why.",
     "calibrate": "Turn a recorded window into static scales.",
     "coverage": "Say which modules run in FP8, under which casts, and why not.",
     "speed": "Time every layer's GEMMs in BF16 and in FP8 on this GPU.",

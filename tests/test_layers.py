@@ -46,6 +46,7 @@ LAYERS = {
     "fp8debug.speed": 5,
     "fp8debug.te_stats": 5,
     "fp8debug.checkpoints": 6,
+    "fp8debug.parity": 6.5,
     "fp8debug.compaction": 6,
     "fp8debug.fallback": 6,
     "fp8debug.reuse": 6,

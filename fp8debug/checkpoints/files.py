@@ -203,7 +203,7 @@ def _opened(
     metadata: dict[str, Mapping[str, str]] = {}
     for file in files:
         try:
-            found, metadata[file.name], damaged = _header(file)
+            found, metadata[file.name], damaged = read_header(file)
         except (OSError, ValueError) as error:
             faults.append(FileFault(kind="unreadable", file=file.name, reason=_clause(error)))
             continue
@@ -326,7 +326,7 @@ def _weight_map(index: Path) -> tuple[dict[str, str], list[FileFault]]:
     return kept, faults
 
 
-def _header(file: Path) -> tuple[list[Tensor], Mapping[str, str], list[FileFault]]:
+def read_header(file: Path) -> tuple[list[Tensor], Mapping[str, str], list[FileFault]]:
     """Return a file's tensors, its metadata, and the entries that cannot be read.
 
     Raises:

@@ -1,0 +1,346 @@
+"""``compare_paths()``: the first module whose difference is its own given the input it got, and its cause.
+
+A module's own difference is one of its weight, of the error that its cast and GEMM make, of its output where its input is the
+same, or of what lies between it and the modules before it. What a difference of the input makes is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from fp8debug.errors import RunError
+from fp8debug.parity.dump import Dump, aligned, open_dump
+from fp8debug.parity.logprobs import metrics_of
+from fp8debug.parity.measures import Measures, measure_module
+from fp8debug.parity.names import Names, matched
+from fp8debug.parity.report import ParityReport
+from fp8debug.parity.rules import (
+    ActivationCast,
+    KernelDiffers,
+    PathFinding,
+    PathsDiffer,
+    PrecisionDiffers,
+    RoutingDiffers,
+    StaleWeight,
+    WeightCast,
+    WeightScale,
+)
+from fp8debug.plain import one_line
+from fp8debug.rules.base import Severity
+
+_STALE, _SCALE, _CAST, _ACTIVATION = StaleWeight(), WeightScale(), WeightCast(), ActivationCast()
+_ROUTING, _KERNEL, _PRECISION, _DIFFER = RoutingDiffers(), KernelDiffers(), PrecisionDiffers(), PathsDiffer()
+#: Times what a repetition of one path shows from which on a difference is none of its noise.
+ABOVE_NOISE = 4.0
+#: Growth of a small difference d through a cast to FP8, whose step turns it into some codes: GROWTH * sqrt(d).
+GROWTH_OF_CODES = 0.06
+#: Share of the tokens that a small difference d before the router may send elsewhere, of experts that are nearly equal:
+#: FLIPS_OF_NOISE * sqrt(d).
+FLIPS_OF_NOISE = 8.0
+#: Share of the modules from which on a difference is one of the paths, not of a module.
+ALIKE = 0.5
+_PATHS = ("training", "rollout")
+
+
+def compare_paths(
+    train: str | Path,
+    rollout: str | Path,
+    repeat: str | Path | None = None,
+    *,
+    names: Names | str | Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> ParityReport:
+    """Compare two dumps module by module.
+
+    Args:
+        train: dump of the training's path.
+        rollout: dump of the rollout's.
+        repeat: a second dump of one of the two, or of the training with another batch; measures the noise.
+        names: table of names, or the TOML file of one.
+        progress: called with modules done, modules in all, and a name.
+
+    Raises:
+        RunError: a dump cannot be read, or the two have no module or token in common.
+        UsageError: the table of names cannot be used.
+    """
+    table = names if isinstance(names, Names) else Names.read(names)
+    ours, theirs = open_dump(train), open_dump(rollout)
+    again = None if repeat is None else open_dump(repeat)
+    problems = [
+        f"{dump.name}: {one_line(text)}" for dump in (ours, theirs, *([again] if again else [])) for text in dump.problems
+    ]
+    found, left = _measured(ours, theirs, table, progress, problems)
+    if ours.modules and theirs.modules and not found:
+        a, b = next(iter(ours.modules)), next(iter(theirs.modules))
+        raise RunError(f"no module of {train} is one of {rollout} ({a} against {b}); map their names with --names TABLE")
+    noise: dict[str, Measures] = {}
+    if again is not None:
+        is_ours = len(set(again.modules) & set(ours.modules)) >= len(set(again.modules) & set(theirs.modules))
+        base = ours if is_ours else theirs
+        floor, _ = _measured(base, again, table, None, problems)
+        noise = {m.module if is_ours else _ours_of(m.module, found): m for m in floor}
+    metrics = metrics_of(ours, theirs, problems)
+    findings = judge(found, noise)
+    error = metrics.get("token_mult_prob_error")
+    if not findings and error is not None and error > _DIFFER.max_error:
+        text = (
+            f"token_mult_prob_error is {error:.3g} over {metrics['num_tokens']} tokens; no recorded module differs beyond noise"
+        )
+        findings.append(_DIFFER.found(text, value=error, threshold=_DIFFER.max_error))
+    return ParityReport(
+        findings,
+        train=str(train),
+        rollout=str(rollout),
+        repeat=None if repeat is None else str(repeat),
+        modules=found,
+        metrics=metrics,
+        unmatched=left,
+        problems=problems,
+    )
+
+
+def _ours_of(name: str, found: Sequence[Measures]) -> str:
+    return next((m.module for m in found if m.theirs == name), name)
+
+
+def _measured(
+    ours: Dump,
+    theirs: Dump,
+    table: Names,
+    progress: Callable[[int, int, str], None] | None,
+    problems: list[str],
+) -> tuple[list[Measures], list[tuple[str, str]]]:
+    """Return the measures of the common modules in execution order, and the others with their path."""
+    pairs, mine, others = matched(list(ours.modules), list(theirs.modules), table)
+    rows = aligned(ours, theirs)
+    found = []
+    for number, (name, first, second) in enumerate(pairs):
+        if progress is not None:
+            progress(number, len(pairs), name)
+        try:
+            found.append(measure_module(ours, theirs, name, first, second, rows))
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"{one_line(name)} cannot be compared: {one_line(str(error))}")
+    return found, [(name, "training") for name in mine] + [(name, "rollout") for name in others]
+
+
+def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = None) -> list[PathFinding]:
+    """Return what differs, the culprit first.
+
+    Args:
+        modules: in execution order.
+        noise: measures of a repetition, by module.
+    """
+    noise = noise or {}
+    levels = _level(modules, 0), _level(modules, 1)
+    single: list[PathFinding] = []
+    before = 0.0  # the largest difference of an output so far
+    noise_before = 0.0
+    is_routed = False
+    for place, m in enumerate(modules):
+        quiet = noise.get(m.module)
+        if m.bad and len(m.bad) == 1:
+            text = f"{m.module}: its output in the {m.bad[0]} has NaN or Inf, and not in the other path"
+            single.append(_DIFFER.found(text, module=m.module, theirs=m.theirs, tensor="output", severity=Severity.ERROR,
+                                        cure="triage that path: the first NaN is in this module or before it"))  # fmt: skip
+            break
+        found = None if is_routed and _is_expert(m) else _routing(m, modules, place, quiet, before)
+        if found is not None:
+            is_routed = True
+        is_routed |= _is_expert(m) and (m.num_rows[0] != m.num_rows[1] or (m.input or 0.0) > 1e-3)  # by noise
+        found = found or _weight(m, modules, quiet) or _arithmetic(m, levels, quiet)
+        found = found or _direct(m, quiet, before, noise_before, is_routed)
+        found = found or _between(m, modules[:place], quiet, before, noise_before, is_routed)
+        if found is not None:
+            single.append(found)
+        before = max(before, m.output or 0.0)
+        if quiet is not None:
+            noise_before = max(noise_before, quiet.output or 0.0)
+    return _joined(single, modules)
+
+
+def _level(modules: Sequence[Measures], path: int) -> float:
+    """Return the median error of the casts and GEMMs of a path."""
+    known = [e for m in modules if (e := m.error[path]) is not None and "norm" not in m.kind.lower()]
+    return median(known) if known else 0.0
+
+
+def _floor(quiet: float | None, least: float = _KERNEL.max_same) -> float:
+    return max(least, ABOVE_NOISE * quiet) if quiet is not None else least
+
+
+def _is_expert(m: Measures) -> bool:
+    return ".experts." in m.module or ".expert" in m.module
+
+
+def _routing(m: Measures, modules: Sequence[Measures], place: int, quiet: Measures | None, before: float) -> PathFinding | None:
+    flips = m.flips or 0.0
+    floor = max(_ROUTING.max_flips, ABOVE_NOISE * ((quiet.flips or 0.0) if quiet else 0.0))
+    if flips > floor:
+        text = f"{m.module}: {flips:.2%} of the tokens go to other experts in the rollout"
+        return _ROUTING.found(text, module=m.module, theirs=m.theirs, tensor="output", value=flips, threshold=floor)
+    moved = m.num_rows[0] != m.num_rows[1] and _is_expert(m) and (quiet is None or quiet.num_rows[0] == quiet.num_rows[1])
+    if moved:
+        layer, last = m.module.partition(".expert")[0], m.module.rpartition(".")[2]
+        group = [e for e in modules if e.module.partition(".expert")[0] == layer and e.module.rpartition(".")[2] == last]
+        tokens = max((e.num_rows[0] for e in modules), default=0)
+        flipped = sum(abs(e.num_rows[0] - e.num_rows[1]) for e in group) / 2
+        moved = flipped > FLIPS_OF_NOISE * before**0.5 * tokens
+    mixed = _is_expert(m) and (m.input or 0.0) > 1e-3 and before <= _KERNEL.max_same / 10
+    if not moved and not mixed:
+        return None
+    router = next((e for e in reversed(modules[:place]) if _is_router(e.module) and not _is_expert(e)), None)
+    where, theirs = (router.module, router.theirs) if router is not None else (m.module, m.theirs)
+    what = f"{m.module} gets {m.num_rows[1]} rows in the rollout and {m.num_rows[0]} in training"
+    what = what if moved else f"{m.module} gets other rows in the rollout"
+    return _ROUTING.found(f"{where}: {what}: tokens are routed otherwise", module=where, theirs=theirs, tensor="output",
+                          value=float(m.num_rows[1]), threshold=float(m.num_rows[0]))  # fmt: skip
+
+
+def _is_router(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return "router" in name or last in ("gate", "wg", "gating")
+
+
+def _weight(m: Measures, modules: Sequence[Measures], quiet: Measures | None) -> PathFinding | None:
+    where = {"module": m.module, "theirs": m.theirs, "tensor": "weight", "threshold": _STALE.max_same}
+    if m.bias is not None and m.bias > _floor(quiet.bias if quiet else None) and not (m.weight or 0.0) > m.bias:
+        text = f"{m.module}: its bias is not training's, by {m.bias:.2g} of an output's square"
+        return _STALE.found(text, **{**where, "tensor": "bias"}, value=m.bias, cure="load this module's bias in the rollout")
+    if m.weight is None or m.weight <= _floor(quiet.weight if quiet else None, _STALE.max_same):
+        return None
+    gain, refit = m.weight_gain or 0.0, m.weight_refit if m.weight_refit is not None else m.weight
+    rest = max(0.0, m.weight - (gain - 1) ** 2)
+    if abs(gain - 1) > _SCALE.min_gain and rest < _SCALE.max_rest * m.weight:
+        return _SCALE.found(f"{m.module}: the rollout's weight is {gain:.4g} times training's", value=gain, **where)
+    if m.weight > _CAST.min_cast and refit < _SCALE.max_rest * m.weight:
+        text = (
+            f"{m.module}: each block of the rollout's weight is training's times another factor: scales of other blocks (a"
+            f" transposed or shifted grid); it differs by {m.weight:.2g} of its square, {refit:.2g} with the right factors"
+        )
+        return _SCALE.found(text, value=m.weight, **where)
+    if _CAST.min_cast <= m.weight <= _CAST.max_cast and (m.weight_far or 0.0) <= _CAST.max_far:
+        if _casts_too(m):
+            return None
+        text = f"{m.module}: the rollout's weight differs by {m.weight:.2g} of its square, as rounding to FP8 makes"
+        return _CAST.found(text, value=m.weight, **where)
+    text = (
+        f"{m.module}: the rollout's weight differs from training's by {m.weight:.2g} of its square; it is a copy of another step"
+    )
+    return _STALE.found(text, value=m.weight, **where)
+
+
+def _casts_too(m: Measures) -> bool:
+    """Tell whether training casts the weight when it multiplies, where the rollout holds it cast: the same in both."""
+    first, second = m.error
+    return (
+        m.weight_is_fp8 == (False, True)
+        and first is not None
+        and second is not None
+        and m.weight is not None
+        and first > second + 0.5 * m.weight
+    )
+
+
+def _arithmetic(m: Measures, levels: tuple[float, float], quiet: Measures | None) -> PathFinding | None:
+    """Compare what each path makes of its own input and weight."""
+    first, second = m.error
+    if first is None or second is None or _casts_too(m):
+        return None
+    known = [e for e in quiet.error if e is not None] if quiet else []
+    floor = _floor(max(known) - min(known) if known else None)
+    large, small = max(first, second), min(first, second)
+    if large <= floor or large < _ACTIVATION.min_excess * small:
+        return None
+    path = 0 if first > second else 1
+    where = {"module": m.module, "theirs": m.theirs, "value": large, "threshold": floor}
+    numbers = f"{_PATHS[path]}'s output differs from input by weight by {large:.2g} of its square, the other's by {small:.2g}"
+    gain = m.gain[path] or 1.0
+    if "norm" in m.kind.lower() or large < _PRECISION.min_cast:
+        eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
+        return _KERNEL.found(f"{m.module}: {numbers}: another formula or kernel{eps}", tensor="output", **where)
+    if abs(gain - 1) > 0.05 and large - (gain - 1) ** 2 < 0.2 * large:
+        text = f"{m.module}: the {_PATHS[path]}'s output is {gain:.4g} times input by weight: a scale of its input or result"
+        return _ACTIVATION.found(text, tensor="input", cure="compare the scales of this module's input in both paths", **where)
+    if small < _PRECISION.min_cast and large <= _CAST.max_cast:
+        text = (
+            f"{m.module}: the {_PATHS[path]} runs it in FP8 (error {large:.2g}), the {_PATHS[1 - path]} in high precision"
+            f" ({small:.2g})"
+        )
+        if levels[path] >= _PRECISION.min_cast and levels[1 - path] < _PRECISION.min_cast:
+            return _ACTIVATION.found(f"{text}, as it does most modules", tensor="input", **where)
+        return _PRECISION.found(text, tensor="input", **where)
+    return _ACTIVATION.found(f"{m.module}: {numbers}", tensor="input", **where)
+
+
+def _direct(m: Measures, quiet: Measures | None, before: float, noise_before: float, is_routed: bool) -> PathFinding | None:
+    """Compare outputs of inputs that are the same."""
+    if m.output is None or (is_routed and _is_expert(m)):
+        return None
+    given = m.input if m.input is not None else before
+    floor_in = _floor(quiet.input if quiet and quiet.input is not None else noise_before if quiet else None)
+    floor = _floor(quiet.output if quiet else None)
+    errors = [e for e in m.error if e is not None]
+    is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
+    if given > floor_in or m.output <= max(floor, _KERNEL.max_growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):
+        return None
+    where = {"module": m.module, "theirs": m.theirs, "tensor": "output", "value": m.output, "threshold": floor}
+    if is_fp8 and m.output >= _ACTIVATION.min_cast / 4:
+        text = (
+            f"{m.module}: of the same input and weight the rollout makes an output that differs by {m.output:.2g} of its square"
+        )
+        return _ACTIVATION.found(f"{text}, as another cast of its input does", **{**where, "tensor": "input"})
+    known = "of the same input" if m.input is not None else "its input was not recorded, all before it is the same, and"
+    eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
+    return _KERNEL.found(
+        f"{m.module}: {known} the rollout makes an output that differs by {m.output:.2g} of its square{eps}", **where
+    )
+
+
+def _between(
+    m: Measures, earlier: Sequence[Measures], quiet: Measures | None, before: float, noise_before: float, is_routed: bool
+) -> PathFinding | None:
+    """Compare a module's input with all outputs before it: what computes it is no recorded module."""
+    if m.input is None or is_routed or not earlier:
+        return None
+    floor_before = _floor(noise_before if quiet else None)
+    floor = _floor(quiet.input if quiet else None)
+    if before > floor_before or m.input <= max(floor, _KERNEL.max_growth * before):
+        return None
+    parent = m.module.rpartition(".")[0]
+    siblings = [e.module.rpartition(".")[2] for e in earlier if parent and e.module.rpartition(".")[0] == parent]
+    name = parent if siblings else m.module
+    last = earlier[-1].module
+    given = f"its {', '.join(siblings[-3:])} do not" if siblings else f"{last} before it does not"
+    text = f"{name}: what it hands to {m.module} differs by {m.input:.2g} of its square in the rollout, and {given}"
+    return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if siblings else m.theirs, tensor="input",
+                         value=m.input, threshold=floor)  # fmt: skip
+
+
+def _joined(single: Sequence[PathFinding], modules: Sequence[Measures]) -> list[PathFinding]:
+    """Join modules of one cause into the first; the causes of single modules before those of most."""
+    groups: dict[str, list[PathFinding]] = {}
+    for finding in single:
+        groups.setdefault(finding.code, []).append(finding)
+    known = sum(any(e is not None for e in m.error) or m.weight is not None for m in modules)
+    alone: list[PathFinding] = []
+    alike: list[PathFinding] = []
+    order = {m.module: place for place, m in enumerate(modules)}
+    for group in groups.values():
+        first = replace(
+            group[0], also=tuple(dict.fromkeys(f.module for f in group[1:] if f.module and f.module != group[0].module))
+        )
+        if len(group) > 1 and len(group) >= ALIKE * known:
+            alike.append(replace(first, message=f"{first.message}; {len(group)} of {known} modules differ alike"))
+        else:
+            alone.append(first)
+
+    def key(finding: PathFinding) -> int:
+        return order.get(
+            finding.module or "", next((p for n, p in order.items() if n.startswith(f"{finding.module}.")), len(order))
+        )
+
+    return sorted(alone, key=key) + sorted(alike, key=key)

@@ -1,0 +1,329 @@
+"""Dump of one path: tensors by module in safetensors files (docs/parity.md), of which the headers alone are in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8debug.checkpoints.codes import is_float
+from fp8debug.checkpoints.files import ByteReader, Checkpoint, Tensor, read_header
+from fp8debug.checkpoints.layouts import LAYOUTS, Weight
+from fp8debug.checkpoints.scan import PlainRows, QuantizedRows, Rows
+from fp8debug.errors import RunError
+from fp8debug.plain import one_line
+
+Array = np.ndarray[Any, Any]
+#: Last parts of names of activations; a tensor of another name with one of a module's parameters is stored with it.
+ACTIVATIONS = ("input", "output", "indices")
+GLOBALS = ("tokens", "positions", "mask", "logprobs", "logits")
+_INTEGERS: Mapping[str, Any] = {
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "U8": np.uint8,
+    "U32": np.uint32,
+    "BOOL": np.bool_,
+}
+_PARAMETER = re.compile(r"(?:weight|bias|eps|qweight)\w*|\w*scale\w*|_\w+")
+#: Execution order of a decoder's modules by name, for files that do not say theirs.
+_ROLES = (
+    *(
+        r"embed|wte|tok_emb",
+        r"input_layernorm|ln_1|attention_norm|attn_norm|norm1",
+        r"q_a|kv_a",
+        r"q_|qkv|query|wqkv|c_attn",
+        r"k_|key",
+    ),
+    *(r"v_|value", r"rotary|core_attention|\battn$", r"o_proj|out_proj|wo\b|dense$|proj$", r"post_attention|ln_2|ffn_norm|norm2"),
+    *(
+        r"router|gate$",
+        r"gate_up|gate_proj|w1\b|w13|fc1|c_fc|gate",
+        r"up_proj|w3\b|up",
+        r"act",
+        r"down_proj|w2\b|fc2|c_proj|down",
+    ),
+    *(r"norm|ln_f", r"lm_head|head|output$"),
+)
+_DIGITS = re.compile(r"(\d+)")
+#: Rows that are read at once.
+_CHUNK = 2048
+
+
+@dataclass
+class Recorded:
+    """Tensors of one module.
+
+    Attributes:
+        name: as the dump has it.
+        kind: class of the module, empty where unknown.
+        tensors: by last part of the name, one of each pass.
+        stored: parameters and scales by last part.
+    """
+
+    name: str
+    kind: str = ""
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    stored: dict[str, Tensor] = field(default_factory=dict)
+
+    def num_rows(self, key: str) -> int:
+        """Return the rows of all passes; 0 where nothing was recorded."""
+        return sum(_rows_of(tensor)[0] for tensor in self.tensors.get(key, ()))
+
+    def num_columns(self, key: str) -> int:
+        """Return the features of a row; 0 where nothing was recorded, or passes differ."""
+        found = {_rows_of(tensor)[1] for tensor in self.tensors.get(key, ())}
+        return found.pop() if len(found) == 1 else 0
+
+    def rows(self, key: str, wanted: Array) -> Array:
+        """Return rows of all passes one below the other, FP32 (``indices``: int64) ``[len(wanted), features]``.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        columns = self.num_columns(key)
+        out = np.empty((len(wanted), columns), np.int64 if key == "indices" else np.float32)
+        start = 0
+        for tensor in self.tensors[key]:
+            number = _rows_of(tensor)[0]
+            with ExitStack() as stack:
+                reader = None if key == "indices" else PlainRows(tensor, stack)
+                whole = integers(tensor).reshape(-1, columns) if reader is None else None
+                for first in range(0, number, _CHUNK):
+                    last = min(number, first + _CHUNK)
+                    places = np.nonzero((wanted >= start + first) & (wanted < start + last))[0]
+                    if places.size:
+                        chunk = whole[first:last] if whole is not None else reader.read(first, last)  # type: ignore[union-attr]
+                        out[places] = chunk[wanted[places] - start - first]
+            start += number
+        return out
+
+
+@dataclass
+class Dump:
+    """One path.
+
+    Attributes:
+        name: what the user called it.
+        modules: by name in execution order.
+        tokens: (tokens, positions, mask) of each pass; the last two may be None.
+        given: ``logprobs`` and ``logits``.
+        problems: what could not be read, a line each.
+    """
+
+    name: str
+    modules: dict[str, Recorded] = field(default_factory=dict)
+    tokens: list[tuple[Array, Array | None, Array | None]] = field(default_factory=list)
+    given: dict[str, list[Tensor]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _weights: dict[str, Weight] | None = None
+
+    def weight(self, module: str, stack: ExitStack) -> tuple[Rows, tuple[int, int], bool] | None:
+        """Return the rows of a module's weight, its shape, and whether it is quantized; None without one that can be read."""
+        if self._weights is None:
+            tensors = {f"{m.name}.{key}": tensor for m in self.modules.values() for key, tensor in m.stored.items()}
+            checkpoint, claimed = Checkpoint(name=self.name, tensors=tensors), set[str]()
+            found = [weight for layout in LAYOUTS for weight in layout.weights(checkpoint, claimed)]
+            self._weights = {one.name: one for one in found if one.scale is not None and one.grid_fault is None}
+        quantized = self._weights.get(f"{module}.weight")
+        if quantized is not None:
+            return QuantizedRows(quantized, stack), (quantized.batch * quantized.rows, quantized.columns), True
+        plain = self.modules[module].stored.get("weight")
+        if plain is None or not is_float(plain.dtype) or len(plain.shape) not in (1, 2):
+            return None
+        return PlainRows(plain, stack), _rows_of(plain), False
+
+    def vector(self, module: str, key: str) -> Array | None:
+        """Return a bias, a norm's gain or an epsilon, FP64; None without one."""
+        tensor = self.modules[module].stored.get(key)
+        if tensor is None or not is_float(tensor.dtype) or len(tensor.shape) != 1:
+            return None
+        with ExitStack() as stack:
+            return np.asarray(PlainRows(tensor, stack).read(0, 1)[0].astype(np.float64))
+
+    def keys(self) -> list[tuple[int, int] | None] | None:
+        """Return what tells each row's token: a digest of all tokens up to it, and its position; None for padding.
+
+        Returns None where no tokens were recorded. A pass of decoding goes on with the sequences of the passes before it.
+        """
+        if not self.tokens:
+            return None
+        keys: list[tuple[int, int] | None] = []
+        open_ones: list[list[int]] = []  # digest and length of each sequence
+        for tokens, positions, mask in self.tokens:
+            many = tokens if tokens.ndim > 1 else None
+            flat, where = tokens.ravel().tolist(), None if positions is None else positions.ravel().tolist()
+            kept = [1] * len(flat) if mask is None else mask.ravel().tolist()
+            free, state = list(open_ones), None
+            for number, token in enumerate(flat):
+                begins = number % many.shape[-1] == 0 if many is not None else number == 0
+                place = None if where is None else int(where[number])
+                if not kept[number]:
+                    keys.append(None)
+                    continue
+                if state is None or (begins and many is not None) or (place is not None and place != state[1]):
+                    state = next((one for one in free if place and one[1] == place), None)
+                    if state is None:
+                        state = [0, place or 0]
+                        open_ones.append(state)
+                    else:
+                        free = [one for one in free if one is not state]
+                state[0] = hash((state[0], int(token)))
+                keys.append((state[0], state[1]))
+                state[1] += 1
+        return keys
+
+
+def open_dump(path: str | Path) -> Dump:
+    """Read the headers of a dump.
+
+    Args:
+        path: a folder of safetensors files, or one of them.
+
+    Raises:
+        RunError: there is none, or nothing of it can be read.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise RunError(f"{path} does not exist; give the folder of a dump, or a run")
+    files = sorted(place.glob("**/*.safetensors"), key=lambda f: natural(str(f))) if place.is_dir() else [place]
+    if not files:
+        pickled = next(iter(place.glob("**/Pass*.pt")), None) if place.is_dir() else None
+        way = (
+            f"; {pickled.name} is a dump of SGLang: python -m fp8debug.parity.sglang {path} OUT makes one of it"
+            if pickled
+            else ""
+        )
+        raise RunError(f"{path} holds no safetensors file{way}")
+    dump = Dump(str(path))
+    ordered = True
+    for file in files:
+        try:
+            tensors, metadata, faults = read_header(file)
+        except (OSError, ValueError) as error:
+            dump.problems.append(f"{file.name} cannot be read: {one_line(str(error))}")
+            continue
+        dump.problems += [f"{file.name}: {one_line(f.tensor or '')} {f.reason}" for f in faults]
+        ordered &= metadata.get("format") == "fp8debug-parity"
+        by_name = {tensor.name: tensor for tensor in tensors}
+        _take_tokens(dump, file, by_name)
+        for name, tensor in by_name.items():
+            _take(dump, name, tensor, metadata.get("kind", ""))
+    if not dump.modules and not dump.given:
+        raise RunError(f"{path} holds no tensor of a module" + (f": {dump.problems[0]}" if dump.problems else ""))
+    if not ordered:
+        dump.modules = {name: dump.modules[name] for name in sorted(dump.modules, key=execution)}
+    return dump
+
+
+def _take_tokens(dump: Dump, file: Path, by_name: dict[str, Tensor]) -> None:
+    found = {key: by_name.pop(key) for key in ("tokens", "positions", "mask") if key in by_name}
+    if "tokens" not in found:
+        return
+    try:
+        arrays = {key: integers(tensor).reshape(tensor.shape) for key, tensor in found.items()}
+    except (OSError, ValueError, KeyError) as error:
+        dump.problems.append(f"{file.name}: tokens cannot be read: {one_line(str(error))}")
+        return
+    dump.tokens.append((arrays["tokens"], arrays.get("positions"), arrays.get("mask")))
+
+
+def _take(dump: Dump, name: str, tensor: Tensor, kind: str) -> None:
+    if name in GLOBALS:
+        dump.given.setdefault(name, []).append(tensor)
+        return
+    above, _, last = name.rpartition(".")
+    if not above or not (last in ACTIVATIONS or _PARAMETER.fullmatch(last)):
+        above, last = name, "output"  # plain files: the module's name alone
+    if last in ACTIVATIONS and (len(tensor.shape) < 2 or (last != "indices" and not is_float(tensor.dtype))):
+        dump.problems.append(f"{one_line(name)}: {tensor} is no activation [tokens, features]")
+        return
+    base = above.partition("#")[0]
+    module = dump.modules.setdefault(above if last in ACTIVATIONS else base, Recorded(above))
+    module.kind = module.kind or kind
+    if last in ACTIVATIONS:
+        module.tensors.setdefault(last, []).append(tensor)
+    else:
+        module.stored.setdefault(last, tensor)
+
+
+def integers(tensor: Tensor) -> Array:
+    """Return a tensor of whole numbers, int64.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    if tensor.dtype not in _INTEGERS:
+        raise ValueError(f"{tensor} holds no whole numbers")
+    with ByteReader(tensor) as reader:
+        return np.asarray(reader.read(0, tensor.num_bytes).view(_INTEGERS[tensor.dtype]).astype(np.int64))
+
+
+def floats(tensors: Iterable[Tensor]) -> Array:
+    """Return the numbers of vectors of all passes, FP64."""
+    found = []
+    for tensor in tensors:
+        with ExitStack() as stack:
+            rows, columns = _rows_of(tensor)
+            found.append(PlainRows(tensor, stack).read(0, rows).reshape(rows * columns))
+    return np.concatenate(found).astype(np.float64) if found else np.empty(0)
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return a key that sorts layer 10 behind layer 2."""
+    return [(p.isdecimal(), int(p) if p.isdecimal() and len(p) < 19 else 0, p) for p in _DIGITS.split(name)]
+
+
+def execution(name: str) -> tuple[int, int, int, list[tuple[bool, int, str]]]:
+    """Return a key that sorts modules of a decoder by name as they run: embedding, layers, norm, head."""
+    layer = _DIGITS.search(name)
+    last = name.rpartition(".")[2]
+    role = next((place for place, pattern in enumerate(_ROLES) if re.search(pattern, last)), len(_ROLES) - 3)
+    stage = 1 if layer else 0 if role == 0 else 2
+    return stage, int(layer[1]) if layer and len(layer[1]) < 19 else 0, role, natural(name)
+
+
+def _rows_of(tensor: Tensor) -> tuple[int, int]:
+    columns = tensor.shape[-1] if tensor.shape else 1
+    return tensor.numel // max(1, columns), columns
+
+
+def aligned(ours: Dump, theirs: Dump) -> tuple[Array, Array] | None:
+    """Return the rows of the same tokens of both, in our order; None where one of them has no tokens.
+
+    Raises:
+        RunError: they have no token in common.
+    """
+    first, second = ours.keys(), theirs.keys()
+    if first is None or second is None:
+        return None
+    places: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(second):
+        if key is not None:
+            places.setdefault(key, []).append(row)
+    mine: list[int] = []
+    other: list[int] = []
+    taken: dict[tuple[int, int], int] = {}
+    for row, key in enumerate(first):
+        found = places.get(key) if key is not None else None
+        if key is None or found is None:
+            continue
+        number = taken.get(key, 0)
+        if number < len(found):
+            taken[key] = number + 1
+            mine.append(row)
+            other.append(found[number])
+    if not mine:
+        raise RunError(f"{ours.name} and {theirs.name} have no token in common: record both on the same tokens, from their start")
+    return np.array(mine), np.array(other)
+
+
+def sampled(rows: Sequence[Any] | Array, most: int) -> Array:
+    """Return places of at most so many rows, spread evenly."""
+    number = len(rows)
+    return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64)) if number else np.empty(0, np.int64)

@@ -1,0 +1,190 @@
+"""Recorder of one path for ``fp8debug parity``: every module's input, output and weight on a batch of fixed tokens.
+
+This file stands alone: it needs torch and safetensors, nothing of fp8debug, so that it can be copied beside an engine.
+In vLLM (eager mode, one process; docs/parity.md has the whole example)::
+
+    from hook import PathRecorder
+    llm.apply_model(lambda model: PathRecorder(model, "rollout").start())
+
+One file is written per module and call while the forward pass runs, and nothing is kept in memory. Files have the numbers of the
+calls in execution order; docs/parity.md defines their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Version of the files; a reader of fp8debug knows this one and those before.
+VERSION = 1
+#: Names under which engines give the tokens and their positions to a model.
+TOKENS, POSITIONS, MASKS = ("input_ids", "tokens", "token_ids"), ("positions", "position_ids"), ("attention_mask",)
+#: Attributes that hold what a norm adds to the variance.
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
+_LEFT_OUT = (nn.Dropout, nn.Identity)
+
+
+class PathRecorder:
+    """Hooks on the modules of a model that write what each reads and gives.
+
+    Args:
+        model: whose forward passes are recorded; it has to run eagerly, as hooks are no part of compiled code or CUDA graphs.
+        out: folder, which is made; it must be empty.
+        weights: whether to write the weights, once, as they are stored (FP8 codes with their scales).
+        include: beginnings of the names to record; all modules by default.
+
+    Raises:
+        ValueError: the folder holds files.
+    """
+
+    def __init__(self, model: nn.Module, out: str | Path, *, weights: bool = True, include: Iterable[str] = ("",)) -> None:
+        self._model, self._out = model, Path(out)
+        self._weights, self._include = weights, tuple(include)
+        self._handles: list[Any] = []
+        self._inputs: dict[int, Tensor] = {}
+        self._written: set[str] = set()
+        self._calls: dict[str, int] = {}
+        self._num_passes, self._num_calls = -1, 0
+        self._out.mkdir(parents=True, exist_ok=True)
+        if any(self._out.iterdir()):
+            raise ValueError(f"{out} holds files already; give an empty folder")
+
+    def start(self) -> PathRecorder:
+        """Begin."""
+        self._handles.append(self._model.register_forward_pre_hook(self._begin_pass, with_kwargs=True))
+        for name, module in self._model.named_modules():
+            if name and self._is_recorded(module) and name.startswith(self._include):
+                self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after(name)))
+        self._handles.append(self._model.register_forward_hook(self._end_pass))
+        return self
+
+    def stop(self) -> None:
+        """Take every hook off the model."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._inputs.clear()
+
+    def __enter__(self) -> PathRecorder:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @staticmethod
+    def _is_recorded(module: nn.Module) -> bool:
+        has_own = any(True for _ in module.parameters(recurse=False))
+        return (has_own or not any(True for _ in module.children())) and not isinstance(module, _LEFT_OUT)
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._num_passes += 1
+        self._calls.clear()
+        self._inputs.clear()
+        tokens = _named(kwargs, TOKENS)
+        if tokens is None:
+            tokens = next((a for a in args if isinstance(a, Tensor) and not a.is_floating_point() and a.dim()), None)
+        found: dict[str, Tensor] = {} if tokens is None else {"tokens": tokens.long()}
+        for key, names in (("positions", POSITIONS), ("mask", MASKS)):
+            if (value := _named(kwargs, names)) is not None and tokens is not None and value.numel() == tokens.numel():
+                found[key] = value.long()
+        if found:
+            self._write("", "tokens", found)
+
+    def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        logits = getattr(output, "logits", output)
+        if isinstance(logits, Tensor) and logits.dim() > 1 and logits.is_floating_point() and "lm_head" not in self._written:
+            self._write("", "logits", {"logits": logits.reshape(-1, logits.shape[-1])})
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        x = next((a for a in (*args, *kwargs.values()) if _is_activation(a)), None)
+        if x is not None:
+            self._inputs[id(module)] = x.detach().clone()  # which the module may overwrite
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            y = next((o for o in outputs if _is_activation(o)), None)
+            x = self._inputs.pop(id(module), None)
+            if y is None:
+                return
+            found = {"output": y.detach().reshape(-1, y.shape[-1])}
+            if x is not None:
+                found["input"] = x.reshape(-1, x.shape[-1])
+            chosen = next((o for o in outputs if isinstance(o, Tensor) and not o.is_floating_point() and o.dim() > 1), None)
+            if chosen is not None:
+                found["indices"] = chosen.detach().reshape(-1, chosen.shape[-1])
+            number = self._calls[name] = self._calls.get(name, 0) + 1
+            full = name if number == 1 else f"{name}#{number}"
+            if self._weights and name not in self._written:
+                found |= self._stored(module, found)
+            self._written.add(name)
+            self._write(full, type(module).__name__, {f"{full}.{key}": value for key, value in found.items()})
+
+        return write
+
+    def _stored(self, module: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters and scales as they are stored, a weight as [outputs, inputs], and the epsilon of a norm."""
+        stored: dict[str, Tensor] = {}
+        for key, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full = getattr(value, "full_tensor", None)
+            value = full() if callable(full) else value
+            if type(value) in (Tensor, nn.Parameter) and value.numel() and key not in found:
+                stored[key] = value.detach()
+        weight = stored.get("weight")
+        if weight is not None and weight.dim() == 2 and "input" in found:
+            turned = (found["input"].shape[1], found["output"].shape[1])
+            is_view = weight.shape[0] == weight.shape[1] and weight.t().is_contiguous() and not weight.is_contiguous()
+            if (tuple(weight.shape) == turned and turned[0] != turned[1]) or is_view:
+                stored["weight"] = weight.t()
+        epsilon = next((v for n in EPSILONS if isinstance(v := getattr(module, n, None), float)), None)
+        if epsilon is not None:
+            stored["eps"] = torch.tensor([epsilon], dtype=torch.float64)
+        return stored
+
+    def _write(self, name: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        told = {"format": "fp8debug-parity", "version": VERSION, "module": name, "kind": kind, "pass": self._num_passes}
+        path = self._out / f"pass{self._num_passes:05d}-call{self._num_calls:06d}.safetensors"
+        self._num_calls += 1
+        metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in told.items()}
+        save_file({key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}, path, metadata)
+
+
+def record_path(model: nn.Module, batch: Any, out: str | Path, *, weights: bool = True, include: Iterable[str] = ("",)) -> None:
+    """Write what every module of a model reads and gives on one batch; training mode, gradients and weights stay as they are.
+
+    Args:
+        model: the model.
+        batch: what its forward takes: a tensor, a tuple of arguments, or a mapping of keywords.
+        out: folder of the dump, empty or not there.
+        weights: whether to write the weights too, which a cause needs.
+        include: beginnings of the names of the modules to record.
+
+    Raises:
+        ValueError: the folder holds files.
+    """
+    was = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad(), PathRecorder(model, out, weights=weights, include=include):
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*(batch if isinstance(batch, tuple) else (batch,)))
+    finally:
+        for module, training in was.items():
+            module.training = training
+
+
+def _named(kwargs: Mapping[str, Any], names: Iterable[str]) -> Tensor | None:
+    return next((v for name in names if isinstance(v := kwargs.get(name), Tensor)), None)
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 1 and x.is_floating_point() and x.numel() > 0

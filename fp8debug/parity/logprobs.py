@@ -1,0 +1,133 @@
+"""Metrics of two paths' predictions: log-probabilities of the tokens, KL, and flips of the most probable ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from fp8debug.checkpoints.scan import PlainRows
+from fp8debug.parity.dump import Dump, aligned, floats, sampled
+from fp8debug.plain import one_line
+
+Array = np.ndarray[Any, Any]
+#: Names of the module whose output is the logits.
+HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
+#: Tokens whose logits are compared, and the number of the most probable ones.
+MAX_TOKENS, TOP = 512, 5
+
+
+def metrics_of(ours: Dump, theirs: Dump, problems: list[str]) -> dict[str, Any]:
+    """Return the metrics that can be had.
+
+    Keys, where known: num_tokens, logprob_error (mean absolute difference, nats), logprob_max, token_mult_prob_error
+    (mean of exp(|difference|), as NeMo-RL), kl (nats a token, training from rollout: of the logits, or of the log-probabilities
+    by mean(exp(d) - d - 1)), top1_flip_rate, top5_flip_rate.
+    """
+    found: dict[str, Any] = {}
+    rows = aligned(ours, theirs)
+    try:
+        a, b = (floats(dump.given.get("logprobs", ())) for dump in (ours, theirs))
+        if a.size and b.size:
+            if rows is not None and a.size > rows[0].max() and b.size > rows[1].max():
+                a, b = a[rows[0]], b[rows[1]]
+            if a.size == b.size:
+                found |= _of_logprobs(a, b)
+            else:
+                problems.append(f"log-probabilities of {a.size} and {b.size} tokens, and no tokens to align them by")
+        first, second = _logits(ours), _logits(theirs)
+        if first is not None and second is not None:
+            found |= _of_logits(ours, first, second, rows, has_logprobs="logprob_error" in found)
+    except (OSError, ValueError, KeyError) as error:
+        problems.append(f"log-probabilities cannot be read: {one_line(str(error))}")
+    return found
+
+
+def _of_logprobs(a: Array, b: Array) -> dict[str, Any]:
+    known = np.isfinite(a) & np.isfinite(b)
+    if not known.any():
+        return {}
+    d = b[known] - a[known]
+    with np.errstate(over="ignore"):
+        return {
+            "num_tokens": int(known.sum()),
+            "logprob_error": float(np.abs(d).mean()),
+            "logprob_max": float(np.abs(d).max()),
+            "token_mult_prob_error": float(np.exp(np.abs(d)).mean()),
+            "kl": float((np.exp(d) - d - 1).mean()),
+        }
+
+
+class _Logits:
+    """Logits of all passes."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self._tensors = tensors
+        self.columns = tensors[0].shape[-1]
+        self.number = sum(t.numel // max(1, t.shape[-1]) for t in tensors)
+
+    def rows(self, wanted: Array) -> Array:
+        out = np.empty((len(wanted), self.columns))
+        start = 0
+        for tensor in self._tensors:
+            number = tensor.numel // max(1, tensor.shape[-1])
+            with ExitStack() as stack:
+                reader = PlainRows(tensor, stack)
+                for place in np.nonzero((wanted >= start) & (wanted < start + number))[0].tolist():
+                    row = int(wanted[place]) - start
+                    out[place] = reader.read(row, row + 1)[0]
+            start += number
+        return out
+
+
+def _logits(dump: Dump) -> _Logits | None:
+    tensors = dump.given.get("logits")
+    if not tensors:
+        named = (m for n, m in reversed(dump.modules.items()) if n.rpartition(".")[2] in HEADS and "output" in m.tensors)
+        head = next(named, None)
+        tensors = head.tensors["output"] if head is not None else None
+    return _Logits(tensors) if tensors and len({t.shape[-1] for t in tensors}) == 1 and tensors[0].shape[-1] > 1 else None
+
+
+def _of_logits(ours: Dump, first: _Logits, second: _Logits, rows: Any, *, has_logprobs: bool) -> dict[str, Any]:
+    if first.columns != second.columns:
+        return {}
+    if rows is not None and first.number > rows[0].max() and second.number > rows[1].max():
+        places = sampled(rows[0], MAX_TOKENS)
+        mine, other = rows[0][places], rows[1][places]
+    elif first.number == second.number:
+        mine = other = sampled(np.arange(first.number), MAX_TOKENS)
+    else:
+        return {}
+    p, q = _log_softmax(first.rows(mine)), _log_softmax(second.rows(other))
+    known = np.isfinite(p).all(1) & np.isfinite(q).all(1)
+    p, q, mine, other = p[known], q[known], mine[known], other[known]
+    if not len(p):
+        return {}
+    top = [np.argsort(-x, axis=1)[:, :TOP] for x in (p, q)]
+    flips = [set(a) != set(b) for a, b in zip(top[0].tolist(), top[1].tolist(), strict=True)]
+    found: dict[str, Any] = {
+        "kl": float((np.exp(p) * (p - q)).sum(1).mean()),
+        "top1_flip_rate": float((top[0][:, 0] != top[1][:, 0]).mean()),
+        f"top{TOP}_flip_rate": float(np.mean(flips)),
+    }
+    if not has_logprobs and ours.tokens:
+        tokens = np.concatenate([t.ravel() for t, _, _ in ours.tokens])
+        following = mine + 1
+        keys = ours.keys() or []
+        is_next = [
+            n < len(tokens) and keys[n] is not None and keys[n][1] == (keys[n - 1] or (0, -9))[1] + 1 for n in following.tolist()
+        ]
+        wanted = np.array(is_next, bool)
+        chosen = tokens[following[wanted]] if wanted.any() else np.empty(0, np.int64)
+        if chosen.size and chosen.max() < first.columns:
+            places = np.nonzero(wanted)[0]
+            found = _of_logprobs(p[places, chosen], q[places, chosen]) | found
+    return found
+
+
+def _log_softmax(x: Array) -> Array:
+    with np.errstate(all="ignore"):
+        x = x - x.max(1, keepdims=True)
+        return np.asarray(x - np.log(np.exp(x).sum(1, keepdims=True)))

@@ -1,0 +1,301 @@
+"""Differences of one module between two paths, on the rows of the same tokens.
+
+Legend: X input, Y output, W weight, b bias; t training, r rollout; |.|^2 sums over sampled rows.
+
+    input   |X_r - X_t|^2 / |X_t|^2          output  |Y_r - Y_t|^2 / |Y_t|^2
+    weight  |W_r - W_t|^2 / |W_t|^2          refit   the same with the best factor for each block of W_r
+    error   |Y - (X @ W.T + b)|^2 / |X @ W.T + b|^2 of each path by its own weight: what its casts and its GEMM make
+
+For a norm the product is its formula, with the epsilon of the training where it was recorded.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp8debug.parity.dump import Dump, sampled
+from fp8debug.parity.names import Piece
+
+Array = np.ndarray[Any, Any]
+
+#: Rows of each module that are compared, and elements of a weight that are held at once.
+MAX_ROWS, MAX_ELEMENTS = 256, 1 << 24
+#: Rows and columns of the blocks that scales of weights have.
+BLOCK = 128
+#: Largest relative error of rounding to E5M2, 1/9, with room for a scale's own rounding.
+ROUNDING = 0.13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """One module in both paths; None where something was not recorded.
+
+    Attributes:
+        module: name in the training.
+        theirs: name in the rollout.
+        kind: class in the training.
+        num_rows: rows of each.
+        input: difference of the inputs.
+        output: difference of the outputs.
+        weight: difference of the weights.
+        weight_gain: sum(W_t W_r) / |W_t|^2.
+        weight_refit: what is left of ``weight`` with the best factor for each block.
+        weight_far: share of the elements that differ by more than rounding to FP8 makes.
+        weight_is_fp8: whether each path stores it quantized.
+        bias: difference of the biases over the mean square of an output.
+        error: of each path.
+        gain: of each path, sum(product Y) / |product|^2.
+        eps: of a norm, by path.
+        flips: share of the tokens that are routed otherwise.
+        bad: paths ("training", "rollout") whose output has NaN or Inf.
+    """
+
+    module: str
+    theirs: str
+    kind: str = ""
+    num_rows: tuple[int, int] = (0, 0)
+    input: float | None = None
+    output: float | None = None
+    weight: float | None = None
+    weight_gain: float | None = None
+    weight_refit: float | None = None
+    weight_far: float | None = None
+    weight_is_fp8: tuple[bool, bool] = (False, False)
+    bias: float | None = None
+    error: tuple[float | None, float | None] = (None, None)
+    gain: tuple[float | None, float | None] = (None, None)
+    eps: tuple[float | None, float | None] = (None, None)
+    flips: float | None = None
+    bad: tuple[str, ...] = ()
+
+
+@dataclass
+class _Side:
+    """One path's tensors of a module."""
+
+    x: Array | None
+    y: Array | None
+    bias: Array | None
+    eps: float | None
+    product: Array | None = None
+
+
+def measure_module(
+    ours: Dump, theirs: Dump, name: str, first: Piece, second: Piece, rows: tuple[Array, Array] | None, seed: int = 0
+) -> Measures:
+    """Return the differences of a module.
+
+    Args:
+        ours: the training.
+        theirs: the rollout.
+        name: of the module.
+        first: where ours has it.
+        second: where theirs has it.
+        rows: of the same tokens of both; None where rows correspond as they are.
+        seed: shifts nothing; modules of equal seeds see the same tokens.
+
+    Raises:
+        OSError: a tensor cannot be read.
+    """
+    modules = ours.modules[first.module], theirs.modules[second.module]
+    counts = (
+        modules[0].num_rows("output") or modules[0].num_rows("input"),
+        modules[1].num_rows("output") or modules[1].num_rows("input"),
+    )
+    picked = _picked(counts, rows, seed)
+    slices = _slice(ours, theirs, first, second, True), _slice(theirs, ours, second, first, False)
+    sides = [_side(dump, piece, part, None if picked is None else picked[i], len(slices) and counts[i])
+             for i, (dump, piece, part) in enumerate(zip((ours, theirs), (first, second), slices, strict=True))]  # fmt: skip
+    found: dict[str, Any] = {"num_rows": counts, "kind": modules[0].kind or modules[1].kind}
+    found["bad"] = tuple(
+        path for path, side in zip(("training", "rollout"), sides, strict=True)
+        if side.y is not None and side.y.size and not np.isfinite(side.y).all()
+    )  # fmt: skip
+    if picked is not None:
+        found["input"], found["output"] = _apart(sides[0].x, sides[1].x), _apart(sides[0].y, sides[1].y)
+        if all("indices" in m.tensors for m in modules):
+            chosen = [m.rows("indices", picked[i]) for i, m in enumerate(modules)]
+            if chosen[0].shape == chosen[1].shape:
+                found["flips"] = float(np.mean([set(a) != set(b) for a, b in zip(*(c.tolist() for c in chosen), strict=True)]))
+    with ExitStack() as stack:
+        weights = ours.weight(first.module, stack), theirs.weight(second.module, stack)
+        found["weight_is_fp8"] = tuple(w is not None and w[2] for w in weights)
+        found |= _weights(weights, slices, sides)
+    found["eps"] = sides[0].eps, sides[1].eps
+    if sides[0].bias is not None or sides[1].bias is not None:
+        found["bias"] = _bias(sides)
+    if "norm" in found["kind"].lower() or (weights[0] is not None and 1 in weights[0][1]):
+        _norms(ours, theirs, first, second, sides, found["kind"])
+    errors, gains = [], []
+    for side in sides:
+        e, g = _error(side)
+        errors.append(e)
+        gains.append(g)
+    found["error"], found["gain"] = tuple(errors), tuple(gains)
+    return Measures(module=name, theirs=second.module, **found)
+
+
+def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, seed: int) -> tuple[Array, Array] | None:
+    """Return the sampled rows of both; None where rows do not correspond."""
+    if rows is not None:
+        if counts[0] > rows[0].max() and counts[1] > rows[1].max():
+            places = sampled(rows[0], MAX_ROWS)
+            return rows[0][places], rows[1][places]
+        if not (np.array_equal(rows[0], rows[1]) or counts[0] != counts[1]):
+            return None  # an expert's rows, of sequences in another order
+    if counts[0] != counts[1] or not counts[0]:
+        return None
+    places = sampled(np.arange(counts[0]), MAX_ROWS)
+    return places, places
+
+
+def _slice(dump: Dump, other: Dump, piece: Piece, opposite: Piece, ours: bool) -> slice:
+    """Return the outputs of a module that belong to a part of it."""
+    if piece.place is None:
+        return slice(None)
+    sizes = [other.modules[name].num_columns("output") for name in piece.of]
+    start = sum(sizes[: piece.place])
+    return slice(start, start + sizes[piece.place])
+
+
+def _side(dump: Dump, piece: Piece, part: slice, rows: Array | None, count: int) -> _Side:
+    module = dump.modules[piece.module]
+    rows = sampled(np.arange(count), MAX_ROWS) if rows is None else rows
+    x = module.rows("input", rows) if module.num_columns("input") and module.num_rows("input") > rows.max(initial=0) else None
+    y = module.rows("output", rows)[:, part] if module.num_columns("output") else None
+    bias, eps = dump.vector(piece.module, "bias"), dump.vector(piece.module, "eps")
+    return _Side(x, y, None if bias is None else bias[part], None if eps is None else float(eps[0]))
+
+
+def _weights(
+    weights: tuple[Any, Any], slices: tuple[slice, slice], sides: list[_Side]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the differences of two weights, and leave each side's product X @ W.T in it."""
+    starts: list[int] = []
+    numbers: list[tuple[int, int] | None] = []
+    for weight, part, side in zip(weights, slices, sides, strict=True):
+        if weight is None:
+            starts.append(0)
+            numbers.append(None)
+            continue
+        start, stop, _ = part.indices(weight[1][0])
+        starts.append(start)
+        numbers.append((stop - start, weight[1][1]))
+        fits = side.x is not None and side.y is not None and side.x.shape[1] == weight[1][1] and side.y.shape[1] == stop - start
+        if fits and weight[1][0] > 1:
+            side.product = np.empty_like(side.y, np.float64)
+    both = numbers[0] is not None and numbers[0] == numbers[1]
+    size = np.zeros(3)  # |W_t|^2, sum(W_t W_r), |W_r - W_t|^2
+    refit = far = 0.0
+    num_rows = max((n[0] for n in numbers if n), default=0)
+    columns = max((n[1] for n in numbers if n), default=1)
+    step = max(BLOCK, MAX_ELEMENTS // max(1, columns) // BLOCK * BLOCK)
+    for first in range(0, num_rows, step):
+        bands: list[Array | None] = []
+        for weight, start, number, side in zip(weights, starts, numbers, sides, strict=True):
+            if number is None or first >= number[0]:
+                bands.append(None)
+                continue
+            last = min(first + step, number[0])
+            band = weight[0].read(start + first, start + last)
+            bands.append(band)
+            if side.product is not None and side.x is not None:
+                with np.errstate(all="ignore"):
+                    side.product[:, first:last] = side.x @ band.T
+        if both and bands[0] is not None and bands[1] is not None:
+            a, b = bands[0].astype(np.float64), bands[1].astype(np.float64)
+            with np.errstate(all="ignore"):
+                size += (a * a).sum(), (a * b).sum(), ((b - a) ** 2).sum()
+                refit += _refit(a, b)
+                far += float((np.abs(b - a) > ROUNDING * np.abs(a) + np.abs(a).max() * 2.0**-10).sum())
+    if not both or not size[0] > 0:
+        return {}
+    assert numbers[0] is not None
+    return {
+        "weight": float(size[2] / size[0]),
+        "weight_gain": float(size[1] / size[0]),
+        "weight_refit": float(refit / size[0]),
+        "weight_far": far / max(1, numbers[0][0] * numbers[0][1]),
+    }
+
+
+def _refit(a: Array, b: Array) -> float:
+    """Return |a|^2 less what the best factor for each block of b explains of it."""
+    rows, columns = np.arange(0, a.shape[0], BLOCK), np.arange(0, a.shape[1], BLOCK)
+
+    def sums(x: Array) -> Array:
+        return np.asarray(np.add.reduceat(np.add.reduceat(x, rows, 0), columns, 1))
+
+    x2, xy, y2 = sums(a * a), sums(a * b), sums(b * b)
+    return float(np.where(y2 > 0, x2 - xy * xy / np.where(y2 > 0, y2, 1), x2).clip(min=0).sum())
+
+
+def _norms(ours: Dump, theirs: Dump, first: Piece, second: Piece, sides: list[_Side], kind: str) -> None:
+    """Leave in each side what a norm's formula gives, by the variant that fits training, and its epsilon."""
+    gains = ours.vector(first.module, "weight"), theirs.vector(second.module, "weight")
+    if sides[0].x is None or sides[0].y is None or gains[0] is None or sides[0].x.shape != sides[0].y.shape:
+        return
+    if gains[0].shape[0] != sides[0].x.shape[1]:
+        return
+    eps = sides[0].eps if sides[0].eps is not None else 1e-6
+    best, variant = np.inf, (False, 0.0)
+    for centered in (False, True):
+        for shift in (0.0, 1.0):
+            y = _normed(sides[0], gains[0], eps, centered, shift)
+            if (e := _nmse(y, sides[0].y)) is not None and e < best:
+                best, variant = e, (centered, shift)
+    if best > 0.01:
+        return
+    for side, gain in zip(sides, gains, strict=True):
+        if side.x is not None and side.y is not None and gain is not None and gain.shape[0] == side.x.shape[1]:
+            side.product = _normed(side, gain, eps, *variant)
+            side.bias = None
+
+
+def _normed(side: _Side, gain: Array, eps: float, centered: bool, shift: float) -> Array:
+    assert side.x is not None
+    x = side.x.astype(np.float64)
+    x = x - x.mean(1, keepdims=True) if centered else x
+    with np.errstate(all="ignore"):
+        y = x / np.sqrt((x * x).mean(1, keepdims=True) + eps) * (gain + shift)
+    return np.asarray(y if side.bias is None else y + side.bias)
+
+
+def _bias(sides: list[_Side]) -> float | None:
+    """Return the difference of two biases over the mean square of a row of the output; a missing one is zero."""
+    y = sides[0].y
+    biases = [side.bias for side in sides]
+    first = biases[0] if biases[0] is not None else np.zeros_like(biases[1])
+    second = biases[1] if biases[1] is not None else np.zeros_like(first)
+    if y is None or first.shape != second.shape or not y.size:
+        return None
+    size = float((y.astype(np.float64) ** 2).sum(1).mean())
+    return float(((second - first) ** 2).sum() / size) if size else None
+
+
+def _error(side: _Side) -> tuple[float | None, float | None]:
+    if side.product is None or side.y is None:
+        return None, None
+    product = side.product if side.bias is None or side.bias.shape[0] != side.product.shape[1] else side.product + side.bias
+    size = float((product * product).sum())
+    if not size > 0 or not np.isfinite(size):
+        return None, None
+    return _nmse(product, side.y), float((product * side.y).sum() / size)
+
+
+def _apart(a: Array | None, b: Array | None) -> float | None:
+    return _nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
+
+
+def _nmse(a: Array, b: Array) -> float | None:
+    """Return |b - a|^2 / |a|^2; None where it is no number."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(all="ignore"):
+        size, error = float((a * a).sum()), float(((b - a) ** 2).sum())
+    if not np.isfinite(size) or not np.isfinite(error):
+        return None
+    return error / size if size else (0.0 if error == 0 else None)

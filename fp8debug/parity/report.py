@@ -1,0 +1,116 @@
+"""``ParityReport``: what a comparison of two paths returns, and its documented, stable forms for programs (JSON, CSV)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fp8debug.parity.measures import Measures
+from fp8debug.parity.rules import PathFinding
+from fp8debug.plain import field
+from fp8debug.rules.base import Severity, finite
+
+#: What each version of the JSON document changed. 1: first version; a new key makes no new version.
+JSON_SCHEMA = 1
+CSV_COLUMNS = (
+    *("code", "name", "severity", "module", "rollout_module", "tensor", "value", "threshold", "unit", "message", "cure", "also"),
+)
+
+
+class ParityReport(list[PathFinding]):
+    """Findings, the culprit first, with every compared module.
+
+    Args:
+        findings: in order.
+        train: what the user called the training's dump.
+        rollout: the same of the rollout's.
+        repeat: the same of the repetition.
+        modules: measures in execution order.
+        metrics: of the predictions.
+        unmatched: modules of one path alone, with that path.
+        problems: what could not be read.
+    """
+
+    def __init__(
+        self,
+        findings: Iterable[PathFinding],
+        *,
+        train: str,
+        rollout: str,
+        repeat: str | None,
+        modules: Sequence[Measures],
+        metrics: Mapping[str, Any],
+        unmatched: Sequence[tuple[str, str]],
+        problems: Sequence[str],
+    ) -> None:
+        super().__init__(findings)
+        self.train, self.rollout, self.repeat = train, rollout, repeat
+        self.modules, self.metrics = list(modules), dict(metrics)
+        self.unmatched, self.problems = list(unmatched), list(problems)
+
+    @property
+    def verdict(self) -> str:
+        """The highest severity, or ``ok``."""
+        return str(max(finding.severity for finding in self)) if self else "ok"
+
+    def reaches(self, severity: Severity) -> bool:
+        """Tell whether any finding is at least that severe."""
+        return any(finding.severity >= severity for finding in self)
+
+    @property
+    def summary(self) -> str:
+        """One sentence: what was compared, and the metrics."""
+        text = f"{len(self.modules)} modules compared"
+        if self.unmatched:
+            text += f", {len(self.unmatched)} of one path alone (first {self.unmatched[0][0]}, {self.unmatched[0][1]})"
+        known = {k: v for k, v in self.metrics.items() if isinstance(v, float)}
+        return text + "".join(f"; {name} {value:.4g}" for name, value in known.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of ``parity --format json`` (docs/parity.md)."""
+        return {
+            "schema": JSON_SCHEMA,
+            "train": self.train,
+            "rollout": self.rollout,
+            "repeat": self.repeat,
+            "verdict": self.verdict,
+            "metrics": {key: finite(value) for key, value in self.metrics.items()},
+            "findings": [finding.to_dict() for finding in self],
+            "modules": [row(one) for one in self.modules],
+            "unmatched": [{"module": name, "path": path} for name, path in self.unmatched],
+            "problems": self.problems,
+        }
+
+    def to_json(self) -> str:
+        """Return :meth:`to_dict` as text; strict JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def to_csv(self) -> str:
+        """Return one line per finding under the keys of the JSON."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(CSV_COLUMNS), lineterminator="\n")
+        writer.writeheader()
+        for finding in self:
+            values = finding.to_dict()
+            writer.writerow({k: field(" ".join(v) if isinstance(v, list) else v) for k, v in values.items()})
+        return text.getvalue()
+
+
+def row(one: Measures) -> dict[str, Any]:
+    """Return a module's measures as documented JSON values."""
+    return {
+        "module": one.module,
+        "rollout_module": one.theirs,
+        "kind": one.kind,
+        "rows": list(one.num_rows),
+        "input_nmse": finite(one.input),
+        "output_nmse": finite(one.output),
+        "weight_nmse": finite(one.weight),
+        "weight_gain": finite(one.weight_gain),
+        "error_train": finite(one.error[0]),
+        "error_rollout": finite(one.error[1]),
+        "routing_flip_rate": finite(one.flips),
+    }
