@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_consumers_are_these() -> None:
     assert sorted(EXPORTERS.names()) == sorted(
-        ["json", "te", "megatron", "torchao", "torchtitan", "accelerate", "loongforge", "markdown"]
+        ["json", "te", "megatron", "torchao", "torchtitan", "accelerate", "loongforge", "markdown", "vllm", "sglang"]
     )
 
 
@@ -105,3 +105,14 @@ def test_a_glob_of_a_list_written_by_hand_becomes_names(run: Run) -> None:
     text = exported("torchtitan", run, [Fallback(module="layers.*", gemms=GEMMS)])
     fqns = executed(text)["FILTER_FQNS"]
     assert fqns == ["head", "layers.1.mlp.fc2", "layers.10.mlp.fc2", "layers.1.mlp.fc2_b", "layers.1.mlp.fc1"]
+
+
+@pytest.mark.parametrize(("name", "argument"), [("vllm", "hf-overrides"), ("sglang", "json-model-override-args")])
+def test_a_rollout_engine_ignores_the_whole_of_what_it_joins(name: str, argument: str, tmp_path: Path) -> None:
+    names = [f"model.layers.{n}.self_attn.{part}_proj" for n in (0, 1) for part in "qkvo"]
+    run = recorded(tmp_path / "run", names)
+    exporter = EXPORTERS.get(name)
+    fallbacks = [Fallback(module=names[1], gemms=GEMMS), Fallback(module=names[7], gemms=GEMMS)]
+    told = json.loads(yaml.safe_load(exporter.export(run, fallbacks))[argument])["quantization_config"]
+    assert sorted(told["ignored_layers"]) == sorted([*names[:3], names[7]])
+    assert any("joins these" in note and names[0] in note for note in exporter.notes(run, fallbacks))
