@@ -6,7 +6,8 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -130,6 +131,7 @@ class Observer:
         self.is_rehearsing = False  # what runs now is no training
         self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
         self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
+        self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
@@ -184,6 +186,28 @@ class Observer:
         """Return the position in execution order of a module that is called for the first time in this step."""
         self._num_calls += 1
         return self._num_calls - 1
+
+    def reserve_calls(self, number: int) -> int:
+        """Keep positions in execution order for modules that are recorded later; return the first."""
+        first, self._num_calls = self._num_calls, self._num_calls + number
+        return first
+
+    @contextmanager
+    def repeating(self, recorded: frozenset[str], first: int | None = None) -> Iterator[None]:
+        """Record what runs as the repetition of a pass.
+
+        Args:
+            recorded: FQNs of modules that are recorded already.
+            first: of a forward pass, the first of its reserved positions.
+        """
+        before = self.not_again, self.repeats_forward, self._num_calls
+        self.not_again, self.repeats_forward = recorded, first is not None
+        if first is not None:
+            self._num_calls = first
+        try:
+            yield
+        finally:
+            self.not_again, self.repeats_forward, self._num_calls = before
 
     def filled(self, device: torch.device) -> tuple[Table, dict[int, RowInfo]]:
         """Return the accumulators of a device, and what its rows are that the step under way has recorded something in."""

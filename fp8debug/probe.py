@@ -119,7 +119,7 @@ class Probe(Riding):
         if is_transformed():
             self.give_up("a transform of torch.func (grad, vmap, jvp) runs it, whose tensors cannot be read; call it without one")
             return False
-        if torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1 or self.observer.repeats_forward:
             self._seen_outside_backward = True
         elif self._seen_outside_backward:
             self._recomputed = True
@@ -151,7 +151,7 @@ class Probe(Riding):
 
     @guarded
     def _check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:
-        if is_capturing() or torch._C._current_graph_task_id() != -1:
+        if is_capturing() or (torch._C._current_graph_task_id() != -1 and not self.observer.repeats_forward):
             return
         given, result = extremes_of(x), extremes_of(output)
         if given is not None and result is not None:

@@ -212,7 +212,7 @@ def two_ranks() -> Iterator[None]:
     ("change", "reason"),
     [
         (hooked, "hooks run in it (Linear)"),
-        (writing, "its forward writes to its input"),
+        (writing, "its input is written to before its backward pass ends"),
         (reducing, "its forward communicates with other ranks"),
     ],
     ids=["hooked", "writing", "reducing"],

@@ -1,9 +1,10 @@
 """Record modules inside compiled code: a sampled call of a compiled region is repeated in eager code, beside the trained one.
 
 A region is a module that ``Module.compile()`` or ``torch.compile(module)`` compiled. The trained call runs its code unchanged,
-in sampled steps too: no node, guard or graph is added, so its bits cannot differ. After it the region's own forward runs once
-more, uncompiled, from the same inputs, weights and random numbers, where the ordinary probes record it under its modules' names;
-in the backward pass the gradient of the trained output runs through the repetition. Nothing of it reaches the training: weights
+in sampled steps too: no node, guard or graph is added, so its bits cannot differ. When the gradient of its output is known, the
+region's own forward runs once more, uncompiled, from the same inputs, weights and random numbers, and that gradient runs through
+it; the ordinary probes record both under its modules' names. One region at a time: a repetition holds its activations no longer
+than its own backward pass, and until then its inputs alone. Nothing of it reaches the training: weights
 are aliases without their hooks and ``grad``, buffers are copies, random states and attributes are put back, what autograd saves
 passes by activation checkpointing, and a collective ends it.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +72,23 @@ class _Random(NamedTuple):
         torch.set_rng_state(self.cpu)
         for device, state in self.gpus.items():
             torch.cuda.set_rng_state(state, device)
+
+
+class _Autocast(NamedTuple):
+    """Autocast of one kind of device."""
+
+    kind: str
+    dtype: torch.dtype
+    is_on: bool
+
+    @classmethod
+    def now(cls, devices: Sequence[torch.device]) -> list[_Autocast]:
+        kinds = {"cpu", *(device.type for device in devices)}
+        return [cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+
+    def again(self) -> torch.autocast:
+        """Return the context; it keeps no casts of weights, whose aliases nobody reads again."""
+        return torch.autocast(self.kind, self.dtype, self.is_on, cache_enabled=False)
 
 
 class _Region(NamedTuple):
@@ -184,56 +202,47 @@ class Regions:
 
     @untraced
     def _repeat(self, before: _Call, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Run the region once more, and have its backward pass follow the trained one's."""
-        region = before.region
+        """Have the region run once more when the gradient of the trained output is known."""
+        region, observer = before.region, self._observer
         state = TorchState()
         try:
             _check(region, args, kwargs)
-            for what, tensor, version in before.versions:
-                if tensor._version != version:
-                    raise NotRepeatedError(f"its forward writes to {what}")
-            repetition = _Repetition(self._observer, region, frozenset(begun))
-            after = _Random.now(region.devices)
-            try:
-                before.random.restore()
-                with self._apart(region):
-                    outputs = repetition.forward(args, kwargs)
-            finally:
-                after.restore()
-            self._follow(region, repetition, outputs, output)
-            self._listener.strays.clear()
-            self._listener.strays.update(before.strays)
+            _check_versions(before)
+            trained = _pytree.tree_leaves(output)
+            places = [i for i, x in enumerate(trained) if isinstance(x, Tensor) and x.requires_grad]
+            first = observer.reserve_calls(len(region.watched))
+            run = _Repetition(observer, region, frozenset(begun), _Autocast.now(region.devices), first)
+
+            @untraced
+            def backward(grads: Sequence[Tensor | None]) -> None:
+                state = TorchState()
+                try:
+                    _check_versions(before)
+                    after = _Random.now(region.devices)
+                    try:
+                        before.random.restore()
+                        with self._apart(region):
+                            outputs = run.forward(args, kwargs)
+                            if len(outputs) != len(trained):
+                                raise NotRepeatedError("its compiled call returns other tensors than its forward")
+                            run.backward([outputs[i] for i in places], grads)
+                    finally:
+                        after.restore()
+                except Exception as error:
+                    state.restore()
+                    if not is_ours(error):
+                        raise
+                    self._refuse(region.module, error)
+
+            if places:
+                self._outputs.append(register_multi_grad_hook([trained[i] for i in places], backward))
+                self._listener.strays.clear()
+                self._listener.strays.update(before.strays)
         except Exception as error:
             state.restore()
             if not is_ours(error):
                 raise
             self._refuse(region.module, error)
-
-    def _follow(self, region: _Region, repetition: _Repetition, outputs: list[Any], output: Any) -> None:
-        trained = _pytree.tree_leaves(output)
-        if len(trained) != len(outputs):
-            raise NotRepeatedError("its compiled call returns other tensors than its forward")
-        pairs = [
-            (a, b)
-            for a, b in zip(trained, outputs, strict=True)
-            if all(isinstance(x, Tensor) and x.requires_grad for x in (a, b))
-        ]
-        if not pairs:
-            return
-
-        @untraced
-        def backward(grads: Sequence[Tensor | None]) -> None:
-            state = TorchState()
-            try:
-                with self._apart(region):
-                    repetition.backward([b for _, b in pairs], grads)
-            except Exception as error:
-                state.restore()
-                if not is_ours(error):
-                    raise
-                self._refuse(region.module, error)
-
-        self._outputs.append(register_multi_grad_hook([a for a, _ in pairs], backward))
 
     @contextmanager
     def _apart(self, region: _Region) -> Iterator[None]:
@@ -241,15 +250,12 @@ class Regions:
         modes, counter, self._is_running = active_modes(), self._listener.counter, True
         self._listener.counter = None
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        cached = torch.is_autocast_cache_enabled()
         try:
             is_one_of_many = is_distributed and torch.distributed.get_world_size() > 1
             set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
-            torch.set_autocast_cache_enabled(False)
             with _unchanged(region.modules), saved_tensors_hooks(_within_memory(region.devices), _as_it_is):
                 yield
         finally:
-            torch.set_autocast_cache_enabled(cached)
             set_modes(modes)
             self._listener.counter, self._is_running = counter, False
 
@@ -275,17 +281,27 @@ class _Repetition:
         observer: of the watch.
         region: the region.
         recorded: FQNs of modules that the trained call recorded itself.
+        autocast: of the trained call.
+        first: position of its first module in execution order.
     """
 
-    def __init__(self, observer: Observer, region: _Region, recorded: frozenset[str]) -> None:
+    def __init__(
+        self, observer: Observer, region: _Region, recorded: frozenset[str], autocast: list[_Autocast], first: int
+    ) -> None:
         self._observer, self._region, self._recorded = observer, region, recorded
+        self._autocast, self._first = autocast, first
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: list[Tensor] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of what the module's forward returns."""
         args, kwargs = _pytree.tree_map(self._alias_of_input, (args, kwargs))
-        with torch.enable_grad(), self._in_place(), self._recorded_once():
+        with ExitStack() as stack:
+            for autocast in self._autocast:
+                stack.enter_context(autocast.again())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._in_place())
+            stack.enter_context(self._observer.repeating(self._recorded, self._first))
             output = self._region.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         return _pytree.tree_leaves(output)
 
@@ -296,7 +312,7 @@ class _Repetition:
             alias.grad = parameter.grad  # what earlier microbatches have left there
         wanted = [*self._inputs, *(alias for _, alias in self._aliases.values() if alias.requires_grad)]
         if given and wanted:
-            with self._in_place(), self._recorded_once():
+            with self._in_place(), self._observer.repeating(self._recorded):
                 torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], allow_unused=True)
 
     def _alias_of_input(self, x: Any) -> Any:
@@ -306,14 +322,6 @@ class _Repetition:
         if x.requires_grad:
             self._inputs.append(alias.requires_grad_())
         return alias
-
-    @contextmanager
-    def _recorded_once(self) -> Iterator[None]:
-        before, self._observer.not_again = self._observer.not_again, self._recorded
-        try:
-            yield
-        finally:
-            self._observer.not_again = before
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -375,6 +383,13 @@ def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         found += [(f"the attribute {name}", x) for name, x in vars(module).items() if type(x) in _PLAIN]
         found += [("a parameter", p) for p in module._parameters.values() if p is not None]
     return [(what, x, x._version) for what, x in found if not x.is_inference()]
+
+
+def _check_versions(before: _Call) -> None:
+    """Raise where what the call has read was written to since it began."""
+    for what, tensor, version in before.versions:
+        if tensor._version != version:
+            raise NotRepeatedError(f"{what} is written to before its backward pass ends")
 
 
 def _within_memory(devices: Sequence[torch.device]) -> Callable[[Tensor], Tensor]:
