@@ -75,7 +75,7 @@ def command(run: str, form: str) -> None:
     lost = losses_of(opened)
     told = {module["fqn"]: module for module in opened.modules}
     for row in rows:
-        ends = [str(one) for one in lost if one.module in (None, row["module"])]
+        ends = [str(one) for one in lost if not one.ended and one.module in (None, row["module"])]
         notes = *ends[:1], row["note"], _against_practice(told[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
     shares = gemm_shares(opened.modules, opened.gemms)

@@ -188,10 +188,10 @@ def _record(program: Program, out: Path, options: dict[str, Any]) -> int:
 
     end = after_import("torch", begin)
 
-    def close() -> None:
+    def close(error: BaseException | None = None) -> None:
         end()
         if found:
-            found.pop().close()
+            found.pop().close(error)
         elif "torch" not in sys.modules:
             print("fp8debug: nothing recorded: the program did not import torch", file=sys.stderr)
 
@@ -208,23 +208,25 @@ def _train_arm(program: Program, out: Path, overriding: dict[str, Any], arm: Arm
     return _run_and_close(program, watch.close)
 
 
-def _run_and_close(program: Program, close: Callable[[], None]) -> int:
+def _run_and_close(program: Program, close: Callable[[BaseException | None], None]) -> int:
     """Run a program, and end the recording with it: at exit where it leaves threads, which may train."""
     is_process = __name__ == "__main__"
     before = sys.modules["__main__"]
     if is_process and not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the current directory, which is there for `python -m`
+    ended_by: BaseException | None = None
     try:
         program.run()
-    except (Exception, KeyboardInterrupt):
-        if is_process:
+    except BaseException as error:
+        ended_by = error
+        if is_process and isinstance(error, Exception | KeyboardInterrupt):
             sys.excepthook = _without_our_frames(sys.excepthook)
         raise
     finally:
         if is_process and any(not t.daemon and t is not threading.current_thread() for t in threading.enumerate()):
-            atexit.register(close)
+            atexit.register(close, ended_by)
         else:
-            close()
+            close(ended_by)
         if not is_process:
             sys.modules["__main__"] = before
     return 0

@@ -101,10 +101,11 @@ class AutoWatch:
         if self._leave_to_script in attach.on_watch:
             attach.on_watch.remove(self._leave_to_script)
 
-    def close(self) -> None:
-        """Stop waiting and end the runs; say so if no model was found."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop waiting and end the runs, by the exception that ended the program if there is one; say if no model was found."""
         self.stop()
         for watch in self.watches:
+            watch.note_end(error)
             watch.close()
         if not self.found:
             print(_NO_INFERENCE if self._is_of_inference else _NOTHING, file=sys.stderr)
@@ -275,10 +276,11 @@ class ArmWatch:
         while self._undo:
             self._undo.pop()()
 
-    def close(self) -> None:
-        """Stop waiting and end the run; say so if no model was found."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop waiting and end the run, by the exception that ended the program if there is one; say if no model was found."""
         self.stop()
         if self.watch is not None:
+            self.watch.note_end(error)
             self.watch.close()
         elif not self.found:
             print(_NOTHING, file=sys.stderr)

@@ -372,7 +372,7 @@ def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> l
     entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
     if not steps:
         found.append(f"nothing was recorded for it ({entry.get('reason') or 'no reason recorded'})")
-    gone = [str(Lost(**one)) for one in lost if one["module"] in (None, module)]
+    gone = [str(Lost(**one)) for one in lost if not one["ended"] and one["module"] in (None, module)]
     if gone:
         found += gone
     elif steps and last is not None and steps[-1] < last:

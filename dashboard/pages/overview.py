@@ -220,7 +220,10 @@ def _classification(view: View, judged: Judgement) -> Component | None:
 
 def _nothing(judged: Judgement) -> str:
     """Return what to do where there is no finding."""
-    if judged.known is not None and judged.known.lost:
+    lost = judged.known.lost if judged.known is not None else ()
+    if lost and all(one.get("ended") for one in lost):
+        return "No rule found a fault in what was recorded. Look at the exception that ended the program."
+    if lost:
         return "No rule found a fault in what was recorded. Find out why fp8debug failed, and record those steps again."
     return f"Nothing: {rules_in_words(judged)}; none found a fault." if judged.verdict == "ok" else "No verdict yet."
 

@@ -19,6 +19,8 @@ SCHEMA_VERSION = 3
 
 #: How an event tells that a module (kind ``skipped``) or everything (kind ``recording``) is not recorded from its step on.
 NOT_WATCHED, RECORDING_STOPPED = "not watched any more", "recording stopped"
+#: Beginning of a note on an exception that ended the program.
+ENDED_BY = "ended by"
 
 ARROW_TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(),

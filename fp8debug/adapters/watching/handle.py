@@ -41,7 +41,7 @@ from fp8debug.kernels.reference import Operand
 from fp8debug.observer import Observer, Settings
 from fp8debug.optimizer_hooks import after_any_optimizer
 from fp8debug.shielding import TorchState, is_capturing, is_transformed, ordinary_torch
-from fp8debug.store.schema import RECORDING_STOPPED
+from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole
 
@@ -146,7 +146,8 @@ class Watch:
             raise
         if not self._inference:
             self._follow_optimizers(optimizer)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+        self._has_noted_end = False
         _WATCHES.add(self)
 
     def _follow_optimizers(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -318,7 +319,7 @@ class Watch:
             if self._ending and self._ending[0] is end:  # else a signal handler has called close() meanwhile
                 del self._ending[0]
         self._is_over = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
 
     def _end_steps(self) -> None:
         self.close_counted_step()
@@ -358,8 +359,19 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            self._writer.event(self._observer.step, "note", None, f"ended by {type(error).__name__}: {error}"[:300])
+        self.note_end(error)
+        self.close()
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Record the exception that ends the program, once; ``sys.exit()`` without an error status is none."""
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not is_exit and not self._closed and not self._has_noted_end:
+            self._has_noted_end = True
+            text = f"{ENDED_BY} {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self._writer.event(self._observer.step, "note", None, text[:300])
+
+    def _close_at_exit(self) -> None:
+        self.note_end(uncaught_exception())
         self.close()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -687,6 +699,13 @@ def _leave_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
+
+
+def uncaught_exception() -> BaseException | None:
+    """Return the exception that ends this process, None where it ends by itself; at an interactive prompt none does."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def say(writer: RunWriter | None, step: int, text: str, module: str | None = None, kind: str = "skipped") -> None:

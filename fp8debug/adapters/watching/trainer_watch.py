@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8debug.adapters.watching.handle import Watch, say
+from fp8debug.adapters.watching.handle import Watch, say, uncaught_exception
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.trainers import Loop
@@ -49,7 +49,7 @@ class TrainerWatch(Watch):
         self._over = False
         self._detach = loop.attach(target, self)
         self._is_attaching = False
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def begin(self, models: Sequence[nn.Module], first_step: int = 0) -> None:
         """Watch the prepared model; called by the trainer's loop."""
@@ -157,9 +157,13 @@ class TrainerWatch(Watch):
         self._detach()
         self._end_inner(None)
         self._over = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if not self._begun:
             print(f"fp8debug: nothing recorded into {self.path}: the trainer did not train", file=sys.stderr)
+
+    def _close_at_exit(self) -> None:
+        self._end_inner(uncaught_exception())
+        self.close()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.finish(error)

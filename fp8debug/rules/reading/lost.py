@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.store.schema import NOT_WATCHED, RECORDING_STOPPED
+from fp8debug.store.schema import ENDED_BY, NOT_WATCHED, RECORDING_STOPPED
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 #: Modules that a sentence names.
 MAX_NAMES = 3
+#: Exceptions by which a user ends a run on purpose.
+_ON_PURPOSE = ("KeyboardInterrupt", "GeneratorExit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A module, or a rank with all its modules, that is not recorded from a step on because of an error of fp8debug.
+    """A module, or a rank with all its modules, that is not recorded from a step on: fp8debug failed, or the program ended.
 
     Attributes:
         module: FQN; None for all modules of the rank.
@@ -25,6 +27,7 @@ class Lost:
         step: the step in which the error came; the first that is not recorded, or not whole.
         until: the step from which it is recorded again, after a resume; None where it is not.
         reason: the error.
+        ended: whether it is the program's own exception, which ended it.
     """
 
     module: str | None
@@ -32,12 +35,16 @@ class Lost:
     step: int
     until: int | None
     reason: str
+    ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON values."""
-        return {"module": self.module, "rank": self.rank, "step": self.step, "until": self.until, "reason": self.reason}
+        found = {"module": self.module, "rank": self.rank, "step": self.step, "until": self.until, "reason": self.reason}
+        return {**found, "ended": self.ended}
 
     def __str__(self) -> str:
+        if self.ended:
+            return f"the program ended in step {self.step} by {self.reason}" + (f" (rank {self.rank})" if self.rank else "")
         end = "on" if self.until is None else f"to step {self.until - 1}"
         return f"{self.module or f'rank {self.rank}'} is not recorded from step {self.step} {end}: {self.reason}"
 
@@ -62,7 +69,20 @@ def _read(run: Run) -> list[Lost]:
         reason = reason or before.removeprefix(f"{RECORDING_STOPPED}: ")
         if (module, rank) not in found:
             found[module, rank] = Lost(module=module, rank=rank, step=step, until=_again(run, module, rank, step), reason=reason)
-    return list(found.values()) or _everything(run)
+    return [*(list(found.values()) or _everything(run)), *_exceptions(run)]
+
+
+def _exceptions(run: Run) -> list[Lost]:
+    """Return the exceptions that ended the program on some rank; not one that a resumed part followed."""
+    query = "SELECT rank, step, message FROM events WHERE kind = 'note' AND step >= ? AND message LIKE ?"
+    query += " ORDER BY step, rank, message"
+    found: dict[int, Lost] = {}
+    for row in run.sql(query, [run.steps_range[1], f"{ENDED_BY} %: %"]).to_pylist():
+        reason = row["message"].removeprefix(f"{ENDED_BY} ").removesuffix(": ")
+        if reason.partition(":")[0] not in _ON_PURPOSE:
+            rank = row["rank"] or 0
+            found.setdefault(rank, Lost(module=None, rank=rank, step=row["step"], until=None, reason=reason, ended=True))
+    return list(found.values())
 
 
 def _everything(run: Run) -> list[Lost]:
@@ -87,6 +107,11 @@ def _again(run: Run, module: str | None, rank: int, step: int) -> int | None:
 
 def in_one_sentence(lost: Sequence[Lost]) -> str:
     """Return what was lost, since when and why; empty where nothing was."""
+    ends = [one for one in lost if one.ended]
+    lost = [one for one in lost if not one.ended]
+    if ends:
+        more = f" and {len(ends) - 1} more rank{'' if len(ends) == 2 else 's'} too" if len(ends) > 1 else ""
+        return "; ".join(filter(None, (in_one_sentence(lost), f"{ends[0]}{more}")))
     if not lost:
         return ""
     names = list(dict.fromkeys(one.module or f"all of rank {one.rank}" for one in lost))

@@ -75,7 +75,7 @@ def test_a_run_that_lost_a_module_is_not_healthy(path: Path) -> None:
     assert cli("triage", path, "--select", "F101")[0] == 1
     document = json.loads(cli("triage", path, "--format", "json")[1])
     assert document["verdict"] == "warning" and document["classification"]["cause"] == "incomplete"
-    assert document["lost"] == [{"module": "down", "rank": 0, "step": 4, "until": None, "reason": WHY}]
+    assert document["lost"] == [{"module": "down", "rank": 0, "step": 4, "until": None, "reason": WHY, "ended": False}]
     code, text = cli("coverage", path)
     assert code == 0 and f"warning: {told}" in text
     rows = json.loads(cli("coverage", path, "--format", "json")[1])
