@@ -47,8 +47,8 @@ def command(
     """Name the first module at which TRAIN and ROLLOUT part given the input it got, and the cause.
 
     Both are dumps of the same tokens: fp8debug.parity.record_path(model, batch, DIR) writes one, and so does the hook file for
-    inference engines; plain safetensors by module do as well (docs/parity.md). Exit code 0: nothing at or above --fail-on; 1: a
-    finding is; 2: usage; 3: a dump cannot be read, or the two have nothing in common.
+    inference engines; plain safetensors by module and two recorded runs do as well (docs/parity.md). Exit code 0: nothing at or
+    above --fail-on; 1: a finding is; 2: usage; 3: a dump cannot be read, or the two have nothing in common.
     """
     with progress("comparing") as show:
         report = compare_paths(train, rollout, repeat, names=table, progress=show)

@@ -28,6 +28,7 @@ from fp8debug.parity.rules import (
     WeightCast,
     WeightScale,
 )
+from fp8debug.parity.runs import is_run, measure_runs
 from fp8debug.plain import one_line
 from fp8debug.rules.base import Severity
 
@@ -53,11 +54,11 @@ def compare_paths(
     names: Names | str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ParityReport:
-    """Compare two dumps module by module.
+    """Compare two dumps, or two recorded runs, module by module.
 
     Args:
-        train: dump of the training's path.
-        rollout: dump of the rollout's.
+        train: dump of the training's path, or a recorded run.
+        rollout: the same of the rollout's.
         repeat: a second dump of one of the two, or of the training with another batch; measures the noise.
         names: table of names, or the TOML file of one.
         progress: called with modules done, modules in all, and a name.
@@ -67,6 +68,11 @@ def compare_paths(
         UsageError: the table of names cannot be used.
     """
     table = names if isinstance(names, Names) else Names.read(names)
+    if is_run(train) and is_run(rollout):
+        measures, single, left = measure_runs(train, rollout, table)
+        problems = [] if repeat is None else ["a repetition of a run is not read: statistics of the same tokens have no noise"]
+        return ParityReport(_joined(single, measures), train=str(train), rollout=str(rollout), repeat=None, modules=measures,
+                            metrics={}, unmatched=left, problems=problems)  # fmt: skip
     ours, theirs = open_dump(train), open_dump(rollout)
     again = None if repeat is None else open_dump(repeat)
     problems = [

@@ -1,0 +1,147 @@
+"""Two recorded runs as paths: their statistics of the same tokens, module by module, where no activation was kept.
+
+Sums over the same tensor are the same in both, whatever the casts. The size of a difference is known, not its direction: a scale,
+another cast and a changed weight are told, and what leaves every sum as it is is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fp8debug.errors import RunError
+from fp8debug.parity.measures import Measures
+from fp8debug.parity.names import Names, matched
+from fp8debug.parity.rules import PATHS, PathFinding
+from fp8debug.store.read.run import Run
+
+#: Relative difference of two sizes from which on they are not of one tensor: BF16's rounding moves a sum by less.
+MAX_SAME = 2e-4
+#: Relative difference of two factors, of the largest value and of the sum, that are one scale.
+ONE_SCALE = 0.01
+_COLUMNS = "module, tensor, reference, cast_name, actual, call_index, numel, amax, sum_x2, sum_y2"
+
+
+def is_run(path: str | Path) -> bool:
+    """Tell whether a folder is a recorded run."""
+    return (Path(path) / "manifest.json").is_file()
+
+
+def measure_runs(
+    train: str | Path, rollout: str | Path, names: Names
+) -> tuple[list[Measures], list[PathFinding], list[tuple[str, str]]]:
+    """Return the measures and findings of the first sampled step of two runs, and the modules of one alone.
+
+    Args:
+        train: the run of the training, or of its forward passes.
+        rollout: the run of the rollout, as ``watch(inference=True)`` records it.
+        names: table of names.
+
+    Raises:
+        RunError: a run cannot be read, or they have no module or not as many tokens in common.
+    """
+    ours, theirs = _sites(train), _sites(rollout)
+    pairs, mine, others = matched(list(ours), list(theirs), names)
+    whole = [(name, a.module, b.module) for name, a, b in pairs if a.place is None and b.place is None]
+    if not whole:
+        raise RunError(f"no module of {train} is one of {rollout}; map their names with --names TABLE")
+    measures: list[Measures] = []
+    findings: list[PathFinding] = []
+    is_same = True
+    for name, first, second in whole:
+        a, b = ours[first], theirs[second]
+        if is_same and (counts := (_of(a, "input", "numel"), _of(b, "input", "numel")))[0] != counts[1]:
+            raise RunError(
+                f"{name} got {counts[0]:g} numbers in {train} and {counts[1]:g} in {rollout}: record both on the same tokens"
+            )
+        given, made = _apart(a, b, "input", "sum_x2"), _apart(a, b, "output", "sum_y2")
+        weight = _apart(a, b, "weight", "sum_x2")
+        one = Measures(module=name, theirs=second, kind="", input=_square(given), output=_square(made), weight=_square(weight))
+        measures.append(one)
+        found = _weight(one, a, b, weight) or _casts(one, a, b)
+        if found is None and is_same and given is not None and given > MAX_SAME:
+            text = f"{name}: its input has another size in the rollout, by {given:.2g}, and no module before it differs"
+            found = _found("F306", text, one, given, "input")
+        elif found is None and is_same and made is not None and made > MAX_SAME:
+            text = f"{name}: input, weight and casts are the same, and the output's size differs by {made:.2g}"
+            found = _found("F306", text, one, made, "output")
+        if found is not None:
+            findings.append(found)
+        is_same &= found is None and (given or 0.0) <= MAX_SAME and (made or 0.0) <= MAX_SAME
+    left = [(name, "training") for name in mine] + [(name, "rollout") for name in others]
+    known = ({names.bare(m["fqn"]) for m in Run(rollout).modules}, {names.bare(m["fqn"]) for m in Run(train).modules})
+    for name, path in left:
+        if names.bare(name) in known[path == "rollout"]:
+            text = f"{name}: it runs in FP8 in the {path} alone; in the other path it is in high precision, or was not recorded"
+            findings.append(_found("F307", text, Measures(module=name, theirs=name), None, "input"))
+    return measures, findings, left
+
+
+def _sites(path: str | Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the rows of fprop at the first sampled step by module, in execution order, and tensor."""
+    run = Run(path)
+    steps = run.sampled_steps
+    if not steps:
+        raise RunError(f"{path} has no sampled step")
+    query = f"SELECT {_COLUMNS} FROM sites WHERE gemm = 'fprop' AND reference <> 'exact' AND step = ? ORDER BY call_index, actual"
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in run.sql(query, [steps[0]]).to_pylist():
+        found.setdefault(row["module"], {})[row["tensor"]] = row  # what runs comes last
+    return found
+
+
+def _of(site: dict[str, dict[str, Any]], tensor: str, column: str) -> float | None:
+    value = site.get(tensor, {}).get(column)
+    return None if value is None else float(value)
+
+
+def _ratio(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], tensor: str, column: str) -> float | None:
+    first, second = _of(a, tensor, column), _of(b, tensor, column)
+    if first is None or second is None or first <= 0 or second <= 0:
+        return None
+    return second / first
+
+
+def _apart(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], tensor: str, column: str) -> float | None:
+    """Return the relative difference of a tensor's root mean square."""
+    ratio = _ratio(a, b, tensor, column)
+    return None if ratio is None else abs(float(ratio**0.5) - 1)
+
+
+def _square(value: float | None) -> float | None:
+    return None if value is None else value * value
+
+
+def _weight(one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], apart: float | None) -> PathFinding | None:
+    largest, size = _ratio(a, b, "weight", "amax"), _ratio(a, b, "weight", "sum_x2")
+    if apart is None or largest is None or size is None or (apart <= MAX_SAME and abs(largest - 1) <= 1e-2):
+        return None
+    gain = size**0.5
+    if abs(gain - 1) > 0.05 and abs(largest / gain - 1) < ONE_SCALE:
+        return _found("F302", f"{one.module}: the rollout's weight is {gain:.4g} times training's", one, gain, "weight")
+    text = (
+        f"{one.module}: the rollout's weight is another: its size differs by {apart:.2g}, its largest value by {largest - 1:+.2g}"
+    )
+    return _found("F301", text, one, apart, "weight")
+
+
+def _casts(one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> PathFinding | None:
+    for tensor in ("weight", "input"):
+        first, second = a.get(tensor), b.get(tensor)
+        if first is None or second is None:
+            continue
+        if bool(first["actual"]) != bool(second["actual"]):
+            where = "training" if first["actual"] else "rollout"
+            text = f"{one.module}: it runs in FP8 in the {where} alone"
+            return _found("F307", text, one, None, tensor)
+        if first["actual"] and first["cast_name"] != second["cast_name"]:
+            casts = f"{first['cast_name']} in training and as {second['cast_name']} in the rollout"
+            text = f"{one.module}: its {tensor} is cast as {casts}"
+            return _found("F303" if tensor == "weight" else "F304", text, one, None, tensor)
+    return None
+
+
+def _found(code: str, text: str, one: Measures, value: float | None, tensor: str) -> PathFinding:
+    finding = PATHS.get(code).found(text, module=one.module, theirs=one.theirs, tensor=tensor, value=value)
+    return replace(finding, threshold=MAX_SAME)
