@@ -90,4 +90,5 @@ CONTENTS: dict[str, Entry] = {
             ("compare-site", "figure"),
         ),
     ),
+    "parity": Entry("Parity", (("parity-about", "children"), ("parity-paths", "figure"), ("parity-modules", "rowData"))),
 }

@@ -49,8 +49,17 @@ def measure_runs(
     measures: list[Measures] = []
     findings: list[PathFinding] = []
     is_same = True
-    for name, first, second in whole:
-        a, b = ours[first], theirs[second]
+    known = tuple({names.bare(m["fqn"]) for m in Run(path).modules} for path in (train, rollout))
+    common = {first: (name, second) for name, first, second in whole}
+    for first, a in ours.items():
+        if first not in common:
+            if first in mine and names.bare(first) in known[1]:
+                measures.append(Measures(module=first, theirs=first))
+                findings.append(_alone(first, "training"))
+                is_same = False
+            continue
+        name, second = common[first]
+        b = theirs[second]
         if is_same and (counts := (_of(a, "input", "numel"), _of(b, "input", "numel")))[0] != counts[1]:
             raise RunError(
                 f"{name} got {counts[0]:g} numbers in {train} and {counts[1]:g} in {rollout}: record both on the same tokens"
@@ -70,11 +79,10 @@ def measure_runs(
             findings.append(found)
         is_same &= found is None and (given or 0.0) <= MAX_SAME and (made or 0.0) <= MAX_SAME
     left = [(name, "training") for name in mine] + [(name, "rollout") for name in others]
-    known = ({names.bare(m["fqn"]) for m in Run(rollout).modules}, {names.bare(m["fqn"]) for m in Run(train).modules})
     for name, path in left:
-        if names.bare(name) in known[path == "rollout"]:
-            text = f"{name}: it runs in FP8 in the {path} alone; in the other path it is in high precision, or was not recorded"
-            findings.append(_found("F307", text, Measures(module=name, theirs=name), None, "input"))
+        if path == "rollout" and names.bare(name) in known[0]:
+            measures.append(Measures(module=name, theirs=name))
+            findings.append(_alone(name, path))
     return measures, findings, left
 
 
@@ -140,6 +148,11 @@ def _casts(one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, A
             text = f"{one.module}: its {tensor} is cast as {casts}"
             return _found("F303" if tensor == "weight" else "F304", text, one, None, tensor)
     return None
+
+
+def _alone(name: str, path: str) -> PathFinding:
+    text = f"{name}: it runs in FP8 in the {path} alone; in the other path it is in high precision, or was not recorded"
+    return _found("F307", text, Measures(module=name, theirs=name), None, "input")
 
 
 def _found(code: str, text: str, one: Measures, value: float | None, tensor: str) -> PathFinding:

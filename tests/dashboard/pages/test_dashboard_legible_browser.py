@@ -38,6 +38,7 @@ PAGES = {
     "findings": "/findings?run=sick",
     "fallback": "/fallback?run=sick",
     "compare": "/compare?run=sick&with=healthy",
+    "parity": "/parity?run=sick&with=healthy",
 }
 WIDTHS = (390, 768, 1024, 1256, 1600, 3840)
 HERE = Path(__file__).parents[1]

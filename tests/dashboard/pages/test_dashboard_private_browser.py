@@ -33,6 +33,7 @@ PAGES = {
     "findings": "/findings?run=sick",
     "fallback": "/fallback?run=sick",
     "compare": "/compare?run=sick&with=healthy",
+    "parity": "/parity?run=sick&with=healthy",
 }
 #: Run in the page: the plots that are drawn, and what their options and buttons say.
 DRAWN = "Array.from(document.querySelectorAll('.js-plotly-plot')).filter(plot => plot._context)"

@@ -1,0 +1,126 @@
+"""Two paths of one model side by side, training and rollout: modules in execution order, and where they part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dash import html
+from dash.development.base_component import Component
+
+from fp8debug.errors import Fp8DebugError
+
+from ..data import parity as parity_data
+from ..figures.base import empty
+from ..figures.parity import HEIGHT, paths
+from ..figures.theme import BY_NUMBER, GRID_NUMBER, plain_number
+from ..web.run_view import Opened
+from ..web.urls import View
+from ..widgets import badge, card, code, control, graph, grid, note, poster
+from .base import Page
+
+_NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 130}
+COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "place", "headerName": "#", "type": "rightAligned", "width": 70},
+    {"field": "module", "headerName": "Training", "width": 240, "tooltipField": "module"},
+    {"field": "rollout_module", "headerName": "Rollout", "width": 240, "tooltipField": "rollout_module"},
+    {"field": "cause", "headerName": "Parts here", "width": 110},
+    {"field": "input_nmse", "headerName": "Input", **_NUMBER},
+    {"field": "output_nmse", "headerName": "Output", **_NUMBER},
+    {"field": "weight_nmse", "headerName": "Weight", **_NUMBER},
+    {"field": "error_train", "headerName": "Training's error", **_NUMBER},
+    {"field": "error_rollout", "headerName": "Rollout's error", **_NUMBER},
+)
+_NUMBERS = ("input_nmse", "output_nmse", "weight_nmse", "error_train", "error_rollout")
+
+
+def _other(view: View, opened: Opened) -> str | None:
+    name = view.get("with")
+    return name if name in opened.siblings() and name != opened.name and opened.beside is not None else None
+
+
+def _key(view: View, opened: Opened) -> tuple[str, str | None]:
+    return "parity", _other(view, opened)
+
+
+def is_pending(view: View, opened: Opened) -> bool:
+    """Tell whether the paths are still to be compared."""
+    is_there = _other(view, opened) is not None or parity_data.has_report(opened.run.path)
+    return is_there and not opened.is_kept(_key(view, opened))
+
+
+def settle(view: View, opened: Opened) -> object:
+    """Compare this run with the chosen one, or read the report in its folder."""
+    return opened.keep(_key(view, opened), lambda: _found(view, opened))
+
+
+def _found(view: View, opened: Opened) -> dict[str, Any] | str:
+    name = _other(view, opened)
+    try:
+        if name is not None and opened.beside is not None:
+            return parity_data.compare_with(opened.run.path, opened.beside(name).run.path)
+        return parity_data.read_report(opened.run.path)
+    except Fp8DebugError as error:
+        return str(error)
+
+
+def layout(view: View, opened: Opened) -> Component:
+    """Return the page."""
+    about, figure, rows = parts(view, opened)
+    names = [name for name in opened.siblings() if name != opened.name]
+    first = f"({parity_data.FILE} of this run)" if parity_data.has_report(opened.run.path) else "(choose the rollout's run)"
+    pick = control("with", "", view.get("with"), [{"value": "", "label": first}, *names], "with", 280)
+    return html.Div(
+        [
+            card(
+                "Training and rollout",
+                html.Div(about, id="parity-about"),
+                graph("parity-paths", figure),
+                note=html.Div([pick], className="controls"),
+            ),
+            card(
+                "Modules in execution order",
+                grid("parity-modules", COLUMNS, rows, "No module to list"),
+                note="squares of relative differences",
+            ),
+        ],
+        className="page",
+    )
+
+
+def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+    """Return a line about both paths, the plot, and every module."""
+    if view.get("with") and _other(view, opened) is None:
+        return note(f"No other run {view.get('with')!r} in this folder.", kind="error"), empty("nothing to compare", HEIGHT), []
+    if _other(view, opened) is None and not parity_data.has_report(opened.run.path):
+        command = f"fp8debug parity TRAIN ROLLOUT --format json -o {opened.run.path / parity_data.FILE}"
+        about = note("Choose the run of the rollout, or compare two dumps of the same tokens: ", code(command))
+        return about, empty("nothing to compare with yet", HEIGHT), []
+    found = opened.kept(_key(view, opened))
+    if found is None:
+        return poster("The two paths are being compared."), empty("not known yet", HEIGHT), []
+    if isinstance(found, str):
+        return note(found, kind="error"), empty("cannot be compared", HEIGHT), []
+    causes = {one["module"]: one["code"] for one in reversed(found["findings"]) if one["module"]}
+    lines: list[Component] = [
+        html.P([badge(one["severity"], one["code"]), f" {one['message']}. Cure: {one['cure']}."])
+        for one in found["findings"][:20]
+    ]
+    if not lines:
+        lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
+    metrics = [f"{name} {value:.4g}" for name, value in found["metrics"].items() if value is not None]
+    lines += [note(", ".join(metrics))] if metrics else []
+    rows = [
+        {
+            **{key: plain_number(one[key]) for key in _NUMBERS},
+            "id": str(place),
+            "place": place,
+            "module": one["module"],
+            "rollout_module": one["rollout_module"],
+            "cause": causes.get(one["module"], ""),
+        }
+        for place, one in enumerate(found["modules"])
+    ]
+    return lines, paths(found["modules"], list(causes)), rows
+
+
+PAGE = Page(name="parity", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -1,0 +1,65 @@
+"""The parity page: two runs side by side, the report of two dumps, and a report that is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8debug.parity import compare_paths
+from fp8debug_dashboard.pages import parity
+from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.urls import View
+from tests.bench.parity import compared
+from tests.dashboard import samples
+
+
+def words(part: Any) -> str:
+    return json.dumps(part, default=lambda one: one.to_plotly_json())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("train", "rollout"):
+        samples.write_healthy(tmp_path / name, every=10)
+    return tmp_path
+
+
+def test_two_runs_are_compared_when_one_is_chosen(folder: Path) -> None:
+    opened = Source(folder).open("train")
+    about, _, rows = parity.parts(View("parity", "train", {}), opened)
+    assert "Choose the run of the rollout" in words(about) and not rows
+    view = View("parity", "train", {"with": "rollout"})
+    assert parity.is_pending(view, opened)
+    parity.settle(view, opened)
+    about, figure, rows = parity.parts(view, opened)
+    assert not parity.is_pending(view, opened) and rows
+    assert [row["place"] for row in rows] == list(range(len(rows)))
+    assert "modules compared; none differs beyond noise" in words(about) and figure.data
+    assert parity.layout(view, opened) is not None
+
+
+def test_the_report_of_two_dumps_is_shown_with_its_culprit(folder: Path, tmp_path: Path) -> None:
+    compared("gpt", "scale x2", 0, tmp_path / "dumps")
+    report = compare_paths(tmp_path / "dumps" / "train", tmp_path / "dumps" / "rollout")
+    (folder / "train" / "parity.json").write_text(report.to_json())
+    opened, view = Source(folder).open("train"), View("parity", "train", {})
+    parity.settle(view, opened)
+    about, figure, rows = parity.parts(view, opened)
+    assert report[0].message in words(about)
+    (row,) = [row for row in rows if row["cause"]]
+    assert (row["module"], row["cause"]) == (report[0].module, "F302")
+    assert any(shape["x0"] == row["place"] for shape in figure.layout["shapes"])
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"modules": 3, "findings": []}', '{"modules": [3], "findings": [{"severity": "<b>"}]}']
+)
+def test_a_file_that_is_no_report_is_one_line(text: str, folder: Path) -> None:
+    (folder / "train" / "parity.json").write_text(text)
+    opened, view = Source(folder).open("train"), View("parity", "train", {})
+    parity.settle(view, opened)
+    about, _, rows = parity.parts(view, opened)
+    assert not rows and about is not None
