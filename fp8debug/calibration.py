@@ -22,7 +22,7 @@ from fp8debug.errors import RunError, UsageError
 from fp8debug.formats import FORMATS, GRANULARITIES, Format
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast, Recipe
-from fp8debug.store.file_checks import read_json
+from fp8debug.store.calibration_file import KIND, SCHEMA
 from fp8debug.types import OPERAND_SITES, OPERANDS, Gemm, TensorRole
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-KIND, SCHEMA = "fp8debug-scales", 1
 #: What a cast may lose at most (numerics.md, 4): torchao's cast gate, and the shares at which a rule would speak.
 MIN_SQNR_DB, MAX_CLIP_RATE, MAX_UNDERFLOW_RATE = 25.0, 1e-3, 0.01
 #: Magnitudes that stand for the elements of a binade.
@@ -147,25 +146,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def load_recipes(path: str | Path) -> dict[str, Recipe]:
-    """Return the recipe of each module in a file of :func:`calibrate`.
-
-    Raises:
-        UsageError: the file is missing or none of ours.
-    """
-    try:
-        document = read_json(Path(path))
-        if document["kind"] != KIND or document["schema"] > SCHEMA:
-            raise UsageError(f"{path} has kind {document['kind']!r}, schema {document['schema']}: not scales that we can read")
-        return {str(module): Recipe.from_dict(recipe) for module, recipe in document["recipes"].items()}
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; make it with `fp8debug calibrate RUN -o {path}`") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a file of `fp8debug calibrate`: {type(error).__name__} {error}"[:300]) from None
 
 
 def expect(fmt: Format, scale_inv: float, histogram: Array, amax: float, sum_x2: float, numel: int) -> Expected:

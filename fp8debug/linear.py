@@ -25,7 +25,6 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.nn.parameter import UninitializedParameter
 
-from fp8debug.calibration import load_recipes
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
@@ -453,6 +452,8 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
         raise UsageError(f"overrides is a dictionary from FQN globs to recipes, got {overrides!r}")
     base: str | Recipe | None = recipe
     if isinstance(recipe, str) and recipe.endswith(".json"):
+        from fp8debug.store.calibration_file import load_recipes  # a file: recording alone needs nothing of the store
+
         base, scales = None, dict(load_recipes(recipe))
         overrides = {**scales, **(overrides or {})}
     wanted: dict[str, Recipe | None] = {}

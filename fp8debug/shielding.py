@@ -26,7 +26,7 @@ from torch.fx import _symbolic_trace as _fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8debug.interruptions import is_ours
-from fp8debug.store.schema import NOT_WATCHED
+from fp8debug.types import NOT_WATCHED
 
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Wrappers that put their own name into an FQN (torch.compile, activation checkpointing, FSDP); a run's names have none.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
+#: How an event of kind ``skipped`` tells that a module is not recorded from its step on.
+NOT_WATCHED = "not watched any more"
+
 
 def plain_name(fqn: str) -> str:
     """Return an FQN without the names of wrappers."""

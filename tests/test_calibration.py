@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug.calibration import Calibration, Expected, calibrate, expect, load_recipes
+from fp8debug.calibration import Calibration, Expected, calibrate, expect
 from fp8debug.errors import NoMatchError, RunError, UsageError
 from fp8debug.formats import FORMATS
 from fp8debug.replay import replay
+from fp8debug.store.calibration_file import load_recipes
 from fp8debug.store.dump_files import dumps_of
 from fp8debug_cli.main import status
 from tests.recording.models import batch, net, record

@@ -32,8 +32,10 @@ LAYERS = {
     "fp8debug.guard": 2,
     "fp8debug.recipes": 2,
     "fp8debug.sharding": 2,
+    "fp8debug.shielding": 2,
     "fp8debug.trainers": 2,
     "fp8debug.metrics": 3,
+    "fp8debug.reuse": 3,
     "fp8debug.schedule": 3,
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
@@ -42,19 +44,17 @@ LAYERS = {
     "fp8debug.replay": 5,
     "fp8debug.rules": 5,
     "fp8debug.second_look": 5,
-    "fp8debug.shielding": 5,
     "fp8debug.speed": 5,
     "fp8debug.te_stats": 5,
     "fp8debug.checkpoints": 6,
-    "fp8debug.parity": 6.5,
     "fp8debug.compaction": 6,
     "fp8debug.fallback": 6,
-    "fp8debug.reuse": 6,
     "fp8debug.table": 6,
     "fp8debug.exporters": 7,
     "fp8debug.observer": 7,
-    "fp8debug.reports": 7,
+    "fp8debug.parity": 7,
     "fp8debug.lines": 8,
+    "fp8debug.reports": 8,
     "fp8debug.riding": 8,
     "fp8debug.probe": 9,
     "fp8debug.linear": 10,
@@ -151,7 +151,7 @@ class Tree:
         return parent if parent in self.imports else None
 
     def loads(self, name: str) -> dict[str, str]:
-        """Return every foreign top-level package that importing ``name`` loads, each with the way there."""
+        """Return all that importing ``name`` loads, modules of ours and foreign top-level packages, each with the way there."""
         found: dict[str, str] = {}
         seen: set[str] = set()
 
@@ -168,6 +168,7 @@ class Tree:
                 ours = self.module(target)
                 here = f"{way} > {module}:{line}" if way else f"{module}:{line}"
                 if ours:
+                    found.setdefault(ours, here)
                     visit(ours, here)
                 else:
                     found.setdefault(target.split(".")[0], here)
@@ -257,13 +258,13 @@ def test_optional_frameworks_are_imported_only_inside_functions() -> None:
 
 def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
     allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.arms", "fp8debug.run", "fp8debug.replay"}
-    wrong = [
-        f"{name}:{i.line} {i.target}"
+    wrong = {
+        name: way
         for name in TREE.under(RECORDING)
-        for i in TREE.imports[name]
-        if i.target.startswith("fp8debug.store") and unit(name) not in {*allowed, "fp8debug.store"}
-    ]
-    assert wrong == []
+        for loaded, way in TREE.loads(name).items()
+        if loaded.startswith("fp8debug.store") and unit(name) not in {*allowed, "fp8debug.store"}
+    }
+    assert wrong == {}
 
 
 def test_every_import_of_ours_resolves() -> None:

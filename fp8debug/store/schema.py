@@ -17,8 +17,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 3: shard of stats.
 SCHEMA_VERSION = 3
 
-#: How an event tells that a module (kind ``skipped``) or everything (kind ``recording``) is not recorded from its step on.
-NOT_WATCHED, RECORDING_STOPPED = "not watched any more", "recording stopped"
+#: How an event of kind ``recording`` tells that nothing is recorded from its step on.
+RECORDING_STOPPED = "recording stopped"
 #: Beginning of a note on an exception that ended the program.
 ENDED_BY = "ended by"
 

@@ -15,11 +15,11 @@ import pyarrow as pa
 from safetensors.numpy import save_file
 
 from fp8debug.arms import Arm
-from fp8debug.calibration import load_recipes
 from fp8debug.errors import Fp8DebugError
 from fp8debug.fallback import load_fallbacks
 from fp8debug.rules.engine.config import load_settings
 from fp8debug.store import dump_files
+from fp8debug.store.calibration_file import load_recipes
 from fp8debug.store.dump_files import dumps_of, file_name, open_dump, rank_folder
 from fp8debug.store.file_checks import RefusedError, parse_json, read_footer
 from fp8debug.store.read.manifest import checked

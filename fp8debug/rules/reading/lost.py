@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.store.schema import ENDED_BY, NOT_WATCHED, RECORDING_STOPPED
+from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
+from fp8debug.types import NOT_WATCHED
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
