@@ -30,12 +30,12 @@ from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.quantize_pair import quantize_pair
+from fp8debug.kernels.torch_state import is_batched, is_transformed, unseen
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.reuse import Made, let_go, made_of
 from fp8debug.second_look import Kept
 from fp8debug.sharding import Layout, is_sharded, split
-from fp8debug.shielding import is_batched, is_transformed, unseen
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole, match_fqn
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.

@@ -11,8 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from fp8debug.kernels.torch_state import is_capturing, is_overheard
 from fp8debug.recipes import Cast
-from fp8debug.shielding import is_capturing, is_overheard
 from fp8debug.types import Quantized
 
 #: The quantized input by its cast, whether the GEMM that reads it contracts rows, and the dtype that it was cast from.

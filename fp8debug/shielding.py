@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
-from torch._C import (
-    _DisableAutocast,
-    _get_dispatch_stack_at,
-    _get_function_stack_at,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-    _pop_torch_dispatch_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_dispatch_stack,
-    _push_on_torch_function_stack,
-)
-from torch._C import _dynamo as _dynamo_c
-from torch.fx import _symbolic_trace as _fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8debug.interruptions import is_ours
+from fp8debug.kernels.torch_state import TorchState, is_overridden, ordinary_torch, untraced
 from fp8debug.types import NOT_WATCHED
 
 if TYPE_CHECKING:
@@ -34,67 +18,9 @@ if TYPE_CHECKING:
     from fp8debug.observer import Observer
 
     P = ParamSpec("P")
+
 R = TypeVar("R")
-F = TypeVar("F", bound="Callable[..., Any]")
 S = TypeVar("S", bound="Shielded")
-
-
-_FRAMES: Any = _dynamo_c.eval_frame
-_IS_TORCH_2_6 = not hasattr(_FRAMES, "set_code_exec_strategy")
-
-
-def skipped_by_dynamo(function: F) -> F:
-    """Keep Dynamo from compiling a function's own frame, where code of a compiled function runs after a graph break.
-
-    Functions that it calls may be compiled; torch._dynamo is not imported for it.
-    """
-    code = function.__code__
-    if _IS_TORCH_2_6:
-        _FRAMES.skip_code(code)
-    else:
-        skip, default = _FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.DEFAULT
-        _FRAMES.set_code_exec_strategy(code, _FRAMES._FrameExecStrategy(skip, default))
-    return function
-
-
-@skipped_by_dynamo
-def _frame_callback() -> Any:
-    """Return what compiles a frame that begins in this thread; None outside of code under torch.compile."""
-    if not _IS_TORCH_2_6:
-        return _FRAMES.get_eval_frame_callback()
-    callback = _FRAMES.set_eval_frame(None)  # the getter of torch 2.6 gives a reference away that it does not own
-    _FRAMES.set_eval_frame(callback)
-    return callback
-
-
-def untraced(function: F) -> F:
-    """Let Dynamo compile neither a function of ours nor what it calls, as :func:`torch.compiler.disable` does at lower cost."""
-
-    @skipped_by_dynamo
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        callback = _frame_callback()
-        if callback is None:
-            return function(*args, **kwargs)
-        _FRAMES.set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _FRAMES.set_eval_frame(callback)
-
-    return cast("F", call)
-
-
-@skipped_by_dynamo
-def is_under_dynamo() -> bool:
-    """Return whether torch.compile runs the code that called: a frame that begins now may be compiled."""
-    return _frame_callback() is not None
-
-
-@skipped_by_dynamo
-def is_traced() -> bool:
-    """Return whether a module's call is traced into a graph (torch.jit.trace, torch.fx, torch.export) and trains nothing."""
-    return torch._C._get_tracing_state() is not None or bool(getattr(_fx, "_is_fx_tracing_flag", False))
 
 
 class Shielded:
@@ -192,122 +118,3 @@ def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Ca
             return None
 
     return untraced(call)
-
-
-class TorchState:
-    """The gradient mode, dispatch modes and function modes of this thread, to be restored after an exception.
-
-    A context manager does not restore them where a signal handler raises inside its ``__enter__``.
-    """
-
-    __slots__ = ("_functions", "_has_gradients", "_modes")
-
-    def __init__(self) -> None:
-        self._has_gradients = torch.is_grad_enabled()
-        self._modes = active_modes()
-        self._functions = _function_modes()
-
-    def restore(self) -> None:
-        """Set all three to what they were."""
-        if torch.is_grad_enabled() != self._has_gradients:
-            torch._C._set_grad_enabled(self._has_gradients)
-        set_modes(self._modes)
-        if len(_function_modes()) != len(self._functions):
-            while _len_torch_function_stack():
-                _pop_torch_function_stack()
-            for mode in self._functions:
-                _push_on_torch_function_stack(mode)
-
-
-def _function_modes() -> list[Any]:
-    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
-
-
-def set_modes(modes: list[Any]) -> None:
-    """Make these the dispatch modes of this thread, the outermost first; those that stay where they are are not touched."""
-    now = active_modes()
-    same = next(
-        (i for i, (one, other) in enumerate(zip(now, modes, strict=False)) if one is not other), min(len(now), len(modes))
-    )
-    while _len_torch_dispatch_stack() > same:
-        _pop_torch_dispatch_stack(None)
-    for mode in modes[same:]:
-        _push_on_torch_dispatch_stack(mode)
-
-
-def active_modes() -> list[Any]:
-    """Return the dispatch modes of this thread, the outermost first."""
-    return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
-
-
-def is_overheard() -> bool:
-    """Return whether a mode that is not ours hears the ops that run now."""
-    count = _len_torch_dispatch_stack()
-    return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
-
-
-class _Aside:
-    """Takes modes of ours off the stack: what we compute is not for them, and an op that is heard takes far longer."""
-
-    def __enter__(self) -> None:
-        self._modes = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
-
-    def __exit__(self, *_: object) -> None:
-        for mode in reversed(self._modes):
-            _push_on_torch_dispatch_stack(mode)
-
-
-def unseen() -> AbstractContextManager[Any]:
-    """Let no mode hear the ops that follow.
-
-    Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
-    once more: one of ours, which does not run again, would hand the training another tensor.
-    """
-    if not _len_torch_dispatch_stack():
-        return nullcontext()
-    return _disable_current_modes() if is_overheard() else _Aside()
-
-
-def is_overridden() -> bool:
-    """Return whether the program has changed what torch's ops do on this thread: by a mode, autocast or inference mode."""
-    return bool(
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _is_any_autocast_enabled()
-        or torch.is_inference_mode_enabled()
-    )
-
-
-@contextmanager
-def ordinary_torch() -> Iterator[None]:
-    """Run our own ops as torch does by default: without autograd, and outside every mode of the program.
-
-    Dispatch modes would count the ops, function modes (a default device is one) would place or replace them, autocast would
-    round their operands, and what inference mode makes could not be written to after it.
-    """
-    modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
-    try:
-        with torch.no_grad(), unseen():
-            if not (_is_any_autocast_enabled() or torch.is_inference_mode_enabled()):
-                yield
-            else:
-                with torch.inference_mode(False), torch.no_grad(), _DisableAutocast():
-                    yield
-    finally:
-        for mode in reversed(modes):
-            _push_on_torch_function_stack(mode)
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of torch.func (grad, vmap, jvp) runs, under which tensors are wrappers without memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_batched(x: Tensor) -> bool:
-    """Return whether a tensor stands for many at once: under vmap, or as a gradient of ``is_grads_batched=True``."""
-    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph captures what runs now."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's

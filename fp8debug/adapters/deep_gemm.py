@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8debug.adapters.interception.listener import Heard, Listener
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.interruptions import is_ours
-from fp8debug.shielding import TorchState, ordinary_torch
+from fp8debug.kernels.torch_state import TorchState, ordinary_torch
 
 #: Entry points by the layout of their operands: whether the first and the second are stored transposed.
 ENTRY_POINTS = {

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8debug
-from fp8debug.shielding import is_under_dynamo, skipped_by_dynamo
+from fp8debug.kernels.torch_state import is_under_dynamo, skipped_by_dynamo
 from tests.recording.models import rows_of
 
 PACKAGE = Path(fp8debug.__file__).parent

@@ -23,9 +23,9 @@ from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import listener_of, nodes_between
 from fp8debug.adapters.interception.sublinears import Part, heard_recipe, stacks_of
 from fp8debug.errors import AttachError
+from fp8debug.kernels.torch_state import untraced
 from fp8debug.observer import Observer
 from fp8debug.recipes import Recipe
-from fp8debug.shielding import untraced
 
 #: Nodes between a GEMM and its weight: views, transposes, casts.
 _MAX_STEPS = 16

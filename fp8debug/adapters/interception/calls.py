@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from fp8debug.shielding import is_traced, is_under_dynamo, skipped_by_dynamo, untraced
+from fp8debug.kernels.torch_state import is_traced, is_under_dynamo, skipped_by_dynamo, untraced
 
 _NAME = "_compiled_call_impl"
 _ASKS = nn.Module.__call__.__code__

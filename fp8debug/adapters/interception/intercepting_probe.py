@@ -18,13 +18,14 @@ from fp8debug.adapters.plain import Trial
 from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer import Extremes, Observer, extremes_of
 from fp8debug.probe import Probe, Product
 from fp8debug.recipes import Cast
 from fp8debug.second_look import Kept, Tried
 from fp8debug.sharding import layout_by_marks
-from fp8debug.shielding import guarded, is_batched, is_transformed, shielded, untraced
+from fp8debug.shielding import guarded, shielded
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8debug.adapters.interception.calls import observe_regions
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.interruptions import is_ours
+from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import Observer
-from fp8debug.shielding import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
 
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5
