@@ -28,14 +28,14 @@ from torch.nn.parameter import UninitializedParameter
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
+from fp8debug.kernels.cast_cache import Made, let_go, made_of
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
 from fp8debug.kernels.quantize_pair import quantize_pair
 from fp8debug.kernels.torch_state import is_batched, is_transformed, unseen
-from fp8debug.probe import Probe, Product
+from fp8debug.observer.probe import Probe, Product
+from fp8debug.observer.rechecks import Kept
+from fp8debug.observer.sharding import Layout, is_sharded, split
 from fp8debug.recipes import Cast, Recipe, get_recipe
-from fp8debug.reuse import Made, let_go, made_of
-from fp8debug.second_look import Kept
-from fp8debug.sharding import Layout, is_sharded, split
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole, match_fqn
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.

@@ -70,7 +70,7 @@ class Schedule:
         step: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        from fp8debug.optimizer_hooks import after_any_optimizer
+        from fp8debug.observer.optimizer_hooks import after_any_optimizer
 
         self.modules = tuple(spans)
         self.step = step

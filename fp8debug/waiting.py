@@ -32,7 +32,7 @@ from fp8debug.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
 from fp8debug.meter import LossMeter, untraced
-from fp8debug.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.trainers import loop_of
 from fp8debug.trainers.base import replace
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8debug.table import Snapshot
+from fp8debug.observer.table import Snapshot
 
 
 def slots_of(snapshot: Snapshot, rows: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.registry import Registry
 

@@ -12,8 +12,8 @@ from fp8debug.adapters.interception.linear_ops import LINEAR_OPS
 from fp8debug.adapters.plain import Trial
 from fp8debug.errors import AttachError
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import Observer
-from fp8debug.probe import Probe
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.probe import Probe
 from fp8debug.recipes import Recipe
 
 

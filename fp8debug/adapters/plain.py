@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of
 from fp8debug.adapters.interception.calls import observe_calls
-from fp8debug.attributes import COMPUTED, stored
 from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.kernels.torch_state import is_batched
 from fp8debug.metrics import Source
-from fp8debug.observer import Observer
-from fp8debug.probe import Probe, Product
+from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.isolation import guarded
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.probe import Probe, Product
+from fp8debug.observer.rechecks import Kept
+from fp8debug.observer.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.recipes import Recipe
-from fp8debug.second_look import Kept
-from fp8debug.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
-from fp8debug.shielding import guarded
 from fp8debug.types import Gemm, TensorRole
 
 

@@ -22,7 +22,7 @@ from fp8debug.adapters.interception.intercepting_probe import Ears
 from fp8debug.adapters.interception.listener import DECODERS, SCALED, Heard, Side
 from fp8debug.adapters.plain import Trial
 from fp8debug.formats import GRANULARITIES, block_shape
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 

@@ -17,7 +17,7 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.intercepting_probe import Ears
 from fp8debug.adapters.interception.listener import Heard, Side
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERANDS, Gemm, TensorRole
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
-from fp8debug.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.recipes import Cast
 from fp8debug.registry import Registry
 from fp8debug.types import OPERAND_SITES, Gemm, Quantized, TensorRole

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, Fault, Target, undo_all
-from fp8debug.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.optimizer_hooks import after_any_optimizer
 
 
 def _holds(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:

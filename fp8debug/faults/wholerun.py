@@ -12,11 +12,11 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fp8debug.attributes import stored
 from fp8debug.errors import UsageError
 from fp8debug.faults.base import FAULTS, Fault, Ordinary, Target, distort, quantized, undo_all
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer.attributes import stored
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized, TensorRole
 

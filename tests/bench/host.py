@@ -37,7 +37,7 @@ import fp8debug
 from fp8debug.adapters.watching.step_writer import StepSink
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import FinishedStep
+from fp8debug.observer.observer import FinishedStep
 from fp8debug.store.columns import Message
 from fp8debug.store.write.worker import Worker
 from fp8debug.store.write.writer import RunWriter

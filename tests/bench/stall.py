@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import Observer
-from fp8debug.probe import Probe
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.probe import Probe
 from tests.bench.step import Job, Layer
 
 WARM_UP = 5

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 import fp8debug
-from fp8debug import probe
 from fp8debug.errors import UsageError
+from fp8debug.observer import probe
 from tests.recording.models import batch, net
 
 STEPS = 5

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 import fp8debug
-from fp8debug import linear, riding
+from fp8debug import linear
 from fp8debug.errors import UsageError
 from fp8debug.kernels import quantize_pair
 from fp8debug.kernels.dispatch import quantize
 from fp8debug.kernels.quantize_pair import Part
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer import fused_cast
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized, TensorRole
+from tests.kernels.test_cast_cache import attention, batch, same, trained
 from tests.recording.models import rows_of
-from tests.recording.test_reuse import attention, batch, same, trained
 
 
 @contextmanager
@@ -37,9 +38,9 @@ def paired() -> Iterator[list[tuple[int, ...]]]:
         return (quantize(x, across), None), (quantize(x, down, contracts_rows=True), None)
 
     with ExitStack() as stack:
-        for module in (linear, riding):
+        for module in (linear, fused_cast):
             stack.enter_context(patch.object(module, "quantize_pair", pair))
-        stack.enter_context(patch.object(riding, "takes_kernels", lambda x: True))
+        stack.enter_context(patch.object(fused_cast, "takes_kernels", lambda x: True))
         yield seen
 
 
@@ -94,7 +95,7 @@ def test_an_error_of_a_watch_in_a_pair_leaves_the_step_as_it_is(tmp_path: Path, 
     def broken(*_: Any, **__: Any) -> None:
         raise UsageError("broken")
 
-    with paired(), patch.object(riding, "quantize_pair", broken):
+    with paired(), patch.object(fused_cast, "quantize_pair", broken):
         assert same(trained("cpu", "blockwise", tmp_path / "run"), expected)
     assert "broken" in capsys.readouterr().err
 
@@ -102,7 +103,7 @@ def test_an_error_of_a_watch_in_a_pair_leaves_the_step_as_it_is(tmp_path: Path, 
 @contextmanager
 def without_pairs() -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (linear, riding):
+        for module in (linear, fused_cast):
             stack.enter_context(patch.object(module, "quantize_pair", lambda *_, **__: None))
         yield
 
@@ -119,7 +120,7 @@ def noted() -> Iterator[list[tuple[bool, Quantized]]]:
         return found
 
     with ExitStack() as stack:
-        for module in (linear, riding):
+        for module in (linear, fused_cast):
             stack.enter_context(patch.object(module, "quantize_pair", pair))
         yield made
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fp8debug
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import Observer, Settings
-from fp8debug.probe import Probe
+from fp8debug.observer.observer import Observer, Settings
+from fp8debug.observer.probe import Probe
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, TensorRole
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from fp8debug.formats import GRANULARITIES
 from fp8debug.kernels.dispatch import operand_pair, quantize, statistics
 from fp8debug.metrics import METRICS, Pair, Slot, Source, slots
+from fp8debug.observer.table import Table, layout
 from fp8debug.recipes import Cast
-from fp8debug.table import Table, layout
 from tests.slots import slots_of
 
 #: Granularities whose blocks end at multiples of their rows; a cut anywhere else would cut a block.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fp8debug
-from fp8debug.observer import place_of_first
+from fp8debug.observer.observer import place_of_first
 from fp8debug.rules import Findings
 from tests.recording.models import Net, net, train
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.lines import Lines
+from fp8debug.observer.rows import Lines
 from tests.recording.models import Net, net, train
 
 

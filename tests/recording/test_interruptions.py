@@ -20,8 +20,8 @@ from torch._C import _len_torch_dispatch_stack
 
 import fp8debug
 from fp8debug.interruptions import is_ours
-from fp8debug.observer import Observer
-from fp8debug.probe import Probe
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.probe import Probe
 
 PACKAGE = Path(fp8debug.__file__).parent
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -334,7 +334,7 @@ def test_a_module_is_watched_again_after_the_interruption(
 
 
 def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8debug.observer import Settings
+    from fp8debug.observer.observer import Settings
     from fp8debug.recipes import get_recipe
 
     taken: list[int] = []
@@ -359,8 +359,8 @@ def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: 
 
 #: Files of the recording half, whose code runs inside the program's training.
 RECORDING = (
-    *("observer", "probe", "riding", "reuse", "second_look", "linear", "lines", "leftovers", "shielding", "table", "arriving"),
-    *("guard", "run", "meter", "arms", "schedule", "sharding"),
+    *("observer/*", "linear"),
+    *("guard", "run", "meter", "arms", "schedule"),
     *("adapters/**/*", "trainers/*", "startup/*", "kernels/**/*", "faults/*", "store/write/writer", "store/write/worker"),
 )
 #: What else an ``except`` may catch that a signal handler raises as a matter of course.

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug import Fp8Linear, probe
+from fp8debug import Fp8Linear
 from fp8debug.kernels import dispatch
-from fp8debug.table import Snapshot, Table
+from fp8debug.observer import probe
+from fp8debug.observer.table import Snapshot, Table
 from fp8debug.types import Gemm
 from tests.recording.models import net, train
 

@@ -24,7 +24,7 @@ from fp8debug.adapters.interception.listener import listener_of, nodes_between
 from fp8debug.adapters.interception.sublinears import Part, heard_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.torch_state import untraced
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Recipe
 
 #: Nodes between a GEMM and its weight: views, transposes, casts.

@@ -10,13 +10,13 @@ from torch import Tensor
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.grouped.gemms import HeardGroup, by_expert, contracted, expert_of
 from fp8debug.adapters.interception.sublinears import CASTS, FAST, Part, PartProbe, tell_tokens
-from fp8debug.arriving import Arriving
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
-from fp8debug.observer import Observer, RowKey
-from fp8debug.second_look import Tried
-from fp8debug.shielding import guarded
+from fp8debug.observer.host_copy import Arriving
+from fp8debug.observer.isolation import guarded
+from fp8debug.observer.observer import Observer, RowKey
+from fp8debug.observer.rechecks import Tried
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}

@@ -15,17 +15,17 @@ from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import Heard, Side, listener_of, nodes_between, version_of
 from fp8debug.adapters.interception.sublinears import CALLED, TRIED, is_new
 from fp8debug.adapters.plain import Trial
-from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
-from fp8debug.observer import Extremes, Observer, extremes_of
-from fp8debug.probe import Probe, Product
+from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.isolation import guarded, shielded
+from fp8debug.observer.observer import Extremes, Observer, extremes_of
+from fp8debug.observer.probe import Probe, Product
+from fp8debug.observer.rechecks import Kept, Tried
+from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Cast
-from fp8debug.second_look import Kept, Tried
-from fp8debug.sharding import layout_by_marks
-from fp8debug.shielding import guarded, shielded
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.

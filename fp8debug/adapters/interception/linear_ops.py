@@ -15,9 +15,9 @@ from torch import Tensor
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
-from fp8debug.probe import Probe, Product
+from fp8debug.observer.probe import Probe, Product
+from fp8debug.observer.rechecks import Kept
 from fp8debug.recipes import Cast
-from fp8debug.second_look import Kept
 from fp8debug.types import Gemm, Quantized
 
 

@@ -31,7 +31,7 @@ from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, ordinary_torch, set_modes
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.

@@ -34,10 +34,10 @@ from fp8debug.adapters.plain import Trial
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import Observer
+from fp8debug.observer.isolation import guarded
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Cast, Recipe
-from fp8debug.sharding import layout_by_marks
-from fp8debug.shielding import guarded
 from fp8debug.types import Gemm, TensorRole
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -31,7 +31,7 @@ from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import class_of, num_dims
-from fp8debug.attributes import COMPUTED, stored
 from fp8debug.errors import AttachError
-from fp8debug.observer import Observer
-from fp8debug.probe import Probe
+from fp8debug.observer.attributes import COMPUTED, stored
+from fp8debug.observer.isolation import guarded
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.probe import Probe
 from fp8debug.recipes import Cast, Recipe
-from fp8debug.shielding import guarded
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: Modules that a sampled step of their last watch ran, in whatever precision, and of which nothing but FP8 is recorded.

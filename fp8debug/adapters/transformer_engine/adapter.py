@@ -30,11 +30,11 @@ from fp8debug.adapters.transformer_engine.modules import (
 )
 from fp8debug.adapters.transformer_engine.probe import Line, TeProbe, recipe_in_force
 from fp8debug.adapters.transformer_engine.scale_state import ScaleCheck
-from fp8debug.attributes import stored
 from fp8debug.errors import AttachError
-from fp8debug.observer import Observer
+from fp8debug.observer.attributes import stored
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Recipe
-from fp8debug.sharding import layout_by_marks
 from fp8debug.types import Gemm
 
 _NODES = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fp8debug.adapters.interception.sublinears import Part, chosen
 from fp8debug.adapters.transformer_engine.tensors import is_of_debug_tools, names_of, unwrapped
-from fp8debug.attributes import is_computed, stored
+from fp8debug.observer.attributes import is_computed, stored
 
 _PACKAGE = "transformer_engine.pytorch.module."
 #: Modules that are read, by class.

@@ -14,9 +14,9 @@ from fp8debug.adapters.interception.sublinears import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine.gemms import HeardGemm
 from fp8debug.adapters.transformer_engine.tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.probe import Product
-from fp8debug.second_look import Kept
-from fp8debug.shielding import guarded
+from fp8debug.observer.isolation import guarded
+from fp8debug.observer.probe import Product
+from fp8debug.observer.rechecks import Kept
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 

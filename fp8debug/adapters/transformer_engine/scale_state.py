@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8debug.arriving import Scalar
+from fp8debug.observer.host_copy import Scalar
 
 #: How much larger than the history allows a scale may be: FP32 rounding, no more.
 TOLERANCE = 1.01

@@ -28,9 +28,9 @@ from fp8debug.adapters.watching.recording_ranks import QuietWriter, check_ranks,
 from fp8debug.adapters.watching.trainer_watch import TrainerWatch
 from fp8debug.errors import AttachError
 from fp8debug.guard import Guard
-from fp8debug.observer import Settings
+from fp8debug.observer.observer import Settings
+from fp8debug.observer.sharding import describe_mesh
 from fp8debug.recipes import Recipe
-from fp8debug.sharding import describe_mesh
 from fp8debug.store.dump_selectors import parse_selectors
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trainers import loop_of

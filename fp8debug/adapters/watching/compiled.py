@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8debug.adapters.interception.calls import was_called_eagerly
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 
 
 def run_samples_eagerly(observer: Observer) -> tuple[Callable[[], None], Callable[[], None]]:

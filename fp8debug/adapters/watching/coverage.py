@@ -13,10 +13,10 @@ from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
 from fp8debug.adapters.interception.sublinears import TRIED, Part, kind_of_part, parts_of, stacks_of
 from fp8debug.adapters.watching.compiled import NOT_RECORDED
 from fp8debug.adapters.watching.pipeline import layers_before, name_in_model
-from fp8debug.attributes import has, stored
 from fp8debug.errors import AttachError
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import why_not_converted
+from fp8debug.observer.attributes import has, stored
 from fp8debug.recipes import Recipe
 from fp8debug.types import OPERAND_SITES, match_fqn, plain_name
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8debug.adapters.watching.coverage import Candidate
 from fp8debug.errors import UsageError
-from fp8debug.observer import Settings
+from fp8debug.observer.observer import Settings
 from fp8debug.store.volume import DEFAULT_STEPS, Volume, plan_volume, rows_of_module
 
 

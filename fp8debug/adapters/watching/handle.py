@@ -34,13 +34,13 @@ from fp8debug.adapters.watching.recipe_changes import RecipeChanges
 from fp8debug.adapters.watching.recording_ranks import QuietWriter
 from fp8debug.adapters.watching.step_writer import StepSink
 from fp8debug.adapters.watching.weight_updates import WeightUpdates, is_in_backward
-from fp8debug.arriving import Arriving
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transformed, ordinary_torch
-from fp8debug.observer import Observer, Settings
-from fp8debug.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.host_copy import Arriving
+from fp8debug.observer.observer import Observer, Settings
+from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import Gemm, TensorRole

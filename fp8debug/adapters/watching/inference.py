@@ -27,10 +27,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.watching.compiled import is_compile_in_use
-from fp8debug.attributes import stored
 from fp8debug.errors import UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer.attributes import stored
 from fp8debug.recipes import get_recipe
 from fp8debug.types import plain_name
 

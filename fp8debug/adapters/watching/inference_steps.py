@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8debug.adapters.interception.calls import observe_calls
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 
 
 class InferenceSteps:

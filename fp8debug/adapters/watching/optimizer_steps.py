@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.watching.coverage import Candidate
-from fp8debug.arriving import Arriving
 from fp8debug.kernels.sampling import shift_of
+from fp8debug.observer.host_copy import Arriving
 
 #: Elements of a weight that are looked at: a share is known to 0.5 % of it, a root mean square to 1 %.
 NUM_SAMPLED = 8192

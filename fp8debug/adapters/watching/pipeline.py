@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
 from fp8debug.trainers.base import replace, undoing
 
 #: More calls than a stage has: the modules of a stage come after those of all stages before it.

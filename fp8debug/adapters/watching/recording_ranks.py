@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8debug.errors import UsageError
-from fp8debug.sharding import is_first_replica, place_in_replica
+from fp8debug.observer.sharding import is_first_replica, place_in_replica
 from fp8debug.store.write.writer import RunWriter
 
 #: A job of more ranks records one replica, unless ``ranks`` says otherwise.

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from fp8debug.metrics import METRICS
-from fp8debug.observer import FinishedStep, RowInfo
-from fp8debug.sharding import Piece
+from fp8debug.observer.observer import FinishedStep, RowInfo
+from fp8debug.observer.sharding import Piece
+from fp8debug.observer.table import Group, Snapshot, TableLayout
 from fp8debug.store.columns import Lists, columns_over
 from fp8debug.store.schema import arrow_schema
 from fp8debug.store.write.batch import record_batch
-from fp8debug.table import Group, Snapshot, TableLayout
 from fp8debug.types import Gemm, Reference, TensorRole
 
 #: Counts of what is not finite; the first numbers of a sheet.

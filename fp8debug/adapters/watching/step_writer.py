@@ -17,9 +17,9 @@ from fp8debug.adapters.watching.dumps import Dumper
 from fp8debug.adapters.watching.pipeline import first_call
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
 from fp8debug.adapters.watching.row_batch import Described, by_execution, checked_nonfinite, stats_batch
-from fp8debug.observer import FinishedStep, RowInfo
+from fp8debug.observer.observer import FinishedStep, RowInfo
+from fp8debug.observer.table import Snapshot
 from fp8debug.store.write.writer import RunWriter
-from fp8debug.table import Snapshot
 from fp8debug.types import RESULTS, Gemm
 
 

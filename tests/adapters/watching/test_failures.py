@@ -14,10 +14,10 @@ from torch import nn
 
 import fp8debug
 from fp8debug.adapters.watching import row_batch, step_writer
-from fp8debug.observer import Observer
+from fp8debug.observer.observer import Observer
+from fp8debug.observer.table import Table
 from fp8debug.store import columns as packed
 from fp8debug.store.write import writer
-from fp8debug.table import Table
 from tests.store.recording import python
 
 NUM_STEPS = 6

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 
 import fp8debug
-from fp8debug import probe
 from fp8debug.adapters.transformer_engine.tensors import side_of_storage
 from fp8debug.adapters.watching import handle as watching
 from fp8debug.kernels.dispatch import dequantize
 from fp8debug.kernels.dispatch import describe as describe_operand
 from fp8debug.metrics import Source
-from fp8debug.observer import Observer
+from fp8debug.observer import probe
+from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 from tests.adapters.linears import ScaledLinear, batch, model, record, rows

@@ -13,7 +13,7 @@ from torch import nn
 import fp8debug
 from fp8debug.adapters.watching.recording_ranks import records
 from fp8debug.errors import UsageError
-from fp8debug.sharding import is_first_replica
+from fp8debug.observer.sharding import is_first_replica
 from tests.recording.models import batch, net
 
 

@@ -16,9 +16,9 @@ from torch import nn
 import fp8debug
 from fp8debug.adapters.watching.row_batch import Described, Sheet
 from fp8debug.metrics import METRICS, slots
-from fp8debug.observer import RowInfo, RowKey
+from fp8debug.observer.observer import RowInfo, RowKey
+from fp8debug.observer.table import Group, TableLayout
 from fp8debug.store.schema import arrow_schema
-from fp8debug.table import Group, TableLayout
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.store.recording import python
 

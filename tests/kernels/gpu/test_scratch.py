@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fp8debug import observer
-from fp8debug import table as tables
 from fp8debug.kernels.gpu import scratch
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.gemm.error import DAMAGE
 from fp8debug.kernels.gpu.gemm.error_kernel import NUM_COLUMNS, SUMMED
 from fp8debug.kernels.gpu.scratch import RESULTS, Pool, discard, flush, num_losses, pool
 from fp8debug.kernels.slot_rows import WORDS, Row
-from fp8debug.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
+from fp8debug.observer import observer
+from fp8debug.observer import table as tables
+from fp8debug.observer.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.slots import slots_of

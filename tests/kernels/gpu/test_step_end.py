@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fp8debug.arriving import Scalar
 from fp8debug.kernels.gpu import scratch
 from fp8debug.kernels.gpu.scratch import ENVELOPE, to_device
 from fp8debug.kernels.gpu.step_end import BLOCK, StateSender, send_number
-from fp8debug.table import Buffers, Snapshot, TableLayout
+from fp8debug.observer.host_copy import Scalar
+from fp8debug.observer.table import Buffers, Snapshot, TableLayout
 from tests.recording.test_gpu_recording import no_synchronizing
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

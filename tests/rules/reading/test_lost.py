@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.probe import Probe
+from fp8debug.observer.probe import Probe
 from fp8debug.reports.github import to_github
 from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif

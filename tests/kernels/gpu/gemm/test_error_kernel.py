@@ -23,8 +23,8 @@ from fp8debug.kernels.slot_rows import HISTOGRAM, Layout
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
+from fp8debug.observer.table import Table
 from fp8debug.recipes import Cast, get_recipe
-from fp8debug.table import Table
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 from tests.kernels.twins import Largest, by_kernels_with
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
 from fp8debug.kernels.quantize_pair import Part, quantize_pair
 from fp8debug.kernels.torch_state import is_overheard
-from fp8debug.observer import Observer, RowKey
+from fp8debug.observer.isolation import Shielded, guarded
+from fp8debug.observer.observer import Observer, RowKey
 from fp8debug.recipes import Cast
-from fp8debug.shielding import Shielded, guarded
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, Reference, TensorRole
 
 

@@ -27,14 +27,14 @@ from fp8debug.kernels.dispatch import (
 from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sampling import Sample
 from fp8debug.kernels.torch_state import is_capturing, is_transformed
-from fp8debug.lines import Lines
 from fp8debug.metrics import Source
-from fp8debug.observer import Extremes, Observer, RowKey, extremes_of
+from fp8debug.observer.fused_cast import Riding
+from fp8debug.observer.isolation import guarded, shielded
+from fp8debug.observer.observer import Extremes, Observer, RowKey, extremes_of
+from fp8debug.observer.rechecks import HISTOGRAM, Kept, RunningSum, Tried, reread
+from fp8debug.observer.rows import Lines
+from fp8debug.observer.sharding import Layout
 from fp8debug.recipes import Cast
-from fp8debug.riding import Riding
-from fp8debug.second_look import HISTOGRAM, Kept, RunningSum, Tried, reread
-from fp8debug.sharding import Layout
-from fp8debug.shielding import guarded, shielded
 from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.

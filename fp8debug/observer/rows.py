@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp8debug.observer import Observer, RowInfo, RowKey
-from fp8debug.sharding import Layout
+from fp8debug.observer.observer import Observer, RowInfo, RowKey
+from fp8debug.observer.sharding import Layout
 
 
 class Known(NamedTuple):

@@ -15,7 +15,7 @@ from fp8debug.types import NOT_WATCHED
 if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
 
-    from fp8debug.observer import Observer
+    from fp8debug.observer.observer import Observer
 
     P = ParamSpec("P")
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8debug.arriving import new_event
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
 from fp8debug.kernels.slot_rows import HISTOGRAM, Layout, Row
 from fp8debug.metrics import Slot, slots
+from fp8debug.observer.host_copy import new_event
 
 Group = tuple[str, str]  # (kind, merge rule)
 #: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8debug.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.optimizer_hooks import after_any_optimizer
 
 
 def test_hooks_are_added_and_removed_within_one_another() -> None:

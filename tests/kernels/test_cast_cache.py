@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
-from fp8debug import linear, reuse, riding
+from fp8debug import linear
+from fp8debug.kernels import cast_cache
+from fp8debug.observer import fused_cast
 from tests.adapters.linears import CHECKPOINTS
 from tests.recording.models import rows_of
 
@@ -82,9 +84,9 @@ def counted() -> Iterator[list[tuple[int, ...]]]:
         return call
 
     with ExitStack() as stack:
-        for module, name in ((linear, "quantize"), (riding, "quantize"), (riding, "quantize_observed")):
+        for module, name in ((linear, "quantize"), (fused_cast, "quantize"), (fused_cast, "quantize_observed")):
             stack.enter_context(patch.object(module, name, noted(getattr(module, name))))
-        for module in (linear, riding):
+        for module in (linear, fused_cast):
             stack.enter_context(patch.object(module, "quantize_pair", noted_twice(module.quantize_pair)))
         yield seen
 
@@ -254,7 +256,7 @@ def test_where_nobody_counts_writes_each_quantizes_it(way: str) -> None:
     if way in ("leaf", "detached"):
         y = y.detach().requires_grad_(way == "leaf")
     context: Any = {"no_grad": torch.no_grad, "mode": Hearing}.get(way, torch.enable_grad)()
-    with counted() as seen, context, patch.object(reuse, "is_capturing", lambda: way == "capture"):
+    with counted() as seen, context, patch.object(cast_cache, "is_capturing", lambda: way == "capture"):
         layer.q(y), layer.k(y)
     assert seen.count((256, 128)) == 2 * (1 if way == "no_grad" else 2)  # no wgrad will come there
 
@@ -276,7 +278,7 @@ def test_a_fault_in_one_linear_is_not_anothers() -> None:
 
 def alive() -> list[weakref.ref[Tensor]]:
     """Return references to what is held."""
-    return [weakref.ref(tensor) for q in (reuse._last.made.values() if reuse._last else ()) for tensor in q]
+    return [weakref.ref(tensor) for q in (cast_cache._last.made.values() if cast_cache._last else ()) for tensor in q]
 
 
 @pytest.mark.parametrize("device", DEVICES)

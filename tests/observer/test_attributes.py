@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import fp8debug
-from fp8debug.attributes import has, is_computed, stored
+from fp8debug.observer.attributes import has, is_computed, stored
 from tests.recording.models import rows_of
 
 

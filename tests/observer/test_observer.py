@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug import arriving
-from fp8debug.arriving import Scalar
 from fp8debug.kernels.slot_rows import WORDS, Group, Layout
-from fp8debug.leftovers import AT_ONCE, MAX_STEPS
-from fp8debug.lines import Lines
 from fp8debug.metrics.damage import Damage
-from fp8debug.observer import Observer, RowKey, Settings
-from fp8debug.probe import Probe
+from fp8debug.observer import host_copy
+from fp8debug.observer.host_copy import Scalar
+from fp8debug.observer.observer import AT_ONCE, MAX_STEPS, Observer, RowKey, Settings
+from fp8debug.observer.probe import Probe
+from fp8debug.observer.rows import Lines
+from fp8debug.observer.table import Table
 from fp8debug.recipes import get_recipe
-from fp8debug.table import Table
 from fp8debug.types import Gemm, Reference, TensorRole
 from tests.slots import slots_of
 
@@ -90,8 +89,8 @@ class Arrived:
 def test_a_scalar_has_its_place_on_the_host_until_it_is_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
         monkeypatch.setattr(Scalar, "_spare", {})
-        monkeypatch.setattr(arriving, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
-        monkeypatch.setattr(arriving, "on_device", lambda x: nullcontext())
+        monkeypatch.setattr(host_copy, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
+        monkeypatch.setattr(host_copy, "on_device", lambda x: nullcontext())
     first = [Scalar(torch.tensor(float(i), device=device)) for i in range(3)]
     other = Scalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
     assert [one.read() for one in reversed(first)] == [2.0, 1.0, 0.0]
