@@ -27,7 +27,7 @@ demo: $(USER_STAMP)
 # A file at a time on every core; then what wants the machine for itself: pages, which wait, and times. Named files may have none (5).
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

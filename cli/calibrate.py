@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fp8debug.calibration import Expected, calibrate
+from fp8debug.tools.calibration import Expected, calibrate
 
 from .console import open_run, print_table, warn, write_file
 from .output import echo

@@ -8,7 +8,7 @@ import io
 import click
 
 from fp8debug.checkpoints import CHECKS, CheckReport, TensorFinding, check_checkpoint
-from fp8debug.plain import one_line
+from fp8debug.escaping import one_line
 from fp8debug.rules import Severity
 from fp8debug.rules.engine.config import load_settings
 

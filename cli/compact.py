@@ -6,10 +6,10 @@ import re
 
 import click
 
-from fp8debug.compaction import Compaction, Keep, compact_run
 from fp8debug.errors import UsageError
 from fp8debug.rules.engine.config import load_settings
 from fp8debug.store.volume import in_words
+from fp8debug.tools.compaction import Compaction, Keep, compact_run
 
 from .output import echo
 

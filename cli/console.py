@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from fp8debug.errors import UsageError
-from fp8debug.plain import field, one_line, visible
+from fp8debug.escaping import field, one_line, visible
 from fp8debug.store.locations import ObjectPath, place_of
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
@@ -61,7 +61,7 @@ def _converted(path: str) -> str:
     place = place_of(path)
     if isinstance(place, ObjectPath) or not place.is_dir() or (place / "manifest.json").exists():
         return path
-    from fp8debug.te_stats import find_logs, import_te_stats
+    from fp8debug.tools.te_stats import find_logs, import_te_stats
 
     if any(place.glob("rank=*")) or not find_logs(place):
         return path

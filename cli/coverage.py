@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from fp8debug.errors import RunError
-from fp8debug.plain import one_line
+from fp8debug.escaping import one_line
 from fp8debug.rules.reading.lost import losses_of
 from fp8debug.store.flop_shares import Rest, gemm_shares
 

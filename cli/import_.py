@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fp8debug.te_stats import import_te_stats
+from fp8debug.tools.te_stats import import_te_stats
 
 from .console import warn
 from .output import echo

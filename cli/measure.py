@@ -31,7 +31,7 @@ def command(files: tuple[str, ...], casts: tuple[str, ...], columns: str | None,
     """
     dumps = [dump for path in files for dump in dumps_at(path)]
     try:
-        replay = importlib.import_module("fp8debug.replay").replay
+        replay = importlib.import_module("fp8debug.tools.replay").replay
     except ImportError as error:
         raise UsageError(f"measure computes with torch, which cannot be imported here: {error}") from None
     asked = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from fp8debug.plain import plain
+from fp8debug.escaping import plain
 
 
 class Lines(str):
-    """A cell of several lines: its breaks are ours, what stands between them went through :func:`fp8debug.plain.one_line`."""
+    """A cell of several lines: its breaks are ours, what stands between them went through :func:`fp8debug.escaping.one_line`."""
 
 
 def echo(message: str = "", *, err: bool = False, nl: bool = True) -> None:

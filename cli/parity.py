@@ -7,9 +7,9 @@ import io
 
 import click
 
+from fp8debug.escaping import one_line
 from fp8debug.parity import ParityReport, compare_paths
 from fp8debug.parity.rules import PathFinding
-from fp8debug.plain import one_line
 from fp8debug.rules import Severity
 
 from .console import print_table, progress, write_file

@@ -60,7 +60,7 @@ def command(
     else:
         wanted = load_shapes(place_of(str(shapes)), tokens=tokens, recipe=recipe)
     try:
-        from fp8debug.speed import measure_shapes  # the recording half, for this command alone
+        from fp8debug.tools.speed import measure_shapes  # the recording half, for this command alone
     except ImportError as error:
         raise click.UsageError(f"speed runs GEMMs and needs torch: {error}") from None
     with progress("timing") as report:

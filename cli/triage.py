@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from fp8debug.plain import one_line
+from fp8debug.escaping import one_line
 from fp8debug.rules import Finding, Findings, Severity, triage
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
 from fp8debug.rules.engine.config import load_settings

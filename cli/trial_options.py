@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-from fp8debug.arms import CHANGEABLE, unchangeable
 from fp8debug.errors import UsageError
 from fp8debug.recipes import get_recipe
+from fp8debug.run.arms import CHANGEABLE, unchangeable
 from fp8debug.store.read.run import Run
 from fp8debug.trials import Script
 from fp8debug.trials.gap import CLOSED, MIN_GAP

@@ -37,7 +37,7 @@ _HOME = {
     "Finding": "fp8debug.rules.base",
     "Fp8DebugError": "fp8debug.errors",
     "Fp8Linear": "fp8debug.linear",
-    "Guard": "fp8debug.guard",
+    "Guard": "fp8debug.fallback.guard",
     "Quantized": "fp8debug.types",
     "Recipe": "fp8debug.recipes",
     "Run": "fp8debug.store.read.run",
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from fp8debug.adapters import watch
     from fp8debug.errors import Fp8DebugError
     from fp8debug.fallback import Fallback, apply, recommend
+    from fp8debug.fallback.guard import Guard
     from fp8debug.faults import inject, list_faults
-    from fp8debug.guard import Guard
     from fp8debug.kernels.dispatch import quantize
     from fp8debug.kernels.reference import dequantize, measure
     from fp8debug.linear import Fp8Linear, convert

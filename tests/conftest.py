@@ -24,7 +24,7 @@ if not Path("/dev/nvidiactl").exists():
 #: Where tests in a browser are.
 PAGES = Path(__file__).parent / "dashboard"
 #: Where times are asserted.
-TIMED = Path(__file__).parent / "test_speed.py"
+TIMED = Path(__file__).parent / "tools" / "test_speed.py"
 #: The browser of the system; CHROMIUM names another one.
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -17,60 +17,69 @@ PACKAGES = {"fp8debug": "fp8debug", "fp8debug_cli": "cli", "fp8debug_dashboard":
 #: A module or package, and all below it, by layer: the lowest whole number above all that it imports. Within one layer
 #: nothing imports anything but its own package. The top package's public names count as its imports.
 LAYERS = {
-    "fp8debug.energy": 0,
     "fp8debug.errors": 0,
+    "fp8debug.escaping": 0,
     "fp8debug.formats": 0,
     "fp8debug.imports": 0,
     "fp8debug.interruptions": 0,
-    "fp8debug.plain": 0,
-    "fp8debug.spikes": 0,
+    "fp8debug.loss_spikes": 0,
     "fp8debug.registry": 1,
     "fp8debug.types": 1,
-    "fp8debug.guard": 2,
     "fp8debug.recipes": 2,
     "fp8debug.trainers": 2,
     "fp8debug.metrics": 3,
     "fp8debug.kernels": 4,
     "fp8debug.store": 4,
-    "fp8debug.calibration": 5,
     "fp8debug.observer": 5,
-    "fp8debug.replay": 5,
     "fp8debug.rules": 5,
-    "fp8debug.speed": 5,
-    "fp8debug.te_stats": 5,
     "fp8debug.checkpoints": 6,
-    "fp8debug.compaction": 6,
+    "fp8debug.fallback": 6,
     "fp8debug.linear": 6,
-    "fp8debug.schedule": 6,
-    "fp8debug.fallback": 7,
+    "fp8debug.tools": 6,
+    "fp8debug.adapters": 7,
+    "fp8debug.exporters": 7,
     "fp8debug.faults": 7,
     "fp8debug.parity": 7,
-    "fp8debug.adapters": 8,
-    "fp8debug.exporters": 8,
+    "fp8debug": 8,
     "fp8debug.reports": 8,
-    "fp8debug": 9,
-    "fp8debug.arms": 9,
-    "fp8debug.meter": 9,
-    "fp8debug.trials": 10,
-    "fp8debug.waiting": 10,
-    "fp8debug_dashboard": 10,
-    "fp8debug.run": 11,
-    "fp8debug.startup": 11,
-    "fp8debug_cli": 11,
+    "fp8debug.run": 8,
+    "fp8debug.startup": 9,
+    "fp8debug.trials": 9,
+    "fp8debug_dashboard": 9,
+    "fp8debug_cli": 10,
 }
 
 READING = (
     *("fp8debug", "fp8debug.types", "fp8debug.errors", "fp8debug.registry", "fp8debug.formats", "fp8debug.recipes"),
-    *("fp8debug.spikes", "fp8debug.store.flop_shares", "fp8debug.store.dump_selectors", "fp8debug.calibration", "fp8debug.plain"),
+    *(
+        "fp8debug.loss_spikes",
+        "fp8debug.store.flop_shares",
+        "fp8debug.store.dump_selectors",
+        "fp8debug.tools.calibration",
+        "fp8debug.escaping",
+    ),
     *("fp8debug.metrics", "fp8debug.store", "fp8debug.rules", "fp8debug.fallback", "fp8debug.exporters", "fp8debug.reports"),
-    *("fp8debug.arms", "fp8debug.trials", "fp8debug.checkpoints", "fp8debug.te_stats", "fp8debug_cli", "fp8debug_dashboard"),
+    *(
+        "fp8debug.run.arms",
+        "fp8debug.trials",
+        "fp8debug.checkpoints",
+        "fp8debug.tools.te_stats",
+        "fp8debug_cli",
+        "fp8debug_dashboard",
+    ),
 )
 RECORDING = (
     *("fp8debug.kernels", "fp8debug.observer", "fp8debug.linear", "fp8debug.faults", "fp8debug.adapters"),
-    *("fp8debug.adapters.watching.dumps", "fp8debug.replay", "fp8debug.trainers", "fp8debug.run", "fp8debug.waiting"),
+    *(
+        "fp8debug.adapters.watching.dumps",
+        "fp8debug.tools.replay",
+        "fp8debug.trainers",
+        "fp8debug.run",
+        "fp8debug.run.auto_watch",
+    ),
     *("fp8debug.store.write", "fp8debug.store.schema"),
-    *("fp8debug.arms", "fp8debug.energy", "fp8debug.speed"),
-    *("fp8debug.guard", "fp8debug.schedule"),
+    *("fp8debug.run.arms", "fp8debug.tools.energy", "fp8debug.tools.speed"),
+    *("fp8debug.fallback.guard", "fp8debug.fallback.schedule"),
 )
 
 #: What the recording half must install without, and what starts too slowly for a command line.
@@ -245,7 +254,7 @@ def test_optional_frameworks_are_imported_only_inside_functions() -> None:
 
 
 def test_only_adapters_and_the_launcher_join_recording_and_store() -> None:
-    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.arms", "fp8debug.run", "fp8debug.replay"}
+    allowed = {"fp8debug.adapters", "fp8debug.trainers", "fp8debug.fallback", "fp8debug.run", "fp8debug.tools"}
     wrong = {
         name: way
         for name in TREE.under(RECORDING)

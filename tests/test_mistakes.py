@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.calibration import calibrate as typed_calibrate
 from fp8debug.errors import UsageError
-from fp8debug.replay import replay as typed_replay
-from fp8debug.speed import measure_shapes as typed_measure_shapes
 from fp8debug.store.read.run import parse_steps
+from fp8debug.tools.calibration import calibrate as typed_calibrate
+from fp8debug.tools.replay import replay as typed_replay
+from fp8debug.tools.speed import measure_shapes as typed_measure_shapes
 from tests.recording.models import net, record
 
 ANY: Any = fp8debug

@@ -20,9 +20,9 @@ import yaml
 
 from fp8debug import Run
 from fp8debug.errors import Fp8DebugError, RunError, UsageError
+from fp8debug.escaping import field, one_line, plain
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
-from fp8debug.plain import field, one_line, plain
 from fp8debug.reports.github import to_github
 from fp8debug.reports.page import to_html
 from fp8debug.reports.sarif import to_sarif

@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from fp8debug.errors import RunError, UsageError
-from fp8debug.plain import one_line
+from fp8debug.escaping import one_line
 from fp8debug.store.file_checks import parse_json, read_json, size_of
 from fp8debug.store.locations import place_of, why
 

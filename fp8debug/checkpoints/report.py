@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8debug.checkpoints.rules.base import Judged, JudgedWeight, TensorFinding
-from fp8debug.plain import field
+from fp8debug.escaping import field
 from fp8debug.rules.base import Severity, finite
 
 #: What each version of the JSON document changed. 1: first version; a new key makes no new version.

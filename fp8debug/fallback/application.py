@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.fallback.candidates import Fallback, load_fallbacks
-from fp8debug.schedule import Schedule, Span
+from fp8debug.fallback.schedule import Schedule, Span
 from fp8debug.types import plain_name
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def apply(
     """Give the modules of a list the casts that it names, in place; nothing changes when any entry is wrong.
 
     Entries with ``from_step`` or ``until_step`` switch at these optimizer steps: ``model.fp8debug_schedule`` then holds the
-    :class:`~fp8debug.schedule.Schedule`, which counts steps, and whose ``set_step`` overrides the count.
+    :class:`~fp8debug.fallback.schedule.Schedule`, which counts steps, and whose ``set_step`` overrides the count.
 
     Args:
         model: a model with Fp8Linear modules.

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from fp8debug.errors import RunError
+from fp8debug.escaping import one_line
 from fp8debug.parity.dump import Dump, aligned, open_dump
 from fp8debug.parity.logprobs import metrics_of
 from fp8debug.parity.measures import Measures, measure_module
@@ -29,7 +30,6 @@ from fp8debug.parity.rules import (
     WeightScale,
 )
 from fp8debug.parity.runs import is_run, measure_runs
-from fp8debug.plain import one_line
 from fp8debug.rules.base import Severity
 
 _STALE, _SCALE, _CAST, _ACTIVATION = StaleWeight(), WeightScale(), WeightCast(), ActivationCast()

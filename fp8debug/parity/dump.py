@@ -16,7 +16,7 @@ from fp8debug.checkpoints.files import ByteReader, Checkpoint, Tensor, read_head
 from fp8debug.checkpoints.layouts import LAYOUTS, Weight
 from fp8debug.checkpoints.scan import PlainRows, QuantizedRows, Rows
 from fp8debug.errors import RunError
-from fp8debug.plain import one_line
+from fp8debug.escaping import one_line
 
 Array = np.ndarray[Any, Any]
 #: Last parts of names of activations; a tensor of another name with one of a module's parameters is stored with it.

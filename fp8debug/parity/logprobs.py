@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fp8debug.checkpoints.scan import PlainRows
+from fp8debug.escaping import one_line
 from fp8debug.parity.dump import Dump, aligned, floats, sampled
-from fp8debug.plain import one_line
 
 Array = np.ndarray[Any, Any]
 #: Names of the module whose output is the logits.

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fp8debug.escaping import field
 from fp8debug.parity.measures import Measures
 from fp8debug.parity.rules import PathFinding
-from fp8debug.plain import field
 from fp8debug.rules.base import Severity, finite
 
 #: What each version of the JSON document changed. 1: first version; a new key makes no new version.

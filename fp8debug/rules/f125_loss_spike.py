@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
 from fp8debug.rules.reading.traces import sampled_steps
-from fp8debug.spikes import SpikeDetector
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

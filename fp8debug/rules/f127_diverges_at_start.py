@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fp8debug.loss_spikes import noise_of
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.losses import read_losses
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE, LargeUpdates, large_updates
 from fp8debug.rules.reading.traces import sampled_steps
-from fp8debug.spikes import noise_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

@@ -67,7 +67,7 @@ def parse(text: str) -> tuple[Path, dict[str, Any]]:
 
 def _begin(out: Path, options: dict[str, Any]) -> None:
     try:
-        from fp8debug.waiting import AutoWatch
+        from fp8debug.run.auto_watch import AutoWatch
 
         AutoWatch(out, options).start()
     except Exception as error:  # the process is not ours

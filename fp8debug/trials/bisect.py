@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS, Fallback
+from fp8debug.run.arms import Arm
 from fp8debug.store.flop_shares import flop_shares
 from fp8debug.store.read.run import Run
 from fp8debug.trials.ddmin import count_tests, minimize

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8debug.arms import REFUSED, Arm
 from fp8debug.errors import RunError, UsageError
+from fp8debug.run.arms import REFUSED, Arm
 from fp8debug.store.file_checks import read_json
 from fp8debug.store.read.run import Run
 from fp8debug.trials.script import Ending, Script

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8debug.arms import Arm, end_with_parent
 from fp8debug.errors import UsageError
+from fp8debug.run.arms import Arm, end_with_parent
 
 #: How long a process that is told to end may take before it is killed.
 GRACE_S = 5.0

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS
+from fp8debug.run.arms import Arm
 from fp8debug.trials.gap import CLOSED, MIN_GAP, MIN_REPEATS, ArmGap, Assessment, Band, assess, sentence
 from fp8debug.trials.ledger import Trial, Trials, write_json
 

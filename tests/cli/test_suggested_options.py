@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from fp8debug.run import _parser
+from fp8debug.run.__main__ import _parser
 from fp8debug_cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from safetensors.numpy import save_file
 
-from fp8debug.arms import Arm
 from fp8debug.errors import Fp8DebugError
 from fp8debug.fallback import load_fallbacks
 from fp8debug.rules.engine.config import load_settings
+from fp8debug.run.arms import Arm
 from fp8debug.store import dump_files
 from fp8debug.store.calibration_file import load_recipes
 from fp8debug.store.dump_files import dumps_of, file_name, open_dump, rank_folder

@@ -360,7 +360,7 @@ def test_the_observer_closes_a_step_once_however_it_is_interrupted(monkeypatch: 
 #: Files of the recording half, whose code runs inside the program's training.
 RECORDING = (
     *("observer/*", "linear"),
-    *("guard", "run", "meter", "arms", "schedule"),
+    *("fallback/guard", "fallback/schedule", "run/*"),
     *("adapters/**/*", "trainers/*", "startup/*", "kernels/**/*", "faults/*", "store/write/writer", "store/write/worker"),
 )
 #: What else an ``except`` may catch that a signal handler raises as a matter of course.
@@ -376,7 +376,7 @@ ELSEWHERE = {
     ("store/write/writer.py", "_read_json"): "the worker's thread",
     ("adapters/watching/dumps.py", "_work"): "the dumper's thread",
     ("adapters/watching/dumps.py", "make_room"): "the dumper's thread",
-    ("arms.py", "read"): "before training",
+    ("run/arms.py", "read"): "before training",
 }
 
 

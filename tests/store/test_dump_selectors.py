@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fp8debug.errors import Fp8DebugError
-from fp8debug.spikes import SpikeDetector
+from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.store.dump_selectors import Selector, parse_selectors
 from fp8debug.types import match_fqn
 

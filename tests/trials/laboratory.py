@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8debug
-from fp8debug.arms import Arm, apply_arm
+from fp8debug.run.arms import Arm, apply_arm
 from fp8debug.trials import Script, Trials
 from fp8debug.trials.script import Ending
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback import load_fallbacks
+from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import bisect_run
 from fp8debug.trials.bisect import Plan

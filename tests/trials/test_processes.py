@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
+from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import Script
 from fp8debug.trials.script import with_seed

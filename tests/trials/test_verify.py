@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug.arms import Arm
 from fp8debug.errors import UsageError
 from fp8debug.fallback import positional_prior
+from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import arms_of, verify_run
 from fp8debug.trials.ledger import read_trial

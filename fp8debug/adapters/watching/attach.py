@@ -15,7 +15,6 @@ from torch import nn
 
 from fp8debug import __version__
 from fp8debug.adapters.interception.matrices import matrices_of
-from fp8debug.adapters.resumption import Resumption
 from fp8debug.adapters.watching.arguments import check_arguments, check_inference, own_optimizer, recipe_of, several
 from fp8debug.adapters.watching.coverage import candidates_of, choose, common_recipe, modules_outside, nothing_to_watch, roots_of
 from fp8debug.adapters.watching.disk_plan import manifest_entry, planned_volume, tell
@@ -25,9 +24,10 @@ from fp8debug.adapters.watching.handle import Watch, say
 from fp8debug.adapters.watching.pipeline import is_stage, rank_entry, stage_of
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges, check_guard
 from fp8debug.adapters.watching.recording_ranks import QuietWriter, check_ranks, num_recording, ranks_entry, records
+from fp8debug.adapters.watching.resumption import Resumption
 from fp8debug.adapters.watching.trainer_watch import TrainerWatch
 from fp8debug.errors import AttachError
-from fp8debug.guard import Guard
+from fp8debug.fallback.guard import Guard
 from fp8debug.observer.observer import Settings
 from fp8debug.observer.sharding import describe_mesh
 from fp8debug.recipes import Recipe

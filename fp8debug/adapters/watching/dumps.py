@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8debug.errors import UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
-from fp8debug.spikes import SpikeDetector
+from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.store import dump_files
 from fp8debug.store.dump_selectors import ON_FINDING, Selector
 from fp8debug.types import Gemm, TensorRole

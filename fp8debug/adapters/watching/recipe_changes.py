@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8debug.adapters.resumption import Resumption
 from fp8debug.adapters.watching.coverage import Candidate, common_recipe
+from fp8debug.adapters.watching.resumption import Resumption
 from fp8debug.errors import UsageError
-from fp8debug.guard import Evidence, Guard, Verdict
+from fp8debug.fallback.guard import Evidence, Guard, Verdict
 from fp8debug.interruptions import is_ours
 from fp8debug.linear import Fp8Linear
 from fp8debug.recipes import Recipe

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fp8debug.plain import field
+from fp8debug.escaping import field
 from fp8debug.rules.base import Finding, Severity, finite
 from fp8debug.rules.comparison.configuration import without_nonfinite
 

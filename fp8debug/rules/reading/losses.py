@@ -12,8 +12,8 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
+from fp8debug.loss_spikes import SpikeDetector, noise_of
 from fp8debug.rules.base import steady
-from fp8debug.spikes import SpikeDetector, noise_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -127,7 +127,7 @@ def spikes(steps: Sequence[int], losses: Sequence[float], **thresholds: float) -
     Args:
         steps: the steps.
         losses: their losses, all finite.
-        thresholds: those of :class:`~fp8debug.spikes.SpikeDetector`.
+        thresholds: those of :class:`~fp8debug.loss_spikes.SpikeDetector`.
     """
     detector = SpikeDetector(**thresholds)  # type: ignore[arg-type]  # whole numbers among them
     for step, loss in zip(steps, losses, strict=True):

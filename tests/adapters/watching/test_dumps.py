@@ -20,9 +20,9 @@ import fp8debug
 from fp8debug.adapters.watching import dumps
 from fp8debug.adapters.watching.dumps import Dumper, Limits
 from fp8debug.metrics import METRICS, slots
-from fp8debug.replay import replay, tensor_of
 from fp8debug.store.dump_files import Dump, dumps_of, find_dumps, open_dump
 from fp8debug.store.dump_selectors import parse_selectors
+from fp8debug.tools.replay import replay, tensor_of
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 from tests.recording.models import Net, batch, net, record, train
 

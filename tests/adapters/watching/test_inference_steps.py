@@ -15,7 +15,7 @@ from torch._C import _len_torch_dispatch_stack
 import fp8debug
 from fp8debug.adapters import native
 from fp8debug.errors import AttachError, RunError, UsageError
-from fp8debug.run import main as run_program
+from fp8debug.run.__main__ import main as run_program
 from tests.adapters import linears
 from tests.recording.models import batch, net
 

@@ -295,7 +295,8 @@ class TestMistakes:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         pytest.importorskip("torch")
-        from fp8debug import run, startup
+        from fp8debug import startup
+        from fp8debug.run import __main__ as run
 
         monkeypatch.chdir(tmp_path)
         assert run.main(["--out", "s3://bucket/new", __file__]) == 2  # before the script begins

@@ -28,11 +28,11 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.watching import attach
 from fp8debug.adapters.watching.coverage import roots_of
 from fp8debug.adapters.watching.environment import rank_and_world
-from fp8debug.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
-from fp8debug.meter import LossMeter, untraced
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
+from fp8debug.run.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
+from fp8debug.run.loss_meter import LossMeter, untraced
 from fp8debug.trainers import loop_of
 from fp8debug.trainers.base import replace
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fp8debug
-from fp8debug.run import main
+from fp8debug.run.__main__ import main
 
 PLAIN = """
 import torch

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.arms import Arm, apply_arm
 from fp8debug.errors import NoMatchError, UsageError
+from fp8debug.run.arms import Arm, apply_arm
 from tests.trials.laboratory import Chain
 
 BF16_UP = {"module": "layers.1", "gemms": ["fprop"], "tensor": "*", "cast": None}

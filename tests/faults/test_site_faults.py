@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from tests.faults.test_faults import sick_run
 from tests.recording.models import Net, batch, net, train
-from tests.recording.test_faults import sick_run
 
 STEPS, AT = 8, 4
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import fp8debug
-from fp8debug.calibration import Calibration, Expected, calibrate, expect
 from fp8debug.errors import NoMatchError, RunError, UsageError
 from fp8debug.formats import FORMATS
-from fp8debug.replay import replay
 from fp8debug.store.calibration_file import load_recipes
 from fp8debug.store.dump_files import dumps_of
+from fp8debug.tools.calibration import Calibration, Expected, calibrate, expect
+from fp8debug.tools.replay import replay
 from fp8debug_cli.main import status
 from tests.recording.models import batch, net, record
 from tests.synthetic import Override, Plan, write
@@ -151,7 +151,7 @@ def test_a_gemm_is_static_as_a_whole_and_the_proposal_says_what_holds(tmp_path: 
 def test_no_recorded_cast_holds_says_what_to_record() -> None:
     bad = Expected(cast="e4m3fn tensorwise current", sqnr_db=12.0, clip_rate=0.0, underflow_rate=0.0, measured=True)
     assert bad.problem == "SQNR 12.0 dB"
-    from fp8debug.calibration import _note
+    from fp8debug.tools.calibration import _note
 
     assert _note("x", None, [bad]) == (
         "not static: x; no recorded cast holds (finest: tensorwise); a finer one cannot be told from a histogram,"

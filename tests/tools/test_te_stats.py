@@ -12,7 +12,7 @@ import pytest
 
 from fp8debug import Run, triage
 from fp8debug.errors import RecordError, RunError, UnknownNameError, UsageError
-from fp8debug.te_stats import FOLDER, NOMINAL, find_logs, import_te_stats
+from fp8debug.tools.te_stats import FOLDER, NOMINAL, find_logs, import_te_stats
 from fp8debug_cli.main import status
 
 LAYERS = ("blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2")

@@ -146,7 +146,7 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
             _dequantize_operands(layer)
     entries = [Fallback.from_dict(entry) for entry in arm.fallbacks]
     if torchao:
-        from fp8debug.adapters.torchao_arms import change_modules
+        from fp8debug.run.torchao_arms import change_modules
 
         entries = change_modules(torchao, arm.compute, entries)
         if entries and not layers:

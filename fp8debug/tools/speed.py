@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fp8debug import __version__
-from fp8debug.energy import EnergyMeter
 from fp8debug.errors import UsageError
 from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import (
@@ -31,6 +30,7 @@ from fp8debug.kernels.dispatch import (
 )
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, Recipe
+from fp8debug.tools.energy import EnergyMeter
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, TensorRole
 
 #: Sets of inputs a graph goes through; replays that are timed, and that are not.

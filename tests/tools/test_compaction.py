@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from fp8debug.compaction import Keep, compact_run, kept_steps, said
 from fp8debug.errors import RecordError, RunError, UsageError
 from fp8debug.rules import Findings, triage
 from fp8debug.store.read.run import Run
 from fp8debug.store.write import rewrite
 from fp8debug.store.write.lock import Lock
+from fp8debug.tools.compaction import Keep, compact_run, kept_steps, said
 from fp8debug_cli.main import status
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
 from tests.store.recording import PRELUDE, names_below, record
@@ -54,7 +54,7 @@ def test_no_fault_is_judged_otherwise_once_thinned(tmp_path: Path, code: str, mo
         verdicts.append(triage(*args, **kwargs))
         return verdicts[-1]
 
-    monkeypatch.setattr("fp8debug.compaction.triage", heard)
+    monkeypatch.setattr("fp8debug.tools.compaction.triage", heard)
     build(tmp_path / "run", **FIRES[code])
     done = compact_run(tmp_path / "run", Keep(every=2, around=1))
     assert code in {finding.code for finding in verdicts[0]}
@@ -113,7 +113,7 @@ def test_the_swap_may_be_cut_short_anywhere(copy: Path, tmp_path: Path, monkeypa
 def test_a_process_killed_while_it_makes_the_copy_leaves_the_run_alone(copy: Path) -> None:
     before = contents(copy)
     code = (
-        "import signal\nfrom fp8debug import compaction\nfrom fp8debug.store.write import rewrite as staged\n"
+        "import signal\nfrom fp8debug.tools import compaction\nfrom fp8debug.store.write import rewrite as staged\n"
         "staged.write_part = lambda table, path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "compaction.compact_run(path)\n"
     )
@@ -152,7 +152,7 @@ def test_where_a_verdict_hangs_on_every_step_nothing_goes(copy: Path, monkeypatc
         return next(counted)
 
     counted = iter(range(100))
-    monkeypatch.setattr("fp8debug.compaction.said", by_rows)
+    monkeypatch.setattr("fp8debug.tools.compaction.said", by_rows)
     done = compact_run(copy, KEEP)
     assert done.every == 1 and done.num_steps == (30, 30) and contents(copy) == before
 

@@ -216,7 +216,7 @@ def test_the_command_prints_saves_and_draws(tmp_path: Path, monkeypatch: pytest.
     def measure(shapes: list[dict[str, Any]], **_: object) -> dict[str, Any]:
         return {key: value for key, value in timed(shapes).items() if key != "schema"}
 
-    monkeypatch.setattr("fp8debug.speed.measure_shapes", measure)
+    monkeypatch.setattr("fp8debug.tools.speed.measure_shapes", measure)
     run = build(tmp_path / "run", num_steps=10)
     from fp8debug_cli.speed import command
 
@@ -253,7 +253,7 @@ def test_a_name_from_outside_is_no_markup() -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed", "rowwise"])
 def test_times_on_a_gpu_are_plausible(recipe: str, tmp_path: Path) -> None:
     """A large GEMM gains, a small one loses, and the parts make up the whole."""
-    from fp8debug.speed import measure_shapes
+    from fp8debug.tools.speed import measure_shapes
 
     large, small = (
         {"tokens": m, "in_features": k, "out_features": n, "modules": [name], "recipe": get_recipe(recipe).to_dict()}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8debug.arms import Arm, apply_arm
 from fp8debug.errors import NoMatchError, UsageError
+from fp8debug.run.arms import Arm, apply_arm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its import: extensions for other builds of torch

@@ -14,7 +14,7 @@ import torch
 import fp8debug
 from fp8debug.errors import UsageError
 from fp8debug.fallback import Fallback
-from fp8debug.guard import Evidence, Guard
+from fp8debug.fallback.guard import Evidence, Guard
 from fp8debug.store.flop_shares import flop_shares
 from tests.recording.models import net, train
 

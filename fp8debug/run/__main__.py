@@ -2,7 +2,8 @@
 
 The script, ``-m package.module`` or a folder or archive with a ``__main__.py`` runs as by ``python``, in a ``__main__`` of its
 own with its own ``sys.argv`` and ``sys.path``, and torch is not imported before the script imports it. The models are those
-whose forward runs with gradients (see ``waiting``), the loss the scalar on which ``backward()`` is called (the mean where a step
+whose forward runs with gradients (see ``run.auto_watch``), the loss the scalar on which ``backward()`` is called (the mean where
+a step
 has several), and a step ends with ``optimizer.step()`` or with a change of the weights. A script that calls
 ``fp8debug.watch()`` itself is left to it.
 
@@ -29,13 +30,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.arms import NEVER, Arm, end_with_parent
 from fp8debug.errors import RecordError, UsageError
 from fp8debug.imports import after_import
+from fp8debug.run.arms import NEVER, Arm, end_with_parent
 from fp8debug.store.locations import refuse_to_write
 
 if TYPE_CHECKING:
-    from fp8debug.waiting import AutoWatch
+    from fp8debug.run.auto_watch import AutoWatch
 
 #: Options that go to :func:`fp8debug.watch` as they are; an arm takes none of them.
 _WATCH_OPTIONS = (
@@ -174,7 +175,7 @@ def _record(program: Program, out: Path, options: dict[str, Any]) -> int:
 
     def begin() -> None:
         try:
-            from fp8debug.waiting import AutoWatch
+            from fp8debug.run.auto_watch import AutoWatch
 
             auto = AutoWatch(out, options)
             auto.start()
@@ -200,7 +201,7 @@ def _record(program: Program, out: Path, options: dict[str, Any]) -> int:
 
 def _train_arm(program: Program, out: Path, overriding: dict[str, Any], arm: Arm, options: argparse.Namespace) -> int:
     """Run a program as one training of an experiment."""
-    from fp8debug.waiting import ArmWatch, shift_seeds
+    from fp8debug.run.auto_watch import ArmWatch, shift_seeds
 
     watch = ArmWatch(out, overriding, arm, options.steps)
     shift_seeds(options.seed_offset)
@@ -234,7 +235,7 @@ def _run_and_close(program: Program, close: Callable[[BaseException | None], Non
 
 def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return an excepthook that is shown a program's traceback as it is without us."""
-    ours = str(Path(__file__).parent)
+    ours = {str(folder) for folder in Path(__file__).parents[:2]}
 
     def trimmed(trace: types.TracebackType | None) -> types.TracebackType | None:
         frames = []
@@ -245,7 +246,7 @@ def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
         first = max((place for place, file in enumerate(files) if file == __file__), default=-1) + 1
         kept = None
         for frame, file in reversed(list(zip(frames, files, strict=True))[first:]):
-            if os.path.dirname(file) != ours:  # noqa: PTH120  # of every frame
+            if os.path.dirname(file) not in ours:  # noqa: PTH120  # of every frame
                 kept = types.TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
         return kept
 
@@ -280,7 +281,7 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
     """
-    from fp8debug.guard import Guard
+    from fp8debug.fallback.guard import Guard
     from fp8debug.recipes import get_recipe
     from fp8debug.store.dump_selectors import Selector
     from fp8debug.store.volume import parse_size

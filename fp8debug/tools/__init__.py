@@ -1,0 +1,1 @@
+"""Offline tools, one file per command: calibrate, compact, measure (``replay``), speed, import te-stats."""
