@@ -101,6 +101,7 @@ class Plan:
         world_size: number of ranks; inputs differ between them, weights are replicated.
         overrides: slots to replace, applied in order.
         steps: columns of the ``steps`` table to replace, by step.
+        rank_steps: columns of the ``steps`` table to replace on one rank, by rank and step.
         events: (step, kind, module, message) of rank 0.
         updates: columns of ``updates`` to replace in a healthy row, by sampled step and module; None for no rows at all.
         manifest: top-level keys of the manifest to replace.
@@ -118,6 +119,7 @@ class Plan:
     world_size: int = 1
     overrides: Sequence[Override] = ()
     steps: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    rank_steps: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     events: Iterable[tuple[int, str, str | None, str]] = ()
     updates: Callable[[int, str], Mapping[str, Any] | None] | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
@@ -152,7 +154,8 @@ def write(path: Path, plan: Plan) -> None:
                 if plan.updates is not None:
                     made = [updates_row(step, name, k, plan.updates(step, name) or {}) for name, k, _ in plan.modules]
                     writer.updates({name: [row.get(name) for row in made] for row in made[:1] for name in row})
-            writer.steps(steps_row(plan, step, is_sampled=step in sampled))
+            own = plan.rank_steps.get(rank, {}).get(step, {})
+            writer.steps({**steps_row(plan, step, is_sampled=step in sampled), **own})
         if rank == 0:
             for event in plan.events:
                 writer.event(*event)

@@ -131,7 +131,7 @@ STEPS: tuple[Column, ...] = (
         "",
         "min",
         "Module whose GEMM returned the first NaN or Inf of the step, by a search of results (check_finite); null where none did"
-        " or none was searched.",
+        " or none was searched. Over ranks these columns are those of the lowest that has a module.",
     ),
     Column(
         "nonfinite_origin",

@@ -89,17 +89,22 @@ def _first_searched(run: Run) -> Origin | None:
         return None
     gemm = "nonfinite_gemm" if run.has("nonfinite_gemm") else "NULL"
     query = (
-        f"SELECT step, nonfinite_module, nonfinite_origin, coalesce({gemm}, 'fprop') AS gemm FROM steps"
-        " WHERE nonfinite_module IS NOT NULL ORDER BY step"
+        f"SELECT step, rank, nonfinite_module AS module, nonfinite_origin AS kind, coalesce({gemm}, 'fprop') AS gemm"
+        " FROM raw_steps WHERE nonfinite_module IS NOT NULL ORDER BY step, rank"
     )
     sick_steps = _sick_steps(run)
-    for found in run.sql(query).to_pylist():
-        if found["gemm"] == "fprop" or _follows(found["step"], sick_steps):
-            return _searched(run, found["step"], found["nonfinite_module"], found["nonfinite_origin"], found["gemm"])
+    for step, rows in groupby(run.sql(query).to_pylist(), key=lambda row: row["step"]):
+        ranks: dict[tuple[str, str, str], list[int]] = {}
+        for row in rows:
+            if row["gemm"] == "fprop" or _follows(step, sick_steps):
+                ranks.setdefault((row["module"], row["kind"], row["gemm"]), []).append(row["rank"])
+        origins = [_searched(run, step, *found, own) for found, own in ranks.items()]
+        if origins:  # of several ranks the one whose module comes first in execution
+            return min(origins, key=lambda origin: _place({"reference": "", "num_made": 0, **origin.row}))
     return None
 
 
-def _searched(run: Run, step: int, module: str, kind: str, gemm: str) -> Origin:
+def _searched(run: Run, step: int, module: str, kind: str, gemm: str, ranks: list[int]) -> Origin:
     given, result = ("input", "output") if gemm == "fprop" else ("grad_output", RESULTS[gemm])
     tensor = {"outside": given, "weight": "weight"}.get(kind, result)
     last = (
@@ -109,7 +114,7 @@ def _searched(run: Run, step: int, module: str, kind: str, gemm: str) -> Origin:
     known = run.sql(last, [gemm, result, module, step]).to_pylist()
     called = sorted((m["call_index"], m["fqn"]) for m in run.modules if m["call_index"] is not None)
     at_first = next((at for at, fqn in called if fqn == module), 0)
-    row: dict[str, Any] = {"cast_name": None, "call_index": at_first, "ranks": run.ranks, **(known[0] if known else {})}
+    row: dict[str, Any] = {"cast_name": None, "call_index": at_first, **(known[0] if known else {}), "ranks": ranks}
     row |= {"step": step, "module": module, "gemm": gemm, "tensor": tensor, "numel": None, "num_nan": None}
     is_backward = gemm != "fprop"
     later = tuple(fqn for at, fqn in called if (at < at_first if is_backward else at > at_first))

@@ -110,8 +110,15 @@ def steps_sql(columns: Sequence[Column], *, is_single_rank: bool) -> str:
     """Return the view ``steps``: one row per step, ranks joined; ``rank`` is the lowest that has the step."""
     if is_single_rank:
         return "SELECT * FROM raw_steps"
-    joined = ", ".join(f"{_AGGREGATES[c.merge]}({c.name}) AS {c.name}" for c in columns if c.merge in _AGGREGATES)
+    joined = ", ".join(f"{_of_ranks(c)} AS {c.name}" for c in columns if c.merge in _AGGREGATES)
     return f"SELECT step, min(rank) AS rank, {joined} FROM raw_steps GROUP BY step"
+
+
+def _of_ranks(column: Column) -> str:
+    """Return a column of a step over its ranks; module, origin and GEMM of a first NaN or Inf are those of the lowest rank."""
+    if column.name.startswith("nonfinite_"):
+        return f"min_by({column.name}, CASE WHEN nonfinite_module IS NOT NULL THEN rank END)"
+    return f"{_AGGREGATES[column.merge]}({column.name})"
 
 
 def updates_sql(columns: Sequence[Column], dialect: Dialect) -> str:

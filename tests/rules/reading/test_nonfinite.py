@@ -1,0 +1,44 @@
+"""The first NaN or Inf that several ranks found in one step: module, GEMM and origin are of one rank, the first in execution."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from fp8debug.rules import triage
+from fp8debug.rules.reading.nonfinite import first_poison
+from tests.synthetic import build
+
+#: Alphabetical order is not the order of execution: qkv runs before out, and both before up.
+EARLY = {"nonfinite_module": "blocks.0.attn.qkv", "nonfinite_origin": "weight", "nonfinite_gemm": "fprop"}
+LATE = {"nonfinite_module": "blocks.0.attn.out", "nonfinite_origin": "outside", "nonfinite_gemm": "fprop"}
+BACKWARD = {"nonfinite_module": "blocks.0.attn.out", "nonfinite_origin": "gemm", "nonfinite_gemm": "dgrad"}
+LOST = {step: {"loss": math.nan} for step in range(45, 50)}
+
+
+def test_the_rank_that_had_it_first_in_execution_decides(tmp_path: Path) -> None:
+    run = build(
+        tmp_path / "run", num_steps=50, world_size=3, steps=LOST, rank_steps={0: {45: LATE}, 1: {45: EARLY}, 2: {45: BACKWARD}}
+    )
+    origin = first_poison(run)
+    assert origin is not None
+    assert (origin.row["module"], origin.kind, origin.row["gemm"], origin.row["ranks"]) == (
+        "blocks.0.attn.qkv",
+        "weight",
+        "fprop",
+        [1],
+    )
+    (finding,) = (f for f in triage(run) if f.code == "F125")
+    assert (finding.module, finding.tensor, finding.ranks) == ("blocks.0.attn.qkv", "weight", (1,))
+
+
+def test_ranks_that_agree_are_named_together(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=50, world_size=3, steps=LOST, rank_steps={0: {45: LATE}, 2: {45: LATE}})
+    origin = first_poison(run)
+    assert origin is not None and origin.row["ranks"] == [0, 2]
+
+
+def test_the_view_pairs_the_columns_of_one_rank(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", num_steps=50, world_size=3, rank_steps={1: {45: EARLY}, 2: {45: BACKWARD}})
+    query = "SELECT nonfinite_module, nonfinite_origin, nonfinite_gemm FROM steps WHERE step IN (44, 45) ORDER BY step"
+    assert run.sql(query).to_pylist() == [dict.fromkeys(EARLY), EARLY]
