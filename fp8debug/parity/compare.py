@@ -184,7 +184,8 @@ def _is_expert(m: Measures) -> bool:
 
 def _routing(m: Measures, modules: Sequence[Measures], place: int, quiet: Measures | None, before: float) -> PathFinding | None:
     flips = m.flips or 0.0
-    floor = max(_ROUTING.max_flips, ABOVE_NOISE * ((quiet.flips or 0.0) if quiet else 0.0))
+    by_noise = _flips_of_noise(max(before, m.input or 0.0), m.num_rows[0])
+    floor = max(_ROUTING.max_flips, by_noise, ABOVE_NOISE * ((quiet.flips or 0.0) if quiet else 0.0))
     if flips > floor:
         text = f"{m.module}: {flips:.2%} of the tokens go to other experts in the rollout"
         return _ROUTING.found(text, module=m.module, theirs=m.theirs, tensor="output", value=flips, threshold=floor)
@@ -194,7 +195,7 @@ def _routing(m: Measures, modules: Sequence[Measures], place: int, quiet: Measur
         group = [e for e in modules if e.module.partition(".expert")[0] == layer and e.module.rpartition(".")[2] == last]
         tokens = max((e.num_rows[0] for e in modules), default=0)
         flipped = sum(abs(e.num_rows[0] - e.num_rows[1]) for e in group) / 2
-        moved = flipped > FLIPS_OF_NOISE * before**0.5 * tokens
+        moved = flipped > _flips_of_noise(before, tokens) * tokens
     mixed = _is_expert(m) and (m.input or 0.0) > 1e-3 and before <= _KERNEL.max_same / 10
     if not moved and not mixed:
         return None
@@ -204,6 +205,11 @@ def _routing(m: Measures, modules: Sequence[Measures], place: int, quiet: Measur
     what = what if moved else f"{m.module} gets other rows in the rollout"
     return _ROUTING.found(f"{where}: {what}: tokens are routed otherwise", module=where, theirs=theirs, tensor="output",
                           value=float(m.num_rows[1]), threshold=float(m.num_rows[0]))  # fmt: skip
+
+
+def _flips_of_noise(difference: float, tokens: int) -> float:
+    """Return the share of the tokens that a difference before the router may send elsewhere, one token at least."""
+    return FLIPS_OF_NOISE * difference**0.5 + 1 / max(1, tokens) if difference > 0 else 0.0
 
 
 def _is_router(name: str) -> bool:

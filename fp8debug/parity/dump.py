@@ -238,7 +238,8 @@ def _take(dump: Dump, name: str, tensor: Tensor, kind: str) -> None:
         dump.given.setdefault(name, []).append(tensor)
         return
     above, _, last = name.rpartition(".")
-    if not above or not (last in ACTIVATIONS or _PARAMETER.fullmatch(last)):
+    is_stored = _PARAMETER.fullmatch(last) is not None or len(tensor.shape) < 2  # a buffer
+    if not above or not (last in ACTIVATIONS or is_stored):
         above, last = name, "output"  # plain files: the module's name alone
     if last in ACTIVATIONS and (len(tensor.shape) < 2 or (last != "indices" and not is_float(tensor.dtype))):
         dump.problems.append(f"{one_line(name)}: {tensor} is no activation [tokens, features]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fp8debug
 from fp8debug.errors import Fp8DebugError, RunError, UsageError
 from fp8debug.parity import compare_paths, record_path
 from fp8debug.parity.hook import PathRecorder
@@ -38,6 +40,28 @@ def test_equal_paths_and_noise_are_silent(kind: str, tmp_path: Path) -> None:
     report, _ = compared(kind, "none", 1, tmp_path / "equal")
     assert not report and report.metrics["token_mult_prob_error"] < 1.001
     assert not noisy(kind, 0, tmp_path / "noisy")
+
+
+def test_a_model_of_transformers_by_another_attention_is_silent_and_its_fp8_is_not(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao, which it imports
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        kinds = transformers.MixtralForCausalLM, transformers.MixtralConfig
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    torch.manual_seed(0)
+    model = kinds[0](kinds[1](**sizes, num_key_value_heads=2, num_local_experts=4))
+    model = model.bfloat16().eval()
+    batch = {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
+    record_path(model, batch, tmp_path / "sdpa")
+    model.set_attn_implementation("eager")
+    record_path(model, batch, tmp_path / "eager")
+    report = compare_paths(tmp_path / "sdpa", tmp_path / "eager")
+    assert not report and not report.problems and not report.unmatched
+    assert 1 < report.metrics["token_mult_prob_error"] < 1.01
+    fp8debug.convert(model, "blockwise", overrides={"lm_head": None})
+    record_path(model, batch, tmp_path / "fp8")
+    (finding,) = compare_paths(tmp_path / "sdpa", tmp_path / "fp8")
+    assert (finding.code, finding.module) == ("F304", "model.layers.0.self_attn.q_proj") and len(finding.also) == 7
 
 
 def test_recording_changes_nothing(tmp_path: Path) -> None:
