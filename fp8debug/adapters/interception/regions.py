@@ -129,7 +129,11 @@ class Regions:
         self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
         observer.on_end_step.append(self._forget)
         modules = [module for root in self._roots for module in root.modules()]
-        self._names = {id(m): name for root in self._roots for name, m in root.named_modules()}
+        self._names = {
+            id(m): name.replace("._orig_mod", "").removeprefix("_orig_mod")
+            for root in self._roots
+            for name, m in root.named_modules()
+        }
         self._end = observe_regions([type(module) for module in modules], self._take)
 
     def remove(self) -> None:
