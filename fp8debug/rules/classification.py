@@ -205,7 +205,8 @@ def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classific
 
 
 def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:
-    near = [f for f in begun_by(step, harmful) if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
+    begun = [f for f in begun_by(step, harmful) if f.steps[0] < step or any(site.gemm == "fprop" for site in f.sites)]
+    near = [f for f in begun if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
     moved = movements_before(run, step)
     base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words,), step=step)
     if near:

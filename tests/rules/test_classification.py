@@ -72,6 +72,16 @@ def test_what_is_first_seen_after_a_spike_is_not_blamed_for_it(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize(("gemm", "tensor", "cause"), [("dgrad", "grad_output", "not-fp8"), ("fprop", "input", "fp8")])
+def test_the_backward_pass_of_a_spike_is_its_consequence(tmp_path: Path, every: int, gemm: str, tensor: str, cause: str) -> None:
+    """A bad batch at the sampled step 50: gradients clip from there on. Clipping in the forward pass comes before the loss."""
+    clipped = Override(module=CULPRIT, gemm=gemm, tensor=tensor, reference="operand", steps=(50, None), slots=CLIPPED)
+    found = classified(tmp_path, every=every, num_steps=60, overrides=[clipped], steps={50: {"loss": 9.0}}, with_results=False)
+    assert (found["class"], found["cause"]) == ("loss-spike", cause)
+    assert found["module"] == (CULPRIT if cause == "fp8" else None)
+
+
 def test_an_undecided_spike_has_no_finding_that_decides_it(tmp_path: Path) -> None:
     moved = Override(**{**INPUT, "steps": (50, 60)}, slots={"amax": 60.0})
     findings = triage(build(tmp_path / "run", overrides=[moved], steps={55: {"loss": 6.0}}, with_results=False))
