@@ -293,6 +293,16 @@ def test_public_names_live_below_the_package_that_shows_them() -> None:
     assert [home for home in fp8debug._HOME.values() if layer(home) >= LAYERS["fp8debug"]] == []
 
 
+#: Files beside the subfolders of a folder, ``__init__`` among them; rules, adapters and metrics have one for each of theirs.
+LOOSE = {"fp8debug": 11, "fp8debug/adapters": 7, "fp8debug/kernels": 11, "fp8debug/store": 14, "dashboard": 2}
+
+
+@pytest.mark.parametrize("folder", LOOSE)
+def test_a_file_lies_in_the_folder_of_its_subject(folder: str) -> None:
+    found = sorted(path.name for path in (ROOT / folder).glob("*.py"))
+    assert len(found) <= LOOSE[folder], found
+
+
 # The checker itself, on made-up sources.
 
 
