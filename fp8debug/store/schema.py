@@ -130,8 +130,8 @@ STEPS: tuple[Column, ...] = (
         "string",
         "",
         "min",
-        "Module whose GEMM returned the first NaN or Inf of the step, by a search of results (check_finite); null where none did"
-        " or none was searched. Over ranks these columns are those of the lowest that has a module.",
+        "Module whose GEMM returned the first NaN or Inf of the step (check_finite); null where none did or none was searched."
+        " Over ranks: of the lowest that has one.",
     ),
     Column(
         "nonfinite_origin",

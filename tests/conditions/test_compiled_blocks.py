@@ -92,7 +92,7 @@ def train(
     hook: bool = False,
     device: str = "cpu",
     backend: str = "eager",
-    recorded: str = "repeat",
+    recorded: str = "as_is",
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Return losses, last gradients and what Dynamo counted."""
     torch._dynamo.reset()
@@ -164,6 +164,7 @@ def test_compiled_code_is_as_without_a_watch(kind: str, whole: bool, tmp_path: P
     alone = train(kind, None, "never", whole=whole)
     for when in WHEN:
         assert_same(train(kind, tmp_path / when, when, whole=whole), alone)
+    assert_same(train(kind, tmp_path / "repeated", "before", whole=whole, recorded="repeat"), alone)
 
 
 @pytest.mark.gpu
@@ -187,11 +188,12 @@ def test_it_is_so_with_checkpoints_dynamic_shapes_and_hooks_of_the_users(change:
 
 
 def test_eager_modules_are_recorded_and_compiled_ones_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train("scaled", tmp_path / "run", "before", recorded="as_is")
+    train("scaled", tmp_path / "run", "before")
     lines = [line for line in capsys.readouterr().err.splitlines() if "torch.compile" in line]
     assert lines == [
         "fp8debug: 24 of 25 modules are not recorded at step 0 (blocks.0.up is the first): not called outside code under"
-        " torch.compile, which is not recorded; watch(..., compiled='eager') runs sampled steps without torch.compile"
+        " torch.compile, which is not recorded; watch(..., compiled='repeat') repeats sampled calls in eager code,"
+        " watch(..., compiled='eager') runs sampled steps without torch.compile"
     ]
     run = fp8debug.Run(tmp_path / "run")
     assert run.sql("SELECT DISTINCT module FROM sites").column("module").to_pylist() == ["head"]

@@ -97,7 +97,7 @@ def train(
     def attach() -> None:
         nonlocal watch
         if path is not None:
-            watch = fp8debug.watch(model, path, every=2, what_if=())
+            watch = fp8debug.watch(model, path, every=2, what_if=(), compiled="repeat")
 
     if when == "before":
         attach()
@@ -226,7 +226,7 @@ def test_what_cannot_be_repeated_is_named_and_trains_as_before(
         for block in model.blocks:
             change(cast(Block, block))
             block.compile(backend="aot_eager")
-        watch = fp8debug.watch(model, path, every=1, ranks="all") if path else None
+        watch = fp8debug.watch(model, path, every=1, ranks="all", compiled="repeat") if path else None
         losses = []
         for _ in range(2):
             loss = model(torch.ones(16, WIDTH).bfloat16()).float().square().mean()

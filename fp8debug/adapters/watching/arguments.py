@@ -42,8 +42,8 @@ def check_arguments(
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
     if not isinstance(check_finite, bool | None):
         raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
-    if compiled not in ("repeat", "as_is", "eager"):
-        raise UsageError(f"compiled must be 'repeat', 'as_is' or 'eager', got {compiled!r}")
+    if compiled not in ("as_is", "repeat", "eager"):
+        raise UsageError(f"compiled must be 'as_is', 'repeat' or 'eager', got {compiled!r}")
 
 
 def check_inference(inference: Any, target: object, **of_training: Any) -> None:

@@ -61,7 +61,7 @@ def watch(
     dump_steps: int = 3,
     guard: Guard | None = None,
     check_finite: bool | None = None,
-    compiled: Literal["repeat", "as_is", "eager"] = "repeat",
+    compiled: Literal["as_is", "repeat", "eager"] = "as_is",
     ranks: Sequence[int] | Literal["all"] | None = None,
     budget: int | str | None = None,
     total_steps: int | None = None,
@@ -96,9 +96,9 @@ def watch(
         guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
         check_finite: search the steps between for the first NaN or Inf too, forward and backward, at the price of reading each
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
-        compiled: how modules inside code under torch.compile are recorded: each sampled call of a compiled module is repeated in
-            eager code beside the trained one, which stays as it is. ``as_is`` repeats nothing and records Fp8Linear alone there.
-            ``eager`` runs sampled steps without torch.compile, in eager arithmetic.
+        compiled: how modules inside code under torch.compile are recorded. ``as_is`` records Fp8Linear alone there. ``repeat``
+            runs each sampled call of a compiled module once more, in eager code beside the trained one, which stays as it is;
+            it has not been tried on a GPU. ``eager`` runs sampled steps without torch.compile, in eager arithmetic.
         ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
             data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan

@@ -45,6 +45,7 @@ def _set_stance(is_eager: bool) -> None:
 #: Reason in coverage for a module that no eager code called in a sampled step of a program that compiles.
 NOT_RECORDED = (
     "not called outside code under torch.compile, which is not recorded;"
+    " watch(..., compiled='repeat') repeats sampled calls in eager code,"
     " watch(..., compiled='eager') runs sampled steps without torch.compile"
 )
 
