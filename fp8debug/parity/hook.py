@@ -143,7 +143,7 @@ class PathRecorder:
                 stored["weight"] = weight.t()
         epsilon = next((v for n in EPSILONS if isinstance(v := getattr(module, n, None), float)), None)
         if epsilon is not None:
-            stored["eps"] = torch.tensor([epsilon], dtype=torch.float64)
+            stored["eps"] = torch.tensor([epsilon], dtype=torch.float64, device="cpu")
         return stored
 
     def _write(self, name: str, kind: str, tensors: Mapping[str, Tensor]) -> None:

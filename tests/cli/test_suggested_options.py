@@ -65,7 +65,7 @@ def test_every_suggested_option_is_one_of_the_command() -> None:
 
 
 #: Options of other programs that our messages name.
-FOREIGN = {"--cuda-graph-impl", "--nproc-per-node", "--porcelain", "--untracked-files"}
+FOREIGN = {"--cuda-graph-impl", "--debug-tensor-dump-output-folder", "--nproc-per-node", "--porcelain", "--untracked-files"}
 
 
 def test_every_option_that_a_message_names_is_one_of_ours() -> None:

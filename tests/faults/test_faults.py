@@ -160,4 +160,4 @@ def test_every_fault_has_a_rule_and_a_description() -> None:
     codes = [rule.code for rule in RULES]
     for fault in fp8debug.list_faults():
         assert fault.code in codes and fault.description
-    assert set(codes) == {f.code for f in fp8debug.list_faults()}
+    assert set(codes) - {"F144"} == {f.code for f in fp8debug.list_faults()}  # a resume with other settings is no fault to inject

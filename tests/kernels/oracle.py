@@ -173,7 +173,8 @@ def derived(found: dict[str, Any]) -> dict[str, Any]:
         return None if b == 0 else a / b
 
     n, x2, y2, xy, e2 = (found[k] for k in ("numel", "sum_x2", "sum_y2", "sum_xy", "sum_err2"))
-    num_finite_nonzero = n - found["num_zero"] - found["num_nan"] - found["num_inf"]
+    num_finite = n - found["num_nan"] - found["num_inf"]
+    num_finite_nonzero = num_finite - found["num_zero"]
     nmse = over(e2, x2)
     return {
         "underflow_rate": over(found["num_underflow"], n),
@@ -182,13 +183,13 @@ def derived(found: dict[str, Any]) -> dict[str, Any]:
         "subnormal_rate": over(found["num_subnormal"], n),
         "zero_rate": over(found["num_zero"], n),
         "nonfinite_rate": over(found["num_nan"] + found["num_inf"], n),
-        "mse": over(e2, n),
+        "mse": over(e2, num_finite),
         "nmse": nmse,
         "sqnr_db": None if nmse is None else math.inf if nmse == 0 else -10 * math.log10(nmse),
         "cosine": over(xy, math.sqrt(x2) * math.sqrt(y2)),
         "gain": over(xy, x2),
         "norm_ratio": None if x2 == 0 else math.sqrt(y2 / x2),
-        "bias": over(found["sum_err"], n),
+        "bias": over(found["sum_err"], num_finite),
     }
 
 

@@ -261,7 +261,9 @@ def test_no_data_is_none(name: str) -> None:
         assert found[key] is None, key
     for key in ("scale_inv_min", "scale_inv_max", "worst_block_nmse", "max_block_range_log2", "scale_log2_ratio"):
         assert found[key] is None, key
-    for key in ("underflow_rate", "mse", "bias", "zero_rate", "nonfinite_rate"):
+    for key in ("mse", "bias"):  # over finite pairs
+        assert found[key] == (0 if name == "zeros" else None), key
+    for key in ("underflow_rate", "zero_rate", "nonfinite_rate"):
         assert found[key] == (None if name == "empty" else {"zeros": "zero", "only NaN": "nonfinite"}[name] in key), key
 
 

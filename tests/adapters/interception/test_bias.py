@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 import fp8debug
 from fp8debug.adapters.interception.intercepting_probe import Ears
 from fp8debug.adapters.transformer_engine.probe import TeProbe
-from fp8debug.kernels import gemm_error, sampling
-from fp8debug.observer import isolation, table
+from fp8debug.kernels import gemm_error, sampling, torch_state
+from fp8debug.observer import table
 from fp8debug.observer.probe import Probe
 from tests.adapters.linears import ScaledLinear, rows
 from tests.adapters.transformer_engine import engine as te
@@ -123,6 +123,6 @@ def test_no_tensor_of_the_outputs_size_is_made_in_fp32(name: str, tmp_path: Path
             return hook(self, *args)
 
     monkeypatch.setattr(probe, method, heard)
-    monkeypatch.setattr(isolation, "unseen", nullcontext)
+    monkeypatch.setattr(torch_state, "unseen", nullcontext)
     assert len(record(tmp_path / "run", make(), trains=False)) == 2
     assert sizes.num_ops > 10 and sizes.most < TOKENS * OUT

@@ -363,7 +363,7 @@ class TestHealthyRun:
 
 
 def test_reading_imports_neither_torch_nor_pandas_and_writing_no_duckdb() -> None:
-    for module, forbidden in (("run", "torch pandas"), ("writer", "torch pandas duckdb"), ("schema", "torch duckdb")):
+    for module, forbidden in (("read.run", "torch pandas"), ("write.writer", "torch pandas duckdb"), ("schema", "torch duckdb")):
         code = f"import sys, fp8debug.store.{module}; print([m for m in {forbidden.split()!r} if m in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         assert done.stdout == "[]\n", done.stdout + done.stderr
