@@ -158,12 +158,12 @@ def test_slash_finds_a_module(clean_page: Page, site: str) -> None:
 def test_the_head_of_a_page_is_reached_by_the_tab_key_in_reading_order(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/module?run=sick&module={samples.SICK}")
     reached = []
-    for _ in range(13):
+    for _ in range(14):
         clean_page.keyboard.press("Tab")
         reached.append(
             clean_page.evaluate("(at => at.getAttribute('aria-label') || at.innerText || at.id)(document.activeElement)")
         )
-    pages = ["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare"]
+    pages = ["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare", "Parity"]
     assert reached == ["fp8debug", "run", *pages, "find a module", "follow", "Refresh", "dark or light"]
 
 
