@@ -146,9 +146,7 @@ class Trials:
         out = self.folder / f"{arm.name}-{repeat}"
         if out.exists() and not (out / MARK).exists():
             raise UsageError(f"{out} is there already and no training of ours; choose another --out")
-        shutil.rmtree(out, ignore_errors=True)  # what a killed training left
-        out.mkdir(parents=True)
-        (out / MARK).touch()
+        _renew(out)
         ending = self._train(arm, repeat, out)
         trial = self._known[key] = read_trial(arm, repeat, out, ending, self.script)
         self.num_run += 1
@@ -161,6 +159,18 @@ class Trials:
     def _key(arm: Arm, repeat: int) -> str:
         text = json.dumps(arm.to_dict(), sort_keys=True)
         return f"{arm.name}-{repeat}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _renew(out: Path) -> None:
+    """Make the marked, empty folder of a training; a process killed at any point leaves none that has no mark."""
+    aside = out.with_name(f".{out.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if out.exists():
+        out.rename(aside)
+        shutil.rmtree(aside)
+    aside.mkdir()
+    (aside / MARK).touch()
+    aside.rename(out)
 
 
 def _losses(values: Mapping[str, Any]) -> tuple[float, ...]:

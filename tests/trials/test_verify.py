@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fp8debug.errors import UsageError
 from fp8debug.fallback import positional_prior
 from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
-from fp8debug.trials import arms_of, verify_run
+from fp8debug.trials import arms_of, ledger, verify_run
 from fp8debug.trials.ledger import read_trial
 from fp8debug.trials.script import Ending
 from tests.trials.laboratory import Laboratory, healthy, planted
@@ -224,4 +225,28 @@ def test_a_folder_that_is_not_ours_is_never_deleted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fp8-0 is there already and no training of ours; choose another --out"):
         trials.run(Arm(name="fp8"), 0)
     assert precious.exists()
+    trials.close()
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("owner", "name"), [(Path, "mkdir"), (Path, "touch"), (Path, "rename"), (shutil, "rmtree")])
+def test_a_training_killed_at_a_change_of_its_folder_can_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: bool
+) -> None:
+    trials = Laboratory(tmp_path, steps=2).trials()
+    out = tmp_path / "trials" / "fp8-0"
+    first = trials.run(Arm(name="fp8"), 0)
+    change = getattr(owner, name)
+
+    def killed(*args: Any, **options: Any) -> None:
+        if after:
+            change(*args, **options)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(owner, name, killed)
+        ledger._renew(out)
+    trials._known.clear()
+    assert trials.run(Arm(name="fp8"), 0).losses == first.losses
+    assert [path.name for path in out.parent.iterdir() if path.is_dir()] == ["fp8-0"]
     trials.close()
