@@ -28,13 +28,13 @@ from torch.nn.parameter import UninitializedParameter
 from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
-from fp8debug.kernels.cast_cache import Made, let_go, made_of
-from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, lies_as_read, quantize
+from fp8debug.kernels.cast_cache import CastCache, cached_casts, clear
+from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, has_gemm_layout, quantize
 from fp8debug.kernels.quantize_pair import quantize_pair
 from fp8debug.kernels.torch_state import is_batched, is_transformed, unseen
 from fp8debug.observer.probe import Probe, Product
-from fp8debug.observer.rechecks import Kept
-from fp8debug.observer.sharding import Layout, is_sharded, split
+from fp8debug.observer.rechecks import SavedForBackward
+from fp8debug.observer.sharding import ShardLayout, is_sharded, split
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole, match_fqn
 
@@ -54,7 +54,7 @@ class _Fp8Matmul(torch.autograd.Function):
     """input[M, K] @ weight[N, K].T and its two gradients, each operand cast by the layer's recipe."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None, made: Made | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear, probe: Probe | None, made: CastCache | None) -> Tensor:
         """Run fprop and quantize for the backward what is at hand now."""
         made = {} if made is None else made
         learns = ctx.needs_input_grad[1] and layer._use != "evaluate"  # without gradients the first is true as well
@@ -68,7 +68,7 @@ class _Fp8Matmul(torch.autograd.Function):
         kept = probe.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output) if probe else None
 
         ctx.layer, ctx.probe, ctx.kept = layer, probe, kept
-        ctx.w_fprop = w_fprop if isinstance(w_fprop, tuple) and lies_as_read(w_fprop[0], contracts_rows=True) else None
+        ctx.w_fprop = w_fprop if isinstance(w_fprop, tuple) and has_gemm_layout(w_fprop[0], contracts_rows=True) else None
         ctx.save_for_backward(weight, *_flat(x_wgrad))
         ctx.x_cast = x_wgrad[1] if isinstance(x_wgrad, tuple) else None
         ctx.x_dtype = x.dtype
@@ -82,18 +82,18 @@ class _Fp8Matmul(torch.autograd.Function):
             UsageError: the pass is to be differentiated again, or for many gradients at once. wgrad depends on an input of which
                 only FP8 data are left, so a second derivative would silently lack that part.
         """
-        let_go()
+        clear()
         layer: Fp8Linear = ctx.layer
         if torch.is_grad_enabled():
             raise UsageError(layer._not_supported("a second derivative (create_graph=True)"))
         if is_batched(grad_output):
             raise UsageError(layer._not_supported("batched gradients (is_grads_batched=True, vectorize=True)"))
         probe: Probe | None = ctx.probe
-        kept: Kept | None = ctx.kept
+        kept: SavedForBackward | None = ctx.kept
         weight, *saved = ctx.saved_tensors
         dgrad: Product | None = None
         wgrad: Product | None = None
-        made: Made = {}
+        made: CastCache = {}
         with _without_autocast(grad_output.device.type):
             if ctx.needs_input_grad[0]:
                 then = Gemm.WGRAD if ctx.needs_input_grad[1] else None
@@ -212,7 +212,7 @@ class Fp8Linear(nn.Linear):
         probe: Probe | None = None,
         *,
         same_as: Operand | None = None,
-        made: Made | None = None,
+        made: CastCache | None = None,
         then: Gemm | None = None,
     ) -> Operand:
         """Return a 2-D tensor as that GEMM reads it: quantized, or as it is where the recipe says BF16.
@@ -231,7 +231,7 @@ class Fp8Linear(nn.Linear):
         if self.distortion is not None:
             return self.distortion(which, role, x, cast, lambda x, cast: self._ordinary(key, x, cast, probe))
         if isinstance(same_as, tuple) and same_as[1] == cast and same_as[1].scaling != "delayed":
-            if lies_as_read(same_as[0], key in CONTRACTS_ROWS):
+            if has_gemm_layout(same_as[0], key in CONTRACTS_ROWS):
                 return same_as
         return self._ordinary(key, x, cast, probe, made, then)
 
@@ -244,7 +244,7 @@ class Fp8Linear(nn.Linear):
         return ordinary() if self.summation is None else self.summation(which, first, second, dtype, ordinary)
 
     def _ordinary(
-        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None, made: Made | None = None,
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast | None, probe: Probe | None, made: CastCache | None = None,
         then: Gemm | None = None,
     ) -> Operand:  # fmt: skip
         if cast is None:
@@ -267,7 +267,7 @@ class Fp8Linear(nn.Linear):
             made[place] = q
         return q, cast
 
-    def _both(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, probe: Probe | None, then: Gemm) -> Made:
+    def _both(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, probe: Probe | None, then: Gemm) -> CastCache:
         """Return x quantized for this GEMM and for another one that contracts its rows; nothing where it takes two reads."""
         other = self.recipe.casts[then, key[1]]
         if other is None or key in CONTRACTS_ROWS or (then, key[1]) not in CONTRACTS_ROWS:
@@ -328,7 +328,7 @@ class Fp8Linear(nn.Linear):
             return super().forward(input)
         if is_transformed():
             raise UsageError(self._not_supported("transforms of torch.func (grad, vmap, jvp)"))
-        kind, made = input.device.type, made_of(input)
+        kind, made = input.device.type, cached_casts(input)
         weight, bias = self.weight, self.bias  # read once: a parametrization computes them anew, or moves its state, each time
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
@@ -346,7 +346,7 @@ class Fp8Linear(nn.Linear):
             f" set_recipe('bf16') on it, or convert the model with overrides={{'{self.fqn}': None}}"
         )
 
-    def _multiply(self, x: Tensor, weight: Tensor, layout: Layout | None, made: Made | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, layout: ShardLayout | None, made: CastCache | None) -> Tensor:
         """Return x ``[..., K]`` times weight ``[N, K]``: all of them, or one rank's part."""
         watching = self.probe if torch.is_grad_enabled() else self.inference_probe
         probe = watching if watching is not None and watching.begin() else None

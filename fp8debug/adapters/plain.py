@@ -18,10 +18,10 @@ from fp8debug.kernels.dispatch import Operand, quantize
 from fp8debug.kernels.torch_state import is_batched
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
-from fp8debug.observer.isolation import guarded
+from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Probe, Product
-from fp8debug.observer.rechecks import Kept
+from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.observer.sharding import fits, is_sharded, layout_by_marks, layout_of, local_of
 from fp8debug.recipes import Recipe
 from fp8debug.types import Gemm, TensorRole
@@ -43,7 +43,7 @@ class Trial(Probe):
         if output is not None and self.begin():
             self._try_fprop(module, args[0] if args else kwargs["input"], output)
 
-    @guarded
+    @isolated
     def _try_fprop(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         is_training, weight = not self.observer.settings.inference, stored(module, "weight")
         wants_dgrad = is_training and x.requires_grad
@@ -62,7 +62,7 @@ class Trial(Probe):
         x = local_of(x)
         self._try_gemm(x.reshape(-1, x.shape[-1]), weight, output.grad_fn, wants_dgrad, wants_wgrad)
 
-    @guarded
+    @isolated
     def try_gemm(self, x: Tensor, weight: Tensor, node: Any, wants_dgrad: bool, wants_wgrad: bool) -> None:
         """Record what FP8 would do to a GEMM that ran in high precision, and wait for its gradient.
 
@@ -75,7 +75,7 @@ class Trial(Probe):
         """
         self._try_gemm(x, weight, node, wants_dgrad, wants_wgrad)
 
-    @guarded
+    @isolated
     def try_forward(self, x: Tensor, weight: Tensor, wants_dgrad: bool, wants_wgrad: bool) -> Callable[[Any], None]:
         """Record fprop as :meth:`try_gemm` does, and return what waits for the gradient of a node that is not known yet."""
         hook = self._try_fprop_alone(x, weight, wants_dgrad, wants_wgrad)
@@ -101,9 +101,9 @@ class Trial(Probe):
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
         return partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad)
 
-    @guarded
+    @isolated
     def _try_backward(
-        self, weight: Tensor, x_wgrad: Operand | None, kept: Kept | None, wants_dgrad: bool, grads: tuple[Tensor, ...]
+        self, weight: Tensor, x_wgrad: Operand | None, kept: SavedForBackward | None, wants_dgrad: bool, grads: tuple[Tensor, ...]
     ) -> None:
         (grad_output,) = grads
         if is_batched(grad_output):

@@ -11,12 +11,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.torch_state import is_capturing, is_overheard
+from fp8debug.kernels.torch_state import foreign_mode_active, is_capturing
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
 #: The quantized input by its cast, whether the GEMM that reads it contracts rows, and the dtype that it was cast from.
-Made = dict[tuple[Cast, bool, torch.dtype], Quantized]
+CastCache = dict[tuple[Cast, bool, torch.dtype], Quantized]
 
 
 class _Read(NamedTuple):
@@ -24,13 +24,13 @@ class _Read(NamedTuple):
 
     tensor: ref[Tensor]
     state: tuple[int, ...]
-    made: Made
+    made: CastCache
 
 
 _last: _Read | None = None
 
 
-def made_of(x: Tensor) -> Made | None:
+def cached_casts(x: Tensor) -> CastCache | None:
     """Return what was made of an input by now, to be added to, as long as it is the same tensor, unchanged.
 
     Autograd has to count who writes to it, so that it is a result of an op whose gradient is wanted: what autograd does not hear
@@ -47,7 +47,7 @@ def made_of(x: Tensor) -> Made | None:
     global _last
     if type(x) is not Tensor or x.grad_fn is None or not torch.is_grad_enabled():
         return None
-    if is_overheard() or is_capturing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if foreign_mode_active() or is_capturing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     state, last = (x._version, x.grad_fn._sequence_nr(), x.data_ptr(), stream), _last
@@ -57,7 +57,7 @@ def made_of(x: Tensor) -> Made | None:
     return found.made
 
 
-def let_go() -> None:
+def clear() -> None:
     """Let go of what was made, when the forward pass is over."""
     global _last
     _last = None
@@ -67,4 +67,4 @@ def _end(tensor: ref[Tensor]) -> None:
     """Let go of what was made of a tensor that nobody has any more."""
     last = _last
     if last is not None and last.tensor is tensor:
-        let_go()
+        clear()

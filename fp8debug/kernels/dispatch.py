@@ -33,8 +33,8 @@ __all__ = [
     "describe",
     "finite_amax",
     "gemm",
+    "has_gemm_layout",
     "histogram",
-    "lies_as_read",
     "measure",
     "new_bins",
     "new_joiner",
@@ -300,7 +300,7 @@ def gemm(
     return reference.gemm(which, first, second, dtype=dtype, accumulate=accumulate)
 
 
-def lies_as_read(q: Quantized, contracts_rows: bool) -> bool:
+def has_gemm_layout(q: Quantized, contracts_rows: bool) -> bool:
     """Return whether the data are stored as a GEMM on a GPU reads them: contiguous where it contracts; a CPU reads any."""
     return not q.data.is_cuda or q.data.stride(0 if contracts_rows else -1) == 1
 

@@ -139,7 +139,7 @@ def active_modes() -> list[Any]:
     return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
 
 
-def is_overheard() -> bool:
+def foreign_mode_active() -> bool:
     """Return whether a mode that is not ours hears the ops that run now."""
     count = _len_torch_dispatch_stack()
     return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
@@ -164,7 +164,7 @@ def unseen() -> AbstractContextManager[Any]:
     """
     if not _len_torch_dispatch_stack():
         return nullcontext()
-    return _disable_current_modes() if is_overheard() else _Aside()
+    return _disable_current_modes() if foreign_mode_active() else _Aside()
 
 
 def is_overridden() -> bool:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
 from fp8debug.kernels.quantize_pair import Part, quantize_pair
-from fp8debug.kernels.torch_state import is_overheard
-from fp8debug.observer.isolation import Shielded, guarded
+from fp8debug.kernels.torch_state import foreign_mode_active
+from fp8debug.observer.isolation import StepState, isolated
 from fp8debug.observer.observer import Observer, RowKey
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, Reference, TensorRole
 
 
-class Site(NamedTuple):
+class RecordedCasts(NamedTuple):
     """What is recorded of an operand.
 
     Attributes:
@@ -29,7 +29,7 @@ class Site(NamedTuple):
     keys: tuple[RowKey, ...]
 
 
-class Riding(Shielded):
+class CastRecorder(StepState):
     """What quantizes the operands of a module.
 
     Args:
@@ -41,9 +41,9 @@ class Riding(Shielded):
     def __init__(self, observer: Observer, module: str, actual: bool) -> None:
         super().__init__(observer, module)
         self.actual = actual
-        self._sites: dict[tuple[Gemm, TensorRole], Site] = {}
+        self._sites: dict[tuple[Gemm, TensorRole], RecordedCasts] = {}
         self._weights_seen = set[Gemm]()
-        self._ridden: dict[int, tuple[Quantized, Slots]] = {}
+        self._fused_slots: dict[int, tuple[Quantized, Slots]] = {}
 
     def quantize(
         self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
@@ -57,27 +57,27 @@ class Riding(Shielded):
             None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
             of ours kept it from being quantized here.
         """
-        if is_overheard():
+        if foreign_mode_active():
             return None
-        if made is not None and id(made) in self._ridden:  # with another operand
+        if made is not None and id(made) in self._fused_slots:  # with another operand
             return made
         return self._quantize(key, x, cast, scale_inv, made)
 
-    @guarded
+    @isolated
     def _quantize(
         self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None
     ) -> Quantized | None:
         which, role = key
-        self.observer.relieve(x.device)
+        self.observer.flush_if_full(x.device)
         if role is TensorRole.WEIGHT and which in self._weights_seen:
             return None
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)
         shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
         rides = takes_kernels(x)
-        place = self.observer.place_of(x, cast) if shared and rides else None
+        place = self.observer.cache_key(x, cast) if shared and rides else None
         found: Slots | None
-        if place is not None and place in self.observer.known:
-            q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.known[place]
+        if place is not None and place in self.observer.tensor_cache:
+            q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.tensor_cache[place]
         elif made is not None and not rides:
             q, found = made, None
         else:
@@ -87,9 +87,9 @@ class Riding(Shielded):
                 x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
             )  # fmt: skip
             if place is not None:
-                self.observer.known[place] = found
+                self.observer.tensor_cache[place] = found
         if found is not None:
-            self._ridden[id(q)] = q, found
+            self._fused_slots[id(q)] = q, found
         return q
 
     def quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
@@ -98,17 +98,17 @@ class Riding(Shielded):
         Returns:
             None where that is what is to be done: no kernel makes both at once, or one of them is known by now.
         """
-        return None if is_overheard() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
+        return None if foreign_mode_active() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
 
-    @guarded
+    @isolated
     def _quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
-        known = self.observer.known
-        place = None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.place_of(x, cast)
+        known = self.observer.tensor_cache
+        place = None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.cache_key(x, cast)
         places = () if place is None else (place, (*place[:-1], other))
         told = [place in known for place in places] or [False, False]
         if told[0] != told[1]:
             return None
-        self.observer.relieve(x.device)
+        self.observer.flush_if_full(x.device)
         tried = () if told[0] else self._site(*key, cast).tried.values()
         bins = self.observer.table(x.device).bins if tried else None
         pair = quantize_pair(x, cast, other, observed=not told[0], bins=bins, casts=tried)
@@ -119,10 +119,10 @@ class Riding(Shielded):
         for i, (q, found) in enumerate(pair):
             slots = known[places[i]] if told[0] else found
             if slots is not None:
-                self._ridden[id(q)] = q, slots
+                self._fused_slots[id(q)] = q, slots
         return pair
 
-    def _site(self, which: Gemm, role: TensorRole, cast: Cast | None) -> Site:
+    def _site(self, which: Gemm, role: TensorRole, cast: Cast | None) -> RecordedCasts:
         """Return what is recorded of an operand whose running cast is this one."""
         site = self._sites.get((which, role))
         if site is None or site.cast is not cast:
@@ -131,5 +131,5 @@ class Riding(Shielded):
             tried = {name: c for name, c in casts.items() if name not in names}
             keys = *((name, self.actual) for name in names), *((name, False) for name in tried)
             rows = tuple(RowKey(which, role, name, Reference.OPERAND, actual) for name, actual in keys)
-            site = self._sites[which, role] = Site(cast, tried, rows)
+            site = self._sites[which, role] = RecordedCasts(cast, tried, rows)
         return site

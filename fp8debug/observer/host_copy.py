@@ -11,25 +11,25 @@ from torch import Tensor
 from fp8debug.kernels.dispatch import on_device, takes_kernels, twin
 
 
-class Arriving:
+class HostCopy:
     """A CUDA tensor on its way to the host, such as the tokens of experts."""
 
     def __init__(self, value: Tensor) -> None:
-        self._host, self._done = _landing(value.shape, value.dtype)
+        self._host, self._done = _pinned_buffer(value.shape, value.dtype)
         self._host.copy_(value.detach(), non_blocking=True)
         self._done.record(torch.cuda.current_stream(value.device))
 
-    def ready(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
         return bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
-    def host(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the values; waits if it must."""
         self._done.synchronize()
         return self._host
 
 
-class Scalar(Arriving):
+class HostScalar(HostCopy):
     """A CUDA scalar on its way to the host, such as the loss; where it arrives is the next one's place once it is read."""
 
     _spare: ClassVar[dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]]] = {}
@@ -41,7 +41,7 @@ class Scalar(Arriving):
         try:
             self._host, self._done = self._free.pop()
         except IndexError:  # of no use to ask before: watches of other threads take from it too
-            self._host, self._done = _landing((), torch.float64)
+            self._host, self._done = _pinned_buffer((), torch.float64)
             self._kept.append(self._host)
         with on_device(value):
             if not (takes_kernels(value) and twin("step_end").send_number(value, self._host)):
@@ -51,12 +51,12 @@ class Scalar(Arriving):
     def read(self) -> float:
         """Return the value; waits if it must."""
         if self._number is None:
-            self._number = float(self.host())
+            self._number = float(self.result())
             self._free.append((self._host, self._done))
         return self._number
 
 
-def _landing(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
+def _pinned_buffer(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event]:
     """Return where a CUDA tensor arrives on the host, and what tells when it has."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True), new_event()
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 
 R = TypeVar("R")
-S = TypeVar("S", bound="Shielded")
+S = TypeVar("S", bound="StepState")
 
 
-class Shielded:
+class StepState:
     """Per-step recorder state, reset at the first call of a new step and disabled after an error.
 
     Args:
@@ -36,43 +36,43 @@ class Shielded:
         self.module = module
         self.failed = False
         self._told = False
-        self._generation = self._gave_up = -1  # the step that it was last called in, and the last one whose sample it ended
+        self._step_count = self._gave_up = -1  # the step that it was last called in, and the last one whose sample it ended
 
     @property
     def is_over(self) -> bool:
         """Whether the step that it was last called in has ended."""
-        return self._generation != self.observer.generation
+        return self._step_count != self.observer.step_count
 
     @property
     def given_up(self) -> bool:
         """Whether the sample of this step has ended."""
-        return self._gave_up == self.observer.generation
+        return self._gave_up == self.observer.step_count
 
     def begin_step(self) -> None:
         """Forget an earlier step."""
         self.forget()
-        self._generation = self.observer.generation
-        self.observer.touched.append(self)
+        self._step_count = self.observer.step_count
+        self.observer.active_probes.append(self)
 
     def forget(self) -> None:
         """Forget the step that it was last called in."""
 
     def give_up(self, reason: str) -> None:
         """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
-        self._gave_up = self.observer.generation
+        self._gave_up = self.observer.step_count
         self.observer.modules_given_up.add(self.module)
         self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)
         self._told = True
 
     def interrupt(self, error: BaseException) -> None:
         """End the sample of this step because an exception of the program ended a method in the middle; record it as an event."""
-        self._gave_up = self.observer.generation
+        self._gave_up = self.observer.step_count
         self.observer.interrupt()
         text = f"not recorded in full at step {self.observer.step}: {type(error).__name__} was raised while it was recorded"
         self.observer.report(self.module, text, False)
 
 
-def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
+def isolated(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
     """Keep an error of fp8debug from reaching the training step: the module is reported once and watched no more.
 
     Too little memory for a sample ends the sample alone: the module is watched again from the next step on. The method runs
@@ -80,23 +80,23 @@ def guarded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
     through: the sample ends, and gradient mode and modes are what they were before.
     """
 
-    return _kept_apart(method, runs_ops=True)
+    return _isolate(method, runs_ops=True)
 
 
-def shielded(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
-    """Do as :func:`guarded` does, for a method that runs no ops."""
-    return _kept_apart(method, runs_ops=False)
+def isolated_without_ops(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
+    """Do as :func:`isolated` does, for a method that runs no ops."""
+    return _isolate(method, runs_ops=False)
 
 
-def _kept_apart(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Callable[Concatenate[S, P], R | None]:
+def _isolate(method: Callable[Concatenate[S, P], R], *, runs_ops: bool) -> Callable[Concatenate[S, P], R | None]:
     @wraps(method)
     def call(probe: S, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        generation = probe.observer.generation
-        if probe.failed or probe._gave_up == generation:
+        step_count = probe.observer.step_count
+        if probe.failed or probe._gave_up == step_count:
             return None
         before = TorchState() if runs_ops else None
         try:
-            if probe._generation != generation:
+            if probe._step_count != step_count:
                 probe.begin_step()
             overridden = runs_ops and is_overridden()
             if not overridden and not (runs_ops and torch.is_grad_enabled()):

@@ -18,19 +18,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import SHARE_BLOCK, SHARE_GROUP, Sample, num_columns, shift_of, size_of_groups, spread_lines
-from fp8debug.observer.host_copy import Scalar
-from fp8debug.observer.sharding import Piece
+from fp8debug.observer.host_copy import HostScalar
+from fp8debug.observer.sharding import TensorShard
 from fp8debug.observer.table import MIN_JOINED, Snapshot, Table
 from fp8debug.recipes import Recipe
 from fp8debug.types import OPERAND_SITES, RESULTS, Gemm, Reference, TensorRole
 
 #: Probes and facts about tensors that one call lets go of; a forward pass calls once a module, which leaves fewer.
 AT_ONCE = 10
-#: Steps whose leftovers wait at most; only a watch whose modules are not called any more comes near.
+#: Steps whose deferred_release wait at most; only a watch whose modules are not called any more comes near.
 MAX_STEPS = 4
 
 
-class Forgetful(Protocol):
+class Releasable(Protocol):
     """What holds something of a step."""
 
     @property
@@ -42,13 +42,13 @@ class Forgetful(Protocol):
         """Let go of it."""
 
 
-class Leftovers:
+class DeferredRelease:
     """Of steps that have ended: probes that hold something, and what was known of tensors."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[list[Forgetful], dict[Hashable, Any]]] = []
+        self._steps: list[tuple[list[Releasable], dict[Hashable, Any]]] = []
 
-    def take(self, probes: list[Forgetful], known: dict[Hashable, Any]) -> None:
+    def add(self, probes: list[Releasable], known: dict[Hashable, Any]) -> None:
         """Take what one step leaves.
 
         Args:
@@ -58,9 +58,9 @@ class Leftovers:
         if probes or known:
             self._steps.append((probes, known))
         if len(self._steps) > MAX_STEPS:
-            self.let_go_of_all()
+            self.release_all()
 
-    def let_go(self) -> None:
+    def release_some(self) -> None:
         """Let go of some."""
         try:
             probes, known = self._steps.pop()  # no other thread has it meanwhile
@@ -77,13 +77,11 @@ class Leftovers:
         if probes or known:
             self._steps.append((probes, known))
 
-    def let_go_of_all(self) -> None:
+    def release_all(self) -> None:
         """Let go of everything, when training is over."""
         while self._steps:
-            self.let_go()
+            self.release_some()
 
-
-pass
 
 T = TypeVar("T")
 #: The least and the greatest value of a tensor, 0-d.
@@ -106,7 +104,7 @@ class RowInfo(NamedTuple):
     module: str
     call_index: int
     key: RowKey
-    piece: Piece | None = None
+    piece: TensorShard | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +138,7 @@ class Settings:
 class Arrivals(Protocol):
     """Rows of ``updates`` on their way to the host."""
 
-    def ready(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether they have arrived."""
 
     def rows(self, step: int) -> dict[str, Any]:
@@ -164,10 +162,14 @@ class FinishedStep:
     progress: Any = None
     is_written: bool = False
 
-    def ready(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether every copy has arrived."""
-        moving = [v for v in self.scalars.values() if isinstance(v, Scalar)]
-        return all(s.ready() for s, _ in self.tables) and all(v.ready() for v in moving) and all(u.ready() for u in self.updates)
+        moving = [v for v in self.scalars.values() if isinstance(v, HostScalar)]
+        return (
+            all(s.is_done() for s, _ in self.tables)
+            and all(v.is_done() for v in moving)
+            and all(u.is_done() for u in self.updates)
+        )
 
 
 class Observer:
@@ -197,9 +199,9 @@ class Observer:
         self.modules_called: set[str] = set()  # those that a forward pass of a sampled step ran
         self.modules_seen: set[str] = set()  # those that have recorded anything
         self.modules_given_up: set[str] = set()  # those of which a sample ended early, which was reported
-        self.generation = 0  # how many steps have begun
-        self.touched: list[Forgetful] = []  # what holds something of the step under way
-        self.leftovers = Leftovers()
+        self.step_count = 0  # how many steps have begun
+        self.active_probes: list[Releasable] = []  # what holds something of the step under way
+        self.deferred_release = DeferredRelease()
         self.before_forward: Callable[[], None] = _nothing
         #: Called with a module's FQN in place of ``before_forward`` where inference is recorded.
         self.before_inference: Callable[[str], None] = _ignored
@@ -219,7 +221,7 @@ class Observer:
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.updates: list[Arrivals] = []  # of the optimizer's step under way
-        self.known: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
+        self.tensor_cache: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
 
     @property
@@ -290,17 +292,17 @@ class Observer:
         """Return whether the module of that number can record in this step; one that was added in it may have to wait."""
         return self.table(device).num_rows >= self.settings.rows_per_module * (number + 1)
 
-    def relieve(self, device: torch.device) -> None:
+    def flush_if_full(self, device: torch.device) -> None:
         """Join rows of the step under way to a device's accumulators, where many wait."""
         found = self._filled.get(device)
         if found is not None:
-            found[0].relieve()
+            found[0].flush_if_full()
 
-    def relieve_all(self) -> None:
+    def flush_many(self) -> None:
         """Join what waits, where it pays, before the end of the step does: two short pauses of training for a long one."""
         for table, _ in self._filled.values():
             try:
-                table.relieve(MIN_JOINED)
+                table.flush_if_full(MIN_JOINED)
             except (torch.OutOfMemoryError, MemoryError) as error:  # the end of the step reports what was lost
                 if not is_ours(error):
                     raise
@@ -334,16 +336,16 @@ class Observer:
 
         The same is the same part of the same storage, which nothing has written to since, as far as autograd counts that.
         """
-        place = self.place_of(x, what)
+        place = self.cache_key(x, what)
         if place is None:
             return make()
-        if place not in self.known:
-            self.known[place] = make()
-        found: T = self.known[place]
+        if place not in self.tensor_cache:
+            self.tensor_cache[place] = make()
+        found: T = self.tensor_cache[place]
         return found
 
-    def place_of(self, x: Tensor, what: Hashable) -> tuple[Hashable, ...] | None:
-        """Return where ``known`` has what is known of a tensor in this step; None for one whose changes nobody counts.
+    def cache_key(self, x: Tensor, what: Hashable) -> tuple[Hashable, ...] | None:
+        """Return where ``tensor_cache`` has what is known of a tensor in this step; None for one whose changes nobody counts.
 
         What is known of it comes last in the place.
         """
@@ -351,8 +353,8 @@ class Observer:
             return None
         storage = x.untyped_storage()
         at = storage._cdata
-        if at not in self.known:  # whose address no other has from now on
-            self.known[at] = storage._weak_ref()
+        if at not in self.tensor_cache:  # whose address no other has from now on
+            self.tensor_cache[at] = storage._weak_ref()
         return at, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
     def check(self, module: str, gemm: Gemm, given: Extremes, weight: Extremes | None, result: Extremes) -> None:
@@ -434,11 +436,11 @@ class Observer:
         self._is_starting = True
         self.step = step
         self.sampling = not self.is_off and not self.is_asleep and step % self.settings.every == 0
-        self.generation += 1
+        self.step_count += 1
         self._num_calls = 0
         self._samples = {}
-        self.leftovers.take(self.touched, self.known)
-        self.touched, self.known = [], {}
+        self.deferred_release.add(self.active_probes, self.tensor_cache)
+        self.active_probes, self.tensor_cache = [], {}
         for device in [device for device, table in self._tables.items() if table.num_rows < self._num_rows]:
             self._tables.pop(device).discard()  # modules were added since; the next sampled step makes a larger one
         after, self.after_step = self.after_step, []
@@ -456,8 +458,8 @@ class Observer:
 
     def interrupt(self) -> None:
         """Let go of what hooks have begun, because an exception of the program ended one of them: those after it may not run."""
-        for let_go in self.on_interrupt:
-            let_go()
+        for release in self.on_interrupt:
+            release()
 
     def turn_off(self) -> None:
         """Observe nothing more: nobody can take it."""
@@ -473,9 +475,9 @@ class Observer:
 
     def hand_over(self, *, wait: bool = False) -> None:
         """Give the sink every step that has arrived; with ``wait``, when training is over, every step."""
-        while self._pending and (wait or self._pending[0].ready()):
+        while self._pending and (wait or self._pending[0].is_done()):
             first = self._pending[0]
-            first.scalars = {k: v.read() if isinstance(v, Scalar) else v for k, v in first.scalars.items()}
+            first.scalars = {k: v.read() if isinstance(v, HostScalar) else v for k, v in first.scalars.items()}
             try:
                 self._sink(first)
             except BaseException as error:
@@ -487,7 +489,7 @@ class Observer:
                 del self._pending[0]
         if wait:
             self._drop_tables()
-            self.leftovers.let_go_of_all()
+            self.deferred_release.release_all()
 
 
 def extremes_of(x: Tensor) -> Extremes | None:
@@ -518,7 +520,7 @@ def place_of_first(found: list[Tensor]) -> Tensor:
 def _leaving_device(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return Scalar(value) if value.is_cuda else float(value.detach())
+    return HostScalar(value) if value.is_cuda else float(value.detach())
 
 
 def _nothing() -> None:

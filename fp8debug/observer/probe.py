@@ -28,12 +28,12 @@ from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, 
 from fp8debug.kernels.sampling import Sample
 from fp8debug.kernels.torch_state import is_capturing, is_transformed
 from fp8debug.metrics import Source
-from fp8debug.observer.fused_cast import Riding
-from fp8debug.observer.isolation import guarded, shielded
+from fp8debug.observer.fused_cast import CastRecorder
+from fp8debug.observer.isolation import isolated, isolated_without_ops
 from fp8debug.observer.observer import Extremes, Observer, RowKey, extremes_of
-from fp8debug.observer.rechecks import HISTOGRAM, Kept, RunningSum, Tried, reread
-from fp8debug.observer.rows import Lines
-from fp8debug.observer.sharding import Layout
+from fp8debug.observer.rechecks import HISTOGRAM, GradientSumCheck, SavedForBackward, WhatIfSlots, recheck
+from fp8debug.observer.rows import RowAllocator
+from fp8debug.observer.sharding import ShardLayout
 from fp8debug.recipes import Cast
 from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
 
@@ -46,7 +46,7 @@ _ORDER = {which: i for i, which in enumerate(Gemm)}
 _NO_SLOTS = None, None
 
 
-class Probe(Riding):
+class Probe(CastRecorder):
     """The ears of an Observer at one module.
 
     Args:
@@ -58,17 +58,17 @@ class Probe(Riding):
     def __init__(self, observer: Observer, module: str, *, actual: bool = True) -> None:
         super().__init__(observer, module, actual)
         self.num_calls, self.call_index = 0, -1
-        self.layout: Layout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
-        self._lines = Lines(observer, module)
+        self.layout: ShardLayout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
+        self._lines = RowAllocator(observer, module)
         self._number = observer.num_modules
         observer.num_modules += 1
         self._histories: dict[tuple[TensorRole, Cast], AmaxHistory] = {}
         self._known_results: dict[Gemm, tuple[Cast | None, Cast | None, Keys, Keys]] = {}
         self._num_reads: dict[Gemm, int] = {}  # of a weight in this step, after the first
         self._seen_outside_backward = self._recomputed = False
-        self._gradients = RunningSum()
+        self._gradients = GradientSumCheck()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
-        self._tried_weight: Tried = {}
+        self._tried_weight: WhatIfSlots = {}
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: Keys | None = None
 
@@ -83,16 +83,16 @@ class Probe(Riding):
         self._tried_weight.clear()
         self._weight_shared.clear()
         self._output_key = None
-        self._ridden.clear()
+        self._fused_slots.clear()
 
     def give_up(self, reason: str) -> None:
         """End the sample of this step."""
-        self._ridden.clear()
+        self._fused_slots.clear()
         super().give_up(reason)
 
     def interrupt(self, error: BaseException) -> None:
         """End the sample of this step."""
-        self._ridden.clear()
+        self._fused_slots.clear()
         super().interrupt(error)
 
     def begin(self) -> bool:
@@ -101,7 +101,7 @@ class Probe(Riding):
         It is not when the step is not sampled, when gradients are off (evaluation; where inference is recorded, when they are
         on), or when it is the recomputation of a checkpointed forward that was seen already.
         """
-        self.observer.leftovers.let_go()
+        self.observer.deferred_release.release_some()
         if not self.observer.takes_pass or self.observer.is_rehearsing:
             return False
         if self.observer.settings.inference:
@@ -110,7 +110,7 @@ class Probe(Riding):
             self.observer.before_forward()
         return self.observer.sampling and self._begin() is True
 
-    @shielded
+    @isolated_without_ops
     def _begin(self) -> bool:
         if self.module in self.observer.not_again:
             return False
@@ -150,7 +150,7 @@ class Probe(Riding):
             return False
         return bool(wanted or (wanted is None and (observer.sampling or x.device.type == "cpu")))
 
-    @guarded
+    @isolated
     def _check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:
         if is_capturing() or (torch._C._current_graph_task_id() != -1 and not self.observer.repeats_forward):
             return
@@ -158,7 +158,7 @@ class Probe(Riding):
         if given is not None and result is not None:
             self.observer.check(self.module, Gemm.FPROP, given, None if weight is None else extremes_of(weight), result)
 
-    @guarded
+    @isolated
     def _check_backward(self, grad_output: Tensor | Extremes, results: Mapping[Gemm, Tensor]) -> None:
         if is_capturing():
             return
@@ -168,11 +168,11 @@ class Probe(Riding):
             if given is not None and result is not None:
                 self.observer.check(self.module, gemm, given, None, result)
 
-    @guarded
+    @isolated
     def fprop(
         self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor | None,
         bias: Tensor | None = None, parameter: Tensor | None = None,
-    ) -> Kept:  # fmt: skip
+    ) -> SavedForBackward:  # fmt: skip
         """Record fprop, and wgrad's input, which is quantized in the forward pass.
 
         Args:
@@ -185,30 +185,30 @@ class Probe(Riding):
             bias: what the GEMM added to the output; it is no part of what is compared.
             parameter: the leaf whose ``grad`` accumulates wgrad's results; by default the weight itself.
         """
-        self.observer.relieve(x.device)
-        source, tried = Source(x), Tried()
+        self.observer.flush_if_full(x.device)
+        source, tried = Source(x), WhatIfSlots()
         self._gradients.weight = weight if parameter is None else parameter
         self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
         error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
-        self._ridden.clear()
+        self._fused_slots.clear()
         if self.observer.settings.inference:
-            return Kept(error, self._part(Gemm.WGRAD, x), x[:0], tried, None)
+            return SavedForBackward(error, self._part(Gemm.WGRAD, x), x[:0], tried, None)
         columns = self._part(Gemm.WGRAD, x)
-        return Kept(error, columns, self._columns(x, columns), tried, source.shared.get(HISTOGRAM))
+        return SavedForBackward(error, columns, self._columns(x, columns), tried, source.shared.get(HISTOGRAM))
 
-    @guarded
+    @isolated
     def backward(
         self,
         grad_output: Tensor,
         weight: Tensor,
         dgrad: Product | None,
         wgrad: Product | None,
-        kept: Kept | None,
+        kept: SavedForBackward | None,
         *,
-        known: tuple[Source, Tried] | None = None,
+        known: tuple[Source, WhatIfSlots] | None = None,
         damage: bool = True,
     ) -> None:
         """Record dgrad and wgrad, and the damage of fprop's output error, now that its gradient is known.
@@ -222,8 +222,8 @@ class Probe(Riding):
             known: what was found out about grad_output, where dgrad and wgrad are given in two calls: the same object in both.
             damage: whether to record the damage, which is once in a backward pass.
         """
-        self.observer.relieve(grad_output.device)
-        source, tried = (Source(grad_output), Tried()) if known is None else known
+        self.observer.flush_if_full(grad_output.device)
+        source, tried = (Source(grad_output), WhatIfSlots()) if known is None else known
         if dgrad is not None:
             a, b, result = dgrad
             self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
@@ -240,7 +240,7 @@ class Probe(Riding):
                     self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, read, b)
         if damage and kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
             self._merge(self._output_key, [found], grad_output.device)
-        self._ridden.clear()
+        self._fused_slots.clear()
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
@@ -262,10 +262,10 @@ class Probe(Riding):
         """Record an operand that is read once more in the step: ``read`` is what the GEMM sees of the sample ``x`` of it."""
         if isinstance(operand, tuple):
             key = RowKey(*site, str(operand[1]), Reference.OPERAND, self.actual)
-            self._merge((key,), [reread(x, read, *operand)], x.device)
+            self._merge((key,), [recheck(x, read, *operand)], x.device)
 
     def _operand(
-        self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: Tried, more: Slots | None = None
+        self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: WhatIfSlots, more: Slots | None = None
     ) -> None:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
@@ -276,13 +276,13 @@ class Probe(Riding):
         found: list[Slots] = []
         if isinstance(operand, tuple):
             q, cast = operand
-            slots = describe(source, cast, q, self._ridden.get(id(q), _NO_SLOTS)[1])
+            slots = describe(source, cast, q, self._fused_slots.get(id(q), _NO_SLOTS)[1])
             found.append({**slots, **more} if more else slots)
         found += [tried[name] for name in site.tried]
         if found:
             self._record(site.keys, found, source)
 
-    def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], tried: Tried) -> None:
+    def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], tried: WhatIfSlots) -> None:
         """Work out casts that are not running, from counts of the tensor's values where they can be."""
         if countable(source.x, casts.values()):
             tried.update(self._count(role, source, casts))
@@ -291,18 +291,18 @@ class Probe(Riding):
         tried.update(self._count(role, source, counted))
         tried.update(self._observe(role, source, {name: cast for name, cast in casts.items() if name not in counted}))
 
-    def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
+    def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> WhatIfSlots:
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
         if not casts:
             return {}
         x, bins = source.x, self.observer.table(source.x.device).bins
         place = self._number, role  # whose amax history it is
         with on_device(x):
-            found: Tried
+            found: WhatIfSlots
             found, source.shared[HISTOGRAM] = bins.tried(x, casts, place)
         return found
 
-    def _observe(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> Tried:
+    def _observe(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> WhatIfSlots:
         """Work out any casts by reading the tensor for them."""
         if not casts:
             return {}

@@ -21,11 +21,11 @@ SUMMED_COLUMNS = 16
 _REREAD, _GRADIENT_SUM = Reread(), GradientSum()
 HISTOGRAM = "log2_hist"
 #: Slots of one tensor by the cast's name.
-Tried = dict[str, Slots]
+WhatIfSlots = dict[str, Slots]
 
 
 @dataclass
-class Kept:
+class SavedForBackward:
     """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor.
 
     Attributes:
@@ -39,7 +39,7 @@ class Kept:
     output: OutputError
     columns: Sample
     input_columns: Tensor
-    tried: Tried = field(default_factory=dict)
+    tried: WhatIfSlots = field(default_factory=dict)
     histogram: Tensor | None = None
 
     def source(self, x: Tensor) -> Source:
@@ -50,12 +50,12 @@ class Kept:
         return found
 
 
-def reread(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:
+def recheck(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:
     """Return the slots of ``Reread``: a sample ``x`` of a tensor that a GEMM reads as ``read``, and the whole of it in FP8."""
-    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="reread")) if x.numel() else {}
+    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="recheck")) if x.numel() else {}
 
 
-class RunningSum:
+class GradientSumCheck:
     """The FP32 sum of a weight's gradients in one step, on a few columns, beside what ``weight.grad`` holds of them.
 
     Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8debug.observer.observer import Observer, RowInfo, RowKey
-from fp8debug.observer.sharding import Layout
+from fp8debug.observer.sharding import ShardLayout
 
 
-class Known(NamedTuple):
+class RowGroup(NamedTuple):
     """Where what some keys name is recorded, as long as the module's place in the step and its layout stay."""
 
     keys: tuple[RowKey, ...]
@@ -19,7 +19,7 @@ class Known(NamedTuple):
     infos: dict[int, RowInfo]
 
 
-class Lines:
+class RowAllocator:
     """The rows of one module, the same from step to step.
 
     Args:
@@ -32,15 +32,15 @@ class Lines:
         self._count = observer.settings.rows_per_module
         self._first = observer.num_modules * self._count
         self._rows: dict[RowKey, int] = {}
-        self._known: dict[int, Known] = {}  # by the identity of their keys
+        self._known: dict[int, RowGroup] = {}  # by the identity of their keys
         self._call_index = -1
-        self._layout: Layout | None = None
+        self._layout: ShardLayout | None = None
 
     def record(
         self,
         keys: tuple[RowKey, ...],
         call_index: int,
-        layout: Layout | None,
+        layout: ShardLayout | None,
         found: Sequence[Mapping[Any, Any]],
         device: torch.device,
     ) -> None:
@@ -65,19 +65,19 @@ class Lines:
         filled.update(known.infos)
         table.merge(known.rows, found)
 
-    def _move(self, call_index: int, layout: Layout | None) -> None:
+    def _move(self, call_index: int, layout: ShardLayout | None) -> None:
         if call_index != self._call_index or layout != self._layout:
             self._known.clear()
         self._call_index, self._layout = call_index, layout
 
-    def _new(self, keys: tuple[RowKey, ...]) -> Known:
+    def _new(self, keys: tuple[RowKey, ...]) -> RowGroup:
         if len(self._known) > 2 * self._count:
             self._known.clear()
         self._observer.modules_seen.add(self._module)
         pieces, infos = self._layout or {}, dict[int, RowInfo]()
         for key in keys:
             infos[self._row(key, infos)] = RowInfo(self._module, self._call_index, key, pieces.get(key.tensor))
-        known = self._known[id(keys)] = Known(keys, list(infos), infos)
+        known = self._known[id(keys)] = RowGroup(keys, list(infos), infos)
         return known
 
     def _row(self, key: RowKey, held: Collection[int]) -> int:

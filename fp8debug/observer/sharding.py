@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8debug.types import TensorRole
 
 
-class Piece(NamedTuple):
+class TensorShard(NamedTuple):
     """What a rank's tensor is of the logical one.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     shard: int
 
 
-Layout = Mapping[TensorRole, Piece]
+ShardLayout = Mapping[TensorRole, TensorShard]
 
 
 class Sharded(NamedTuple):
@@ -50,7 +50,7 @@ class Sharded(NamedTuple):
     x: Tensor
     weight: Tensor
     join: Callable[[Tensor], Tensor]
-    layout: Layout
+    layout: ShardLayout
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -110,7 +110,7 @@ def fits(x: Any, weight: Any) -> bool:
     return all(at == _input_placement(at, w, x.dim() - 1) for at, w in zip(x.placements, weight.placements, strict=True))
 
 
-def layout_of(mesh: Any, x: Any, weight: Any) -> Layout:
+def layout_of(mesh: Any, x: Any, weight: Any) -> ShardLayout:
     """Return which piece each tensor of the three GEMMs is on this rank.
 
     Args:
@@ -125,7 +125,7 @@ def layout_of(mesh: Any, x: Any, weight: Any) -> Layout:
     copied = set(dims) - rows - columns - tokens
     return {
         TensorRole.INPUT: _activation(mesh, rows | copied),
-        TensorRole.WEIGHT: Piece(True, _place(mesh, rows | columns)),
+        TensorRole.WEIGHT: TensorShard(True, _place(mesh, rows | columns)),
         TensorRole.OUTPUT: _activation(mesh, copied),
         TensorRole.GRAD_OUTPUT: _activation(mesh, columns | copied),
         TensorRole.GRAD_INPUT: _activation(mesh, copied),
@@ -133,7 +133,7 @@ def layout_of(mesh: Any, x: Any, weight: Any) -> Layout:
     }
 
 
-def layout_by_marks(module: Any, weight: Any) -> Layout | None:
+def layout_by_marks(module: Any, weight: Any) -> ShardLayout | None:
     """Return which piece each tensor of a Linear is on this rank, by Megatron's marks; None without its tensor parallelism.
 
     Megatron and Transformer Engine split a weight by hand and mark it: ``tensor_model_parallel``, ``partition_dim``; an expert's
@@ -146,15 +146,15 @@ def layout_by_marks(module: Any, weight: Any) -> Layout | None:
     rank, size, first = _tensor_group(module, is_expert=getattr(weight, "allreduce", True) is False)
     if size < 2:
         return None
-    copies, own = Piece(True, first), Piece(False, 0)
+    copies, own = TensorShard(True, first), TensorShard(False, 0)
     if not getattr(weight, "tensor_model_parallel", False):
         if getattr(weight, "sequence_parallel", False):
             return None  # a copy of the weight, and tokens of its own
-        return {**dict.fromkeys(TensorRole, copies), TensorRole.WEIGHT: Piece(True, 0)}
+        return {**dict.fromkeys(TensorRole, copies), TensorRole.WEIGHT: TensorShard(True, 0)}
     by_rows = weight.partition_dim == 0
     return {
         **dict.fromkeys(TensorRole, own),
-        TensorRole.WEIGHT: Piece(True, rank),
+        TensorRole.WEIGHT: TensorShard(True, rank),
         TensorRole.INPUT if by_rows else TensorRole.GRAD_OUTPUT: copies,
     }
 
@@ -189,14 +189,14 @@ def _input_placement(x: Any, weight: Any, last: int) -> Any:
     return x if x.is_shard() and x.dim != last else Replicate()
 
 
-def _activation(mesh: Any, copied: set[int]) -> Piece:
+def _activation(mesh: Any, copied: set[int]) -> TensorShard:
     """Ranks along the copied dimensions hold the same; the lowest of them names the piece, whatever else the job is split by."""
     copied = {d for d in copied if mesh.size(d) > 1}
     if not copied:
-        return Piece(False, 0)
+        return TensorShard(False, 0)
     at = mesh.get_coordinate()
     ranks = mesh.mesh[tuple(slice(None) if d in copied else at[d] for d in range(mesh.ndim))]
-    return Piece(True, int(ranks.min()))
+    return TensorShard(True, int(ranks.min()))
 
 
 def _place(mesh: Any, split_by: set[int]) -> int:

@@ -35,7 +35,7 @@ _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 _REDUCTION = {"sum": "sum", "max": "amax", "min": "amin"}
 
 
-class Place(NamedTuple):
+class SlotPlace(NamedTuple):
     """Where a slot lies: its group, and its columns in that group's tensor."""
 
     group: Group
@@ -43,20 +43,20 @@ class Place(NamedTuple):
     stop: int
 
 
-def layout() -> tuple[dict[str, Place], dict[Group, int]]:
+def layout() -> tuple[dict[str, SlotPlace], dict[Group, int]]:
     """Return where each slot of the metrics registered so far lies, and how many columns each group has."""
-    places: dict[str, Place] = {}
+    places: dict[str, SlotPlace] = {}
     widths: dict[Group, int] = {}
     merged = Slot(name="num_tensors", merge="sum", kind="int64", unit="1", doc="observations merged into the row")
     for slot in [merged, *slots().values()]:
         group = (slot.kind, slot.merge)
         start = widths.get(group, 0)
         widths[group] = start + slot.size
-        places[slot.name] = Place(group, start, start + slot.size)
+        places[slot.name] = SlotPlace(group, start, start + slot.size)
     return places, widths
 
 
-class Span(NamedTuple):
+class GroupSpan(NamedTuple):
     """Where a group lies in a table's memory: its first byte, the bytes of a number, and how many numbers a row has."""
 
     begin: int
@@ -79,10 +79,10 @@ class TableLayout:
     def __init__(self, num_rows: int) -> None:
         self._num_rows, self.num_bytes = num_rows, 0
         self.places, widths = layout()
-        self.spans: dict[Group, Span] = {}
+        self.spans: dict[Group, GroupSpan] = {}
         for group, width in widths.items():
             itemsize = getattr(torch, group[0]).itemsize
-            self.spans[group] = Span(self.num_bytes, itemsize, width)
+            self.spans[group] = GroupSpan(self.num_bytes, itemsize, width)
             self.num_bytes += -(-itemsize * num_rows * width // 16) * 16
 
     def cut(self, memory: Tensor) -> dict[Group, Tensor]:
@@ -94,7 +94,7 @@ class TableLayout:
         return found
 
 
-class Buffers(NamedTuple):
+class HostBuffers(NamedTuple):
     """A table's state on the host: one piece of memory, which NumPy sees too, each group's part of it, and when it has come."""
 
     memory: Tensor
@@ -140,12 +140,12 @@ class Table:
             self._bins = new_bins(self.device)
         return self._bins
 
-    def _pinned(self) -> Buffers:
+    def _pinned(self) -> HostBuffers:
         return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
 
-    def _buffers(self, memory: Tensor) -> Buffers:
+    def _buffers(self, memory: Tensor) -> HostBuffers:
         done = new_event() if self.device.type == "cuda" else None
-        return Buffers(memory, self.layout.cut(memory), memory.numpy(), done)
+        return HostBuffers(memory, self.layout.cut(memory), memory.numpy(), done)
 
     def merge(self, rows: Sequence[int], found: Sequence[Mapping[Any, Tensor]]) -> None:
         """Join contributions of tensors to rows, each slot by its own rule.
@@ -182,7 +182,7 @@ class Table:
             found = self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
         return found
 
-    def relieve(self, many: int | None = None) -> None:
+    def flush_if_full(self, many: int | None = None) -> None:
         """Join what waits, where it is much; for a hook that has little to do itself."""
         if len(self._listed) >= (MAX_JOINED if many is None else many):
             self._join_rows()
@@ -325,7 +325,7 @@ class Table:
         host.copy_(self._all, non_blocking=True)
         self._all.copy_(self._neutral)
 
-    def _clear(self, buffers: Buffers) -> None:
+    def _clear(self, buffers: HostBuffers) -> None:
         """Set a state on the host back to neutral, for a later step; in the thread that read it, without threads of torch's."""
         np.copyto(buffers.view, self._neutral.numpy())
         self._free.append(buffers)
@@ -349,15 +349,15 @@ class Snapshot:
     def __init__(
         self,
         layout: TableLayout,
-        buffers: Buffers,
-        give_back: Callable[[Buffers], None],
+        buffers: HostBuffers,
+        give_back: Callable[[HostBuffers], None],
     ) -> None:
         self.layout = layout
-        self._buffers: Buffers | None = buffers
+        self._buffers: HostBuffers | None = buffers
         self._done = buffers.done  # None: they are there
         self._give_back = give_back
 
-    def ready(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the copy has arrived, without waiting for it."""
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]  # torch's
 
@@ -378,5 +378,5 @@ class Snapshot:
             self._give_back(buffers)
 
     def _wait(self) -> None:
-        if self._done is not None and not self.ready():  # to wait is to let go of the interpreter, even where it takes no time
+        if self._done is not None and not self.is_done():  # to wait is to let go of the interpreter, even where it takes no time
             self._done.synchronize()

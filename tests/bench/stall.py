@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace, loop: str) -> None:
     with clock.collecting(), tempfile.TemporaryDirectory() as folder:
         with fp8debug.watch(job.model, Path(folder, "run"), every=1) as watch:
             timed = Timed(watch, clock, job)
-            with patch.object(Observer, "relieve_all", clock.timed("optimizer", Observer.relieve_all)):
+            with patch.object(Observer, "flush_many", clock.timed("optimizer", Observer.flush_many)):
                 run(options, job, timed, clock, Probe, HOOKS, reads)
             show(options, loop, clock, ("Watch.step()", "optimizer", *HOOKS, "launch"), timed.rows)
             if is_gpu:

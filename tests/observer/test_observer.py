@@ -16,10 +16,10 @@ import fp8debug
 from fp8debug.kernels.slot_rows import WORDS, Group, Layout
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import host_copy
-from fp8debug.observer.host_copy import Scalar
+from fp8debug.observer.host_copy import HostScalar
 from fp8debug.observer.observer import AT_ONCE, MAX_STEPS, Observer, RowKey, Settings
 from fp8debug.observer.probe import Probe
-from fp8debug.observer.rows import Lines
+from fp8debug.observer.rows import RowAllocator
 from fp8debug.observer.table import Table
 from fp8debug.recipes import get_recipe
 from fp8debug.types import Gemm, Reference, TensorRole
@@ -88,13 +88,13 @@ class Arrived:
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def test_a_scalar_has_its_place_on_the_host_until_it_is_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cpu":
-        monkeypatch.setattr(Scalar, "_spare", {})
-        monkeypatch.setattr(host_copy, "_landing", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
+        monkeypatch.setattr(HostScalar, "_spare", {})
+        monkeypatch.setattr(host_copy, "_pinned_buffer", lambda shape, dtype: (torch.empty(shape, dtype=dtype), Arrived()))
         monkeypatch.setattr(host_copy, "on_device", lambda x: nullcontext())
-    first = [Scalar(torch.tensor(float(i), device=device)) for i in range(3)]
-    other = Scalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
+    first = [HostScalar(torch.tensor(float(i), device=device)) for i in range(3)]
+    other = HostScalar(torch.tensor([[2.5]], dtype=torch.bfloat16, device=device))
     assert [one.read() for one in reversed(first)] == [2.0, 1.0, 0.0]
-    second = [Scalar(torch.tensor(float(i), device=device)) for i in (7, 8)]
+    second = [HostScalar(torch.tensor(float(i), device=device)) for i in (7, 8)]
     assert {id(one._host) for one in second} < {id(one._host) for one in first}
     assert [one.read() for one in (*first, *second, other)] == [0.0, 1.0, 2.0, 7.0, 8.0, 2.5]
 
@@ -204,7 +204,7 @@ def test_what_a_backward_pass_leaves_is_forgotten_though_its_forward_pass_was_a_
     probe.backward(x, x, (x, x, x), (x, x, x), kept)
     assert seen.has_rows and probe._weights_seen
     seen.start_step(2)
-    assert not seen.known and not probe.given_up
+    assert not seen.tensor_cache and not probe.given_up
     probe.begin()
     assert not probe._weights_seen
 
@@ -215,9 +215,9 @@ def test_what_a_step_leaves_is_let_go_of_a_little_at_each_forward_call() -> None
     probes, x = [Probe(seen, f"layer{i}") for i in range(3 * AT_ONCE)], torch.randn(8, 8)
     for probe in probes:
         y = torch.randn(8, 8)
-        assert probe.begin() and probe.fprop(y, x, y, x, y, y) is not None and seen.place_of(y, "columns") in seen.known
+        assert probe.begin() and probe.fprop(y, x, y, x, y, y) is not None and seen.cache_key(y, "columns") in seen.tensor_cache
     seen.start_step(1)
-    assert all(probe._weights_seen for probe in probes) and not seen.known
+    assert all(probe._weights_seen for probe in probes) and not seen.tensor_cache
     assert probes[0].begin()
     assert sum(bool(probe._weights_seen) for probe in probes) == 2 * AT_ONCE - 1
     probes[1].fprop(x, x, x, x, x, x)
@@ -225,7 +225,7 @@ def test_what_a_step_leaves_is_let_go_of_a_little_at_each_forward_call() -> None
         for probe in probes[2:]:
             assert not probe.begin()
     assert [bool(probe._weights_seen) for probe in probes] == [i == 1 for i in range(3 * AT_ONCE)]
-    assert not seen.leftovers._steps
+    assert not seen.deferred_release._steps
 
 
 def test_what_many_steps_leave_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +241,9 @@ def test_what_many_steps_leave_does_not_pile_up(monkeypatch: pytest.MonkeyPatch)
         for _ in range(2 * AT_ONCE):
             seen.shared(torch.randn(2), "a", object)
         seen.start_step(step + 1)
-    assert len(seen.leftovers._steps) == 1
+    assert len(seen.deferred_release._steps) == 1
     seen.hand_over(wait=True)
-    assert not seen.leftovers._steps and len(freed) == 2 * AT_ONCE * (MAX_STEPS + 2)
+    assert not seen.deferred_release._steps and len(freed) == 2 * AT_ONCE * (MAX_STEPS + 2)
 
 
 def test_what_a_metric_says_nothing_of_is_not_asked() -> None:
@@ -272,7 +272,7 @@ def test_rows_that_are_recorded_together_do_not_give_way_to_each_other() -> None
     """Where a module has met as many casts as it has rows, those of earlier steps give way to new ones, and no other."""
     seen = observer()
     seen.num_modules = 1
-    lines, count = Lines(seen, "layer"), seen.settings.rows_per_module
+    lines, count = RowAllocator(seen, "layer"), seen.settings.rows_per_module
     lines._first = 0
 
     def keys(first: int, num: int) -> tuple[RowKey, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.observer.rows import Lines
+from fp8debug.observer.rows import RowAllocator
 from tests.recording.models import Net, net, train
 
 
@@ -104,7 +104,7 @@ def test_a_failing_hook_does_not_reach_the_step_and_is_said_once(
         if calls == 30:
             raise RuntimeError("no memory left on the moon\nsecond line")
 
-    monkeypatch.setattr(Lines, "record", broken)
+    monkeypatch.setattr(RowAllocator, "record", broken)
     model = net()
     with fp8debug.watch(model, tmp_path / "run", every=1) as watch:
         losses = train(model, 6, after=lambda _, loss: watch.step(loss=loss))

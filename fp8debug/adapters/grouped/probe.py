@@ -13,10 +13,10 @@ from fp8debug.adapters.interception.sublinears import CASTS, FAST, Part, PartPro
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
-from fp8debug.observer.host_copy import Arriving
-from fp8debug.observer.isolation import guarded
+from fp8debug.observer.host_copy import HostCopy
+from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer, RowKey
-from fp8debug.observer.rechecks import Tried
+from fp8debug.observer.rechecks import WhatIfSlots
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
@@ -46,9 +46,9 @@ class GroupProbe(PartProbe):
         super().__init__(observer, module, part)
         self._empty: set[int] = set()
         self._counts: tuple[int, Tensor] | None = None
-        self._pending: list[tuple[int, Arriving | Tensor]] = []
+        self._pending: list[tuple[int, HostCopy | Tensor]] = []
 
-    @guarded
+    @isolated
     def take_fprop(self, x: Tensor, weight: Tensor, heard: HeardGroup) -> GroupLine:
         """Record fprop.
 
@@ -71,7 +71,7 @@ class GroupProbe(PartProbe):
         line.output = self._compare(Gemm.FPROP, x, weight, heard, mine, rows)
         return line
 
-    @guarded
+    @isolated
     def take_backward(self, line: GroupLine, heard: list[HeardGroup]) -> None:
         """Record dgrad and wgrad: the one with a 3-D operand, and the one with a 3-D result."""
         grad = line.grad_output
@@ -104,7 +104,7 @@ class GroupProbe(PartProbe):
         outside = (mine == len(heard.offs))[:, None]
         codes = heard.first.view(torch.uint8).masked_fill(outside, 0).view(heard.first.dtype)
         scales = heard.scale_first.reshape(-1, 1).masked_fill(outside, 1)
-        self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, Tried())
+        self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, WhatIfSlots())
 
     def _rows_of(
         self,
@@ -112,7 +112,7 @@ class GroupProbe(PartProbe):
         source: Source,
         codes: Tensor,
         scales: Tensor,
-        tried: Tried | None,
+        tried: WhatIfSlots | None,
         name: str = "rowwise",
     ) -> None:
         """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
@@ -192,14 +192,14 @@ class GroupProbe(PartProbe):
         if self._counts is not None:
             step, counts = self._counts
             self._counts = None
-            self._pending.append((step, Arriving(counts) if counts.is_cuda else counts))
+            self._pending.append((step, HostCopy(counts) if counts.is_cuda else counts))
         while self._pending:
             step, arriving = self._pending[0]
-            if isinstance(arriving, Arriving) and not arriving.ready():
+            if isinstance(arriving, HostCopy) and not arriving.is_done():
                 self.observer.after_step.append(self._settle)
                 return
             self._pending.pop(0)
-            tokens = (arriving.host() if isinstance(arriving, Arriving) else arriving).tolist()
+            tokens = (arriving.result() if isinstance(arriving, HostCopy) else arriving).tolist()
             if self.part.index == 0:  # the other weights of the module see the same
                 tell_tokens(self.observer, step, self.module, tokens)
             empty = {e for e, count in enumerate(tokens) if not count}

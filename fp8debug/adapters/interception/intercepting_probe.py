@@ -20,10 +20,10 @@ from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
-from fp8debug.observer.isolation import guarded, shielded
+from fp8debug.observer.isolation import isolated, isolated_without_ops
 from fp8debug.observer.observer import Extremes, Observer, extremes_of
 from fp8debug.observer.probe import Probe, Product
-from fp8debug.observer.rechecks import Kept, Tried
+from fp8debug.observer.rechecks import SavedForBackward, WhatIfSlots
 from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Cast
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
@@ -45,7 +45,7 @@ class Call:
     def __init__(self, *, copies: bool = False) -> None:
         self.heard: list[Heard] = []
         self.copies = copies
-        self.kept: Kept | None = None
+        self.kept: SavedForBackward | None = None
         self.x: Callable[[], Tensor | None] = _gone
         self.input_dtype: torch.dtype | None = None
         self.weight: Tensor | None = None
@@ -53,7 +53,7 @@ class Call:
         self.unsure: list[dict[Gemm, Heard]] = []
         self.recorded: set[Gemm] = set()
         self.grad_output: Tensor | None = None
-        self.known: tuple[Source, Tried] | None = None
+        self.known: tuple[Source, WhatIfSlots] | None = None
         self.versions: dict[str, int | None] = {}
         self.arguments: dict[int, int | None] = {}
         self.nodes_left = 0
@@ -148,7 +148,7 @@ class Ears(Probe):
         elif self._trial is not None and output is not None and not self.observer.has_fp8 and self._trial.begin():
             self._record_trial(ear.call, module, self._trial)
 
-    @guarded
+    @isolated
     def _fail(self, error: BaseException) -> None:
         raise error
 
@@ -165,7 +165,7 @@ class Ears(Probe):
         if output.requires_grad:
             self._check_nodes(x, weight, output)
 
-    @shielded
+    @isolated_without_ops
     def _check_nodes(self, x: Tensor, weight: Any, output: Tensor) -> None:
         given: list[Extremes | None] = [None]
 
@@ -186,11 +186,11 @@ class Ears(Probe):
             for node, places in delivered:
                 node.register_hook(partial(see, places))
 
-    @guarded
+    @isolated
     def _extremes(self, x: Tensor) -> Extremes | None:
         return extremes_of(x)
 
-    @guarded
+    @isolated
     def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
         """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
         weight = stored(module, "weight")
@@ -211,7 +211,7 @@ class Ears(Probe):
         wants = [one.requires_grad and not self.observer.settings.inference for one in (x, second)]
         trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, *wants)
 
-    @guarded
+    @isolated
     def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
         heard, call.heard = [h for h in call.heard if h.is_fp8], []
         output = output[0] if isinstance(output, tuple) else output
@@ -274,7 +274,7 @@ class Ears(Probe):
             node.register_prehook(before)
             node.register_hook(after)
 
-    @guarded
+    @isolated
     def _take(self, call: Call, heard: Heard) -> None:
         """Record a GEMM of the backward pass when it has run: the program may overwrite what it read as soon as that.
 
@@ -296,7 +296,7 @@ class Ears(Probe):
         for which, fit in fits.items():
             self._record_backward(call, which, fit)
 
-    @guarded
+    @isolated
     def _sort(self, call: Call) -> None:
         """Record, after a node, those of its GEMMs that shapes do not tell apart; end the call after its last node."""
         unsure, call.unsure = call.unsure, []
@@ -335,7 +335,7 @@ class Ears(Probe):
         is_first = not call.recorded
         call.recorded.add(which)
         if call.known is None:
-            call.known = Source(grad_output), Tried()
+            call.known = Source(grad_output), WhatIfSlots()
         product = self._product(which, heard)
         if which is Gemm.WGRAD and kept is not None:
             x = call.x()
@@ -350,7 +350,7 @@ class Ears(Probe):
         dgrad, wgrad = (product, None) if which is Gemm.DGRAD else (None, product)
         self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
 
-    @guarded
+    @isolated
     def _finish(self, call: Call) -> None:
         """End a backward pass."""
         if call not in self._unfinished:

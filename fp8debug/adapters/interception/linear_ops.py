@@ -16,7 +16,7 @@ from fp8debug.kernels import linear_ops
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.probe import Probe, Product
-from fp8debug.observer.rechecks import Kept
+from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized
 
@@ -88,8 +88,8 @@ class LinearRecorder:
     def __init__(self, layer: Fp8Linear, probe: Probe) -> None:
         self._layer, self._probe = layer, probe
         self._is_sampled = False
-        self._kept: dict[int, Kept] = {}  # of forward ops, by the address of the operand of wgrad that they saved
-        self._generation = -1
+        self._kept: dict[int, SavedForBackward] = {}  # of forward ops, by the address of the operand of wgrad that they saved
+        self._step_count = -1
 
     @property
     def weight(self) -> Tensor | None:
@@ -106,8 +106,8 @@ class LinearRecorder:
         """Begin a forward op."""
         for count in self._layer.counters:
             count(self._layer, flops)
-        if self._generation != self._probe.observer.generation:
-            self._generation = self._probe.observer.generation
+        if self._step_count != self._probe.observer.step_count:
+            self._step_count = self._probe.observer.step_count
             self._kept.clear()
         with torch.set_grad_enabled(trains):  # the op of a pass that trains runs below autograd
             self._is_sampled = self._probe.begin()
@@ -124,11 +124,11 @@ class LinearRecorder:
     def _nothing_known(self) -> Iterator[None]:
         """Hide what the step knows of tensors: compiled code reuses their memory, which autograd does not count."""
         observer = self._probe.observer
-        known, observer.known = observer.known, {}
+        known, observer.tensor_cache = observer.tensor_cache, {}
         try:
             yield
         finally:
-            observer.known = known
+            observer.tensor_cache = known
 
     def fprop(self, x: Tensor, weight: Tensor, a: Operand, b: Operand, x_wgrad: Operand | None, output: Tensor) -> None:
         """Record fprop and the operand of wgrad that the forward pass quantizes, or whether they are finite."""
@@ -143,7 +143,7 @@ class LinearRecorder:
     def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
         """Record dgrad and wgrad, or whether they are finite."""
         products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
-        if self._kept and self._generation == self._probe.observer.generation:
+        if self._kept and self._step_count == self._probe.observer.step_count:
             address = _address(None if wgrad is None else wgrad[1])
             # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
             kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]

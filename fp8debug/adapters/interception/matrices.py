@@ -34,7 +34,7 @@ from fp8debug.adapters.plain import Trial
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.linear import Fp8Linear
-from fp8debug.observer.isolation import guarded
+from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Cast, Recipe
@@ -142,7 +142,7 @@ class MatrixProbe(Ears):
         trial = self._trial
         return self.observer.has_room(self._number if trial is None else max(self._number, trial._number), device)
 
-    @guarded
+    @isolated
     def take_fprop(self, heard: Heard, x: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> Call | None:
         """Record fprop and return what its backward pass needs; None where none is to come.
 

@@ -180,8 +180,8 @@ class Regions:
         if not observer.sampling or observer.is_rehearsing or is_capturing() or is_transformed():
             return None
         if torch._C._current_graph_task_id() == -1:
-            self._seen.add((id(module), observer.generation))
-        elif (id(module), observer.generation) in self._seen:
+            self._seen.add((id(module), observer.step_count))
+        elif (id(module), observer.step_count) in self._seen:
             return None  # the recomputation of a checkpointed call that was repeated
         try:
             region = self._region(module)

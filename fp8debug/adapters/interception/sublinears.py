@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8debug.adapters.base import class_of, num_dims
 from fp8debug.errors import AttachError
 from fp8debug.observer.attributes import COMPUTED, stored
-from fp8debug.observer.isolation import guarded
+from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Probe
 from fp8debug.recipes import Cast, Recipe
@@ -161,7 +161,7 @@ class PartProbe(Probe):
         self.part = part
         self._reported: set[str] = set()
 
-    @guarded
+    @isolated
     def guard(self, method: Callable[..., None], *args: Any) -> None:
         """Call what belongs to the module as a whole; an error of ours ends the watch of this Linear and not the step."""
         method(*args)

@@ -14,9 +14,9 @@ from fp8debug.adapters.interception.sublinears import CASTS, FAST, PartProbe
 from fp8debug.adapters.transformer_engine.gemms import HeardGemm
 from fp8debug.adapters.transformer_engine.tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.observer.isolation import guarded
+from fp8debug.observer.isolation import isolated
 from fp8debug.observer.probe import Product
-from fp8debug.observer.rechecks import Kept
+from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
 
 
@@ -30,7 +30,7 @@ class Line:
     """What the backward pass of one Linear needs, and what was heard of it."""
 
     weight: Tensor
-    kept: Kept | None
+    kept: SavedForBackward | None
     x: Callable[[], Tensor | None] | None  # finds the input, where wgrad's cast of it comes later
     products: dict[Gemm, Product] = field(default_factory=dict)
     grad_output: Tensor | None = None
@@ -54,7 +54,7 @@ class Source(Protocol):
 class TeProbe(PartProbe):
     """Of one Linear."""
 
-    @guarded
+    @isolated
     def take_fprop(self, call: Source, gemm: HeardGemm, place: int) -> None:
         """Record fprop; nothing is kept of a GEMM in high precision."""
         a, b = unwrapped(gemm.first[place], False), unwrapped(gemm.second[place], False)
@@ -93,7 +93,7 @@ class TeProbe(PartProbe):
             precision = "fp8" if is_fp8 else "high precision"
             self.observer.on_product(self.module, self.part.fp8debug_kind, is_fp8, precision, flops)
 
-    @guarded
+    @isolated
     def take_backward(self, call: Source, gemm: HeardGemm, place: int) -> None:
         """Keep the operands and the result of dgrad or wgrad until the module's backward pass is over."""
         line = call.lines.get(self.part.index)
@@ -128,7 +128,7 @@ class TeProbe(PartProbe):
         source = line.kept.source(x.detach().reshape(-1, x.shape[-1]))
         self._operand(Gemm.WGRAD, TensorRole.INPUT, source, operand, line.kept.tried)
 
-    @guarded
+    @isolated
     def finish(self, line: Line) -> None:
         """Record a backward pass."""
         dgrad, wgrad = line.products.get(Gemm.DGRAD), line.products.get(Gemm.WGRAD)

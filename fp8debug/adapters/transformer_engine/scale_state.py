@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8debug.observer.host_copy import Scalar
+from fp8debug.observer.host_copy import HostScalar
 
 #: How much larger than the history allows a scale may be: FP32 rounding, no more.
 TOLERANCE = 1.01
@@ -46,23 +46,23 @@ class ScaleCheck:
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self._report = report
-        self._pending: list[tuple[str, Scalar | float]] = []
+        self._pending: list[tuple[str, HostScalar | float]] = []
         self._told: set[str] = set()
 
     def look(self, fqn: str, module: Any) -> None:
         """Start reading a module's state, before a forward pass."""
         times = excess(module)
         if times is not None and fqn not in self._told:
-            self._pending.append((fqn, Scalar(times) if times.is_cuda else float(times)))
+            self._pending.append((fqn, HostScalar(times) if times.is_cuda else float(times)))
 
     def settle(self) -> bool:
         """Report what has arrived, and return whether that is all."""
         while self._pending:
             fqn, number = self._pending[0]
-            if isinstance(number, Scalar) and not number.ready():
+            if isinstance(number, HostScalar) and not number.is_done():
                 return False
             self._pending.pop(0)
-            times = number.read() if isinstance(number, Scalar) else number
+            times = number.read() if isinstance(number, HostScalar) else number
             if times > TOLERANCE and fqn not in self._told:
                 self._told.add(fqn)
                 self._report(fqn, f"recorded, but a delayed scale of it is {times:.3g} times what its amax history allows")

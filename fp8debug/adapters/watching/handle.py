@@ -38,7 +38,7 @@ from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transformed, ordinary_torch
-from fp8debug.observer.host_copy import Arriving
+from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.observer import Observer, Settings
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
@@ -104,7 +104,7 @@ class Watch:
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._updates = WeightUpdates(roots)
-        self._compared: list[tuple[int, list[str], Tensor | Arriving]] = []  # step, modules and MEASURES of each
+        self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
         self._optimizer_steps = UpdateRecorder(candidates)
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
         self._num_backwards = self._num_ended = 0
@@ -269,17 +269,17 @@ class Watch:
         if found.problem is not None:
             self._observer.report("compare_inference", f"not told by module: {found.problem}", True)
         if found.values is not None:
-            values = Arriving(found.values) if found.values.is_cuda else found.values
+            values = HostCopy(found.values) if found.values.is_cuda else found.values
             self._compared.append((self._observer.step, found.modules, values))
 
     def _tell_compared(self, *, wait: bool = False) -> None:
         """Write how modules of training and inference differ, as events, once the numbers have arrived."""
         while self._compared:
             step, modules, values = self._compared[0]
-            if isinstance(values, Arriving):
-                if not (wait or values.ready()):
+            if isinstance(values, HostCopy):
+                if not (wait or values.is_done()):
                     return
-                values = values.host()
+                values = values.result()
             del self._compared[0]
             rows = [[round_to(number) for number in row] for row in values.tolist()]
             told = {"measures": MEASURES, "modules": dict(zip(modules, rows, strict=True))}
@@ -380,7 +380,7 @@ class Watch:
             return
         try:
             with ordinary_torch():
-                self._optimizer_steps.begin(optimizer, self._observer.step, self._observer.generation)
+                self._optimizer_steps.begin(optimizer, self._observer.step, self._observer.step_count)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -392,7 +392,7 @@ class Watch:
             return
         try:
             with ordinary_torch():
-                self._observer.updates += self._optimizer_steps.end(optimizer, self._observer.generation)
+                self._observer.updates += self._optimizer_steps.end(optimizer, self._observer.step_count)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -412,7 +412,7 @@ class Watch:
         try:
             if self._observer.has_rows and not is_capturing():
                 with ordinary_torch():
-                    self._observer.relieve_all()
+                    self._observer.flush_many()
         except Exception as error:
             if not is_ours(error):
                 raise

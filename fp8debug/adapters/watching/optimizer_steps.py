@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8debug.adapters.watching.coverage import Candidate
 from fp8debug.kernels.sampling import shift_of
-from fp8debug.observer.host_copy import Arriving
+from fp8debug.observer.host_copy import HostCopy
 
 #: Elements of a weight that are looked at: a share is known to 0.5 % of it, a root mean square to 1 %.
 NUM_SAMPLED = 8192
@@ -44,15 +44,15 @@ class Updates:
     """Rows of ``updates`` on their way to the host: what is known of each weight there, and its measured columns."""
 
     columns: Mapping[str, Any]
-    values: Arriving | Tensor  #: float64 ``[rows, len(MEASURED)]``
+    values: HostCopy | Tensor  #: float64 ``[rows, len(MEASURED)]``
 
-    def ready(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the values have arrived."""
-        return not isinstance(self.values, Arriving) or self.values.ready()
+        return not isinstance(self.values, HostCopy) or self.values.is_done()
 
     def rows(self, step: int) -> dict[str, Any]:
         """Return the columns as the writer takes them; waits for values that have not arrived."""
-        values = self.values.host() if isinstance(self.values, Arriving) else self.values
+        values = self.values.result() if isinstance(self.values, HostCopy) else self.values
         measured = dict(zip(MEASURED, values.T.tolist(), strict=True))
         absent = self.columns["absent"]
         made = {name: list(self.columns[name]) for name in self.columns if name != "absent"}
@@ -110,13 +110,13 @@ class UpdateRecorder:
         self._begun: tuple[int, Any, int, dict[tuple[Any, ...], _Stack]] | None = None
         self._rates: dict[int, Any] = {}  # by group: learning rate when the step began
 
-    def begin(self, optimizer: torch.optim.Optimizer, step: int, generation: int) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, step: int, step_count: int) -> None:
         """Keep the sampled elements of the weights as they are before an optimizer step.
 
         Args:
             optimizer: which is about to step.
             step: number of the step under way, which places the sample.
-            generation: of the observer; a step that another one began meanwhile is dropped.
+            step_count: of the observer; a step that another one began meanwhile is dropped.
         """
         stacks: dict[tuple[Any, ...], _Stack] = {}
         for group in optimizer.param_groups:
@@ -131,13 +131,13 @@ class UpdateRecorder:
                 stack.weights.append(weight)
         for stack in stacks.values():
             stack.before = _stacked([_sampled(w.local, w, step) for w in stack.weights])
-        self._begun = (generation, optimizer, step, stacks) if stacks else None
+        self._begun = (step_count, optimizer, step, stacks) if stacks else None
         self._rates = {id(group): group.get("lr") for group in optimizer.param_groups}
 
-    def end(self, optimizer: torch.optim.Optimizer, generation: int) -> Iterator[Updates]:
+    def end(self, optimizer: torch.optim.Optimizer, step_count: int) -> Iterator[Updates]:
         """Yield the rows of an optimizer step that was begun, their copies to the host under way."""
         begun, self._begun = self._begun, None
-        if begun is None or begun[0] != generation or begun[1] is not optimizer:
+        if begun is None or begun[0] != step_count or begun[1] is not optimizer:
             return
         groups = {id(group): group for group in optimizer.param_groups}
         for (key, *_), stack in begun[3].items():
@@ -187,7 +187,7 @@ class UpdateRecorder:
                         "num_sampled": [w.num for w in weights],
                         "absent": absent,
                     },
-                    Arriving(values) if values.is_cuda else values,
+                    HostCopy(values) if values.is_cuda else values,
                 )
 
 

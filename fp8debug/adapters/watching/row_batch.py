@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from fp8debug.metrics import METRICS
 from fp8debug.observer.observer import FinishedStep, RowInfo
-from fp8debug.observer.sharding import Piece
+from fp8debug.observer.sharding import TensorShard
 from fp8debug.observer.table import Group, Snapshot, TableLayout
 from fp8debug.store.columns import Lists, columns_over
 from fp8debug.store.schema import arrow_schema
@@ -77,7 +77,7 @@ class Described:
             self._breathe()
             modules, call_indices, keys, places = zip(*infos[start : start + _PIECE], strict=True)
             gemms, tensors, casts, references, actual = zip(*keys, strict=True)
-            pieces = [p or Piece(t is TensorRole.WEIGHT, 0) for p, t in zip(places, tensors, strict=True)]
+            pieces = [p or TensorShard(t is TensorRole.WEIGHT, 0) for p, t in zip(places, tensors, strict=True)]
             described = (
                 modules, [gemm._value_ for gemm in gemms], [tensor._value_ for tensor in tensors], casts,
                 [reference._value_ for reference in references], actual, [first_call + at for at in call_indices],

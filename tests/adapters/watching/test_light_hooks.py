@@ -76,7 +76,7 @@ def test_operands_of_transformer_engine_are_not_copied(quantizer: Any, columnwis
 def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are joined from the hooks on, and the end of a step asks nothing of a module that was not recorded in it."""
     relieved: list[int] = []
-    monkeypatch.setattr(Observer, "relieve", lambda self, device: relieved.append(self.step))
+    monkeypatch.setattr(Observer, "flush_if_full", lambda self, device: relieved.append(self.step))
     net = nn.ModuleList([model(), ScaledLinear(32, 32)])  # of which the second is not called
     with fp8debug.watch(net, tmp_path, every=2) as watch:
         observer, ends = watch._observer, []
@@ -92,14 +92,14 @@ def test_a_steps_end_has_little_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_rows_are_joined_after_the_optimizers_step_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that is sampled, and not into a graph that is being captured; what goes wrong there ends the recording alone."""
     joined: list[int] = []
-    monkeypatch.setattr(Observer, "relieve_all", lambda self: joined.append(self.step))
+    monkeypatch.setattr(Observer, "flush_many", lambda self: joined.append(self.step))
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with fp8debug.watch(net, tmp_path / "run", every=2) as watch:
         for step in range(7):
             monkeypatch.setattr(watching, "is_capturing", lambda step=step: step == 2)
             if step == 6:
-                monkeypatch.setattr(Observer, "relieve_all", lambda self: 1 // 0)
+                monkeypatch.setattr(Observer, "flush_many", lambda self: 1 // 0)
             loss = net(batch(step)).square().mean()
             loss.backward()
             optimizer.step()

@@ -129,7 +129,7 @@ def test_a_step_whose_sums_were_lost_is_not_recorded(when: str, monkeypatch: pyt
                 with pytest.raises(torch.OutOfMemoryError):
                     pool(CPU).flush()
             elif when == "after the optimizer's":
-                seen.relieve_all()
+                seen.flush_many()
             else:
                 seen.end_step({})
         if seen.step == step:
@@ -178,11 +178,11 @@ def test_a_hook_with_little_to_do_joins_what_waits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tables, "MAX_JOINED", 2)
     seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
     seen.num_modules = 1
-    seen.relieve(CPU)
+    seen.flush_if_full(CPU)
     waiting = []
     for row in range(3):
         record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
-        seen.relieve(CPU)
+        seen.flush_if_full(CPU)
         waiting.append(len(seen.table(CPU)._listed))
     assert waiting == [1, 0, 1]
     seen.turn_off()
@@ -193,11 +193,11 @@ def test_rows_are_joined_before_the_end_of_a_step_where_they_are_some() -> None:
     """The optimizer's hook does so; what comes after is joined with the rest."""
     seen = Observer(Settings(plain_recipe=get_recipe("blockwise")), lambda step: None, lambda module, text, aloud: None)
     seen.num_modules = tables.MIN_JOINED
-    seen.relieve_all()  # nothing is recorded
+    seen.flush_many()  # nothing is recorded
     waiting = []
     for row in range(tables.MIN_JOINED + 1):
         record(seen, row, {DAMAGE: one_sum(5.0, pool(CPU))})
-        seen.relieve_all()
+        seen.flush_many()
         waiting.append(len(seen.table(CPU)._listed))
     assert waiting == [*range(1, tables.MIN_JOINED), 0, 1]
     found = slots_of(seen.table(CPU).snapshot(), range(tables.MIN_JOINED + 1))

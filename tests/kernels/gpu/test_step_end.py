@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels.gpu import scratch
 from fp8debug.kernels.gpu.scratch import ENVELOPE, to_device
 from fp8debug.kernels.gpu.step_end import BLOCK, StateSender, send_number
-from fp8debug.observer.host_copy import Scalar
-from fp8debug.observer.table import Buffers, Snapshot, TableLayout
+from fp8debug.observer.host_copy import HostScalar
+from fp8debug.observer.table import HostBuffers, Snapshot, TableLayout
 from tests.recording.test_gpu_recording import no_synchronizing
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -78,7 +78,7 @@ def test_a_scalar_arrives_without_a_wait(dtype: torch.dtype) -> None:
     value = torch.tensor([[1]], device="cuda").to(dtype).requires_grad_(dtype.is_floating_point)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()), no_synchronizing():
-        scalars = [Scalar(value) for _ in range(3)]
+        scalars = [HostScalar(value) for _ in range(3)]
     assert [scalar.read() for scalar in scalars] == [1.0, 1.0, 1.0]
 
 
@@ -146,8 +146,10 @@ class Late:
 def test_memory_that_a_kernel_still_writes_to_is_not_given_back(is_read: bool) -> None:
     done: Any = Late()
     memory, given_back = torch.zeros(8, dtype=torch.uint8), list[int]()
-    snapshot = Snapshot(TableLayout(0), Buffers(memory, {}, memory.numpy(), done), lambda buffers: given_back.append(done.waits))
-    assert not snapshot.ready()
+    snapshot = Snapshot(
+        TableLayout(0), HostBuffers(memory, {}, memory.numpy(), done), lambda buffers: given_back.append(done.waits)
+    )
+    assert not snapshot.is_done()
     if is_read:
         assert not snapshot.memory().any()
     snapshot.discard()
