@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, short_gemm, statistics
-from fp8debug.kernels.slot_rows import Layout
+from fp8debug.kernels.slot_rows import RowLayout
 from fp8debug.metrics import Metric, Pair, Source
 from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
@@ -36,8 +36,8 @@ __all__ = [
     "has_gemm_layout",
     "histogram",
     "measure",
-    "new_bins",
     "new_joiner",
+    "new_value_counts",
     "observe",
     "on_device",
     "operand_pair",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 #: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``, or all
-#: that a kernel filled by their layout in a row of ``words``.
+#: that a kernel filled by their layout in a row of ``slot_rows``.
 Slots = dict[Any, Tensor]
 #: Where a tensor belongs, for warnings: (module, gemm, tensor), or as much of it as is known.
 Where = Sequence[str]
@@ -96,8 +96,8 @@ def quantize_observed(
     *,
     contracts_rows: bool = False,
     where: Where = (),
-    later: bool = False,
-    bins: Any = None,
+    deferred: bool = False,
+    value_counts: Any = None,
     casts: Collection[Cast] = (),
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
@@ -108,8 +108,8 @@ def quantize_observed(
         scale_inv: as for :func:`quantize`.
         contracts_rows: as for :func:`quantize`.
         where: as for :func:`quantize`.
-        later: the slots may be filled as late as when they are joined to a table: many at once.
-        bins: from :func:`new_bins`, which is to count the tensor in the same pass where a kernel can.
+        deferred: the slots may be filled as late as when they are joined to a table: many at once.
+        value_counts: from :func:`new_value_counts`, which is to count the tensor in the same pass where a kernel can.
         casts: what will be wanted of the counts.
 
     Returns:
@@ -117,8 +117,10 @@ def quantize_observed(
     """
     if scale_inv is None and (plan := _plan(x, cast, contracts_rows, True)) is not None:
         with on_device(x):
-            found = bins.beside(x, casts, partial(plan.counting, x, later)) if casts and plan.counting else None
-            made, row = found or plan(x, later)
+            found = (
+                value_counts.count_alongside(x, casts, partial(plan.counting, x, deferred)) if casts and plan.counting else None
+            )
+            made, row = found or plan(x, deferred)
         return Quantized(*made), {twin("quantize.tiling").OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
@@ -188,17 +190,17 @@ def _has_kernels(index: int) -> bool:
 
 
 def countable(x: Tensor, casts: Iterable[Cast]) -> bool:
-    """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_bins`."""
+    """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_value_counts`."""
     return takes_kernels(x) and bool(twin("describe.value_counts").takes(x, casts))
 
 
-def new_bins(device: torch.device) -> Any:
+def new_value_counts(device: torch.device) -> Any:
     """Return what counts tensors and works out casts of them, for one device."""
-    return twin("describe.value_counts").Bins(device)
+    return twin("describe.value_counts").ValueCounts(device)
 
 
 def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Any:
-    """Return what joins rows of ``words`` to a table's state on a GPU (``kernels/gpu/step_end.py``)."""
+    """Return what joins rows of ``slot_rows`` to a table's state on a GPU (``kernels/gpu/step_end.py``)."""
     return twin("step_end").Joiner(state, columns)
 
 
@@ -207,16 +209,16 @@ def unfilled(slots: Slots, source: Source) -> list[Metric]:
     (first, *others) = slots or (None,)
     if first is None:
         return []
-    if isinstance(first, Layout) and not others:
+    if isinstance(first, RowLayout) and not others:
         return uncovered(_covered(first), source.x.shape[1], operand=True)
     names: set[str] = {"log2_hist"}
     for key in slots:
-        names.update((key,) if isinstance(key, str) else key.names if isinstance(key, Layout) else key)
+        names.update((key,) if isinstance(key, str) else key.names if isinstance(key, RowLayout) else key)
     return uncovered(names, source.x.shape[1], operand=True)
 
 
 @cache
-def _covered(layout: Layout) -> frozenset[str]:
+def _covered(layout: RowLayout) -> frozenset[str]:
     return layout.names | {"log2_hist"}
 
 

@@ -34,14 +34,14 @@ _G_DGRAD, _W_DGRAD = (Gemm.DGRAD, TensorRole.GRAD_OUTPUT), (Gemm.DGRAD, TensorRo
 _G_WGRAD, _X_WGRAD = (Gemm.WGRAD, TensorRole.GRAD_OUTPUT), (Gemm.WGRAD, TensorRole.INPUT)
 
 
-class Plan(NamedTuple):
+class LinearPlan(NamedTuple):
     """The casts of six operands, and the GEMMs that sum in the tensor core's short accumulator."""
 
     casts: dict[Key, Cast | None]
     fast_accum: frozenset[Gemm]
 
 
-class Recorder(Protocol):
+class OpRecorder(Protocol):
     """Records the ops of one Linear (``adapters/interception/linear_ops.py``)."""
 
     def quantize(self, key: Key, x: Tensor, cast: Cast) -> Quantized | None:
@@ -66,11 +66,11 @@ class Recorder(Protocol):
 class OpObserver(Protocol):
     """Finds the recorder of an op by the weight that it got."""
 
-    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> Recorder | None:
+    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
         ...
 
-    def begin_backward(self, weight: Tensor) -> Recorder | None:
+    def begin_backward(self, weight: Tensor) -> OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
         ...
 
@@ -80,11 +80,11 @@ observers: list[OpObserver] = []
 
 
 @lru_cache(maxsize=256)
-def parse_plan(plan: str) -> Plan:
+def parse_plan(plan: str) -> LinearPlan:
     """Return the plan that ``Recipe.plan`` describes."""
     casts, _, fast = plan.partition(";")
     values = [None if name == HIGH_PRECISION else Cast.parse(name) for name in casts.split("|")]
-    return Plan(dict(zip(OPERAND_SITES, values, strict=True)), frozenset(Gemm(name) for name in fast.split(",") if name))
+    return LinearPlan(dict(zip(OPERAND_SITES, values, strict=True)), frozenset(Gemm(name) for name in fast.split(",") if name))
 
 
 def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool) -> Tensor:
@@ -105,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool) 
     return output
 
 
-def _is_shared(plan: Plan, x: Tensor) -> bool:
+def _is_shared(plan: LinearPlan, x: Tensor) -> bool:
     """Return whether fprop and wgrad read the same FP8 data of the input; a GPU's GEMMs read two layouts."""
     return plan.casts[_X_FPROP] == plan.casts[_X_WGRAD] and not x.is_cuda
 
@@ -248,13 +248,13 @@ def _operand(x: Tensor, q: Quantized, cast: Cast | None) -> Operand:
     return x if cast is None else (q, cast)
 
 
-def _saved_input(x: Tensor, x_fprop: Operand, data: Tensor, scale_inv: Tensor, plan: Plan) -> Operand:
+def _saved_input(x: Tensor, x_fprop: Operand, data: Tensor, scale_inv: Tensor, plan: LinearPlan) -> Operand:
     if plan.casts[_X_WGRAD] is not None and _is_shared(plan, x):
         return x_fprop
     return _operand(x, Quantized(data, scale_inv), plan.casts[_X_WGRAD])
 
 
-def _quantized(recorder: Recorder | None, key: Key, x: Tensor, plan: Plan) -> Operand:
+def _quantized(recorder: OpRecorder | None, key: Key, x: Tensor, plan: LinearPlan) -> Operand:
     cast = plan.casts[key]
     if cast is None:
         return x
@@ -263,7 +263,7 @@ def _quantized(recorder: Recorder | None, key: Key, x: Tensor, plan: Plan) -> Op
 
 
 def _gradients(
-    recorder: Recorder | None, grad_output: Tensor, plan: Plan, wants_input: bool, wants_weight: bool
+    recorder: OpRecorder | None, grad_output: Tensor, plan: LinearPlan, wants_input: bool, wants_weight: bool
 ) -> tuple[Operand | None, Operand | None]:
     """Return grad_output as dgrad and as wgrad read it, from one read where a kernel can."""
     across, down = plan.casts[_G_DGRAD], plan.casts[_G_WGRAD]
@@ -277,7 +277,7 @@ def _gradients(
     return first, _quantized(recorder, _G_WGRAD, grad_output, plan) if wants_weight else None
 
 
-def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, plan: Plan) -> Tensor:
+def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, plan: LinearPlan) -> Tensor:
     return gemm(which, first, second, dtype=dtype, fast_accum=which in plan.fast_accum).contiguous()
 
 

@@ -13,12 +13,12 @@ from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
 #: A quantized tensor with the slots of its cast, where they were asked for.
-Part = tuple[Quantized, Slots | None]
+CastWithSlots = tuple[Quantized, Slots | None]
 
 
 def quantize_pair(
-    x: Tensor, across: Cast, down: Cast, *, observed: bool = False, bins: Any = None, casts: Collection[Cast] = ()
-) -> tuple[Part, Part] | None:
+    x: Tensor, across: Cast, down: Cast, *, observed: bool = False, value_counts: Any = None, casts: Collection[Cast] = ()
+) -> tuple[CastWithSlots, CastWithSlots] | None:
     """Quantize a tensor as ``dispatch.quantize`` does it twice, to the last bit.
 
     Args:
@@ -26,17 +26,17 @@ def quantize_pair(
         across: how, for the GEMM that contracts the columns.
         down: how, for the one that contracts the rows; stored transposed.
         observed: the slots of both casts too, filled as late as when they are joined to a table.
-        bins: from ``dispatch.new_bins``, which is to count the tensor in the same pass.
+        value_counts: from ``dispatch.new_value_counts``, which is to count the tensor in the same pass.
         casts: what will be wanted of the counts.
 
     Returns:
         x for the first GEMM and for the second, or None where no kernel makes both at once.
     """
-    plan = twin("quantize.two_way_plan").both_plan_of(x, across, down, observed) if may_plan(x) else None
+    plan = twin("quantize.two_way_plan").two_way_plan_of(x, across, down, observed) if may_plan(x) else None
     if plan is None:
         return None
     with on_device(x):
-        found = bins.beside(x, casts, partial(plan.counting, x, observed)) if casts and plan.counting else None
+        found = value_counts.count_alongside(x, casts, partial(plan.counting, x, observed)) if casts and plan.counting else None
         (first, second), rows = found or plan(x, observed)
     if rows is None:
         return (Quantized(*first), None), (Quantized(*second), None)

@@ -1,6 +1,7 @@
 """Where kernels leave what they found of one tensor: rows of 24 words of device memory.
 
-A :class:`Layout` says how the slots of one kind of observation lie in a row. The rows of a step are joined to the table together.
+A :class:`RowLayout` says how the slots of one kind of observation lie in a row. The rows of a step are joined to the table
+together.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 #: 8-byte words of a row.
-WORDS = 24
+ROW_WORDS = 24
 
 
-class Row(NamedTuple):
+class SlotRow(NamedTuple):
     """A row of a block of rows, and its address; the tensor is made when it is asked for, which few rows are."""
 
     block: Tensor
@@ -22,12 +23,12 @@ class Row(NamedTuple):
     address: int
 
     @property
-    def words(self) -> Tensor:
+    def numbers(self) -> Tensor:
         """The row's tensor, int64 ``[24]``."""
         return self.block[self.number]
 
 
-class Group(NamedTuple):
+class SlotGroup(NamedTuple):
     """Slots of one kind and merge rule in a row, next to each other from a byte on, each of some numbers."""
 
     names: tuple[str, ...]
@@ -47,23 +48,23 @@ class Group(NamedTuple):
         return words.view(self.dtype)[..., first : first + self.size * len(self.names)]
 
 
-class Layout:
+class RowLayout:
     """How the slots of one kind of observation lie in a row.
 
     Args:
-        groups: see :class:`Group`.
+        groups: see :class:`SlotGroup`.
     """
 
-    def __init__(self, *groups: Group) -> None:
+    def __init__(self, *groups: SlotGroup) -> None:
         self.groups = groups
         self.names = frozenset(name for group in groups for name in group.names)
         self.starts = tuple(group.start for group in groups)
 
-    def slots(self, words: Tensor | Row) -> dict[tuple[str, ...], Tensor]:
+    def slots(self, words: Tensor | SlotRow) -> dict[tuple[str, ...], Tensor]:
         """Return a row's numbers by the names of their slots."""
-        words = words.words if isinstance(words, Row) else words
+        words = words.numbers if isinstance(words, SlotRow) else words
         return {group.names: group.of(words) for group in self.groups}
 
 
 #: A tensor of its own with the exponent histogram.
-HISTOGRAM = Layout(Group(("log2_hist",), torch.int64, 0, size=64))
+HISTOGRAM = RowLayout(SlotGroup(("log2_hist",), torch.int64, 0, size=64))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
-from fp8debug.kernels.quantize_pair import Part, quantize_pair
+from fp8debug.kernels.quantize_pair import CastWithSlots, quantize_pair
 from fp8debug.kernels.torch_state import foreign_mode_active
 from fp8debug.observer.isolation import StepState, isolated
 from fp8debug.observer.observer import Observer, RowKey
@@ -82,9 +82,9 @@ class CastRecorder(StepState):
             q, found = made, None
         else:
             tried = self._site(which, role, cast).tried.values() if rides else ()
-            bins = self.observer.table(x.device).bins if tried else None
+            value_counts = self.observer.table(x.device).value_counts if tried else None
             q, found = quantize_observed(
-                x, cast, scale_inv, contracts_rows=rows, where=where, later=True, bins=bins, casts=tried
+                x, cast, scale_inv, contracts_rows=rows, where=where, deferred=True, value_counts=value_counts, casts=tried
             )  # fmt: skip
             if place is not None:
                 self.observer.tensor_cache[place] = found
@@ -92,7 +92,9 @@ class CastRecorder(StepState):
             self._fused_slots[id(q)] = q, found
         return q
 
-    def quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
+    def quantize_pair(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
+    ) -> tuple[CastWithSlots, CastWithSlots] | None:
         """Quantize an operand for its GEMM and for one that contracts its rows, as :meth:`quantize` does one after the other.
 
         Returns:
@@ -101,7 +103,9 @@ class CastRecorder(StepState):
         return None if foreign_mode_active() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
 
     @isolated
-    def _quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast) -> tuple[Part, Part] | None:
+    def _quantize_pair(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
+    ) -> tuple[CastWithSlots, CastWithSlots] | None:
         known = self.observer.tensor_cache
         place = None if key[1] is TensorRole.GRAD_OUTPUT else self.observer.cache_key(x, cast)
         places = () if place is None else (place, (*place[:-1], other))
@@ -110,8 +114,8 @@ class CastRecorder(StepState):
             return None
         self.observer.flush_if_full(x.device)
         tried = () if told[0] else self._site(*key, cast).tried.values()
-        bins = self.observer.table(x.device).bins if tried else None
-        pair = quantize_pair(x, cast, other, observed=not told[0], bins=bins, casts=tried)
+        value_counts = self.observer.table(x.device).value_counts if tried else None
+        pair = quantize_pair(x, cast, other, observed=not told[0], value_counts=value_counts, casts=tried)
         if pair is None:
             return None
         if not told[0]:

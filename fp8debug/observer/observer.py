@@ -411,11 +411,11 @@ class Observer:
         """Start the copies of what the step has recorded."""
         moving = finished.scalars
         for name, value in scalars.items():
-            moving[name] = _leaving_device(value)
+            moving[name] = _to_host(value)
         finished.updates, self.updates = self.updates, []
         if self._checked:
             finished.checked = [(module, gemm) for module, gemm, _ in self._checked]
-            moving["first_nonfinite"] = _leaving_device(place_of_first([found for *_, found in self._checked]))
+            moving["first_nonfinite"] = _to_host(place_of_first([found for *_, found in self._checked]))
             self._checked = []
         for device, (table, filled) in self._filled.items():
             try:
@@ -517,7 +517,7 @@ def place_of_first(found: list[Tensor]) -> Tensor:
     return torch.where(row[2] > 0, 4 * first + 2 * row[1] + row[0], -1)
 
 
-def _leaving_device(value: Any) -> Any:
+def _to_host(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return HostScalar(value) if value.is_cuda else float(value.detach())

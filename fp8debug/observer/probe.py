@@ -295,11 +295,11 @@ class Probe(CastRecorder):
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
         if not casts:
             return {}
-        x, bins = source.x, self.observer.table(source.x.device).bins
+        x, value_counts = source.x, self.observer.table(source.x.device).value_counts
         place = self._number, role  # whose amax history it is
         with on_device(x):
             found: WhatIfSlots
-            found, source.shared[HISTOGRAM] = bins.tried(x, casts, place)
+            found, source.shared[HISTOGRAM] = value_counts.what_if(x, casts, place)
         return found
 
     def _observe(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> WhatIfSlots:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.interruptions import is_ours
-from fp8debug.kernels.dispatch import new_bins, new_joiner, on_device, takes_kernels, twin
-from fp8debug.kernels.slot_rows import HISTOGRAM, Layout, Row
+from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels, twin
+from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotRow
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
 
@@ -126,19 +126,19 @@ class Table:
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
         self._free = [self._pinned() for _ in range(NUM_PINNED)] if device.type == "cuda" else []
         self._here = None if device.type == "cuda" else self._buffers(self._all)
-        self._bins: Any = None
+        self._value_counts: Any = None
         columns = {name: place.start for name, place in self.layout.places.items()}
         has_kernels = takes_kernels(self._all)
         self._joiner = new_joiner(self._state, columns) if has_kernels else None
         self._send = twin("step_end").StateSender(self._all, self._neutral) if has_kernels else self._copy
 
     @property
-    def bins(self) -> Any:
+    def value_counts(self) -> Any:
         """What works out many casts at once (``kernels/gpu/describe/value_counts.py``); done by the time their rows are
         joined."""
-        if self._bins is None:
-            self._bins = new_bins(self.device)
-        return self._bins
+        if self._value_counts is None:
+            self._value_counts = new_value_counts(self.device)
+        return self._value_counts
 
     def _pinned(self) -> HostBuffers:
         return self._buffers(torch.empty(self.layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
@@ -155,7 +155,7 @@ class Table:
         Args:
             rows: which.
             found: of each row the contributions by the slot's name, or by the names of several of one group, ``[len(names)]`` or
-                in parts that the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``words``.
+                in parts that the slots' rule joins, ``[parts, len(names)]``, or by the layout of a row of ``slot_rows``.
         """
         if self._joiner is None:
             for row, partials in zip(rows, found, strict=True):
@@ -178,7 +178,7 @@ class Table:
         """Return by what number the joiner knows what a key of partials names; -1 where it takes none of it."""
         found = self._numbers.get(key)
         if found is None:
-            layout = key if isinstance(key, Layout) else HISTOGRAM if key == "log2_hist" else None
+            layout = key if isinstance(key, RowLayout) else HISTOGRAM if key == "log2_hist" else None
             found = self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
         return found
 
@@ -205,7 +205,7 @@ class Table:
         """
         if self._joiner is None:
             return
-        first = () if self._bins is None else (self._bins,)
+        first = () if self._value_counts is None else (self._value_counts,)
         with self._whole(), on_device(self._all):
             listed, self._listed = self._listed, []
             for items in self._items(listed):
@@ -228,14 +228,14 @@ class Table:
         for row, partials in listed:
             for key, value in partials.items():
                 number = self._number(key)
-                if type(value) is not Row and (number < 0 or not value.is_contiguous()):
+                if type(value) is not SlotRow and (number < 0 or not value.is_contiguous()):
                     self._wait(row, {key: value})
                     continue
                 if (row, number) in placed:
                     lists.append([])
                     placed.clear()
                 placed.add((row, number))
-                lists[-1] += (value.address if type(value) is Row else value.data_ptr(), row, number)
+                lists[-1] += (value.address if type(value) is SlotRow else value.data_ptr(), row, number)
         return lists
 
     @contextmanager
@@ -254,13 +254,13 @@ class Table:
             waiting, self._waiting = self._waiting, {}
             for row, partials in waiting.items():
                 for key, value in partials.items():
-                    values = value.words if isinstance(value, Row) else value
-                    rows, all_values = found.setdefault(key if isinstance(key, Layout) else (key, values.shape), ([], []))
+                    values = value.numbers if isinstance(value, SlotRow) else value
+                    rows, all_values = found.setdefault(key if isinstance(key, RowLayout) else (key, values.shape), ([], []))
                     rows.append(row)
                     all_values.append(values)
             for key, (rows, values) in found.items():
                 stacked = torch.stack(values)
-                if isinstance(key, Layout):
+                if isinstance(key, RowLayout):
                     for group in key.groups:
                         self._put(group.names, tuple(rows), group.of(stacked))
                 else:

@@ -101,13 +101,13 @@ class Model(nn.Module):
     def __init__(self, kind: str, width: int, depth: int, *, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
-        self.words, self.places = nn.Embedding(WORDS + 1, width), nn.Embedding(LENGTH, width)
+        self.numbers, self.places = nn.Embedding(WORDS + 1, width), nn.Embedding(LENGTH, width)
         self.layers = nn.ModuleList(Layer(kind, width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.predict = nn.Linear(width, WORDS, bias=kind == "encoder")
 
     def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words) + self.places.weight
+        x = self.numbers(words) + self.places.weight
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else layer(x)
         out: Tensor = self.predict(self.norm(x))

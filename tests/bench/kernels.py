@@ -19,16 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.dispatch import describe, quantize_observed
-from fp8debug.kernels.gpu.describe.value_counts import Bins
+from fp8debug.kernels.gpu.describe.value_counts import ValueCounts
 from fp8debug.kernels.gpu.describe.value_counts_kernel import COUNT_WARPS, count_kernel
 from fp8debug.kernels.gpu.describe.what_if import observe
 from fp8debug.kernels.gpu.gemm.error import compare
 from fp8debug.kernels.gpu.gemm.gemm import gemm
 from fp8debug.kernels.gpu.gemm.sampled import Products, columns_of, products_of
-from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_both
+from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
 from fp8debug.kernels.gpu.quantize.tile_plan import fast_plan_of
 from fp8debug.kernels.gpu.quantize.tiling import Job
-from fp8debug.kernels.gpu.quantize.two_way_plan import both_plan_of
+from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
 from fp8debug.kernels.gpu.scratch import flush
 from fp8debug.kernels.sampling import Sample, num_exact, size_of_groups, spread_lines
 from fp8debug.metrics import Source
@@ -110,17 +110,17 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
     plain = microseconds(lambda i: quantize(inputs[i], TILE))
     report("quantize 1x128", plain, floor, "of floor")
     report("quantize 1x128 + statistics", microseconds(lambda i: quantize(inputs[i], TILE, statistics=True)), plain, "of plain")
-    full = queued(lambda i: quantize_observed(inputs[i % ROTATE], TILE, later=True), partial(flush, x.device))
+    full = queued(lambda i: quantize_observed(inputs[i % ROTATE], TILE, deferred=True), partial(flush, x.device))
     report("the same as in a watched step, 24 tensors joined at once", full, plain, "of plain")
-    both = microseconds(lambda i: quantize_both(inputs[i], TILE, DOWN))
+    both = microseconds(lambda i: quantize_two_way(inputs[i], TILE, DOWN))
     report("quantize 1x128 and 128x1 transposed", both, floor, "of floor")
     report(
         "quantize 1x128 and 128x1 transposed + statistics",
-        microseconds(lambda i: quantize_both(inputs[i], TILE, DOWN, statistics=True)),
+        microseconds(lambda i: quantize_two_way(inputs[i], TILE, DOWN, statistics=True)),
         both,
         "of plain",
     )
-    together = both_plan_of(x, TILE, DOWN, True)
+    together = two_way_plan_of(x, TILE, DOWN, True)
     assert together is not None
     full = queued(lambda i: together(inputs[i % ROTATE], True), partial(flush, x.device))
     report("the same as in a watched step, 24 tensors joined at once", full, both, "of plain")
@@ -131,7 +131,7 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         full = microseconds(lambda i, cast=cast, layout=layout: quantize(inputs[i], cast, layout=layout, statistics=True))  # type: ignore[misc]  # likewise
         report(f"quantize {cast.granularity} + statistics", full, plain, "of plain")
         if cast in (DOWN, BLOCK):
-            joined = partial(quantize_observed, cast=cast, contracts_rows=cast is DOWN, later=True)
+            joined = partial(quantize_observed, cast=cast, contracts_rows=cast is DOWN, deferred=True)
             full = queued(lambda i, joined=joined: joined(inputs[i % ROTATE]), partial(flush, x.device))  # type: ignore[misc]  # likewise
             report("the same as in a watched step, 24 tensors joined at once", full, plain, "of plain")
     report("observe 1x128", microseconds(lambda i: observe(inputs[i], [TILE])), floor, "of floor")
@@ -154,15 +154,18 @@ def casts(rows: int = 8192, columns: int = 4096) -> None:
         full = queued(partial(_described, inputs, cast, made), partial(flush, x.device))
         report(f"describe {cast.granularity} (codes of another library), 24 at once", full, floor, "of floor")
 
-    bins, many = Bins(x.device), [inputs[i % ROTATE].clone() for i in range(MANY)]  # the same tensor is not counted twice
-    end = partial(flush, x.device, [bins])
-    full = queued(partial(_beside, bins, many, "rows"), end)
+    value_counts, many = (
+        ValueCounts(x.device),
+        [inputs[i % ROTATE].clone() for i in range(MANY)],
+    )  # the same tensor is not counted twice
+    end = partial(flush, x.device, [value_counts])
+    full = queued(partial(_beside, value_counts, many, "rows"), end)
     report("quantize 1x128 + statistics, what-if and histogram, as in a watched step", full, floor, "of floor")
-    full = queued(partial(_both_beside, bins, many), end)
+    full = queued(partial(_both_beside, value_counts, many), end)
     report("quantize 1x128 and 128x1 + statistics, what-if and histogram, likewise", full, floor, "of floor")
-    full = queued(partial(_beside, bins, many, ""), end)
+    full = queued(partial(_beside, value_counts, many, ""), end)
     report("observe 1x128 + delayed what-if + histogram, as in a watched step", full, floor, "of floor")
-    full = queued(partial(_counted, bins, many), end)
+    full = queued(partial(_counted, value_counts, many), end)
     report("delayed what-if and histogram of a tensor that no kernel of ours reads, likewise", full, floor, "of floor")
 
 
@@ -170,22 +173,22 @@ def _described(x: list[torch.Tensor], cast: Cast, made: list[Quantized], i: int)
     return describe(Source(x[i % ROTATE]), cast, made[i % ROTATE])
 
 
-def _beside(bins: Bins, x: list[torch.Tensor], out: str, i: int) -> None:
+def _beside(value_counts: ValueCounts, x: list[torch.Tensor], out: str, i: int) -> None:
     plan = fast_plan_of(x[i], Job(TILE, out, True))
     assert plan is not None and plan.counting is not None
-    bins.beside(x[i], [DELAYED], partial(plan.counting, x[i], True))
-    _counted(bins, x, i)
+    value_counts.count_alongside(x[i], [DELAYED], partial(plan.counting, x[i], True))
+    _counted(value_counts, x, i)
 
 
-def _both_beside(bins: Bins, x: list[torch.Tensor], i: int) -> None:
-    plan = both_plan_of(x[i], TILE, DOWN, True)
+def _both_beside(value_counts: ValueCounts, x: list[torch.Tensor], i: int) -> None:
+    plan = two_way_plan_of(x[i], TILE, DOWN, True)
     assert plan is not None and plan.counting is not None
-    bins.beside(x[i], [DELAYED], partial(plan.counting, x[i], True))
-    _counted(bins, x, i)
+    value_counts.count_alongside(x[i], [DELAYED], partial(plan.counting, x[i], True))
+    _counted(value_counts, x, i)
 
 
-def _counted(bins: Bins, x: list[torch.Tensor], i: int) -> None:
-    bins.tried(x[i], {"delayed": DELAYED}, i)
+def _counted(value_counts: ValueCounts, x: list[torch.Tensor], i: int) -> None:
+    value_counts.what_if(x[i], {"delayed": DELAYED}, i)
 
 
 SHAPES = ((8192, 14336, 4096), (8192, 4096, 14336), (8192, 4096, 4096))
@@ -273,10 +276,10 @@ def samples() -> None:
             if columns:
                 report(f"256 columns of {tokens}x{k}", microseconds(partial(_columns, [one[1] for one in high], lines, size)))
             _check_exact(which, plan, (cut[0], pairs[0]), sample)
-    bins = Bins(torch.device("cuda"))
+    value_counts = ValueCounts(torch.device("cuda"))
     for name, scale in (("normal", torch.ones(8192, 1)), ("rows over 9 decades", torch.logspace(-9, 0, 8192)[:, None])):
         words = [(torch.randn(8192, 4096) * scale).bfloat16().cuda().view(-1).view(torch.int32) for _ in range(ROTATE)]
-        report(f"count bf16[8192, 4096], {name}", microseconds(partial(_count, bins, words)))
+        report(f"count bf16[8192, 4096], {name}", microseconds(partial(_count, value_counts, words)))
 
 
 def _operand(which: Gemm, role: TensorRole, x: torch.Tensor, recipe: str = "blockwise") -> Any:
@@ -313,9 +316,9 @@ def _compare(which: Gemm, cut: list[Any], pairs: list[Any], actual: list[Any], s
     return compare(which, cut[i], pairs[i], actual[i], sample, keep=which is Gemm.FPROP)
 
 
-def _count(bins: Bins, words: list[torch.Tensor], i: int) -> None:
+def _count(value_counts: ValueCounts, words: list[torch.Tensor], i: int) -> None:
     num = words[i].numel()
-    count_kernel[(264,)](words[i], bins._tables[i], num, num // 8192, 8192, True, True, num_warps=COUNT_WARPS)
+    count_kernel[(264,)](words[i], value_counts._tables[i], num, num // 8192, 8192, True, True, num_warps=COUNT_WARPS)
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ from fp8debug.formats import block_shape
 from fp8debug.kernels.gpu import launcher
 from fp8debug.kernels.gpu.amax_history import next_scale_inv
 from fp8debug.kernels.gpu.describe.foreign_codes import describe
-from fp8debug.kernels.gpu.describe.value_counts import Bins, takes
+from fp8debug.kernels.gpu.describe.value_counts import ValueCounts, takes
 from fp8debug.kernels.gpu.describe.what_if import observe
 from fp8debug.kernels.gpu.gemm.error import compare, damage, row_slots
 from fp8debug.kernels.gpu.gemm.gemm import gemm
 from fp8debug.kernels.gpu.gemm.sampled import columns_of, dequantize_lines
 from fp8debug.kernels.gpu.launcher import address
-from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_both
+from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper
-from fp8debug.kernels.gpu.quantize.two_way_plan import both_plan_of
+from fp8debug.kernels.gpu.quantize.two_way_plan import two_way_plan_of
 from fp8debug.kernels.gpu.scratch import flush, pool
 from fp8debug.kernels.gpu.step_end import KINDS, Joiner, StateSender, send_number
 from fp8debug.kernels.sampling import Sample, num_exact, size_of_groups, spread_lines
@@ -177,7 +177,7 @@ def casts(x: Tensor, cast: Cast, layout: str = "rows", *, statistics: bool = Fal
 def pair(x: Tensor, rows: Cast, columns: Cast) -> None:
     """Quantize along rows and columns at once, twice each way."""
     for statistics in (False, True) if is_hopper(CPU) and launcher.can_share() else ():
-        plan = both_plan_of(x, rows, columns, statistics)
+        plan = two_way_plan_of(x, rows, columns, statistics)
         assert plan is not None
         for later in (False, False, True, True) if statistics else (False, False):
             plan(x, later)
@@ -231,13 +231,13 @@ def result(
 
 def counted(x: Tensor) -> None:
     """Tensorwise casts of many tensors, as the default what-ifs are."""
-    bins = Bins(CPU)
+    value_counts = ValueCounts(CPU)
     if not takes(x, [Cast()]):
         return
     some = (Cast(), Cast(scaling="delayed"), Cast(scaling="delayed", history=16, algo="most_recent"))
     for part in range(2):
-        bins.tried(x, {str(cast): cast for cast in some}, part)
-        bins.flush()
+        value_counts.what_if(x, {str(cast): cast for cast in some}, part)
+        value_counts.flush()
 
 
 def given(x: Tensor, cast: Cast, *, transposed: bool = False) -> None:
@@ -257,7 +257,7 @@ def joined() -> None:
     columns = {name: i for group in OPERAND.groups for i, name in enumerate(group.names)}
     joiner = Joiner(state, columns)
     for rows in (1, 3):
-        taken = [pool(CPU).take() for _ in range(rows)]
+        taken = [pool(CPU).allocate() for _ in range(rows)]
         joiner([n for i, row in enumerate(taken) for n in (row.address, i, joiner.number(OPERAND))])
 
 
@@ -319,8 +319,8 @@ def rest() -> None:
             casts(large, Cast(granularity=name, scale_rounding=rounding), statistics=True)
     casts(large, TILE, statistics=True, histogram=True)
     for statistics in (False, True):
-        quantize_both(large, TILE, Cast(granularity="128x1"), statistics=statistics)
-        quantize_both(odd, TILE, BLOCK, statistics=statistics)
+        quantize_two_way(large, TILE, Cast(granularity="128x1"), statistics=statistics)
+        quantize_two_way(odd, TILE, BLOCK, statistics=statistics)
     delayed, one = Cast(scaling="delayed"), torch.ones(1)
     for histogram in (False, True):
         observe(large, [TILE], histogram=histogram)

@@ -17,7 +17,7 @@ from fp8debug import linear
 from fp8debug.errors import UsageError
 from fp8debug.kernels import quantize_pair
 from fp8debug.kernels.dispatch import quantize
-from fp8debug.kernels.quantize_pair import Part
+from fp8debug.kernels.quantize_pair import CastWithSlots
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import fused_cast
 from fp8debug.recipes import Cast
@@ -31,7 +31,7 @@ def paired() -> Iterator[list[tuple[int, ...]]]:
     """Have a CPU make pairs, by the reference; collects the shapes of what was quantized for two GEMMs at once."""
     seen: list[tuple[int, ...]] = []
 
-    def pair(x: Tensor, across: Cast, down: Cast, **_: Any) -> tuple[Part, Part] | None:
+    def pair(x: Tensor, across: Cast, down: Cast, **_: Any) -> tuple[CastWithSlots, CastWithSlots] | None:
         if (across.granularity, across.scaling, down.granularity) != ("1x128", "current", "128x1"):
             return None
         seen.append(tuple(x.shape))
@@ -114,7 +114,7 @@ def noted() -> Iterator[list[tuple[bool, Quantized]]]:
     made: list[tuple[bool, Quantized]] = []
     own = quantize_pair.quantize_pair
 
-    def pair(x: Tensor, across: Cast, down: Cast, **options: Any) -> tuple[Part, Part] | None:
+    def pair(x: Tensor, across: Cast, down: Cast, **options: Any) -> tuple[CastWithSlots, CastWithSlots] | None:
         found = own(x, across, down, **options)
         made.extend((bool(options.get("observed")), q) for q, _ in found or ())
         return found

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.kernels.slot_rows import WORDS, Group, Layout
+from fp8debug.kernels.slot_rows import ROW_WORDS, RowLayout, SlotGroup
 from fp8debug.metrics.damage import Damage
 from fp8debug.observer import host_copy
 from fp8debug.observer.host_copy import HostScalar
@@ -45,8 +45,8 @@ def test_contributions_in_parts_are_joined_by_the_slots_rules() -> None:
 
 
 def test_a_row_waits_for_more_of_it_and_is_joined_once() -> None:
-    layout = Layout(Group(("numel", "num_zero"), torch.int64, 8), Group(("amax",), torch.float32, 0))
-    row, table = torch.empty(WORDS, dtype=torch.int64), Table(2, CPU)
+    layout = RowLayout(SlotGroup(("numel", "num_zero"), torch.int64, 8), SlotGroup(("amax",), torch.float32, 0))
+    row, table = torch.empty(ROW_WORDS, dtype=torch.int64), Table(2, CPU)
     layout.groups[0].of(row).copy_(torch.tensor([6, 2]))
     layout.groups[1].of(row).fill_(3.0)
     for _ in range(2):

@@ -45,14 +45,14 @@ class LinearOps:
 
         return remove
 
-    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.Recorder | None:
+    def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
         found = self._of(weight, trains)
         if found is not None:
             found.begin(2 * x.numel() * weight.shape[0], trains)
         return found
 
-    def begin_backward(self, weight: Tensor) -> linear_ops.Recorder | None:
+    def begin_backward(self, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
         return self._of(weight, True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.describe.foreign_kernel import finish as finish_given
+from fp8debug.kernels.gpu.describe.foreign_kernel import finish as finish_foreign
 from fp8debug.kernels.gpu.device import float_of
 from fp8debug.kernels.gpu.gemm.error_kernel import finish
 from fp8debug.kernels.gpu.quantize.statistics import reduce_cast
@@ -18,7 +18,7 @@ OPERAND_ITEM = tl.constexpr(11)
 #: Address of the parts, address of the row of words, programs, and which columns are used.
 RESULT_ITEM = tl.constexpr(4)
 #: The same, then whether the tensor is one block, and the bits of what the amax of a block lies below that eps lifted.
-GIVEN_ITEM = tl.constexpr(5)
+FOREIGN_ITEM = tl.constexpr(5)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def results_kernel(items):
 @triton.jit
 def described_kernel(items):
     """Slots of an operand beside codes that are not ours, from parts ``[programs, 32]``, to ``OPERAND`` of a row."""
-    at = items + tl.program_id(0) * GIVEN_ITEM
+    at = items + tl.program_id(0) * FOREIGN_ITEM
     parts = tl.load(at).to(tl.pointer_type(tl.float64))
     words = tl.load(at + 1).to(tl.pointer_type(tl.int64))
-    finish_given(parts, words, tl.load(at + 2), tl.load(at + 3), float_of(tl.load(at + 4).to(tl.int32)))
+    finish_foreign(parts, words, tl.load(at + 2), tl.load(at + 3), float_of(tl.load(at + 4).to(tl.int32)))

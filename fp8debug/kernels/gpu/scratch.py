@@ -1,7 +1,7 @@
 """Memory that kernels leave what they found in, and the second stages of their sums; importable only where Triton is.
 
-A kernel whose programs each leave a part of a sum takes space for the parts and a row of ``words`` for the sum, and says what is
-to be joined. The parts of many kernels are joined in one launch: when the space is used up, or when the rows are wanted.
+A kernel whose programs each leave a part of a sum takes space for the parts and a row of ``slot_rows`` for the sum, and says
+what is to be joined. The parts of many kernels are joined in one launch: when the space is used up, or when the rows are wanted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 from fp8debug.kernels.gpu import deferred as tl
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address
-from fp8debug.kernels.slot_rows import WORDS, Row
+from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
 
 #: Rows that are allocated together.
 ROWS = 256
 #: FP64 numbers of the space for parts: 4 MiB.
 SPACE = 1 << 10 if INTERPRETED else 1 << 19
-#: Integers that an envelope holds at least: what a step of the usual model leaves for its end.
-ENVELOPE = 1 << 12
+#: Integers that an upload holds at least: what a step of the usual model leaves for its end.
+MIN_UPLOAD = 1 << 12
 
 
 #: Integers that kernels take, and what starts them, given where these lie: what ``address`` returns.
 Task = tuple[list[int], Callable[[Any], None]]
 
 
-class Listed(Protocol):
+class HasTasks(Protocol):
     """What has work to be started with that of others."""
 
     def tasks(self) -> list[Task]:
@@ -45,7 +45,7 @@ class Listed(Protocol):
         """Start a new list."""
 
 
-class Envelope:
+class PinnedUpload:
     """Pinned memory that integers are sent from; one belongs to a device.
 
     Args:
@@ -72,23 +72,23 @@ class Envelope:
 
 
 #: Those of each device, the one that was sent first in front.
-_ENVELOPES: dict[torch.device, deque[Envelope]] = {}
+_UPLOADS: dict[torch.device, deque[PinnedUpload]] = {}
 
 
 def to_device(numbers: list[int], device: torch.device) -> Tensor:
     """Return integers as int64 on a device, which is the current one, without waiting for it; behind them may lie others."""
     if device.type != "cuda":
         return torch.frombuffer(array("q", numbers), dtype=torch.int64)
-    envelopes, envelope = _ENVELOPES.setdefault(device, deque()), None
+    uploads, upload = _UPLOADS.setdefault(device, deque()), None
     with suppress(IndexError):
-        envelope = envelopes.popleft()  # no other thread has it meanwhile
-    if envelope is not None and not envelope.is_free():  # nor are those behind it
-        envelopes.appendleft(envelope)
-        envelope = None
-    if envelope is None or envelope.size < len(numbers):
-        envelope = Envelope(max(ENVELOPE, 1 << (len(numbers) - 1).bit_length()))
-    found = envelope.send(numbers, device)
-    envelopes.append(envelope)
+        upload = uploads.popleft()  # no other thread has it meanwhile
+    if upload is not None and not upload.is_free():  # nor are those behind it
+        uploads.appendleft(upload)
+        upload = None
+    if upload is None or upload.size < len(numbers):
+        upload = PinnedUpload(max(MIN_UPLOAD, 1 << (len(numbers) - 1).bit_length()))
+    found = upload.send(numbers, device)
+    uploads.append(upload)
     return found
 
 
@@ -120,7 +120,7 @@ def current_stream(
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class SecondStage:
     """A second stage: its kernel, whose program i takes the i-th of ``size`` integers, and their number.
 
     One is known by its identity: Triton's kernels work their hash out anew each time that they are asked.
@@ -133,9 +133,9 @@ class Stage:
 
 
 #: The statistics of a cast, those of a GEMM's result, and those of a cast whose codes were given.
-OPERANDS = Stage(tl.operands_kernel, tl.OPERAND_ITEM.value, (16 if INTERPRETED else 256,), 8)
-RESULTS = Stage(tl.results_kernel, tl.RESULT_ITEM.value, (), 4)
-GIVEN = Stage(tl.described_kernel, tl.GIVEN_ITEM.value, (), 4)
+OPERANDS = SecondStage(tl.operands_kernel, tl.OPERAND_ITEM.value, (16 if INTERPRETED else 256,), 8)
+RESULTS = SecondStage(tl.results_kernel, tl.RESULT_ITEM.value, (), 4)
+FOREIGN = SecondStage(tl.described_kernel, tl.FOREIGN_ITEM.value, (), 4)
 
 
 class Pool:
@@ -150,28 +150,28 @@ class Pool:
         self.stream = stream
         self.is_touched = False  # a row was taken since the pools of the device were flushed
         self._device = device
-        self._block = torch.empty(0, WORDS, dtype=torch.int64, device=device)
+        self._block = torch.empty(0, ROW_WORDS, dtype=torch.int64, device=device)
         self._held: list[Tensor] = []  # full blocks that waiting items write to, whoever else lets go of them
         self._num_taken = self._num_rows = self._address = 0
         self._space: Tensor | None = None
         self._start = self._used = self._size = 0
-        self._waiting: dict[Stage, list[int]] = {OPERANDS: [], RESULTS: [], GIVEN: []}
+        self._waiting: dict[SecondStage, list[int]] = {OPERANDS: [], RESULTS: [], FOREIGN: []}
         self._kernels = {stage: self._kernel(stage) for stage in self._waiting}
 
-    def _kernel(self, stage: Stage) -> Kernel:
+    def _kernel(self, stage: SecondStage) -> Kernel:
         return Kernel(stage.kernel, self._device.index, (torch.int64,), stage.constants, num_warps=stage.warps)
 
-    def take(self) -> Row:
+    def allocate(self) -> SlotRow:
         """Return an uninitialized row."""
         if self._num_taken == self._num_rows:
             self._new_block()
         number = self._num_taken
         self._num_taken = number + 1
         self.is_touched = True
-        return Row(self._block, number, self._address + 8 * WORDS * number)
+        return SlotRow(self._block, number, self._address + 8 * ROW_WORDS * number)
 
     def _new_block(self) -> None:
-        block = torch.empty(ROWS, WORDS, dtype=torch.int64, device=self._device)
+        block = torch.empty(ROWS, ROW_WORDS, dtype=torch.int64, device=self._device)
         if any(self._waiting.values()):
             self._held.append(self._block)
         self._block, self._num_taken, self._num_rows, self._address = block, 0, ROWS, block.data_ptr()
@@ -191,7 +191,7 @@ class Pool:
             self._space = torch.empty(max(count, SPACE), dtype=torch.float64, device=self._device)
             self._start, self._size = self._space.data_ptr(), self._space.numel()
 
-    def later(self, stage: Stage, count: int, rest: tuple[int, ...], rows: int = 1) -> tuple[Any, list[Row]]:
+    def defer(self, stage: SecondStage, count: int, rest: tuple[int, ...], rows: int = 1) -> tuple[Any, list[SlotRow]]:
         """Return space for parts as a kernel takes it, and the rows that the next :meth:`flush` joins them to.
 
         Args:
@@ -209,7 +209,7 @@ class Pool:
         self.is_touched = True
         waiting, found = self._waiting[stage], []
         for i in range(rows):
-            row = Row(self._block, number + i, self._address + 8 * WORDS * (number + i))
+            row = SlotRow(self._block, number + i, self._address + 8 * ROW_WORDS * (number + i))
             waiting += (start + 8 * count * i, row.address, *rest)
             found.append(row)
         return parts, found
@@ -218,7 +218,7 @@ class Pool:
         """Return what joins the parts that wait."""
         return [(waiting, partial(self._launch, stage, len(waiting))) for stage, waiting in self._waiting.items() if waiting]
 
-    def _launch(self, stage: Stage, count: int, items: Any) -> None:
+    def _launch(self, stage: SecondStage, count: int, items: Any) -> None:
         self._kernels[stage]((count // stage.size, 1, 1), items)
 
     def begin(self) -> None:
@@ -261,7 +261,7 @@ def pool(device: torch.device) -> Pool:
     return found
 
 
-def flush(device: torch.device, first: Sequence[Listed] = (), last: Sequence[Task] = ()) -> None:
+def flush(device: torch.device, first: Sequence[HasTasks] = (), last: Sequence[Task] = ()) -> None:
     """Join what waits in the pools of a device, which is the current one, on its current stream.
 
     Other streams that took rows wait for this one, so that their rows are whole until all of ``last`` has read them.

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8debug.kernels.gpu.launcher import Kernel, address, eager
-from fp8debug.kernels.gpu.scratch import Listed, current_stream, discard, flush, num_losses
-from fp8debug.kernels.slot_rows import Layout
+from fp8debug.kernels.gpu.scratch import HasTasks, current_stream, discard, flush, num_losses
+from fp8debug.kernels.slot_rows import RowLayout
 
 #: Numbers of a row that a layout may name, of each kind: as many as the exponent histogram has bins.
 NUM_LANES = 64
@@ -82,7 +82,7 @@ class Joiner:
         self.join_to(state)
         self._device = self._state[0].device
         self._columns = columns
-        self._numbers: dict[Layout, int] = {}
+        self._numbers: dict[RowLayout, int] = {}
         self._maps: list[list[int]] = []
         self._map: Tensor | None = None
         self._num_losses = num_losses(self._device)
@@ -91,7 +91,7 @@ class Joiner:
         self._kernel = Kernel(join_kernel, self._device.index, types, (), num_warps=2)
         _JOINERS.add(self)
 
-    def number(self, layout: Layout) -> int:
+    def number(self, layout: RowLayout) -> int:
         """Return the number of a layout in an item."""
         found = self._numbers.get(layout)
         if found is None:
@@ -105,7 +105,7 @@ class Joiner:
         """Join what follows to this state."""
         self._state = [state[kind] for kind in KINDS]
 
-    def __call__(self, items: list[int], first: Sequence[Listed] = ()) -> None:
+    def __call__(self, items: list[int], first: Sequence[HasTasks] = ()) -> None:
         """Have the rows filled whose sums wait for their second stage, and join some to the state.
 
         Args:
@@ -136,7 +136,7 @@ class Joiner:
         if all(other._device != self._device for other in _JOINERS):
             discard(self._device)
 
-    def _map_of(self, layout: Layout, kind: tuple[str, str]) -> list[int]:
+    def _map_of(self, layout: RowLayout, kind: tuple[str, str]) -> list[int]:
         """Return the state's column for each number of this kind in a row."""
         found = [-1] * NUM_LANES
         for group in layout.groups:

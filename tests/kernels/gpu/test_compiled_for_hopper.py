@@ -35,9 +35,9 @@ NEEDS_TOOLS = pytest.mark.skipif(
 REGISTERS, SHARED, TOGETHER = 65536, 227 << 10, 48 << 10
 #: Whose safe pass, which runs rarely, or whose end of a block has more than there are registers; and of the fast kernel's loop,
 #: how often, at most.
-SPILLING, RELOADS = ("fast_kernel", "both_kernel", "tile_kernel", "given_kernel"), 2
+SPILLING, RELOADS = ("fast_kernel", "two_way_kernel", "tile_kernel", "foreign_cast_kernel"), 2
 #: Kernels that are started more than once.
-AGAIN = ("fast_kernel", "both_kernel", "given_kernel", "sample_kernel", "join_kernel", "state_kernel", "number_kernel")
+AGAIN = ("fast_kernel", "two_way_kernel", "foreign_cast_kernel", "sample_kernel", "join_kernel", "state_kernel", "number_kernel")
 
 
 @cache
@@ -70,13 +70,13 @@ def test_every_kernel_is_compiled(record_property: Any) -> None:
         assert kernel["static"] + shared <= SHARED, kernel
         # More together needs the driver's leave, which Triton asks for what it shares itself, and ``launcher.share``.
         assert kernel["asked"] or shared > TOGETHER or kernel["static"] + shared <= TOGETHER + 1024, kernel
-        assert kernel["asked"] == (exchange.SHARED if kernel["kernel"] == "both_kernel" else 0), kernel
+        assert kernel["asked"] == (exchange.SHARED if kernel["kernel"] == "two_way_kernel" else 0), kernel
         assert kernel["asked"] == 0 or kernel["shared"] <= exchange.TILE_AT, kernel
-        assert kernel["saved"] == 0, kernel  # see both_kernel
+        assert kernel["saved"] == 0, kernel  # see two_way_kernel
         assert kernel["stack"] == 0 or kernel["kernel"] in SPILLING, kernel
-        if kernel["kernel"] == "given_kernel":
+        if kernel["kernel"] == "foreign_cast_kernel":
             assert kernel["loops"][0]["local"] == 0, kernel
-        if kernel["kernel"] in ("fast_kernel", "both_kernel"):
+        if kernel["kernel"] in ("fast_kernel", "two_way_kernel"):
             assert kernel["loops"][0]["local"] <= RELOADS, kernel
         assert kernel["scratch"] == [0, 0], kernel  # else launcher may not start it directly
 
@@ -86,8 +86,8 @@ def test_gpus_before_hopper_are_asked_for_nothing_that_they_lack() -> None:
     """Such as two halves of a word at once: what an Ada starts is compiled for it, the general kernels in place of fast ones."""
     found = kernels("--ada")
     names = {kernel["kernel"] for kernel in found}
-    assert names >= {"tile_kernel", "given_kernel", "gemm_kernel", "sample_kernel", "join_kernel"}
-    assert not names & {"fast_kernel", "both_kernel", "count_kernel"}
+    assert names >= {"tile_kernel", "foreign_cast_kernel", "gemm_kernel", "sample_kernel", "join_kernel"}
+    assert not names & {"fast_kernel", "two_way_kernel", "count_kernel"}
 
 
 @pytest.mark.parametrize("release", ["3.6.0", "4.0.0"])
@@ -95,7 +95,7 @@ def test_launches_after_the_first_fit_what_was_compiled(release: str) -> None:
     """As 3.6 is started, and through Triton's public way; the test above is of the release that is installed."""
     found = kernels("--list", "--release", release)
     known = release.rpartition(".")[0] in triton_run._KNOWN
-    assert {kernel["kernel"] for kernel in found} == written() - (set() if known else {"both_kernel"})
+    assert {kernel["kernel"] for kernel in found} == written() - (set() if known else {"two_way_kernel"})
     assert all(kernel["launches"] > 1 for kernel in found if kernel["kernel"] in AGAIN)
 
 

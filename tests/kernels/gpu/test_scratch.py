@@ -18,7 +18,7 @@ from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.gemm.error import DAMAGE
 from fp8debug.kernels.gpu.gemm.error_kernel import NUM_COLUMNS, SUMMED
 from fp8debug.kernels.gpu.scratch import RESULTS, Pool, discard, flush, num_losses, pool
-from fp8debug.kernels.slot_rows import WORDS, Row
+from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
 from fp8debug.observer import observer
 from fp8debug.observer import table as tables
 from fp8debug.observer.observer import FinishedStep, Observer, RowInfo, RowKey, Settings
@@ -45,9 +45,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "on_device", lambda x: nullcontext())
 
 
-def one_sum(value: float, memory: Pool) -> Row:
+def one_sum(value: float, memory: Pool) -> SlotRow:
     """A row whose sum of one part waits."""
-    parts, (row,) = memory.later(RESULTS, NUM_COLUMNS, (1, SUMMED.value))
+    parts, (row,) = memory.defer(RESULTS, NUM_COLUMNS, (1, SUMMED.value))
     parts.fill_(value)
     return row
 
@@ -58,7 +58,7 @@ def record(seen: Observer, row: int, partials: dict[Any, Any]) -> None:
     filled[row] = INFO
 
 
-def damage_in(row: Row) -> float:
+def damage_in(row: SlotRow) -> float:
     return float(DAMAGE.slots(row)[DAMAGE.groups[1].names][0])
 
 
@@ -71,7 +71,7 @@ def test_memory_that_waiting_sums_are_written_to_is_kept() -> None:
     row = one_sum(3.0, memory)
     block = weakref.ref(row.block)
     for _ in range(scratch.ROWS):
-        memory.take()
+        memory.allocate()
     del row  # as by a table that is dropped
     gc.collect()
     held = block()
@@ -84,9 +84,9 @@ def test_memory_that_waiting_sums_are_written_to_is_kept() -> None:
 
 def test_rows_that_wait_for_nothing_are_not_kept() -> None:
     memory = pool(CPU)
-    block = weakref.ref(memory.take().block)
+    block = weakref.ref(memory.allocate().block)
     for _ in range(scratch.ROWS):
-        memory.take()
+        memory.allocate()
     assert block() is None
 
 
@@ -245,11 +245,11 @@ def test_a_step_whose_rows_were_half_joined_is_not_recorded(monkeypatch: pytest.
 
 def test_rows_of_one_kernel_lie_in_one_block() -> None:
     memory = pool(CPU)
-    first = [memory.take() for _ in range(scratch.ROWS - 1)]
-    parts, (row, other) = memory.later(RESULTS, NUM_COLUMNS, (1, SUMMED.value), 2)
+    first = [memory.allocate() for _ in range(scratch.ROWS - 1)]
+    parts, (row, other) = memory.defer(RESULTS, NUM_COLUMNS, (1, SUMMED.value), 2)
     parts.view(2, -1).copy_(torch.tensor([[3.0], [5.0]]).expand(2, NUM_COLUMNS))
     assert row.block is other.block and row.block is not first[0].block
-    assert (row.number, other.number) == (0, 1) and other.address == row.block.data_ptr() + 8 * WORDS
+    assert (row.number, other.number) == (0, 1) and other.address == row.block.data_ptr() + 8 * ROW_WORDS
     flush(CPU)
     assert [damage_in(row), damage_in(other)] == [3.0, 5.0]
 
@@ -292,7 +292,7 @@ def test_every_flush_begins_a_block_of_rows() -> None:
     """So the memory that a step leaves alive does not hang on how many rows the steps before it took."""
     steps = []
     for _ in range(5):
-        steps.append([pool(CPU).take() for _ in range(100)])
+        steps.append([pool(CPU).allocate() for _ in range(100)])
         flush(CPU)
     blocks = [{row.block.data_ptr() for row in rows} for rows in steps]
     assert all(len(found) == 1 for found in blocks) and len(set.union(*blocks)) == len(steps)

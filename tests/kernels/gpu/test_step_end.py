@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels.gpu import scratch
-from fp8debug.kernels.gpu.scratch import ENVELOPE, to_device
+from fp8debug.kernels.gpu.scratch import MIN_UPLOAD, to_device
 from fp8debug.kernels.gpu.step_end import BLOCK, StateSender, send_number
 from fp8debug.observer.host_copy import HostScalar
 from fp8debug.observer.table import HostBuffers, Snapshot, TableLayout
@@ -85,17 +85,17 @@ def test_a_scalar_arrives_without_a_wait(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_lists_wait_in_memory_of_their_own_until_the_device_has_them() -> None:
     torch.cuda.synchronize()
-    scratch._ENVELOPES.clear()
+    scratch._UPLOADS.clear()
     torch.cuda._sleep(100_000_000)  # 50 ms
     sent = [to_device([i] * (10 + 300 * i), DEVICE) for i in range(20)]
-    assert len(scratch._ENVELOPES[DEVICE]) == 20
+    assert len(scratch._UPLOADS[DEVICE]) == 20
     torch.cuda.synchronize()
     assert all(torch.equal(found[: 10 + 300 * i], torch.full_like(found[: 10 + 300 * i], i)) for i, found in enumerate(sent))
     for i in range(40):
         found = to_device([i], DEVICE)
         torch.cuda.synchronize()
         assert int(found[0]) == i
-    assert len(scratch._ENVELOPES[DEVICE]) == 20
+    assert len(scratch._UPLOADS[DEVICE]) == 20
 
 
 class Sent:
@@ -117,16 +117,16 @@ class Sent:
 
 def test_an_envelope_is_used_again_once_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     device, Sent.made = torch.device("cuda", 7), []
-    monkeypatch.setattr(scratch, "Envelope", Sent)
-    monkeypatch.setattr(scratch, "_ENVELOPES", {device: deque()})
+    monkeypatch.setattr(scratch, "PinnedUpload", Sent)
+    monkeypatch.setattr(scratch, "_UPLOADS", {device: deque()})
     found: list[Any] = [to_device([i], device) for i in range(3)]
     assert found == Sent.made and [one.numbers for one in found] == [[0], [1], [2]]
     found[0].is_on_its_way = found[1].is_on_its_way = False
     assert [to_device([9], device) for _ in range(3)] == [found[0], found[1], Sent.made[3]]
     found[2].is_on_its_way = False
-    large: Any = to_device([1] * (ENVELOPE + 1), device)  # takes the place of the one that is too small
-    assert large is Sent.made[4] and large.size == 2 * ENVELOPE
-    assert list(scratch._ENVELOPES[device]) == [found[0], found[1], Sent.made[3], large]
+    large: Any = to_device([1] * (MIN_UPLOAD + 1), device)  # takes the place of the one that is too small
+    assert large is Sent.made[4] and large.size == 2 * MIN_UPLOAD
+    assert list(scratch._UPLOADS[device]) == [found[0], found[1], Sent.made[3], large]
 
 
 class Late:

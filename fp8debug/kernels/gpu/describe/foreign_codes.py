@@ -20,8 +20,8 @@ from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, keep_plan
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_native, num_sms
-from fp8debug.kernels.gpu.scratch import GIVEN, pool
-from fp8debug.kernels.slot_rows import Layout, Row
+from fp8debug.kernels.gpu.scratch import FOREIGN, pool
+from fp8debug.kernels.slot_rows import RowLayout, SlotRow
 from fp8debug.metrics.base import Source
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
@@ -35,7 +35,7 @@ SMALL_TILE = 1024
 WARPS = {128: 16, 168: 12}
 
 
-class _Plan(NamedTuple):
+class _ForeignPlan(NamedTuple):
     """A kernel for tensors of one shape and layout, its programs and sizes, and the end of its item in the second stage."""
 
     kernel: Kernel
@@ -45,12 +45,12 @@ class _Plan(NamedTuple):
 
 
 #: With the cast, by whose identity it is found.
-_PLANS: dict[Any, tuple[Cast, _Plan | None]] = {}
+_PLANS: dict[Any, tuple[Cast, _ForeignPlan | None]] = {}
 _PLAIN = Tensor, nn.Parameter
 
 
-def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | None:
-    """Return the slots of an operand beside its FP8 twin as they lie in a row of ``words``.
+def describe(source: Source, cast: Cast, q: Quantized) -> dict[RowLayout, SlotRow] | None:
+    """Return the slots of an operand beside its FP8 twin as they lie in a row of ``slot_rows``.
 
     Args:
         source: the tensor, not empty, on the device that is current.
@@ -79,7 +79,7 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[Layout, Row] | No
     plan = found[1]
     if plan is None:
         return None
-    parts, (row,) = pool(x.device).later(GIVEN, plan.programs * NUM_COLUMNS, plan.item)
+    parts, (row,) = pool(x.device).defer(FOREIGN, plan.programs * NUM_COLUMNS, plan.item)
     at = (x, data.view(torch.int8), scale_inv) if INTERPRETED else (x_at, data_at, scale_at)
     plan.kernel((plan.programs, 1, 1), *at, parts, *plan.numbers)
     return {OPERAND: row}
@@ -100,7 +100,7 @@ class _Cut(NamedTuple):
     shares: int = 1
 
 
-def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _Plan | None:
+def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _ForeignPlan | None:
     block = block_shape(cast.granularity, *x.shape)
     grid = tuple(-(-size // length) for size, length in zip(x.shape, block, strict=True))
     devices, dtypes = {x.device, data.device, scale_inv.device}, (data.dtype, scale_inv.dtype)
@@ -121,9 +121,11 @@ def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _Plan | Non
     numbers = *sizes, *strides, x.numel(), grid[0] * grid[1], lift_below
     constants = cut.kind, cast.format == "e5m2", cut.rows, cut.blocks, cut.width, is_native(x.device), cut.pieces, cut.shares
     types = x.dtype, torch.int8, torch.float32, torch.float64, *[None] * len(numbers)
-    kernel = Kernel(tg.given_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
+    kernel = Kernel(
+        tg.foreign_cast_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False
+    )
     bits = int(np.float32(lift_below).view(np.int32))
-    return _Plan(kernel, programs, numbers, (programs, int(cut.kind == tc.KIND_TENSOR.value), bits))
+    return _ForeignPlan(kernel, programs, numbers, (programs, int(cut.kind == tc.KIND_TENSOR.value), bits))
 
 
 def _cut(rows: int, columns: int, granularity: str, sms: int) -> _Cut:

@@ -44,7 +44,7 @@ def decoded(code, E5M2: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_both(x, codes, E5M2: tl.constexpr, NATIVE: tl.constexpr, inside=None):
+def load_pair(x, codes, E5M2: tl.constexpr, NATIVE: tl.constexpr, inside=None):
     """Load numbers and their codes, as FP32; 0 outside.
 
     Nothing is added to the numbers, but what is made of them takes the codes' place in the threads: where one of them lies

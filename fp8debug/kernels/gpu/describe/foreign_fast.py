@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.describe.foreign_common import added, load_both, per_block, store_part
+from fp8debug.kernels.gpu.describe.foreign_common import added, load_pair, per_block, store_part
 from fp8debug.kernels.gpu.device import INF, bits_of, float_of
 from fp8debug.kernels.gpu.quantize.tile_cast import KIND_COLUMN, KIND_ROW, KIND_TENSOR
 
@@ -85,7 +85,7 @@ def fast_units(
     numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr, BW: tl.constexpr,
     NATIVE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's part; return whether it is to be made again. See ``foreign_kernel.given_kernel``.
+    """Store this program's part; return whether it is to be made again. See ``foreign_kernel.foreign_cast_kernel``.
 
     PIECES are tiles below each other, but of KIND_ROW parts of a tile's block, side by side.
     """
@@ -136,7 +136,7 @@ def fast_units(
                 else:
                     row += (step * PIECES + piece) * BR
                 row, column = row.to(tl.int64), column.to(tl.int64)
-                v, d = load_both(x + row * x_row + column * x_column, codes + row * code_row + column * code_column, E5M2, NATIVE)
+                v, d = load_pair(x + row * x_row + column * x_column, codes + row * code_row + column * code_column, E5M2, NATIVE)
                 y = d * inv_of_all
                 e = y - v
                 a = tl.abs(v)

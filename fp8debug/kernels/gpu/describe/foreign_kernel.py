@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp8debug.kernels.gpu.describe.foreign_common import COLUMNS, added, load_both, per_block, store_part
+from fp8debug.kernels.gpu.describe.foreign_common import COLUMNS, added, load_pair, per_block, store_part
 from fp8debug.kernels.gpu.describe.foreign_fast import fast_units
 from fp8debug.kernels.gpu.device import INF, bits_of, float_of
 from fp8debug.kernels.gpu.quantize.statistics import finish_slots
@@ -84,7 +84,7 @@ def exact_units(
     scale_column, numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr,
     BW: tl.constexpr, NATIVE: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Store this program's part, in FP64 with masks throughout; see :func:`given_kernel`."""
+    """Store this program's part, in FP64 with masks throughout; see :func:`foreign_cast_kernel`."""
     f64: tl.constexpr = tl.float64
     top: tl.constexpr = 57344.0 if E5M2 else 448.0
     least_normal: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625
@@ -134,7 +134,7 @@ def exact_units(
             inside = (row < rows) & (column < columns)
             row, column = row.to(tl.int64), column.to(tl.int64)
             at = codes + row * code_row + column * code_column
-            v, d = load_both(x + row * x_row + column * x_column, at, E5M2, NATIVE, inside)
+            v, d = load_pair(x + row * x_row + column * x_column, at, E5M2, NATIVE, inside)
             y = d * inv_of_all
             x_ok, y_ok = is_finite(v), is_finite(y)
             valid = x_ok & y_ok
@@ -197,7 +197,7 @@ def exact_units(
 
 
 @triton.jit
-def given_kernel(
+def foreign_cast_kernel(
     x, codes, scale, parts, rows, columns, num_units, across, height, steps, x_row, x_column, code_row, code_column, scale_row,
     scale_column, numel, num_blocks, lift_below, KIND: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr, NB: tl.constexpr,
     BW: tl.constexpr, NATIVE: tl.constexpr, PIECES: tl.constexpr, SHARES: tl.constexpr,

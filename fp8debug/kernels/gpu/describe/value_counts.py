@@ -1,7 +1,8 @@
 """Statistics of casts with one scale for the whole tensor, for many tensors at once; importable only where Triton is.
 
-``Bins.tried`` reads a BF16 tensor once, whatever the number of casts, and puts the casts on a list; ``Bins.flush`` works out the
-slots of all that is listed in two launches. What ``tried`` returns is filled by then, and not before.
+``ValueCounts.what_if`` reads a BF16 tensor once, whatever the number of casts, and puts the casts on a list;
+``ValueCounts.flush`` works out the slots of all that is listed in two launches. What ``what_if`` returns is filled by then,
+and not before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import Task, current_stream, start
-from fp8debug.kernels.slot_rows import WORDS, Layout, Row
+from fp8debug.kernels.slot_rows import ROW_WORDS, RowLayout, SlotRow
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -31,7 +32,7 @@ MAX_HISTORY = 4096
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _BLOCK = 256 if INTERPRETED else 8192
 
-Slots = dict[Layout, Row]
+Slots = dict[RowLayout, SlotRow]
 
 
 def takes(x: Tensor, casts: Iterable[Cast]) -> bool:
@@ -67,7 +68,7 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
     return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
-class _Entry:
+class _CastState:
     """A cast at one place: what the kernel is told of it, and where its amax history lies and how often it was used.
 
     Args:
@@ -81,7 +82,7 @@ class _Entry:
         self.row, self.length, self.num_calls = row, cast.history, 0
 
 
-class Bins:
+class ValueCounts:
     """Counts, amax histories and unfinished casts of one device.
 
     Args:
@@ -92,8 +93,8 @@ class Bins:
         self.device = device
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, dtype=torch.float32, device=device)
-        self._entries: dict[object, _Entry] = {}  # by place and cast
-        self._known: dict[int, tuple[Mapping[str, Cast], object, list[_Entry]]] = {}  # by identity of the mapping
+        self._entries: dict[object, _CastState] = {}  # by place and cast
+        self._known: dict[int, tuple[Mapping[str, Cast], object, list[_CastState]]] = {}  # by identity of the mapping
         self._num_histories = 0
         self._seen: dict[object, int] = {}
         self._storages: list[Any] = []  # weak references to those that were counted: no other has their addresses
@@ -116,7 +117,7 @@ class Bins:
         self._busy: set[int] = set()
         self._seen.clear()
         self._let_go()
-        self._words = torch.empty(3 * MAX_TABLES, WORDS, dtype=torch.int64, device=self.device)
+        self._words = torch.empty(3 * MAX_TABLES, ROW_WORDS, dtype=torch.int64, device=self.device)
         self._hist = torch.empty(MAX_TABLES, NUM_BINS, dtype=torch.int64, device=self.device)
         self._first_word, self._first_hist = self._words.data_ptr(), self._hist.data_ptr()
 
@@ -135,7 +136,7 @@ class Bins:
                 memory.record_stream(stream)
         self._raw, self._stream = raw, stream
 
-    def tried(self, x: Tensor, casts: Mapping[str, Cast], place: object) -> tuple[dict[str, Slots], Row]:
+    def what_if(self, x: Tensor, casts: Mapping[str, Cast], place: object) -> tuple[dict[str, Slots], SlotRow]:
         """Count a tensor's values, and put casts of it on the list.
 
         Args:
@@ -153,7 +154,7 @@ class Bins:
             known = keep_plan(self._known, id(casts), (casts, place, entries))
         table = self._count(x, known[2])
         numel, words, item, found = self._numels[table], self._words, self._num_items, {}
-        address = self._first_word + 8 * WORDS * item
+        address = self._first_word + 8 * ROW_WORDS * item
         for name, entry in zip(casts, known[2], strict=True):
             calls = entry.num_calls
             if entry.row is not None:
@@ -163,13 +164,13 @@ class Bins:
                     calls = entry.length + calls % entry.length
             self._ints += (table, numel, *entry.ints, calls)
             self._reals += entry.reals
-            found[name] = {OPERAND: Row(words, item, address)}
+            found[name] = {OPERAND: SlotRow(words, item, address)}
             item += 1
-            address += 8 * WORDS
+            address += 8 * ROW_WORDS
         self._num_items = item
-        return found, Row(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
+        return found, SlotRow(self._hist, table, self._first_hist + 8 * NUM_BINS * table)
 
-    def _count(self, x: Tensor, entries: list[_Entry]) -> int:
+    def _count(self, x: Tensor, entries: list[_CastState]) -> int:
         """Return the table of a tensor's counts; the same tensor, unchanged, is counted once.
 
         An amax history is used once before a :meth:`flush`, which comes first where it must.
@@ -190,8 +191,8 @@ class Bins:
         kernel((programs, 1, 1), words, to, num_words, tiles)
         return self._keep(x, identity)
 
-    def beside(self, x: Tensor, casts: Collection[Cast], read: Callable[[Any], Any]) -> Any:
-        """Have a kernel that reads a tensor anyway count it; :meth:`tried` then starts none for it.
+    def count_alongside(self, x: Tensor, casts: Collection[Cast], read: Callable[[Any], Any]) -> Any:
+        """Have a kernel that reads a tensor anyway count it; :meth:`what_if` then starts none for it.
 
         Args:
             x: a tensor.
@@ -232,10 +233,10 @@ class Bins:
         kernel = Kernel(tb.count_kernel, self._tables.device.index, types, constants, num_warps=tb.COUNT_WARPS)
         return kernel, tiles, min(tiles, num_sms(self.device) * tb.COUNT_PER_SM)
 
-    def _entry(self, cast: Cast, place: object) -> _Entry:
+    def _entry(self, cast: Cast, place: object) -> _CastState:
         entry = self._entries.get((place, cast))
         if entry is None:
-            entry = self._entries[place, cast] = _Entry(cast, self._new_history(cast) if cast.scaling == "delayed" else None)
+            entry = self._entries[place, cast] = _CastState(cast, self._new_history(cast) if cast.scaling == "delayed" else None)
         return entry
 
     def _new_history(self, cast: Cast) -> int:

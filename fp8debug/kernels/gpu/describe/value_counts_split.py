@@ -105,7 +105,7 @@ def join_cast(parts, first, at, numel, amax, amin, given, eps, SPEC: tl.constexp
 
 
 @triton.jit
-def spread_kernel(
+def split_kernel(
     table, words, parts, log2_hist, numel, given_a, given_b, given_c, eps_a, eps_b, eps_c, A: tl.constexpr,
     B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip

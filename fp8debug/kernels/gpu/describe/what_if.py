@@ -35,14 +35,14 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     tile_of,
     together,
 )
-from fp8debug.kernels.slot_rows import WORDS, Row
+from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What ``spread_kernel`` works on: a table, zero between launches, and parts."""
+    """What ``split_kernel`` works on: a table, zero between launches, and parts."""
 
     table: Tensor
     parts: Tensor
@@ -65,7 +65,7 @@ def plan_for(x: Tensor, jobs: list[Job], histogram: bool) -> tuple[FastPlan, int
 
 def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan, blocks: int) -> Statistics:
     """Return the statistics of all jobs; see :func:`plan_for`."""
-    words = torch.empty(1 + ts.MAX_CASTS, WORDS, dtype=torch.int64, device=x.device)
+    words = torch.empty(1 + ts.MAX_CASTS, ROW_WORDS, dtype=torch.int64, device=x.device)
     log2_hist = torch.empty(NUM_BINS, dtype=torch.int64, device=x.device)
     others = [job for i, job in enumerate(jobs) if i != blocks]
     given, epsilons, specs = [], [], []
@@ -83,8 +83,8 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
         memory.table, words, memory.parts, log2_hist, x.numel(), *given, *[words] * missing, *epsilons, *[0.0] * missing
     )  # fmt: skip
     try:
-        plan(x, table=memory.table.data_ptr(), into=Row(words, 0, words.data_ptr()))
-        launch(ts.spread_kernel, (ts.NUM_PROGRAMS,), arguments, (*specs, *[(ts.NONE.value, 0, 0)] * missing), num_warps=4)
+        plan(x, table=memory.table.data_ptr(), into=SlotRow(words, 0, words.data_ptr()))
+        launch(ts.split_kernel, (ts.NUM_PROGRAMS,), arguments, (*specs, *[(ts.NONE.value, 0, 0)] * missing), num_warps=4)
     except BaseException:
         _OF_STREAM.clear()  # the table may hold counts
         raise

@@ -1,7 +1,7 @@
 """What is recorded of a GEMM's result on the GPU, in two launches; importable only where Triton is.
 
-The twin of ``reference.statistics`` for results, for the slots named in ``error_kernel``, which lie in a row of ``words``. The
-rows are filled by the next ``scratch.flush``.
+The twin of ``reference.statistics`` for results, for the slots named in ``error_kernel``, which lie in a row of ``slot_rows``.
+The rows are filled by the next ``scratch.flush``.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan
 from fp8debug.kernels.gpu.scratch import RESULTS, pool
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import Sample, num_exact
-from fp8debug.kernels.slot_rows import Group, Layout, Row
+from fp8debug.kernels.slot_rows import RowLayout, SlotGroup, SlotRow
 from fp8debug.types import Gemm
 
 #: Slots that :func:`compare` and :func:`damage` fill.
 FILLED = frozenset((*tr.COUNTS, *tr.SUMS, *tr.MAXIMA, *tr.MINIMA, *tr.DAMAGE_COUNTS, *tr.DAMAGE_SUMS))
-RESULT = Layout(
-    Group(tr.COUNTS, torch.int64, 0),
-    Group(tr.SUMS, torch.float64, 80),
-    Group(tr.MAXIMA, torch.float32, 128, "max"),
-    Group(tr.MINIMA, torch.float32, 140, "min"),
+RESULT = RowLayout(
+    SlotGroup(tr.COUNTS, torch.int64, 0),
+    SlotGroup(tr.SUMS, torch.float64, 80),
+    SlotGroup(tr.MAXIMA, torch.float32, 128, "max"),
+    SlotGroup(tr.MINIMA, torch.float32, 140, "min"),
 )
-LINES = Layout(Group(tr.ROW_COUNTS, torch.int64, 48), Group(tr.ROW_MAXIMA, torch.float32, 136, "max"))
-DAMAGE = Layout(Group(tr.DAMAGE_COUNTS, torch.int64, 0), Group(tr.DAMAGE_SUMS, torch.float64, 80))
+LINES = RowLayout(SlotGroup(tr.ROW_COUNTS, torch.int64, 48), SlotGroup(tr.ROW_MAXIMA, torch.float32, 136, "max"))
+DAMAGE = RowLayout(SlotGroup(tr.DAMAGE_COUNTS, torch.int64, 0), SlotGroup(tr.DAMAGE_SUMS, torch.float64, 80))
 #: Parts of a result's statistics: two programs a multiprocessor of an H200.
 MAX_PARTS = 264
 #: Warps of a program.
 WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Found = dict[Layout, Row]
+Found = dict[RowLayout, SlotRow]
 
 
-class _Plan(NamedTuple):
+class _ErrorPlan(NamedTuple):
     """A kernel for tensors of one shape, its programs, and the FP64 numbers of their parts."""
 
     kernel: Kernel
@@ -65,7 +65,7 @@ class _Comparison(NamedTuple):
     rest: tuple[int, int]
 
 
-_PLANS: dict[Any, _Plan] = {}
+_PLANS: dict[Any, _ErrorPlan] = {}
 _COMPARISONS: dict[Any, _Comparison | None] = {}
 
 
@@ -110,7 +110,7 @@ def compare(
             return None
     products = plan.products(which, high, operands, sample)
     error = products.new_empty(plan.error[0], dtype=plan.error[1]) if keep else None
-    parts, rows = pool(products.device).later(RESULTS, plan.parts, plan.rest, 1 if actual is None else 2)
+    parts, rows = pool(products.device).defer(RESULTS, plan.parts, plan.rest, 1 if actual is None else 2)
     near = address(products)
     plan.kernel(
         plan.grid, near if actual is None else address(actual), near if sample.lines is None else address(sample.lines), near,
@@ -188,8 +188,8 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
         types = x.dtype, torch.int64, torch.int8, torch.float32, torch.float64, *[None] * 9
         constants = data.dtype is torch.float8_e5m2, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.rows_kernel, x.device.index, types, constants, num_warps=4)
-        plan = keep_plan(_PLANS, key, _Plan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
-    parts, (row,) = pool(x.device).later(RESULTS, plan.parts, (samples, tr.ROWS.value))
+        plan = keep_plan(_PLANS, key, _ErrorPlan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
+    parts, (row,) = pool(x.device).defer(RESULTS, plan.parts, (samples, tr.ROWS.value))
     codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
     plan.kernel(
         plan.grid, address(x), address(index), codes, address(scale_inv), parts, x.shape[1], *x.stride(), *data.stride(),
@@ -215,8 +215,8 @@ def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
         types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, None, None, None
         constants = index is not None, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
-        plan = keep_plan(_PLANS, key, _Plan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
-    parts, (row,) = pool(error.device).later(RESULTS, plan.parts, (rows, tr.SUMMED.value))
+        plan = keep_plan(_PLANS, key, _ErrorPlan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
+    parts, (row,) = pool(error.device).defer(RESULTS, plan.parts, (rows, tr.SUMMED.value))
     plan.kernel(
         plan.grid, address(error), address(grad.detach() if INTERPRETED else grad),
         address(error if index is None else index), parts, error.shape[1], *grad.stride(),

@@ -6,7 +6,7 @@ A program leaves what its elements add to every slot, and ``finish`` joins these
 every run. The sample of the actual result is read where it lies; what it is compared with comes in parts of the contracted
 dimension, as ``sampled_kernel`` leaves it.
 
-Columns of a part, FP64, in which counts below 2^53 are exact; a row of ``words`` has the same order, in the slots' own types:
+Columns of a part, FP64, in which counts below 2^53 are exact; a row of ``slot_rows`` has the same order, in the slots' own types:
 
     sums     0..5 numel, zero, NaN, Inf, made nonfinite, tensors  6..9 rows, bad, good, nonfinite
              10..15 x, x^2, y^2, xy, err, err^2

@@ -45,7 +45,7 @@ _SCALED = {
 }
 
 
-class _Side(NamedTuple):
+class _SampledOperand(NamedTuple):
     """An operand ``[rows, K]`` with the contracted dimension last; block is the length of K that shares a scale, 0 for all."""
 
     data: Tensor
@@ -57,13 +57,13 @@ class _Side(NamedTuple):
     block: int
 
 
-def _side(operand: Operand, rows_contract: bool) -> _Side | None:
+def _side(operand: Operand, rows_contract: bool) -> _SampledOperand | None:
     """Return an operand as the kernels read it; None where they cannot."""
     if isinstance(operand, Tensor):
         data = operand.detach()
         data = data.t() if rows_contract else data
         scaled = ts.SCALED_NOT.value
-        return _Side(data, data, 0, 0, _FORMS[data.dtype], scaled, 0) if data.dtype is torch.bfloat16 else None
+        return _SampledOperand(data, data, 0, 0, _FORMS[data.dtype], scaled, 0) if data.dtype is torch.bfloat16 else None
     (data, scale), cast = operand
     name = TRANSPOSED[cast.granularity] if rows_contract else cast.granularity
     if rows_contract:
@@ -74,7 +74,7 @@ def _side(operand: Operand, rows_contract: bool) -> _Side | None:
     if name == "tensorwise":
         stride_row = 0
     block = 0 if _SCALED[name] == ts.SCALED_ROWS.value else 32 if name == "1x32" else 128
-    return _Side(data, scale, stride_row, stride_k, _FORMS[data.dtype], _SCALED[name], block)
+    return _SampledOperand(data, scale, stride_row, stride_k, _FORMS[data.dtype], _SCALED[name], block)
 
 
 def dequantize_lines(data: Tensor, scale_inv: Tensor, block: tuple[int, int], dim: int, index: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def layout_of(high: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], sa
     )  # fmt: skip
 
 
-def _code(side: _Side) -> torch.dtype:
+def _code(side: _SampledOperand) -> torch.dtype:
     return torch.int16 if side.form == ts.FORM_BF16.value else torch.int8
 
 

@@ -83,7 +83,7 @@ def extremes_of(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
 
 
 @triton.jit
-def both_ends(a0, a1, b0, b1):
+def smaller_and_larger(a0, a1, b0, b1):
     """A minimum and a maximum."""
     return tl.minimum(a0, b0), tl.maximum(a1, b1)
 
@@ -294,7 +294,7 @@ def all_found(found, SPEC: tl.constexpr, COPIES: tl.constexpr):
         x1, x2, y2, e1, e2, logs = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         num_zero, zero_codes, below, no_amax, lifted = 0, 0, 0, 0, 0
         most, headroom, worst, widest, least = 0.0, 0.0, 0.0, 0.0, 0.0
-        smallest, greatest = tl.reduce((small + real, seen + real.to(tl.int32)), None, both_ends)
+        smallest, greatest = tl.reduce((small + real, seen + real.to(tl.int32)), None, smaller_and_larger)
     top_seen = tl.where(greatest >= 0x7F80, INF, float_of(greatest << 16))
     return (x1, x2, y2, e1, e2, logs, num_zero, zero_codes, below, no_amax, lifted, most, headroom, worst, widest, least,
             smallest, top_seen)  # fmt: skip

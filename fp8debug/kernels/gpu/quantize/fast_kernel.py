@@ -92,7 +92,7 @@ def fast_part(found, elements, num_blocks, first, eps, SPEC: tl.constexpr, COPIE
 
 @triton.jit
 def finish_row(words, total, most):
-    """Write a row of ``words`` from what ``joined`` returns for all parts."""
+    """Write a row of ``slot_rows`` from what ``joined`` returns for all parts."""
     reals = words.to(tl.pointer_type(tl.float32)) + 40
     finish_slots(words, words.to(tl.pointer_type(tl.float64)) + 12, reals, reals + 6, total, most)
 
@@ -129,8 +129,8 @@ def fast_kernel(
 ):  # fmt: skip
     """x ``[rows, columns]`` of whole tiles -> data, scale_inv, and with statistics finished parts ``[programs, 32]``.
 
-    The last programs join the parts to a row of ``words``, unless that is no address: then somebody else does. ``tickets`` are
-    zero between launches.
+    The last programs join the parts to a row of ``slot_rows``, unless that is no address: then somebody else does. ``tickets``
+    are zero between launches.
     """
     nothing: tl.constexpr = (KIND_NONE, 0, 0, 0, 0, 0, 0)
     statistics: tl.constexpr = SPEC[5]

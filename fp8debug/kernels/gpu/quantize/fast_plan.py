@@ -16,7 +16,7 @@ from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_NONE, OUT_ROWS, OUT_TU
 from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, is_hopper, kind_of, new_outputs, num_sms
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
 from fp8debug.kernels.gpu.tickets import NUM_TICKETS, tickets
-from fp8debug.kernels.slot_rows import Row
+from fp8debug.kernels.slot_rows import SlotRow
 
 #: Blocks and layouts; of these, what is worked on as its transpose.
 _TAKEN = (("1x128", "rows"), ("1x128", ""), ("128x1", "columns"), ("128x1", ""), ("128x128", "rows"), ("128x128", ""))
@@ -138,19 +138,19 @@ class FastPlan:
         self.counting = None if counting else fast_plan(x, job, True)
 
     def __call__(
-        self, x: Tensor, later: bool = False, table: int = 0, into: Row | None = None
-    ) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
+        self, x: Tensor, deferred: bool = False, table: int = 0, into: SlotRow | None = None
+    ) -> tuple[tuple[Tensor, Tensor] | None, SlotRow | None]:
         """Quantize or describe a tensor.
 
         Args:
             x: the tensor.
-            later: its row is filled by a flush of the pool.
+            deferred: its row is filled by a flush of the pool.
             table: where the values are counted, of a plan that counts: the address of int32 ``[65536]``
             (``value_counts_kernel``).
             into: the row that is filled; a new one otherwise.
 
         Returns:
-            (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says.
+            (data, scale_inv) of a tensor, and its row of ``slot_rows`` as ``OPERAND`` says.
         """
         made: tuple[Tensor, Tensor] | None = None
         to = 0, 0
@@ -161,12 +161,12 @@ class FastPlan:
             self._kernel(self._grid, x.data_ptr(), *self._numbers, 0, *to, self._eps, 0, 0, 0)
             return made, None
         memory = pool(x.device)
-        if later:
-            parts, (row,) = memory.later(OPERANDS, self._size, self._item)
+        if deferred:
+            parts, (row,) = memory.defer(OPERANDS, self._size, self._item)
             words = done = 0
         else:
             parts, _ = memory.space(self._size)
-            row = memory.take() if into is None else into
+            row = memory.allocate() if into is None else into
             words, done = row.address, tickets(x.device)
         self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, self._eps, words, done, table)
         return made, row

@@ -27,8 +27,8 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     scale_memory,
     separate,
 )
-from fp8debug.kernels.gpu.quantize.two_way_plan import BothPlan, both_plan_of
-from fp8debug.kernels.slot_rows import WORDS, Row
+from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan, two_way_plan_of
+from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -48,9 +48,9 @@ def _quantize_now(
     casts = [(parse(name), out) for name, out in ((row_cast, "rows"), (column_cast, "columns")) if name]
     jobs = [Job(cast, out, statistics, scale_inv) for cast, out in casts]
     if len(jobs) == 2 and scale_inv is None and not histogram:
-        plan = both_plan_of(x, jobs[0].cast, jobs[1].cast, statistics)
+        plan = two_way_plan_of(x, jobs[0].cast, jobs[1].cast, statistics)
         if plan is not None:
-            return _both(x, plan, statistics)
+            return _quantize_two_way(x, plan, statistics)
     if len(jobs) == 1 or not separate(jobs):
         outputs, found = run(x, jobs, histogram)
         return [tensor for pair in outputs for tensor in pair] + list(found or ())
@@ -62,9 +62,9 @@ def _quantize_now(
     return [*tensors, *(torch.cat(pair) for pair in zip(first[:4], second[:4], strict=True)), first.log2_hist]
 
 
-def _both(x: Tensor, plan: BothPlan, statistics: bool) -> list[Tensor]:
-    words = x.new_empty(2 * statistics, WORDS, dtype=torch.int64)
-    rows = Row(words, 0, words.data_ptr()), Row(words, 1, words.data_ptr() + 8 * WORDS)
+def _quantize_two_way(x: Tensor, plan: TwoWayPlan, statistics: bool) -> list[Tensor]:
+    words = x.new_empty(2 * statistics, ROW_WORDS, dtype=torch.int64)
+    rows = SlotRow(words, 0, words.data_ptr()), SlotRow(words, 1, words.data_ptr() + 8 * ROW_WORDS)
     made, _ = plan(x, into=rows)
     tensors = [tensor for pair in made for tensor in pair]
     return tensors + [group.of(words) for group in OPERAND.groups] + [words[:0, 0]] if statistics else tensors
@@ -117,13 +117,13 @@ def quantize(
     return Quantized(data, inverse), Statistics(*found) if statistics else None
 
 
-def quantize_both(
+def quantize_two_way(
     x: Tensor, row_cast: Cast, column_cast: Cast, *, statistics: bool = False, histogram: bool = False
 ) -> tuple[Quantized, Quantized, Statistics | None]:
     """Quantize a tensor for two GEMMs: along its rows, and along its columns stored transposed.
 
     From one read where it is BF16 in whole tiles of 128 x 128, the casts are 1x128 and 128x1 of one format and rounding under
-    current scaling, and the GPU is a Hopper or later (``both_plan_of``); from two otherwise, but for blocks that share a tile.
+    current scaling, and the GPU is a Hopper or later (``two_way_plan_of``); from two otherwise, but for blocks that share a tile.
 
     Args:
         x: bf16, fp16 or fp32 of any shape.

@@ -42,12 +42,12 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     tile_of,
 )
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
-from fp8debug.kernels.slot_rows import Row
+from fp8debug.kernels.slot_rows import SlotRow
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
 
-class Plan:
+class TilePlan:
     """How a 2-D tensor of one shape and layout is quantized under one cast whose scales its tiles know alone.
 
     Args:
@@ -96,8 +96,9 @@ class Plan:
             chunk = 16 if common.INTERPRETED else 256
             self._second = Kernel(ts.reduce_kernel, device, types, (chunk, False), num_warps=8)
 
-    def __call__(self, x: Tensor, later: bool = False) -> tuple[tuple[Tensor, Tensor] | None, Row | None]:
-        """Return (data, scale_inv) of a tensor, and its row of ``words`` as ``OPERAND`` says; ``later``: filled by a flush."""
+    def __call__(self, x: Tensor, deferred: bool = False) -> tuple[tuple[Tensor, Tensor] | None, SlotRow | None]:
+        """Return (data, scale_inv) of a tensor, and its row of ``slot_rows`` as ``OPERAND`` says; ``defer``: filled by a
+        flush."""
         if self._must_copy:
             x = x.detach().contiguous()
         nothing = address(self._nothing)
@@ -110,15 +111,17 @@ class Plan:
             self._tile(self._grid, at, *self._numbers, nothing, nothing, *to, nothing, *self._casts, *self._absent)
             return made, None
         memory = pool(x.device)
-        if later:
-            parts, (row,) = memory.later(OPERANDS, self._size, self._item)
+        if deferred:
+            parts, (row,) = memory.defer(OPERANDS, self._size, self._item)
         else:
-            (parts, _), row = memory.space(self._size), memory.take()
+            (parts, _), row = memory.space(self._size), memory.allocate()
         self._tile(self._grid, at, *self._numbers, parts, nothing, *to, nothing, *self._casts, *self._absent)
-        if later:
+        if deferred:
             return made, row
         into = (
-            [g.of(row.words) for g in OPERAND.groups] if common.INTERPRETED else [row.address + start for start in OPERAND.starts]
+            [g.of(row.numbers) for g in OPERAND.groups]
+            if common.INTERPRETED
+            else [row.address + start for start in OPERAND.starts]
         )
         inverse, (before, after) = to[1], self._reduction
         self._second((1, 1, 1), parts, nothing, *into, into[0], *before, inverse, inverse, inverse, *after)
@@ -133,9 +136,9 @@ def _item(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[int, ...]:
     return (programs, numel, padding, blocks, grid, rounding, *bits)
 
 
-_PLANS: dict[Any, Plan | FastPlan] = {}
+_PLANS: dict[Any, TilePlan | FastPlan] = {}
 #: The same by the identity of the cast, which is kept with its plan, so that no other can have it.
-_BY_IDENTITY: dict[Any, tuple[Cast, Plan | FastPlan]] = {}
+_BY_IDENTITY: dict[Any, tuple[Cast, TilePlan | FastPlan]] = {}
 
 
 def _fast(key: Any, x: Tensor, job: Job) -> FastPlan | None:
@@ -159,7 +162,7 @@ def _key(x: Tensor, job: Job) -> Any:
     return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16, job.cast, job.out, job.statistics)
 
 
-def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> Plan | FastPlan | None:
+def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> TilePlan | FastPlan | None:
     """Return how a tensor is quantized, once :func:`run` has quantized one like it; None before, and where there is no plan."""
     key = id(cast), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, out, statistics
     found = _BY_IDENTITY.get(key)
@@ -188,7 +191,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
     key = _key(x, jobs[0]) if plannable else None
     if plannable and (plan := _PLANS.get(key) or _fast(key, x, jobs[0])) is not None:
         made, row = plan(x)
-        return ([made] if made else []), None if row is None else _of_row(row.words)
+        return ([made] if made else []), None if row is None else _of_row(row.numbers)
     outputs = {i: new_outputs(x, job.cast, job.out) for i, job in enumerate(jobs) if job.out}
     transposed = all(job.cast.granularity in DOWN and job.out != "rows" for job in jobs)
     if transposed:
@@ -237,12 +240,12 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
     found = reduction = None
     if statistics:
         alone = len(jobs) == 1 and not histogram
-        found = _of_row(pool(device).take().words) if alone else _new_statistics(x, len(jobs), histogram)
+        found = _of_row(pool(device).allocate().numbers) if alone else _new_statistics(x, len(jobs), histogram)
         reduction = _reduce(found, grid, jobs, specs, arguments, memories, partials, counted, histogram)
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
         if x.dim() == 2:
             casts = float(arguments[3]), float(arguments[4])
-            keep_plan(_PLANS, key, Plan(x, grid, outputs.get(0), casts, constants, options, reduction))
+            keep_plan(_PLANS, key, TilePlan(x, grid, outputs.get(0), casts, constants, options, reduction))
     return list(outputs.values()), found
 
 

@@ -19,7 +19,7 @@ from fp8debug.kernels.gpu.launcher import launch
 from fp8debug.kernels.gpu.quantize import amax as ta
 from fp8debug.kernels.gpu.quantize import statistics as ts
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
-from fp8debug.kernels.slot_rows import Group, Layout
+from fp8debug.kernels.slot_rows import RowLayout, SlotGroup
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -30,12 +30,12 @@ REGISTERS = (64, 128, 168, 255)
 MAX_CASTS = 3
 ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _LOADS = {torch.bfloat16: common.LOAD_BF16.value, torch.float16: common.LOAD_FP16.value, torch.float32: common.LOAD_FP32.value}
-#: How the statistics of one cast lie in a row of ``words``.
-OPERAND = Layout(
-    Group(ts.COUNTS, torch.int64, 0),
-    Group(ts.SUMS, torch.float64, 96),
-    Group(ts.MAXIMA, torch.float32, 160, "max"),
-    Group(ts.MINIMA, torch.float32, 184, "min"),
+#: How the statistics of one cast lie in a row of ``slot_rows``.
+OPERAND = RowLayout(
+    SlotGroup(ts.COUNTS, torch.int64, 0),
+    SlotGroup(ts.SUMS, torch.float64, 96),
+    SlotGroup(ts.MAXIMA, torch.float32, 160, "max"),
+    SlotGroup(ts.MINIMA, torch.float32, 184, "min"),
 )
 
 

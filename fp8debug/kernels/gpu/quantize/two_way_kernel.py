@@ -64,7 +64,7 @@ def put_words(v, at, number):
 
 
 @triton.jit
-def both_tiles(
+def two_way_tiles(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, table, A: tl.constexpr,
     B: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def either(first, a, b):
 
 
 @triton.jit
-def both_kernel(
+def two_way_kernel(
     x_ptr, stride, rows, columns, num_tiles, tile_columns, partials, data, inv_out, eps, data_t, inv_t, eps_t, words, words_t,
     tickets, table, A: tl.constexpr, B: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def both_kernel(
     """
     nothing: tl.constexpr = (KIND_NONE, 0, 0, 0, 0, 0, 0)
     statistics: tl.constexpr = A[5]
-    num_done, found, found_t = both_tiles(
+    num_done, found, found_t = two_way_tiles(
         x_ptr, stride, rows, columns, num_tiles, tile_columns, data, inv_out, data_t, inv_t, eps, eps_t, table, A, B, COUNTED
     )  # fmt: skip
     n = tl.arange(0, 32)

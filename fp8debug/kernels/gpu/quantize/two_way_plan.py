@@ -14,10 +14,10 @@ from fp8debug.kernels.gpu.quantize.statistics import FINISHED
 from fp8debug.kernels.gpu.quantize.tile_cast import FROM_TILE, KIND_ROW
 from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_ROWS, OUT_TURNED
 from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, new_outputs, num_sms
-from fp8debug.kernels.gpu.quantize.two_way_kernel import both_kernel
+from fp8debug.kernels.gpu.quantize.two_way_kernel import two_way_kernel
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
 from fp8debug.kernels.gpu.tickets import tickets
-from fp8debug.kernels.slot_rows import Row
+from fp8debug.kernels.slot_rows import SlotRow
 from fp8debug.recipes import Cast
 
 #: Rows and columns of a tile, whose threads, four to a row, are those of a program.
@@ -32,12 +32,12 @@ CARVEOUT = {False: 20, True: 38}
 #: What is made of a tensor: data and scale_inv along its rows, and along its columns, stored transposed.
 Pair = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-_PLANS: dict[Any, BothPlan | None] = {}
+_PLANS: dict[Any, TwoWayPlan | None] = {}
 #: The same by the identity of the casts, which are kept with their plan, so that no others can have it.
-_BY_IDENTITY: dict[Any, tuple[Cast, Cast, BothPlan | None]] = {}
+_BY_IDENTITY: dict[Any, tuple[Cast, Cast, TwoWayPlan | None]] = {}
 
 
-def both_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPlan | None:
+def two_way_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> TwoWayPlan | None:
     """Return how 2-D tensors like this one are quantized along their rows and columns at once; None where they are not.
 
     Args:
@@ -51,12 +51,12 @@ def both_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> Both
     if found is None:
         same = rows, columns, *key[2:]
         if same not in _PLANS:
-            keep_plan(_PLANS, same, _both_plan(x, rows, columns, statistics))
+            keep_plan(_PLANS, same, _two_way_plan(x, rows, columns, statistics))
         found = keep_plan(_BY_IDENTITY, key, (rows, columns, _PLANS[same]))
     return found[2]
 
 
-def _both_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPlan | None:
+def _two_way_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> TwoWayPlan | None:
     jobs = Job(rows, "rows", statistics), Job(columns, "columns", statistics)
     blocks = rows.granularity, columns.granularity
     alike = (rows.format, rows.scale_rounding) == (columns.format, columns.scale_rounding)
@@ -68,10 +68,10 @@ def _both_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> BothPl
     programs = min(num_tiles, num_sms(x.device) * PER_SM, MAX_PROGRAMS)
     if statistics and -(-num_tiles // programs) > MAX_TILES:
         return None
-    return BothPlan(x, jobs, programs)
+    return TwoWayPlan(x, jobs, programs)
 
 
-class BothPlan:
+class TwoWayPlan:
     """How 2-D tensors of one shape and layout are quantized along rows and columns from one read.
 
     Args:
@@ -99,27 +99,27 @@ class BothPlan:
         outputs = [kind for data, _ in made for kind in (data.dtype, f32, None)]
         types = x.dtype, *[None] * 5, f64, *outputs, i64, i64, i32, i32
         self._kernel = Kernel(
-            both_kernel, x.device.index, types, (*specs, counting), num_warps=WARPS, enable_fp_fusion=False,
+            two_way_kernel, x.device.index, types, (*specs, counting), num_warps=WARPS, enable_fp_fusion=False,
             maxnreg=REGISTERS[statistics], shared=(SHARED, CARVEOUT[counting]),
         )  # fmt: skip
         self._item = programs, x.numel(), 0, 0, FINISHED.value, 0, 0, 0, 0
         #: How the same is done and every value counted; None where it is not.
-        self.counting = BothPlan(x, jobs, programs, True) if statistics and not counting else None
+        self.counting = TwoWayPlan(x, jobs, programs, True) if statistics and not counting else None
 
     def __call__(
-        self, x: Tensor, later: bool = False, table: int = 0, into: tuple[Row, Row] | None = None
-    ) -> tuple[Pair, tuple[Row, Row] | None]:
+        self, x: Tensor, deferred: bool = False, table: int = 0, into: tuple[SlotRow, SlotRow] | None = None
+    ) -> tuple[Pair, tuple[SlotRow, SlotRow] | None]:
         """Quantize a tensor.
 
         Args:
             x: the tensor.
-            later: its rows are filled by a flush of the pool.
+            deferred: its rows are filled by a flush of the pool.
             table: where the values are counted, of a plan that counts: the address of int32 ``[65536]``
             (``value_counts_kernel``).
             into: the rows that are filled at once; new ones otherwise.
 
         Returns:
-            (data, scale_inv) of both casts, and with statistics their rows of ``words`` as ``OPERAND`` says.
+            (data, scale_inv) of both casts, and with statistics their rows of ``slot_rows`` as ``OPERAND`` says.
         """
         forms, (eps, eps_t) = self._forms, self._epsilons
         pair = (data, inverse), (data_t, inverse_t) = new_made(x, forms[0]), new_made(x, forms[1])
@@ -129,11 +129,11 @@ class BothPlan:
             return pair, None
         memory = pool(x.device)
         addresses, done = (0, 0), 0
-        if later:
-            parts, rows = memory.later(OPERANDS, self._size, self._item, 2)
+        if deferred:
+            parts, rows = memory.defer(OPERANDS, self._size, self._item, 2)
         else:
             parts, _ = memory.space(2 * self._size)
-            rows = list(into or (memory.take(), memory.take()))
+            rows = list(into or (memory.allocate(), memory.allocate()))
             addresses, done = (rows[0].address, rows[1].address), tickets(x.device)
         self._kernel(self._grid, x.data_ptr(), *self._numbers, parts, *to, *addresses, done, table)
         return pair, (rows[0], rows[1])

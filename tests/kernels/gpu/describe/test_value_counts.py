@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels import reference
 from fp8debug.kernels.amax_history import ReferenceAmaxHistory
 from fp8debug.kernels.gpu.describe import value_counts
-from fp8debug.kernels.gpu.describe.value_counts import MAX_TABLES, Bins, Slots, takes
+from fp8debug.kernels.gpu.describe.value_counts import MAX_TABLES, Slots, ValueCounts, takes
 from fp8debug.kernels.reference import finite_amax
 from fp8debug.recipes import Cast
 
@@ -54,12 +54,12 @@ def assert_same(found: Slots, x: torch.Tensor, cast: Cast, scale_inv: torch.Tens
             assert near, (name, value.item(), want.item())
 
 
-def tried(bins: Bins, x: torch.Tensor, cast: Cast, place: str) -> Slots:
-    return bins.tried(x, {"": cast}, place)[0][""]
+def what_if(counts: ValueCounts, x: torch.Tensor, cast: Cast, place: str) -> Slots:
+    return counts.what_if(x, {"": cast}, place)[0][""]
 
 
-def table_of(bins: Bins, x: torch.Tensor, place: str = "here") -> int:
-    return bins.tried(x, {"": CURRENT}, place)[1].number
+def table_of(counts: ValueCounts, x: torch.Tensor, place: str = "here") -> int:
+    return counts.what_if(x, {"": CURRENT}, place)[1].number
 
 
 @pytest.mark.parametrize(
@@ -75,65 +75,65 @@ def table_of(bins: Bins, x: torch.Tensor, place: str = "here") -> int:
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_equals_reference(kind: str, casts: tuple[Cast, ...]) -> None:
-    x, bins = sample(kind), Bins(DEVICE)
+    x, counts = sample(kind), ValueCounts(DEVICE)
     assert takes(x, casts)
-    found, counted = bins.tried(x, {str(cast): cast for cast in casts}, "here")
-    bins.flush()
+    found, counted = counts.what_if(x, {str(cast): cast for cast in casts}, "here")
+    counts.flush()
     for cast in casts:
         assert_same(found[str(cast)], x, cast)
     pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))
-    assert torch.equal(counted.words.cpu(), reference.statistics(pair)["log2_hist"])
+    assert torch.equal(counted.numbers.cpu(), reference.statistics(pair)["log2_hist"])
 
 
 def test_histories_are_those_of_delayed_scaling() -> None:
-    bins, kinds = Bins(DEVICE), ("plain", "zero", "nonfinite", "plain")[: None if ALL else 2]
+    counts, kinds = ValueCounts(DEVICE), ("plain", "zero", "nonfinite", "plain")[: None if ALL else 2]
     known = {cast: ReferenceAmaxHistory(cast, DEVICE) for cast in (DELAYED, RECENT)}
     for kind in kinds:
         x = sample(kind)
-        found, _ = bins.tried(x, {str(cast): cast for cast in known}, "here")
-        bins.flush()
+        found, _ = counts.what_if(x, {str(cast): cast for cast in known}, "here")
+        counts.flush()
         for cast, history in known.items():
             assert_same(found[str(cast)], x, cast, history.next_scale_inv(finite_amax(x)))
 
 
 def test_a_history_that_waits_comes_first() -> None:
-    bins, first, second = Bins(DEVICE), sample("plain"), sample("plain") * 4
-    waiting = tried(bins, first, DELAYED, "here")
-    apart = tried(bins, second, DELAYED, "there")
-    later = tried(bins, second, DELAYED, "here")
+    counts, first, second = ValueCounts(DEVICE), sample("plain"), sample("plain") * 4
+    waiting = what_if(counts, first, DELAYED, "here")
+    apart = what_if(counts, second, DELAYED, "there")
+    later = what_if(counts, second, DELAYED, "here")
     assert_same(waiting, first, DELAYED)  # by now
     assert_same(apart, second, DELAYED)
-    bins.flush()
+    counts.flush()
     history = ReferenceAmaxHistory(DELAYED, DEVICE)
     history.next_scale_inv(finite_amax(first))
     assert_same(later, second, DELAYED, history.next_scale_inv(finite_amax(second)))
 
 
 def test_the_same_tensor_is_counted_once() -> None:
-    bins, x = Bins(DEVICE), sample("plain")
-    table = table_of(bins, x, "a")
-    assert table_of(bins, x.view(66, 40).view(40, 66), "b") == table
+    counts, x = ValueCounts(DEVICE), sample("plain")
+    table = table_of(counts, x, "a")
+    assert table_of(counts, x.view(66, 40).view(40, 66), "b") == table
     x.add_(1)
-    assert table_of(bins, x, "a") == table + 1 == table_of(bins, x.detach(), "a")
-    assert table_of(Bins(DEVICE), x.clone(), "a") == 0 and len(bins._numels) == 2
+    assert table_of(counts, x, "a") == table + 1 == table_of(counts, x.detach(), "a")
+    assert table_of(ValueCounts(DEVICE), x.clone(), "a") == 0 and len(counts._numels) == 2
 
 
 def test_a_tensor_whose_changes_nobody_counts_is_counted_each_time() -> None:
-    bins = Bins(DEVICE)
+    counts = ValueCounts(DEVICE)
     with torch.inference_mode():
         x = sample("plain").clone()
-    assert bins.beside(x, [CURRENT], lambda table: "read") is None
-    first = tried(bins, x, CURRENT, "a")
-    assert table_of(bins, x, "a") == 1
-    bins.flush()
+    assert counts.count_alongside(x, [CURRENT], lambda table: "read") is None
+    first = what_if(counts, x, CURRENT, "a")
+    assert table_of(counts, x, "a") == 1
+    counts.flush()
     assert_same(first, x, CURRENT)
 
 
 def test_more_tensors_than_tables() -> None:
-    bins, tensors = Bins(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
+    counts, tensors = ValueCounts(DEVICE), [sample("plain") * i for i in range(1, MAX_TABLES + 2)]
     for x in tensors:
-        table_of(bins, x)
-    assert len(bins._numels) == 1
+        table_of(counts, x)
+    assert len(counts._numels) == 1
 
 
 def test_takes_whole_bf16_alone() -> None:
@@ -161,14 +161,14 @@ def test_streams_that_count_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
     here = [(1, first)]
     monkeypatch.setattr(value_counts, "current_stream", lambda *_: here[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("kept"))
-    bins = Bins(DEVICE)
-    table_of(bins, sample("plain"))
+    counts = ValueCounts(DEVICE)
+    table_of(counts, sample("plain"))
     assert not log
     here[0] = (2, second)
-    table_of(bins, sample("wide"))
+    table_of(counts, sample("wide"))
     assert log == ["second waits for first", *["kept"] * 4]
-    bins.flush()
+    counts.flush()
     here[0] = (1, first)
     del log[:]
-    bins.flush()
+    counts.flush()
     assert log == ["first waits for second", *["kept"] * 4]

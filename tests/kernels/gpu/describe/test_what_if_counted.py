@@ -15,7 +15,7 @@ from fp8debug.kernels import reference
 from fp8debug.kernels.gpu.describe import value_counts_split
 from fp8debug.kernels.gpu.describe import what_if as observe_counted
 from fp8debug.kernels.gpu.describe import what_if as observe_module
-from fp8debug.kernels.gpu.describe.value_counts import Bins
+from fp8debug.kernels.gpu.describe.value_counts import ValueCounts
 from fp8debug.kernels.gpu.describe.what_if import observe
 from fp8debug.kernels.gpu.quantize.tile_plan import fast_plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Job, Statistics
@@ -66,7 +66,7 @@ def test_one_tensor_by_many_programs(kind: str) -> None:
         memory[: 1 << 16] = table_of(x)
         hist.fill_(-1)
         arguments = memory, words, parts, hist, x.numel(), given, given, given, 0.0, 0.0, 1e-3
-        value_counts_split.spread_kernel[(value_counts_split.NUM_PROGRAMS,)](*arguments, *specs, num_warps=4)
+        value_counts_split.split_kernel[(value_counts_split.NUM_PROGRAMS,)](*arguments, *specs, num_warps=4)
         assert not memory.any() and torch.equal(hist.cpu(), expected["log2_hist"])
     counts, sums, maxima, minima = (group.of(words[1:]) for group in OPERAND.groups)
     same(Statistics(counts, sums, maxima, minima, hist), x, [DELAYED, E5M2, FLOOR], [given, None, None])
@@ -74,34 +74,34 @@ def test_one_tensor_by_many_programs(kind: str) -> None:
 
 @pytest.mark.twins
 def test_a_tensor_that_was_counted_beside_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    bins, x = Bins(DEVICE), counting.sample("plain")
-    assert bins.beside(x, [TILE], lambda table: pytest.fail("no cast of the counts is wanted")) is None
+    value_counts, x = ValueCounts(DEVICE), counting.sample("plain")
+    assert value_counts.count_alongside(x, [TILE], lambda table: pytest.fail("no cast of the counts is wanted")) is None
 
     def read(table: Any) -> str:
-        bins._tables[0] += table_of(x)
+        value_counts._tables[0] += table_of(x)
         return "found"
 
-    assert bins.beside(x, [TILE, CURRENT], read) == "found"
-    assert bins.beside(x, [CURRENT], lambda table: pytest.fail("it is counted already")) is None
-    monkeypatch.setattr(bins, "_new_counting", lambda size: pytest.fail("it is counted already"))
-    found, hist = bins.tried(x, {"current": CURRENT}, "here")
-    bins.flush()
+    assert value_counts.count_alongside(x, [TILE, CURRENT], read) == "found"
+    assert value_counts.count_alongside(x, [CURRENT], lambda table: pytest.fail("it is counted already")) is None
+    monkeypatch.setattr(value_counts, "_new_counting", lambda size: pytest.fail("it is counted already"))
+    found, hist = value_counts.what_if(x, {"current": CURRENT}, "here")
+    value_counts.flush()
     counting.assert_same(found["current"], x, CURRENT)
     pair = reference.operand_pair(x.cpu(), CURRENT, reference.quantize(x.cpu(), CURRENT))
-    assert torch.equal(hist.words.cpu(), reference.statistics(pair)["log2_hist"])
+    assert torch.equal(hist.numbers.cpu(), reference.statistics(pair)["log2_hist"])
 
 
 @pytest.mark.twins
 def test_a_kernel_that_does_not_start_leaves_the_tensor_to_be_counted() -> None:
-    bins, x = Bins(DEVICE), counting.sample("plain")
+    value_counts, x = ValueCounts(DEVICE), counting.sample("plain")
 
     def read(table: Any) -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        bins.beside(x, [CURRENT], read)
-    found, _ = bins.tried(x, {"current": CURRENT}, "here")
-    bins.flush()
+        value_counts.count_alongside(x, [CURRENT], read)
+    found, _ = value_counts.what_if(x, {"current": CURRENT}, "here")
+    value_counts.flush()
     counting.assert_same(found["current"], x, CURRENT)
 
 

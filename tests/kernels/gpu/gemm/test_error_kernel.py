@@ -19,7 +19,7 @@ from fp8debug.kernels.gpu.scratch import flush
 from fp8debug.kernels.gpu.step_end import Joiner
 from fp8debug.kernels.reference import short_gemm
 from fp8debug.kernels.sampling import MIN_WIDE, SHARE_BLOCK, SHARE_GROUP, Sample
-from fp8debug.kernels.slot_rows import HISTOGRAM, Layout
+from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.damage import Damage
 from fp8debug.metrics.rows import Rows
@@ -281,7 +281,7 @@ def test_rows_of_words_join_the_state_by_their_rules() -> None:
     state = {group: tensor.clone().to(DEVICE) for group, tensor in table._state.items()}
     joiner, generator = Joiner(state, columns), torch.Generator().manual_seed(0)
     for _ in range(2):
-        words: list[tuple[Layout, int, torch.Tensor]] = []
+        words: list[tuple[RowLayout, int, torch.Tensor]] = []
         for layout, row in ((OPERAND, 0), (RESULT, 2), (DAMAGE, 2), (HISTOGRAM, 0), (LINES, 0)):
             value = torch.zeros(64 if layout is HISTOGRAM else 24, dtype=torch.int64)
             for group in layout.groups:
@@ -328,7 +328,7 @@ def test_a_result_as_a_whole_and_a_metric_of_a_user(which: Gemm, monkeypatch: py
         flush(picked.device)
         if name in parts:
             return float(parts[name])
-        (row,) = (key.slots(value) for key, value in parts.items() if isinstance(key, Layout))
+        (row,) = (key.slots(value) for key, value in parts.items() if isinstance(key, RowLayout))
         (value,) = (values[names.index(name)] for names, values in row.items() if name in names)
         return float(value)
 

@@ -71,7 +71,7 @@ def test_statistics_that_wait(granularity: str, layout: str) -> None:
         x = sample(kind, SHAPE)
         plan = fast_plan.fast_plan(x, Job(cast, layout, True))
         assert plan is not None
-        plans.append((x, *plan(x, later=True)))
+        plans.append((x, *plan(x, deferred=True)))
     pool(x.device).flush()
     for x, made, row in plans:
         assert made is not None and row is not None

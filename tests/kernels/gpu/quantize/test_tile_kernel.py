@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels import reference
 from fp8debug.kernels.gpu.describe.what_if import observe
-from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_both
+from fp8debug.kernels.gpu.quantize.quantize import quantize, quantize_two_way
 from fp8debug.kernels.gpu.quantize.tile_plan import plan_of
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Statistics
 from fp8debug.metrics import slots
@@ -157,7 +157,7 @@ def test_stored_transposed(granularity: str, shape: tuple[int, int]) -> None:
 def test_both_from_one_read(kind: str) -> None:
     x = sample(kind, (136, WIDTH))
     across, down = Cast(granularity="1x128"), Cast(granularity="128x1", scale_rounding="pow2_ceil")
-    q, t, found = quantize_both(x, across, down, statistics=True)
+    q, t, found = quantize_two_way(x, across, down, statistics=True)
     assert found is not None
     for i, (got, cast) in enumerate(((q, across), (t, down))):
         expected = quantized(x, cast)

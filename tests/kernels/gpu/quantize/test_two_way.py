@@ -15,12 +15,12 @@ import triton
 from fp8debug.kernels.gpu import launcher
 from fp8debug.kernels.gpu.quantize import fast_plan, two_way_plan
 from fp8debug.kernels.gpu.quantize import quantize as quantize_module
-from fp8debug.kernels.gpu.quantize.quantize import quantize_both
+from fp8debug.kernels.gpu.quantize.quantize import quantize_two_way
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Statistics
 from fp8debug.kernels.gpu.quantize.two_way_kernel import put_at, take_at
-from fp8debug.kernels.gpu.quantize.two_way_plan import BothPlan, both_plan_of
+from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan, two_way_plan_of
 from fp8debug.kernels.gpu.scratch import flush
-from fp8debug.kernels.slot_rows import Row
+from fp8debug.kernels.slot_rows import SlotRow
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 from tests.kernels.gpu.describe.test_what_if_counted import odd, table_of
@@ -30,22 +30,22 @@ ACROSS, DOWN = Cast(granularity="1x128"), Cast(granularity="128x1")
 SHAPE = (256, 384)
 
 
-def plan_for(x: torch.Tensor, across: Cast = ACROSS, down: Cast = DOWN, *, statistics: bool = True) -> BothPlan:
-    plan = both_plan_of(x, across, down, statistics)
+def plan_for(x: torch.Tensor, across: Cast = ACROSS, down: Cast = DOWN, *, statistics: bool = True) -> TwoWayPlan:
+    plan = two_way_plan_of(x, across, down, statistics)
     assert plan is not None
     return plan
 
 
-def slots_of(row: Row) -> dict[str, torch.Tensor]:
+def slots_of(row: SlotRow) -> dict[str, torch.Tensor]:
     return {name: v for names, values in OPERAND.slots(row).items() for name, v in zip(names, values, strict=True)}
 
 
 def check(x: torch.Tensor, across: Cast = ACROSS, down: Cast = DOWN) -> None:
     """Without statistics, with them at once, and with them later."""
     plan_for(x, across, down)
-    plain = quantize_both(x, across, down)
+    plain = quantize_two_way(x, across, down)
     later, rows = plan_for(x, across, down)(x, True)
-    *now, found = quantize_both(x, across, down, statistics=True)
+    *now, found = quantize_two_way(x, across, down, statistics=True)
     flush(x.device)
     assert isinstance(found, Statistics) and rows is not None and plain[2] is None
     for i, cast in enumerate((across, down)):
@@ -108,7 +108,7 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
 
     def look() -> list[torch.Tensor]:
-        q, t, found = quantize_both(x, ACROSS, DOWN, statistics=True)
+        q, t, found = quantize_two_way(x, ACROSS, DOWN, statistics=True)
         assert found is not None
         return [*(part.view(torch.uint8) for part in (q.data, t.data)), q.scale_inv, t.scale_inv, *found]
 
@@ -128,11 +128,11 @@ def test_the_same_bits_in_every_run_and_in_graphs() -> None:
 def test_it_waits_for_nothing() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     plan_for(x)(x, True)
-    quantize_both(x, ACROSS, DOWN, statistics=True)
+    quantize_two_way(x, ACROSS, DOWN, statistics=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        quantize_both(x, ACROSS, DOWN)
-        quantize_both(x, ACROSS, DOWN, statistics=True)
+        quantize_two_way(x, ACROSS, DOWN)
+        quantize_two_way(x, ACROSS, DOWN, statistics=True)
         plan_for(x)(x, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -142,7 +142,7 @@ def test_it_waits_for_nothing() -> None:
 @pytest.mark.gpu
 def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample("plain", SHAPE)
-    monkeypatch.setattr(quantize_module, "_both", lambda *_: pytest.fail("it was taken"))
+    monkeypatch.setattr(quantize_module, "_quantize_two_way", lambda *_: pytest.fail("it was taken"))
     others = [
         (ACROSS, Cast(granularity="128x128")),
         (Cast(granularity="1x32"), DOWN),
@@ -151,10 +151,10 @@ def test_what_it_does_not_take_is_read_twice(monkeypatch: pytest.MonkeyPatch) ->
         (Cast(granularity="1x128", scale_rounding="pow2_ceil"), DOWN),
     ]
     for across, down in others:
-        assert both_plan_of(x, across, down, True) is None
+        assert two_way_plan_of(x, across, down, True) is None
     for one in (x[:200], x[:, :200], x.half(), x.t().contiguous().t()):
-        assert both_plan_of(one, ACROSS, DOWN, True) is None
-    q, t, _ = quantize_both(x[:200], ACROSS, DOWN)
+        assert two_way_plan_of(one, ACROSS, DOWN, True) is None
+    q, t, _ = quantize_two_way(x[:200], ACROSS, DOWN)
     assert_same_codes(q, quantized(x[:200], ACROSS), x[:200])
     assert_same_codes(t, quantized(x[:200], DOWN), x[:200])
 
@@ -164,12 +164,12 @@ def test_the_largest_tensor_has_no_more_tiles_a_program_than_its_counters_hold(m
     programs: list[Any] = []
     monkeypatch.setattr(fast_plan, "is_hopper", lambda device: True)
     monkeypatch.setattr(two_way_plan, "can_share", lambda: True)
-    monkeypatch.setattr(two_way_plan, "BothPlan", lambda *arguments: programs.append(arguments[-1]))
+    monkeypatch.setattr(two_way_plan, "TwoWayPlan", lambda *arguments: programs.append(arguments[-1]))
     x = torch.empty(1 << 15, (1 << 16) - 128, dtype=torch.bfloat16, device="meta")
     for sms, statistics, taken in ((132, True, True), (114, True, False), (114, False, True)):
         monkeypatch.setattr(two_way_plan, "num_sms", lambda device, sms=sms: sms)
         programs.clear()
-        two_way_plan._both_plan(x, ACROSS, DOWN, statistics)
+        two_way_plan._two_way_plan(x, ACROSS, DOWN, statistics)
         assert len(programs) == taken
         if statistics and taken:
             assert 32 * -(-x.numel() // (128 * 128 * programs[-1])) <= 0x7FFF
@@ -179,10 +179,10 @@ def test_without_a_way_to_more_shared_memory_it_is_read_twice(monkeypatch: pytes
     x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(fast_plan, "is_hopper", lambda device: True)
     monkeypatch.setattr(two_way_plan, "num_sms", lambda device: 132)
-    monkeypatch.setattr(two_way_plan, "BothPlan", lambda *_: "taken")
+    monkeypatch.setattr(two_way_plan, "TwoWayPlan", lambda *_: "taken")
     for can in (True, False):
         monkeypatch.setattr(two_way_plan, "can_share", lambda can=can: can)
-        assert (two_way_plan._both_plan(x, ACROSS, DOWN, False) is not None) is can
+        assert (two_way_plan._two_way_plan(x, ACROSS, DOWN, False) is not None) is can
 
 
 def test_more_shared_memory_is_asked_of_releases_and_drivers_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
