@@ -24,13 +24,14 @@ class Adapter(Protocol):
         name: name in the registry.
         kind: what coverage calls its modules; empty for the name of their class.
         fp8: whether its modules run in FP8 (else they are only tried under a recipe).
-        is_heard: whether its GEMMs are only heard (see ``interception.listener``), so that one may turn out to be in FP8 or not.
+        is_intercepted: whether its GEMMs are only intercepted (see ``interception.listener``), so that one may turn out to be
+        in FP8 or not.
     """
 
     name: str
     kind: str
     fp8: bool
-    is_heard: bool
+    is_intercepted: bool
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether the module is of this backend."""

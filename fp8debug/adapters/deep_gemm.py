@@ -2,7 +2,7 @@
 
 ``fp8_gemm_nt((a, sfa), (b, sfb), d, c=None, ...)`` writes ``d[m, n] = a[m, k] @ b[n, k].T`` (+ c). A module is listened to by the
 adapter of ``scaled_mm``. Names imported from the library before the watch began (``from deep_gemm import ...``) stay unwrapped:
-their GEMMs are not heard, and coverage says that none was.
+their GEMMs are not gemm, and coverage says that none was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8debug.adapters.interception.listener import Heard, Listener
+from fp8debug.adapters.interception.listener import Listener, SeenGemm
 from fp8debug.adapters.scaled_mm import side_of
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, ordinary_torch
@@ -48,27 +48,27 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
     def call(a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
         with listener.muted():
             result = original(a, b, d, *args, **kwargs)
-        ears = listener.ears
+        scopes = listener.scopes
         if listener.counter is not None and listener.counter.is_on:
             listener.counter.see_library(name, d, a[0])
-        if ears and ears[-1].hear is not None:
+        if scopes and scopes[-1].on_gemm is not None:
             before = TorchState()
             try:
                 with ordinary_torch():
-                    ears[-1].hear(_heard(name, a, b, d, args[0] if args else kwargs.get("c")))
+                    scopes[-1].on_gemm(_gemm_of(name, a, b, d, args[0] if args else kwargs.get("c")))
             except BaseException as error:
                 before.restore()
                 if not is_ours(error):
                     raise
-                ears[-1].fail(error)
+                scopes[-1].fail(error)
         return result
 
     return call
 
 
-def _heard(name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, c: Tensor | None) -> Heard:
+def _gemm_of(name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, c: Tensor | None) -> SeenGemm:
     if c is not None:
         raise ValueError(f"{name} adds to its result, which is not read")
     first, second = side_of(*a, among=_BLOCKS), side_of(*b, among=_BLOCKS)
     turn_first, turn_second = ENTRY_POINTS[name]
-    return Heard(name, first.t() if turn_first else first, second.t() if turn_second else second, d, is_opaque=True)
+    return SeenGemm(name, first.t() if turn_first else first, second.t() if turn_second else second, d, is_opaque=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.linear_ops import LINEAR_OPS
-from fp8debug.adapters.plain import Trial
+from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.observer import Observer
@@ -17,7 +17,7 @@ from fp8debug.observer.probe import Probe
 from fp8debug.recipes import Recipe
 
 
-class TrialInBf16(Trial):
+class TrialInBf16(WhatIfProbe):
     """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -33,7 +33,7 @@ class Native:
     name = "native"
     kind = "Fp8Linear"
     fp8 = True
-    is_heard = False
+    is_intercepted = False
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is an Fp8Linear."""

@@ -27,7 +27,7 @@ from fp8debug.recipes import Recipe
 from fp8debug.types import Gemm, TensorRole
 
 
-class Trial(Probe):
+class WhatIfProbe(Probe):
     """A probe that also does the quantizing, under the recipe of the observer's settings."""
 
     def follow(self, module: nn.Linear) -> Callable[[], None]:
@@ -139,7 +139,7 @@ class Plain:
     name = "plain"
     kind = ""  # the class's name
     fp8 = False
-    is_heard = False
+    is_intercepted = False
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether ``F.linear(input, module.weight, module.bias)`` is what it computes."""
@@ -154,7 +154,7 @@ class Plain:
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Observe the module's calls."""
         assert isinstance(module, nn.Linear)
-        return Trial(observer, name, actual=False).follow(module)
+        return WhatIfProbe(observer, name, actual=False).follow(module)
 
 
 ADAPTERS.add(Plain.name, Plain())

@@ -1,8 +1,8 @@
 """The adapter of any Linear whose FP8 GEMMs are torch's own: ``aten._scaled_mm`` and ``_scaled_mm_v2``, every overload.
 
 It takes subclasses of nn.Linear, and modules named like one with a 2-D weight of their own. Whether one runs in FP8 is known
-when its first GEMM was heard; of one that runs in high precision, in a model without FP8, what FP8 would do to the GEMM that ran
-is recorded, whatever its forward does to input and weight before.
+when its first GEMM was observed; of one that runs in high precision, in a model without FP8, what FP8 would do to the GEMM
+that ran is recorded, whatever its forward does to input and weight before.
 
 The op shows data and decode factors, not how these were found: the cast is called ``current``, and scales that lag behind show in
 its headroom and ``scale_log2_ratio``.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS, class_of, num_dims, same_cast
-from fp8debug.adapters.interception.intercepting_probe import Ears
-from fp8debug.adapters.interception.listener import DECODERS, SCALED, Heard, Side
-from fp8debug.adapters.plain import Trial
+from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
+from fp8debug.adapters.interception.listener import DECODERS, SCALED, GemmOperand, SeenGemm
+from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.formats import GRANULARITIES, block_shape
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
@@ -33,7 +33,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
 
 
-def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -> Side:
+def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -> GemmOperand:
     """Return an operand whose scaling is read off the shape of its decode factors.
 
     Where a block spans the whole dimension, as a tile over at most 128 tokens does, the first of ``among`` that fits names it.
@@ -49,19 +49,19 @@ def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -
         for granularity in among:
             rows, columns = block_shape(granularity, *data.shape)
             if scale_inv.shape == (-(-data.shape[0] // rows), -(-data.shape[1] // columns)):
-                return Side(data, scale_inv.clone(), granularity)  # a program may use its memory for the next one
+                return GemmOperand(data, scale_inv.clone(), granularity)  # a program may use its memory for the next one
     shape = f"{str(scale_inv.dtype).removeprefix('torch.')}{list(scale_inv.shape)}"
     raise ValueError(f"scales {shape} of data {list(data.shape)} are of no known layout")
 
 
-def _scaled_mm(args: Mapping[str, Any], result: Any) -> Heard:
+def _scaled_mm(args: Mapping[str, Any], result: Any) -> SeenGemm:
     if args.get("scale_result") is not None or result.element_size() == 1:
         raise ValueError("its result is in FP8")
     sides = side_of(args["self"], args["scale_a"]), side_of(args["mat2"], args["scale_b"])
-    return Heard("_scaled_mm", *sides, result, args.get("bias"))
+    return SeenGemm("_scaled_mm", *sides, result, args.get("bias"))
 
 
-def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> Heard:
+def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> SeenGemm:
     sides = []
     for name, end in (("self", "a"), ("mat2", "b")):
         scales, kinds = args[f"scale_{end}"], list(args[f"recipe_{end}"])
@@ -70,10 +70,10 @@ def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> Heard:
         data = args[name] if end == "a" else args[name].t()  # [M or N, K] with the scales of its rows
         side = _side_of_kind(data, scales[0], kinds[0])
         sides.append(side if end == "a" else side.t())
-    return Heard("_scaled_mm_v2", sides[0], sides[1], result, args.get("bias"))
+    return SeenGemm("_scaled_mm_v2", sides[0], sides[1], result, args.get("bias"))
 
 
-def _side_of_kind(data: Tensor, scale_inv: Tensor, kind: int) -> Side:
+def _side_of_kind(data: Tensor, scale_inv: Tensor, kind: int) -> GemmOperand:
     """Return an operand ``[rows, K]``; 128x128 blocks have their scales transposed, and K's padded to a multiple of 4."""
     if kind == _TENSORWISE:
         return side_of(data, scale_inv, ("tensorwise",))
@@ -86,16 +86,16 @@ def _side_of_kind(data: Tensor, scale_inv: Tensor, kind: int) -> Side:
     raise ValueError(f"scaling type {kind} of _scaled_mm_v2 is not read")
 
 
-def _mm(args: Mapping[str, Any], result: Any) -> Heard | None:
+def _mm(args: Mapping[str, Any], result: Any) -> SeenGemm | None:
     """Read a GEMM in high precision, one of three that a recipe leaves there, or one of another library's tensors."""
     first, second = args["self"], args["mat2"]
     for read in SUBCLASSES:
-        if (heard := read(first, second, result)) is not None:
-            return heard
+        if (gemm := read(first, second, result)) is not None:
+            return gemm
     return _high_precision("mm", first, second, result)
 
 
-def _addmm(args: Mapping[str, Any], result: Any) -> Heard | None:
+def _addmm(args: Mapping[str, Any], result: Any) -> SeenGemm | None:
     """Read a GEMM in high precision that adds a bias ``[s]`` to each row; None where it scales or adds something else."""
     bias = args["self"]
     if args.get("beta", 1) != 1 or args.get("alpha", 1) != 1 or bias.dim() != 1:
@@ -103,14 +103,14 @@ def _addmm(args: Mapping[str, Any], result: Any) -> Heard | None:
     return _high_precision("addmm", args["mat1"], args["mat2"], result, bias)
 
 
-def _high_precision(name: str, first: Any, second: Any, result: Any, bias: Tensor | None = None) -> Heard | None:
+def _high_precision(name: str, first: Any, second: Any, result: Any, bias: Tensor | None = None) -> SeenGemm | None:
     if type(first) not in _PLAIN or type(second) not in _PLAIN or not first.is_floating_point():
         return None
-    return Heard(name, Side(first), Side(second), result, bias)
+    return SeenGemm(name, GemmOperand(first), GemmOperand(second), result, bias)
 
 
 #: Read ``aten.mm`` of tensors of another library; None where they are none.
-SUBCLASSES: list[Callable[[Any, Any, Tensor], Heard | None]] = []
+SUBCLASSES: list[Callable[[Any, Any, Tensor], SeenGemm | None]] = []
 
 DECODERS[torch.ops.aten._scaled_mm] = _scaled_mm
 DECODERS[torch.ops.aten.mm] = _mm
@@ -123,7 +123,7 @@ for _name in ("_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"):
         SCALED.add(getattr(torch.ops.aten, _name))
 
 
-#: Casts of modules as they were heard.
+#: Casts of modules as they were observed.
 _CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
 
 
@@ -133,7 +133,7 @@ class ScaledMm:
     name = "scaled_mm"
     kind = ""  # the class's name
     fp8 = True
-    is_heard = True
+    is_intercepted = True
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is a subclass of nn.Linear or like one, and no other adapter knows better."""
@@ -146,7 +146,7 @@ class ScaledMm:
         return not any(other.matches(module) for other in ADAPTERS if other is not self)
 
     def recipe(self, module: nn.Module) -> Recipe | None:
-        """Return the casts that were heard; None before the first, and without any."""
+        """Return the casts that were observed; None before the first, and without any."""
         casts = _CASTS.get(module)
         return Recipe("scaled_mm", dict(casts)) if casts else None
 
@@ -159,7 +159,7 @@ class ScaledMm:
             _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = cast
             return cast
 
-        return Ears(observer, name, cast_of, trial=Trial(observer, name, actual=False)).listen(module)
+        return InterceptingProbe(observer, name, cast_of, trial=WhatIfProbe(observer, name, actual=False)).install(module)
 
 
 ADAPTERS.add(ScaledMm.name, ScaledMm())

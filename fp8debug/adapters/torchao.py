@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.base import ADAPTERS
-from fp8debug.adapters.interception.intercepting_probe import Ears
-from fp8debug.adapters.interception.listener import Heard, Side
+from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
+from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
@@ -56,15 +56,15 @@ def _cast(config: Any, pow2: bool) -> Cast | None:
     )
 
 
-def _training_tensors(first: Any, second: Any, result: Tensor) -> Heard | None:
+def _training_tensors(first: Any, second: Any, result: Tensor) -> SeenGemm | None:
     if type(first).__name__ != "Float8TrainingTensor" or type(second).__name__ != "Float8TrainingTensor":
         return None
     roles = TensorRole(first._gemm_input_role.value), TensorRole(second._gemm_input_role.value)
     which = next(gemm for gemm, operands in OPERANDS.items() if set(operands) == set(roles))
-    return Heard("mm of Float8TrainingTensors", _side(first), _side(second), result, which=which)
+    return SeenGemm("mm of Float8TrainingTensors", _side(first), _side(second), result, which=which)
 
 
-def _side(x: Any) -> Side:
+def _side(x: Any) -> GemmOperand:
     return side_of(x._data, x._scale.reciprocal())
 
 
@@ -77,7 +77,7 @@ class TorchAo:
     name = "torchao"
     kind = "Float8Linear"
     fp8 = True
-    is_heard = True
+    is_intercepted = True
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is torchao's Float8Linear; torchao is not imported for that."""
@@ -99,7 +99,7 @@ class TorchAo:
                 raise ValueError(f"{which} {role} is {number_format} {granularity}, and its config says {cast or 'bf16'}")
             return cast
 
-        return Ears(observer, name, cast_of, _input_dtype).listen(module)
+        return InterceptingProbe(observer, name, cast_of, _input_dtype).install(module)
 
 
 def _input_dtype() -> torch.dtype | None:

@@ -33,8 +33,8 @@ _last: _Read | None = None
 def cached_casts(x: Tensor) -> CastCache | None:
     """Return what was made of an input by now, to be added to, as long as it is the same tensor, unchanged.
 
-    Autograd has to count who writes to it, so that it is a result of an op whose gradient is wanted: what autograd does not hear
-    of, such as a replayed graph, would between two Linears spoil the gradients of the first in BF16 too. A tensor that is handed
+    Autograd has to count who writes to it, so that it is a result of an op whose gradient is wanted: what autograd does not see,
+    such as a replayed graph, would between two Linears spoil the gradients of the first in BF16 too. A tensor that is handed
     out again, with other numbers, is the result of another op.
 
     Args:

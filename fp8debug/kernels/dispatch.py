@@ -168,7 +168,7 @@ def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = Non
         source: the tensor.
         cast: the cast that made the codes, as far as their library tells.
         q: FP8 data and scale_inv, each laid out in any way.
-        found: slots that rode along with the cast; None where the codes are not ours.
+        found: slots that were filled in the pass of the cast; None where the codes are not ours.
     """
     if found is None and source.x.numel() and takes_kernels(source.x):
         with on_device(source.x):

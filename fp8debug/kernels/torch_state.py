@@ -140,13 +140,13 @@ def active_modes() -> list[Any]:
 
 
 def foreign_mode_active() -> bool:
-    """Return whether a mode that is not ours hears the ops that run now."""
+    """Return whether a mode that is not ours sees the ops that run now."""
     count = _len_torch_dispatch_stack()
     return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
 
 
 class _Aside:
-    """Takes modes of ours off the stack: what we compute is not for them, and an op that is heard takes far longer."""
+    """Takes modes of ours off the stack: what we compute is not for them, and an op that is observed takes far longer."""
 
     def __enter__(self) -> None:
         self._modes = [_pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
@@ -157,7 +157,7 @@ class _Aside:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Let no mode hear the ops that follow.
+    """Let no mode see the ops that follow.
 
     Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
     once more: one of ours, which does not run again, would hand the training another tensor.

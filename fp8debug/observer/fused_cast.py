@@ -1,4 +1,4 @@
-"""Operands that are quantized while they are recorded: the slots of their casts ride along in the pass that quantizes."""
+"""Operands that are quantized while they are recorded: one pass quantizes them and fills the slots of their casts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CastRecorder(StepState):
     def quantize(
         self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
     ) -> Quantized | None:
-        """Quantize an operand, and keep the slots that ride along until its GEMM is recorded.
+        """Quantize an operand, and keep the slots that the same pass filled until its GEMM is recorded.
 
         Slots belong to the very Quantized they were worked out with: one that a fault made is described on its own. ``made`` is
         the same as another module made it, returned where nothing is left to be found out about it.
@@ -73,15 +73,15 @@ class CastRecorder(StepState):
             return None
         rows, where = key in CONTRACTS_ROWS, (self.module, *key)
         shared = scale_inv is None and role is not TensorRole.GRAD_OUTPUT  # which no other cast of this kind reads
-        rides = takes_kernels(x)
-        place = self.observer.cache_key(x, cast) if shared and rides else None
+        is_fused = takes_kernels(x)
+        place = self.observer.cache_key(x, cast) if shared and is_fused else None
         found: Slots | None
         if place is not None and place in self.observer.tensor_cache:
             q, found = made or quantize(x, cast, contracts_rows=rows, where=where), self.observer.tensor_cache[place]
-        elif made is not None and not rides:
+        elif made is not None and not is_fused:
             q, found = made, None
         else:
-            tried = self._site(which, role, cast).tried.values() if rides else ()
+            tried = self._site(which, role, cast).tried.values() if is_fused else ()
             value_counts = self.observer.table(x.device).value_counts if tried else None
             q, found = quantize_observed(
                 x, cast, scale_inv, contracts_rows=rows, where=where, deferred=True, value_counts=value_counts, casts=tried

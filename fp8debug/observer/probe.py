@@ -47,7 +47,7 @@ _NO_SLOTS = None, None
 
 
 class Probe(CastRecorder):
-    """The ears of an Observer at one module.
+    """Record one module into an Observer.
 
     Args:
         observer: where it records.

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, hearing_losses, is_a, rate_of, replace, scale_of, telling, undoing
+from fp8debug.trainers.base import (
+    LOOPS,
+    LossSum,
+    Recorder,
+    is_a,
+    notifying,
+    rate_of,
+    recording_losses,
+    replace,
+    scale_of,
+    undoing,
+)
 
 
 class Accelerate:
@@ -30,7 +41,7 @@ class Accelerate:
         optimizer = target._optimizers[-1]
 
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 is_last = optimizer.gradient_state.sync_gradients
                 if is_last:
                     recorder.note(lr=rate_of(optimizer), loss_scale=scale_of(target.scaler))
@@ -40,11 +51,11 @@ class Accelerate:
                     recorder.end_step()
                 return result
 
-            return heard
+            return recorded
 
         recorder.begin(target._models)
-        norm = telling(lambda norm: recorder.note(grad_norm=norm))
-        undo = [replace(target, "backward", hearing_losses(losses)), replace(target, "clip_grad_norm_", norm)]
+        norm = notifying(lambda norm: recorder.note(grad_norm=norm))
+        undo = [replace(target, "backward", recording_losses(losses)), replace(target, "clip_grad_norm_", norm)]
         undo.append(replace(optimizer, "step", step))
         return undoing(undo)
 

@@ -134,29 +134,29 @@ def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def hearing_losses(losses: LossSum) -> Make:
+def recording_losses(losses: LossSum) -> Make:
     """Return what makes a ``backward(loss, ...)`` that does the same and adds the loss."""
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
-        def heard(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        def recorded(loss: Any, *args: Any, **kwargs: Any) -> Any:
             losses.add(loss)
             return own(loss, *args, **kwargs)
 
-        return heard
+        return recorded
 
     return make
 
 
-def telling(tell: Callable[[Any], None]) -> Make:
+def notifying(tell: Callable[[Any], None]) -> Make:
     """Return what makes a function that does the same and tells its result."""
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
-        def heard(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             result = own(*args, **kwargs)
             tell(result)
             return result
 
-        return heard
+        return recorded
 
     return make
 

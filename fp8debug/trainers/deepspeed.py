@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, hearing_losses, is_a, rate_of, replace, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, recording_losses, replace, undoing
 
 
 class DeepSpeed:
@@ -34,7 +34,7 @@ class DeepSpeed:
         losses = LossSum()
 
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 is_last = target.is_gradient_accumulation_boundary()
                 if is_last:
                     recorder.note(lr=rate_of(target.optimizer), loss_scale=getattr(target.optimizer, "cur_scale", None))
@@ -45,10 +45,10 @@ class DeepSpeed:
                     recorder.end_step()
                 return result
 
-            return heard
+            return recorded
 
         recorder.begin([target.module], getattr(target, "global_steps", 0) or 0)
-        return undoing([replace(target, "backward", hearing_losses(losses)), replace(target, "step", step)])
+        return undoing([replace(target, "backward", recording_losses(losses)), replace(target, "step", step)])
 
 
 LOOPS.add(DeepSpeed.name, DeepSpeed())

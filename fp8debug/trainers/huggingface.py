@@ -1,11 +1,11 @@
-"""Transformers' Trainer and what comes from it (TRL's trainers): a callback, and an ear at the loss and the norm."""
+"""Transformers' Trainer and what comes from it (TRL's trainers): a callback, and hooks on the loss and the norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, notifying, rate_of, replace, scale_of, undoing
 
 
 class HuggingFace:
@@ -46,8 +46,8 @@ class HuggingFace:
         callback = Fp8DebugCallback()
         target.add_callback(callback)
         undo = [
-            replace(target, "training_step", telling(losses.add)),
-            replace(target.accelerator, "clip_grad_norm_", telling(norms.append)),
+            replace(target, "training_step", notifying(losses.add)),
+            replace(target.accelerator, "clip_grad_norm_", notifying(norms.append)),
         ]
         undo.append(lambda: target.remove_callback(callback))
         return undoing(undo)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, replace, scale_of, telling, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, notifying, rate_of, replace, scale_of, undoing
 
 
 class Lightning:
@@ -66,7 +66,7 @@ class Lightning:
 
             return clipped
 
-        listen = telling(lambda norm: recorder.note(grad_norm=norm))
+        listen = notifying(lambda norm: recorder.note(grad_norm=norm))
         callback = Fp8DebugCallback()
         target.callbacks.append(callback)
 

@@ -23,7 +23,7 @@ class Megatron:
         """Wrap both: the first returns the chunks of the model, the second trains a step and returns its losses."""
 
         def setup(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 result = own(*args, **kwargs)
                 chunks = result[0] if isinstance(result[0], list | tuple) else [result[0]]
                 arguments = _arguments(target)
@@ -34,10 +34,10 @@ class Megatron:
                     recorder.begin([_unwrapped(chunk) for chunk in chunks], getattr(arguments, "iteration", 0) or 0)
                 return result
 
-            return heard
+            return recorded
 
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 optimizer = kwargs.get("optimizer", args[3] if len(args) > 3 else None)
                 recorder.note(lr=rate_of(optimizer))
                 try:
@@ -50,7 +50,7 @@ class Megatron:
                 recorder.end_step()
                 return result
 
-            return heard
+            return recorded
 
         undo = [replace(target, "setup_model_and_optimizer", setup), replace(target, "train_step", step)]
         if hasattr(target, "train"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, ending, is_a, replace, telling, undoing
+from fp8debug.trainers.base import LOOPS, LossSum, Recorder, ending, is_a, notifying, replace, undoing
 
 
 class TorchTitan:
@@ -42,7 +42,7 @@ class TorchTitan:
         parts, unknown = _data_ranks(getattr(target, "parallel_dims", None)) if is_of_all else (1, None)
 
         def train_step(own: Callable[..., Any]) -> Callable[..., Any]:
-            def heard(*args: Any, **kwargs: Any) -> Any:
+            def recorded(*args: Any, **kwargs: Any) -> Any:
                 if not begun:  # a checkpoint has been loaded by now; its steps count from 1
                     begun.append(True)
                     recorder.begin(list(target.model_parts), target.step - 1)
@@ -65,15 +65,15 @@ class TorchTitan:
                 recorder.end_step()
                 return result
 
-            return heard
+            return recorded
 
         def add(loss: Any) -> None:
             if getattr(target, "pp_has_last_stage", True):  # the others return -1
                 losses.add(loss)
 
-        clip = telling(lambda norm: recorder.note(grad_norm=norm))
+        clip = notifying(lambda norm: recorder.note(grad_norm=norm))
         undo = [replace(target, "train", ending(recorder)), replace(target, "train_step", train_step)]
-        undo.append(replace(target, "forward_backward_step", telling(add)))
+        undo.append(replace(target, "forward_backward_step", notifying(add)))
         return undoing(undo)
 
 

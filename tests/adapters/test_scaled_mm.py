@@ -351,20 +351,20 @@ def test_scales_by_shape() -> None:
 def test_the_second_version_of_the_op() -> None:
     from torch.nn.functional import ScalingType, scaled_mm
 
-    heard = []
+    gemms: list[Any] = []
 
     class Hear(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if func.overloadpacket is torch.ops.aten._scaled_mm_v2:
                 names = [argument.name for argument in func._schema.arguments]
-                heard.append(DECODERS[func.overloadpacket]({**dict(zip(names, args, strict=False)), **(kwargs or {})}, result))
+                gemms.append(DECODERS[func.overloadpacket]({**dict(zip(names, args, strict=False)), **(kwargs or {})}, result))
             return result
 
     a, b, one = torch.ones(32, 64).to(E4M3), torch.ones(48, 64).to(E4M3).t(), torch.full((), 0.5)
     with Hear():
         scaled_mm(a, b, one, ScalingType.TensorWise, one, ScalingType.TensorWise, output_dtype=torch.bfloat16)
-    assert heard[0] is not None and heard[0].first.granularity == "tensorwise" and heard[0].result[0, 0] == 16
+    assert gemms[0] is not None and gemms[0].first.granularity == "tensorwise" and gemms[0].result[0, 0] == 16
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="this torch has no _scaled_mm_v2")
@@ -387,12 +387,12 @@ def test_scales_of_the_second_version() -> None:
         ]
         data = torch.zeros(256, 640).to(E4M3), torch.zeros(640, 384).to(E4M3)
         args = {"self": data[0], "mat2": data[1], "scale_a": scales[:1], "scale_b": scales[1:], "recipe_a": [a], "recipe_b": [b]}
-        heard = read({**args, "swizzle_a": [], "swizzle_b": []}, result)
-        assert heard is not None and (heard.first.granularity, heard.second.granularity) == (expected[a][0], expected[b][1])
+        gemm = read({**args, "swizzle_a": [], "swizzle_b": []}, result)
+        assert gemm is not None and (gemm.first.granularity, gemm.second.granularity) == (expected[a][0], expected[b][1])
         if b == block:  # block (K 4, N 2) of mat2; the last three of 8 are padding
-            assert heard.second.scale_inv is not None and heard.second.scale_inv.shape == (5, 3)
-            assert heard.second.scale_inv[4, 2] == scales[1][4, 2]
+            assert gemm.second.scale_inv is not None and gemm.second.scale_inv.shape == (5, 3)
+            assert gemm.second.scale_inv[4, 2] == scales[1][4, 2]
         if a == block:
-            assert heard.first.scale_inv is not None and heard.first.scale_inv[1, 4] == scales[0][4, 1]
+            assert gemm.first.scale_inv is not None and gemm.first.scale_inv[1, 4] == scales[0][4, 1]
     with pytest.raises(ValueError, match=r"scaling type 3 of _scaled_mm_v2 is not read"):
         read({**args, "recipe_a": [3], "swizzle_a": [], "swizzle_b": []}, result)

@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from fp8debug.adapters.base import ADAPTERS, num_dims
-from fp8debug.adapters.grouped.gemms import HeardGroup
+from fp8debug.adapters.grouped.gemms import SeenGroupedGemm
 from fp8debug.adapters.grouped.probe import GroupProbe
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import listener_of, nodes_between
-from fp8debug.adapters.interception.sublinears import Part, heard_recipe, stacks_of
+from fp8debug.adapters.interception.sublinears import SubLinear, seen_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.observer.observer import Observer
@@ -32,18 +32,18 @@ _MAX_STEPS = 16
 
 
 class GroupCall:
-    """One forward call of a module: the grouped GEMMs that were heard in it."""
+    """One forward call of a module: the grouped GEMMs that were observed in it."""
 
     def __init__(self) -> None:
-        self.heard: list[HeardGroup] = []
+        self.gemms: list[SeenGroupedGemm] = []
 
-    def hear(self, heard: Any) -> None:
+    def on_gemm(self, gemm: Any) -> None:
         """Take note of a GEMM; those of other kinds are of no interest."""
-        if isinstance(heard, HeardGroup):
-            self.heard.append(heard.held())
+        if isinstance(gemm, SeenGroupedGemm):
+            self.gemms.append(gemm.held())
 
 
-class GroupEars:
+class GroupedCallObserver:
     """Observer of one module's calls, for all its 3-D weights that a watch records."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
@@ -56,29 +56,29 @@ class GroupEars:
         self.probes.pop(name, None)
         if not self.probes:
             self._end()
-            _EARS.pop(self.module, None)
+            _CALL_OBSERVERS.pop(self.module, None)
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen until the call ends."""
-        observed = [probe.part for probe in self.probes.values() if probe.begin()]
+        observed = [probe.sublinear for probe in self.probes.values() if probe.begin()]
         for part in observed:
             part.was_called = True
         call = GroupCall() if observed else None
-        self._listener.begin(self, call, None if call is None else call.hear, self._fail)
+        self._listener.begin(self, call, None if call is None else call.on_gemm, self._fail)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record fprop, and wait for the backward pass."""
-        ear = self._listener.end(self)
-        if ear is not None and isinstance(ear.call, GroupCall) and ear.call.heard:
+        scope = self._listener.end(self)
+        if scope is not None and isinstance(scope.call, GroupCall) and scope.call.gemms:
             first = next(iter(self.probes.values()))
-            first.guard(self._record, ear.call.heard, args, output)
+            first.guard(self._record, scope.call.gemms, args, output)
 
     def _fail(self, error: BaseException) -> None:
         for probe in self.probes.values():
             probe.give_up(f"{error}")
 
-    def _record(self, heard: list[HeardGroup], args: Any, output: Any) -> None:
-        """Fit what was heard to the autograd functions that ran it, in order, and these to the parameters they lead to."""
+    def _record(self, gemms: list[SeenGroupedGemm], args: Any, output: Any) -> None:
+        """Fit what was observed to the autograd functions that ran it, in order, and these to the parameters they lead to."""
         output = output[0] if isinstance(output, tuple) else output
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
         if top is not None and top(True) is not None:
@@ -87,12 +87,12 @@ class GroupEars:
         nodes = [] if output is None or not output.requires_grad else nodes_between(output, *args)
         found = [(node, name) for node in nodes if (name := self._weight_of(node)) is not None]
         found.sort(key=lambda pair: int(pair[0]._sequence_nr()))
-        if len(found) != len(heard):
+        if len(found) != len(gemms):
             self._say(
-                f"{len(heard)} grouped GEMMs in FP8 ran in it and {len(found)} of its autograd functions save what they read"
+                f"{len(gemms)} grouped GEMMs in FP8 ran in it and {len(found)} of its autograd functions save what they read"
             )
             return
-        for (node, name), gemm in zip(found, heard, strict=True):
+        for (node, name), gemm in zip(found, gemms, strict=True):
             if name in self.probes:
                 self._one(self.probes[name], node, gemm)
 
@@ -115,7 +115,7 @@ class GroupEars:
             todo.extend((deeper, depth + 1) for deeper, _ in following.next_functions)
         return None
 
-    def _one(self, probe: GroupProbe, node: Any, gemm: HeardGroup) -> None:
+    def _one(self, probe: GroupProbe, node: Any, gemm: SeenGroupedGemm) -> None:
         saved = [getattr(t, "_data", t).detach() for t in node.saved_tensors if t is not None]
         wide = [t for t in saved if t.is_floating_point() and t.element_size() > 1]
         x = next((t for t in wide if t.shape == gemm.first.shape), None)
@@ -126,18 +126,18 @@ class GroupEars:
         line = probe.take_fprop(x, weight, gemm)
         if line is None:
             return
-        heard = GroupCall()
+        call = GroupCall()
 
         @untraced
         def before(grads: Any) -> None:
             line.grad_output = None if grads[0] is None else grads[0].detach()
-            self._listener.begin(line, line, heard.hear, self._fail)
+            self._listener.begin(line, line, call.on_gemm, self._fail)
 
         @untraced
         def after(grads: Any, others: Any) -> None:
             self._listener.end(line)
-            probe.take_backward(line, heard.heard)
-            heard.heard = []
+            probe.take_backward(line, call.gemms)
+            call.gemms = []
 
         node.register_prehook(before)
         node.register_hook(after)
@@ -148,7 +148,7 @@ def _multiplies(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) and any(t is not None and t.dim() == 3 for t in node.saved_tensors)
 
 
-_EARS: WeakKeyDictionary[nn.Module, GroupEars] = WeakKeyDictionary()
+_CALL_OBSERVERS: WeakKeyDictionary[nn.Module, GroupedCallObserver] = WeakKeyDictionary()
 
 
 class Grouped:
@@ -157,8 +157,8 @@ class Grouped:
     name = "grouped"
     kind = ""  # the class's name
     fp8 = True
-    is_heard = True
-    hears_ops = False  # but inside its own modules
+    is_intercepted = True
+    intercepts_ops = False  # but inside its own modules
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it holds stacks of matrices, and no other adapter knows better."""
@@ -166,13 +166,13 @@ class Grouped:
             return False
         return bool(stacks_of(module))
 
-    def parts(self, module: nn.Module) -> dict[str, Part]:
+    def sublinears(self, module: nn.Module) -> dict[str, SubLinear]:
         """Return its stacks of matrices."""
-        return {f".{name}": Part(module, i, [name], has_bias=False) for i, name in enumerate(stacks_of(module))}
+        return {f".{name}": SubLinear(module, i, [name], has_bias=False) for i, name in enumerate(stacks_of(module))}
 
     def recipe(self, module: nn.Module) -> Recipe | None:
-        """Return the casts that were heard; None before the first, and without any."""
-        return heard_recipe(module, "grouped")
+        """Return the casts that were observed; None before the first, and without any."""
+        return seen_recipe(module, "grouped")
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to the module of one of its weights.
@@ -180,14 +180,14 @@ class Grouped:
         Raises:
             AttachError: another watch listens to it.
         """
-        assert isinstance(module, Part)
-        weight, ears = module.weight_names[0], _EARS.get(module.owner)
-        if ears is not None and (ears.observer is not observer or weight in ears.probes):
+        assert isinstance(module, SubLinear)
+        weight, calls = module.weight_names[0], _CALL_OBSERVERS.get(module.owner)
+        if calls is not None and (calls.observer is not observer or weight in calls.probes):
             raise AttachError(f"{name} is watched already; close the first watch before attaching another")
-        if ears is None:
-            ears = _EARS[module.owner] = GroupEars(module.owner, observer)
-        ears.probes[weight] = GroupProbe(observer, name, module)
-        kept = ears
+        if calls is None:
+            calls = _CALL_OBSERVERS[module.owner] = GroupedCallObserver(module.owner, observer)
+        calls.probes[weight] = GroupProbe(observer, name, module)
+        kept = calls
         return lambda: kept.detach(weight)
 
 

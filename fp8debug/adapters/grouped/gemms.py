@@ -22,7 +22,7 @@ _ROWWISE = 1  # torch.nn.functional.ScalingType.RowWise
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class HeardGroup(NamedTuple):
+class SeenGroupedGemm(NamedTuple):
     """One grouped GEMM that ran, decode factors a row of ``first`` and a column of ``second``, for wgrad of each expert."""
 
     first: Tensor
@@ -32,10 +32,10 @@ class HeardGroup(NamedTuple):
     offs: Tensor
     result: Tensor
     is_fast: bool
-    is_fp8: bool = False  # to the ears of a Linear it is none of its own
+    is_fp8: bool = False  # to the scopes of a Linear it is none of its own
     versions: tuple[int | None, ...] = ()
 
-    def held(self) -> HeardGroup:
+    def held(self) -> SeenGroupedGemm:
         """Return it to be read later, with the versions of its tensors, as autograd counts writes to them."""
         return self._replace(versions=tuple(version_of(x) for x in (self.first, self.second, self.result)))
 
@@ -46,7 +46,7 @@ class HeardGroup(NamedTuple):
         return any(version is not None and x._version != version for x, version in now)
 
 
-def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> HeardGroup:
+def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> SeenGroupedGemm:
     first, second, offs = args["self"], args["mat2"], args.get("offs")
     if offs is None or first.dim() != 2 or args.get("bias") is not None or args.get("scale_result") is not None:
         raise ValueError(f"a grouped GEMM of {first.dim()}-D by {second.dim()}-D without offsets, or with a bias, is not read")
@@ -58,14 +58,14 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
         raise ValueError(f"scales {[list(s.shape) for s in scales]} of a grouped GEMM are not of rows")
     is_fast = bool(args.get("use_fast_accum"))
     scale_first, scale_second = (scale.detach().clone() for scale in scales)  # a program may use their memory for the next ones
-    return HeardGroup(first.detach(), second.detach(), scale_first, scale_second, offs.clone(), result.detach(), is_fast)
+    return SeenGroupedGemm(first.detach(), second.detach(), scale_first, scale_second, offs.clone(), result.detach(), is_fast)
 
 
-def _scaled_grouped_mm(args: Mapping[str, Any], result: Any) -> HeardGroup:
+def _scaled_grouped_mm(args: Mapping[str, Any], result: Any) -> SeenGroupedGemm:
     return _read(args, (args["scale_a"], args["scale_b"]), result)
 
 
-def _scaled_grouped_mm_v2(args: Mapping[str, Any], result: Any) -> HeardGroup:
+def _scaled_grouped_mm_v2(args: Mapping[str, Any], result: Any) -> SeenGroupedGemm:
     kinds = [list(args[f"recipe_{end}"]) for end in "ab"]
     if kinds != [[_ROWWISE], [_ROWWISE]] or any(args["swizzle_a"]) or any(args["swizzle_b"]) or args.get("contraction_dim"):
         raise ValueError(f"scaling types {kinds} of _scaled_grouped_mm_v2 are not read")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
-from fp8debug.adapters.grouped.gemms import HeardGroup, by_expert, contracted, expert_of
-from fp8debug.adapters.interception.sublinears import CASTS, FAST, Part, PartProbe, tell_tokens
+from fp8debug.adapters.grouped.gemms import SeenGroupedGemm, by_expert, contracted, expert_of
+from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, SubLinearProbe, record_tokens
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
 from fp8debug.metrics import Pair, Source
@@ -23,7 +23,7 @@ _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
 @dataclass
-class GroupLine:
+class SavedGroupedGemm:
     """What the backward pass of one grouped GEMM needs: its input and weight as the autograd function saved them."""
 
     x: Tensor
@@ -33,58 +33,58 @@ class GroupLine:
     grad_output: Tensor | None = None
 
 
-class GroupProbe(PartProbe):
+class GroupProbe(SubLinearProbe):
     """Of one 3-D weight ``[E, N, K]``.
 
     Args:
         observer: where it records.
         module: FQN of the module and name of the parameter.
-        part: the parameter.
+        sublinear: the parameter.
     """
 
-    def __init__(self, observer: Observer, module: str, part: Part) -> None:
-        super().__init__(observer, module, part)
+    def __init__(self, observer: Observer, module: str, sublinear: SubLinear) -> None:
+        super().__init__(observer, module, sublinear)
         self._empty: set[int] = set()
         self._counts: tuple[int, Tensor] | None = None
         self._pending: list[tuple[int, HostCopy | Tensor]] = []
 
     @isolated
-    def take_fprop(self, x: Tensor, weight: Tensor, heard: HeardGroup) -> GroupLine:
+    def take_fprop(self, x: Tensor, weight: Tensor, gemm: SeenGroupedGemm) -> SavedGroupedGemm:
         """Record fprop.
 
         Args:
             x: ``[M, K]``, high precision.
             weight: ``[E, K, N]``, high precision, as the GEMM reads it.
-            heard: the GEMM.
+            gemm: the GEMM.
         """
-        line = GroupLine(x, weight, heard.offs)
-        if heard.is_overwritten:
+        line = SavedGroupedGemm(x, weight, gemm.offs)
+        if gemm.is_overwritten:
             self.give_up("an operand or the result of its forward GEMM was overwritten before the end of its forward pass")
             return line
-        self._tokens(heard.offs)
-        mine = expert_of(torch.arange(x.shape[0], dtype=torch.int64, device=x.device), heard.offs)
-        self._tokens_of((Gemm.FPROP, TensorRole.INPUT), x, heard, mine)
+        self._tokens(gemm.offs)
+        mine = expert_of(torch.arange(x.shape[0], dtype=torch.int64, device=x.device), gemm.offs)
+        self._tokens_of((Gemm.FPROP, TensorRole.INPUT), x, gemm, mine)
         if Gemm.FPROP not in self._weights_seen:
             self._weights_seen.add(Gemm.FPROP)
-            self._weight_of(Gemm.FPROP, weight, heard)
+            self._weight_of(Gemm.FPROP, weight, gemm)
         rows = self._sample(x.shape[0], x.device)
-        line.output = self._compare(Gemm.FPROP, x, weight, heard, mine, rows)
+        line.output = self._compare(Gemm.FPROP, x, weight, gemm, mine, rows)
         return line
 
     @isolated
-    def take_backward(self, line: GroupLine, heard: list[HeardGroup]) -> None:
+    def take_backward(self, line: SavedGroupedGemm, gemms: list[SeenGroupedGemm]) -> None:
         """Record dgrad and wgrad: the one with a 3-D operand, and the one with a 3-D result."""
         grad = line.grad_output
         if grad is None:
             return
-        if any(one.is_overwritten for one in heard):
+        if any(one.is_overwritten for one in gemms):
             self.report_once(
                 "not recorded in full: an operand or the result of its dgrad or wgrad was overwritten before it was read"
             )
-            heard = [one for one in heard if not one.is_overwritten]
+            gemms = [one for one in gemms if not one.is_overwritten]
         mine = expert_of(torch.arange(grad.shape[0], dtype=torch.int64, device=grad.device), line.offs)
-        dgrad = next((h for h in heard if h.second.dim() == 3 and h.first.shape == grad.shape), None)
-        wgrad = next((h for h in heard if h.second.dim() == 2), None)
+        dgrad = next((h for h in gemms if h.second.dim() == 3 and h.first.shape == grad.shape), None)
+        wgrad = next((h for h in gemms if h.second.dim() == 2), None)
         if dgrad is not None:
             self._tokens_of((Gemm.DGRAD, TensorRole.GRAD_OUTPUT), grad, dgrad, mine)
             turned = line.weight.transpose(-2, -1)
@@ -99,11 +99,11 @@ class GroupProbe(PartProbe):
         if line.output is not None and self._output_key is not None:
             self._merge(self._output_key, [damage_of(line.output, grad)], grad.device)
 
-    def _tokens_of(self, site: tuple[Gemm, TensorRole], x: Tensor, heard: HeardGroup, mine: Tensor) -> None:
+    def _tokens_of(self, site: tuple[Gemm, TensorRole], x: Tensor, gemm: SeenGroupedGemm, mine: Tensor) -> None:
         """Record an operand ``[M, ..]``; rows of no expert, which hold anything, count as zeros."""
-        outside = (mine == len(heard.offs))[:, None]
-        codes = heard.first.view(torch.uint8).masked_fill(outside, 0).view(heard.first.dtype)
-        scales = heard.scale_first.reshape(-1, 1).masked_fill(outside, 1)
+        outside = (mine == len(gemm.offs))[:, None]
+        codes = gemm.first.view(torch.uint8).masked_fill(outside, 0).view(gemm.first.dtype)
+        scales = gemm.scale_first.reshape(-1, 1).masked_fill(outside, 1)
         self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, WhatIfSlots())
 
     def _rows_of(
@@ -118,7 +118,7 @@ class GroupProbe(PartProbe):
         """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
         cast = same_cast(format=_FORMATS[codes.dtype], granularity="rowwise")
         named = same_cast(format=cast.format, granularity=name)
-        CASTS.setdefault(self.part, {})[site] = named
+        CASTS.setdefault(self.sublinear, {})[site] = named
         q = Quantized(codes, scales.reshape(-1, 1).contiguous())
         if tried is not None:
             self._operand(*site, source, (q, cast), tried)
@@ -126,42 +126,42 @@ class GroupProbe(PartProbe):
         found = describe(source, cast, q)
         self._record((RowKey(*site, str(named), Reference.OPERAND, self.actual),), [found], source)
 
-    def _weight_of(self, which: Gemm, weight: Tensor, heard: HeardGroup) -> None:
+    def _weight_of(self, which: Gemm, weight: Tensor, gemm: SeenGroupedGemm) -> None:
         """Record a weight ``[E, c, s]`` that contracts c: a scale a column of each expert, so a row of ``[E * s, c]``."""
         lines = weight.transpose(-2, -1).reshape(-1, weight.shape[-2])
-        codes = heard.second.transpose(-2, -1).reshape(lines.shape)
+        codes = gemm.second.transpose(-2, -1).reshape(lines.shape)
         is_fprop = which is Gemm.FPROP
         tried, name = (self._tried_weight, "rowwise") if is_fprop else (None, "columnwise")
-        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, heard.scale_second, tried, name)
-        if heard.is_fast:
-            FAST.setdefault(self.part, set()).add(which)
-        FAST.setdefault(self.part, set())
+        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, gemm.scale_second, tried, name)
+        if gemm.is_fast:
+            FAST.setdefault(self.sublinear, set()).add(which)
+        FAST.setdefault(self.sublinear, set())
 
     def _compare(
-        self, which: Gemm, x: Tensor, weight: Tensor, heard: HeardGroup, mine: Tensor, rows: Tensor | slice
+        self, which: Gemm, x: Tensor, weight: Tensor, gemm: SeenGroupedGemm, mine: Tensor, rows: Tensor | slice
     ) -> OutputError:
         """Record sampled rows of fprop's or dgrad's result beside the shadow and the exact GEMM."""
-        expert, experts = mine[rows], len(heard.offs)
+        expert, experts = mine[rows], len(gemm.offs)
         shadow = by_expert(x[rows].bfloat16(), expert, lambda e: weight[e].bfloat16(), experts).bfloat16().float()
-        first = heard.first.view(torch.uint8)[rows].view(heard.first.dtype).float() * heard.scale_first.reshape(-1, 1)[rows]
-        scale_second = heard.scale_second.reshape(experts, 1, -1)
-        exact = by_expert(first, expert, lambda e: heard.second[e].float() * scale_second[e], experts)
-        picked = torch.where((expert < experts)[:, None], heard.result[rows].float(), 0.0)
+        first = gemm.first.view(torch.uint8)[rows].view(gemm.first.dtype).float() * gemm.scale_first.reshape(-1, 1)[rows]
+        scale_second = gemm.scale_second.reshape(experts, 1, -1)
+        exact = by_expert(first, expert, lambda e: gemm.second[e].float() * scale_second[e], experts)
+        picked = torch.where((expert < experts)[:, None], gemm.result[rows].float(), 0.0)
         return self._results(which, shadow, exact, picked, rows)
 
-    def _wgrad(self, x: Tensor, grad: Tensor, heard: HeardGroup, mine: Tensor) -> None:
+    def _wgrad(self, x: Tensor, grad: Tensor, gemm: SeenGroupedGemm, mine: Tensor) -> None:
         """Record sampled columns of wgrad's result; its operands' scales change from expert to expert and have no row."""
-        experts, columns = len(heard.offs), self._sample(x.shape[1], x.device)
-        if heard.first.shape != grad.t().shape or heard.second.shape != x.shape:
+        experts, columns = len(gemm.offs), self._sample(x.shape[1], x.device)
+        if gemm.first.shape != grad.t().shape or gemm.second.shape != x.shape:
             self.report_once(
-                f"not recorded in full: a wgrad of {list(heard.first.shape)} by {list(heard.second.shape)} is not read"
+                f"not recorded in full: a wgrad of {list(gemm.first.shape)} by {list(gemm.second.shape)} is not read"
             )
             return
-        a, b = heard.first.t(), heard.second.view(torch.uint8)[:, columns].view(heard.second.dtype)
-        scale_a, scale_b = heard.scale_first.reshape(experts, 1, -1), heard.scale_second.reshape(experts, 1, -1)[:, :, columns]
+        a, b = gemm.first.t(), gemm.second.view(torch.uint8)[:, columns].view(gemm.second.dtype)
+        scale_a, scale_b = gemm.scale_first.reshape(experts, 1, -1), gemm.scale_second.reshape(experts, 1, -1)[:, :, columns]
         parts = [contracted(grad.bfloat16(), x[:, columns].bfloat16(), mine, e) for e in range(experts)]
         exact = [contracted(a.float() * scale_a[e], b.float() * scale_b[e], mine, e) for e in range(experts)]
-        found = heard.result[:, :, columns].float().reshape(-1, parts[0].shape[1])
+        found = gemm.result[:, :, columns].float().reshape(-1, parts[0].shape[1])
         self._results(Gemm.WGRAD, torch.cat(parts).bfloat16().float(), torch.cat(exact), found, columns)
 
     def _results(self, which: Gemm, shadow: Tensor, exact: Tensor, found: Tensor, sample: Tensor | slice) -> OutputError:
@@ -176,7 +176,7 @@ class GroupProbe(PartProbe):
         return OutputError(None, pair, sample if isinstance(sample, Tensor) else None)
 
     def _names(self, which: Gemm) -> str:
-        casts = CASTS.get(self.part, {})
+        casts = CASTS.get(self.sublinear, {})
         return " @ ".join(str(cast) for (gemm, _), cast in casts.items() if gemm is which)
 
     def _tokens(self, offs: Tensor) -> None:
@@ -200,8 +200,8 @@ class GroupProbe(PartProbe):
                 return
             self._pending.pop(0)
             tokens = (arriving.result() if isinstance(arriving, HostCopy) else arriving).tolist()
-            if self.part.index == 0:  # the other weights of the module see the same
-                tell_tokens(self.observer, step, self.module, tokens)
+            if self.sublinear.index == 0:  # the other weights of the module see the same
+                record_tokens(self.observer, step, self.module, tokens)
             empty = {e for e, count in enumerate(tokens) if not count}
             if new := sorted(empty - self._empty):
                 names = ", ".join(map(str, new))

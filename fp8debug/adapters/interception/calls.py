@@ -46,7 +46,7 @@ class CallObserver(Protocol):
         ...
 
 
-class _Entry:
+class _ObservedModule:
     """An observed module and its observers, the outermost first."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,7 +55,7 @@ class _Entry:
         self.eager_passes: set[bool] = set()  # by whether with gradients: those that eager code began
 
 
-_ENTRIES: dict[int, _Entry] = {}
+_ENTRIES: dict[int, _ObservedModule] = {}
 
 
 #: Returns what calls a compiled module in place of the function that it is given; None for that function itself.
@@ -169,7 +169,7 @@ def observe_calls(module: nn.Module, observer: CallObserver) -> Callable[[], Non
     with _LOCK:
         entry = _ENTRIES.get(id(module))
         if entry is None:
-            entry = _ENTRIES[id(module)] = _Entry(module)
+            entry = _ENTRIES[id(module)] = _ObservedModule(module)
         entry.observers = (*entry.observers, observer)
         owner = _redirect(type(module))
     is_over = False
@@ -194,11 +194,11 @@ def was_called_eagerly(module: nn.Module, *, gradients: bool) -> bool:
     return entry is not None and gradients in entry.eager_passes
 
 
-class _Call:
+class _ObservedCall:
     """One forward call under observation; a module with hooks gets two more for as long as it lasts."""
 
     @untraced
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _ObservedModule) -> None:
         module = self._module = entry.module
         self._observers = entry.observers
         self._thread = threading.get_ident()
@@ -240,11 +240,11 @@ class _Call:
 
 
 @skipped_by_dynamo
-def _observed_call(entry: _Entry, *args: Any, **kwargs: Any) -> Any:
+def _observed_call(entry: _ObservedModule, *args: Any, **kwargs: Any) -> Any:
     """Call a module as ``Module.__call__`` does, with its observers around ``forward``."""
     if not is_under_dynamo():
         entry.eager_passes.add(torch.is_grad_enabled())
-    module, call = entry.module, _Call(entry)
+    module, call = entry.module, _ObservedCall(entry)
     try:
         if not call.is_hooked:
             call.before(module, args, kwargs)

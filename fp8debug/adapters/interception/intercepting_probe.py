@@ -1,4 +1,4 @@
-"""The probe of a module whose GEMMs are only heard: it fits each GEMM to input, weight and gradient, and records it."""
+"""The probe of a module whose GEMMs are only intercepted: it fits each GEMM to input, weight and gradient, and records it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.interception.calls import observe_calls
-from fp8debug.adapters.interception.listener import Heard, Side, listener_of, nodes_between, version_of
-from fp8debug.adapters.interception.sublinears import CALLED, TRIED, is_new
-from fp8debug.adapters.plain import Trial
+from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm, listener_of, nodes_between, version_of
+from fp8debug.adapters.interception.sublinears import CALLED, TRIED, first_report
+from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
@@ -31,7 +31,7 @@ from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 #: (gemm, tensor, format, granularity) -> the cast that is in force there.
 CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
 #: Modules that a watch listens to, by whether it records inference.
-_HEARD: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
+_INTERCEPTED: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
 _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
@@ -39,18 +39,18 @@ def _gone() -> None:
     return None
 
 
-class Call:
-    """One forward call of a module: what its backward needs, sampled, and what was heard of it."""
+class ForwardCall:
+    """One forward call of a module: what its backward needs, sampled, and what was observed of it."""
 
     def __init__(self, *, copies: bool = False) -> None:
-        self.heard: list[Heard] = []
+        self.gemms: list[SeenGemm] = []
         self.copies = copies
         self.kept: SavedForBackward | None = None
         self.x: Callable[[], Tensor | None] = _gone
         self.input_dtype: torch.dtype | None = None
         self.weight: Tensor | None = None
         self.wanted: set[Gemm] = set()
-        self.unsure: list[dict[Gemm, Heard]] = []
+        self.unsure: list[dict[Gemm, SeenGemm]] = []
         self.recorded: set[Gemm] = set()
         self.grad_output: Tensor | None = None
         self.known: tuple[Source, WhatIfSlots] | None = None
@@ -62,10 +62,10 @@ class Call:
         """Return the input ``[M, K]`` as it was before it was quantized, after the cast of autocast."""
         return x.detach().to(self.input_dtype or x.dtype).reshape(-1, x.shape[-1])
 
-    def hear(self, heard: Heard) -> None:
+    def on_gemm(self, gemm: SeenGemm) -> None:
         """Keep a GEMM of the forward pass until the module's output is known."""
-        if isinstance(heard, Heard):
-            self.heard.append(heard.held(copied=self.copies) if heard.is_fp8 else heard.noted())
+        if isinstance(gemm, SeenGemm):
+            self.gemms.append(gemm.held(copied=self.copies) if gemm.is_fp8 else gemm.noted())
 
     def note(self, **tensors: Tensor) -> None:
         """Note the versions of tensors that are read later."""
@@ -76,13 +76,13 @@ class Call:
         return self.versions.get(name) is None or x._version == self.versions[name]
 
 
-class Ears(Probe):
+class InterceptingProbe(Probe):
     """A probe that records what the listener sees of its module's GEMMs.
 
     Args:
         observer: where it records.
         module: FQN.
-        cast_of: names the cast of an operand that was heard.
+        cast_of: names the cast of an operand that was observed.
         input_dtype: returns, while the module's forward runs, the dtype that it casts its input to before it is quantized; None
             where it does not.
         trial: records what FP8 would do to the module's GEMM where it runs in high precision, in a model without FP8; None for
@@ -95,24 +95,24 @@ class Ears(Probe):
         module: str,
         cast_of: CastOf,
         input_dtype: Callable[[], torch.dtype | None] = _gone,
-        trial: Trial | None = None,
+        trial: WhatIfProbe | None = None,
     ) -> None:
         super().__init__(observer, module)
         self._cast_of = cast_of
         self._input_dtype = input_dtype
         self._listener = listener_of(observer)
-        self._unfinished: list[Call] = []
+        self._unfinished: list[ForwardCall] = []
         self._copies = False  # whether the program was seen to overwrite operands: from the next step on they are copied
         self._reported: set[str] = set()
         self._trial = trial
 
-    def listen(self, module: nn.Module) -> Callable[[], None]:
+    def install(self, module: nn.Module) -> Callable[[], None]:
         """Observe the module's calls and return what ends it.
 
         Raises:
             AttachError: another watch listens to it.
         """
-        watched = _HEARD[self.observer.settings.inference]
+        watched = _INTERCEPTED[self.observer.settings.inference]
         if module in watched:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         watched.add(module)
@@ -128,25 +128,25 @@ class Ears(Probe):
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Listen until the call ends."""
-        call = Call(copies=self._copies) if self.begin() else None
+        call = ForwardCall(copies=self._copies) if self.begin() else None
         if call is not None:
             CALLED.add(module)
             call.arguments = {id(x): version_of(x) for x in args if isinstance(x, Tensor)}
-        self._listener.begin(self, call, None if call is None else call.hear, self._fail)
+        self._listener.begin(self, call, None if call is None else call.on_gemm, self._fail)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Record fprop, and wait for the backward pass."""
-        ear = self._listener.end(self)
+        scope = self._listener.end(self)
         if output is not None and self.observer.takes_pass:
             self._check_call(module, args[0] if args else next(iter(kwargs.values()), None), output)
-        if ear is None or not isinstance(ear.call, Call):
+        if scope is None or not isinstance(scope.call, ForwardCall):
             return
-        ear.call.input_dtype = self._input_dtype()
-        if any(heard.is_fp8 for heard in ear.call.heard):
+        scope.call.input_dtype = self._input_dtype()
+        if any(gemm.is_fp8 for gemm in scope.call.gemms):
             self.observer.has_fp8 = True
-            self._record_fprop(ear.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
+            self._record_fprop(scope.call, module, args[0] if args else next(iter(kwargs.values()), None), output)
         elif self._trial is not None and output is not None and not self.observer.has_fp8 and self._trial.begin():
-            self._record_trial(ear.call, module, self._trial)
+            self._record_trial(scope.call, module, self._trial)
 
     @isolated
     def _fail(self, error: BaseException) -> None:
@@ -191,14 +191,14 @@ class Ears(Probe):
         return extremes_of(x)
 
     @isolated
-    def _record_trial(self, call: Call, module: nn.Module, trial: Trial) -> None:
+    def _record_trial(self, call: ForwardCall, module: nn.Module, trial: WhatIfProbe) -> None:
         """Have what FP8 would do recorded of the GEMM ``[M, K] @ [K, N]`` that the module ran in high precision."""
         weight = stored(module, "weight")
         n, k = (stored(module, "out_features"), stored(module, "in_features")) if weight is None else weight.shape
         if n is None or k is None:
             self.report_once("not recorded: its weight and its in_features and out_features are computed at each access")
             return
-        one = next((h for h in call.heard if h.first.values.shape[1] == k and h.second.values.shape == (k, n)), None)
+        one = next((h for h in call.gemms if h.first.values.shape[1] == k and h.second.values.shape == (k, n)), None)
         if one is None:
             self.report_once(f"not recorded: no GEMM of [tokens, {k}] by [{k}, {n}] was seen in its forward pass")
             return
@@ -212,8 +212,8 @@ class Ears(Probe):
         trial.try_gemm(x.detach(), second.detach().t(), one.result.grad_fn, *wants)
 
     @isolated
-    def _record_fprop(self, call: Call, module: nn.Module, x: Any, output: Any) -> None:
-        heard, call.heard = [h for h in call.heard if h.is_fp8], []
+    def _record_fprop(self, call: ForwardCall, module: nn.Module, x: Any, output: Any) -> None:
+        gemms, call.gemms = [h for h in call.gemms if h.is_fp8], []
         output = output[0] if isinstance(output, tuple) else output
         if output is None:  # an exception
             return
@@ -227,12 +227,12 @@ class Ears(Probe):
                 return
         flat = call.as_quantized(x)
         detached = call.weight = weight.detach()
-        fits = [f for h in heard if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
+        fits = [f for h in gemms if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
         if not fits:
-            self.give_up(f"{heard[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
+            self.give_up(f"{gemms[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
             return
-        if len(heard) > 1:
-            self.report_once(f"recorded by one of {len(heard)} FP8 GEMMs of its forward pass")
+        if len(gemms) > 1:
+            self.report_once(f"recorded by one of {len(gemms)} FP8 GEMMs of its forward pass")
         version = call.arguments.get(id(x))
         overwritten = fits[0].overwritten() or ("input" if version is not None and x._version != version else None)
         if overwritten is not None:
@@ -245,7 +245,7 @@ class Ears(Probe):
             return
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
-        call.x = weakly(x)  # a strong reference could keep what the module itself does not
+        call.x = weak_view(x)  # a strong reference could keep what the module itself does not
         call.note(input=x, weight=detached)
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
@@ -275,7 +275,7 @@ class Ears(Probe):
             node.register_hook(after)
 
     @isolated
-    def _take(self, call: Call, heard: Heard) -> None:
+    def _take(self, call: ForwardCall, gemm: SeenGemm) -> None:
         """Record a GEMM of the backward pass when it has run: the program may overwrite what it read as soon as that.
 
         One that its shapes do not tell apart from the other is kept until its node has run.
@@ -284,20 +284,20 @@ class Ears(Probe):
         if call not in self._unfinished or grad_output is None or weight is None:
             return
         tokens = grad_output.shape[0]
-        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, heard, tokens, weight)) is not None}
-        if heard.which is not None:
-            fits = {w: f for w, f in fits.items() if w is heard.which}
+        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, gemm, tokens, weight)) is not None}
+        if gemm.which is not None:
+            fits = {w: f for w, f in fits.items() if w is gemm.which}
         elif len(fits) == 2:
-            held = heard.held()
+            held = gemm.held()
             call.unsure.append({w: f for w in fits if (f := fitting(w, held, tokens, weight)) is not None})
             return
-        elif not fits and heard.is_fp8:
-            self.report_once(f"not recorded in full: {heard} in its backward pass is neither dgrad nor wgrad")
+        elif not fits and gemm.is_fp8:
+            self.report_once(f"not recorded in full: {gemm} in its backward pass is neither dgrad nor wgrad")
         for which, fit in fits.items():
             self._record_backward(call, which, fit)
 
     @isolated
-    def _sort(self, call: Call) -> None:
+    def _sort(self, call: ForwardCall) -> None:
         """Record, after a node, those of its GEMMs that shapes do not tell apart; end the call after its last node."""
         unsure, call.unsure = call.unsure, []
         if call not in self._unfinished or call.grad_output is None or call.weight is None:
@@ -315,7 +315,7 @@ class Ears(Probe):
         if not call.nodes_left or call.recorded == call.wanted:
             self._finish(call)
 
-    def _record_backward(self, call: Call, which: Gemm, heard: Heard) -> None:
+    def _record_backward(self, call: ForwardCall, which: Gemm, gemm: SeenGemm) -> None:
         """Record dgrad or wgrad, once in a backward pass."""
         grad_output, weight, kept = call.grad_output, call.weight, call.kept
         if which not in call.wanted or which in call.recorded or grad_output is None or weight is None:
@@ -323,7 +323,7 @@ class Ears(Probe):
         if weight.numel() and not weight.untyped_storage().nbytes():
             self.give_up("its weight was taken away before the end of its backward pass")
             return
-        overwritten = heard.overwritten()
+        overwritten = gemm.overwritten()
         if overwritten is None and not call.is_as_noted("grad_output", grad_output):
             overwritten = "grad_output"
         if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", weight):
@@ -336,7 +336,7 @@ class Ears(Probe):
         call.recorded.add(which)
         if call.known is None:
             call.known = Source(grad_output), WhatIfSlots()
-        product = self._product(which, heard)
+        product = self._product(which, gemm)
         if which is Gemm.WGRAD and kept is not None:
             x = call.x()
             if x is None or not call.is_as_noted("input", x):
@@ -351,7 +351,7 @@ class Ears(Probe):
         self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
 
     @isolated
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: ForwardCall) -> None:
         """End a backward pass."""
         if call not in self._unfinished:
             return
@@ -362,14 +362,14 @@ class Ears(Probe):
             for which in sorted(call.wanted - call.recorded):
                 self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
 
-    def _product(self, which: Gemm, heard: Heard) -> Product:
+    def _product(self, which: Gemm, gemm: SeenGemm) -> Product:
         """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
         first, second = OPERANDS[which]
-        a = heard.first.t() if which is Gemm.WGRAD else heard.first
-        b = heard.second.t() if which is Gemm.FPROP else heard.second
-        return self._as_operand(which, first, a), self._as_operand(which, second, b), heard.result
+        a = gemm.first.t() if which is Gemm.WGRAD else gemm.first
+        b = gemm.second.t() if which is Gemm.FPROP else gemm.second
+        return self._as_operand(which, first, a), self._as_operand(which, second, b), gemm.result
 
-    def _as_operand(self, which: Gemm, role: TensorRole, side: Side) -> Operand:
+    def _as_operand(self, which: Gemm, role: TensorRole, side: GemmOperand) -> Operand:
         if side.scale_inv is None:
             return side.values
         cast = self._cast_of(which, role, _FORMATS[side.values.dtype], side.granularity)
@@ -379,7 +379,7 @@ class Ears(Probe):
         """Report something of this module, the first time in the life of the watch."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, is_new(self.observer, text))
+            self.observer.report(self.module, text, first_report(self.observer, text))
 
     def _end_step(self) -> None:
         for call in self._unfinished:
@@ -402,23 +402,23 @@ def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
     return found
 
 
-def fitting(which: Gemm, heard: Heard, tokens: int, weight: Tensor) -> Heard | None:
+def fitting(which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
     """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not.
 
     A bias is a Linear's in fprop alone, where it is added to every row of the output.
     """
     (n, k), m = weight.shape, tokens
     first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
-    if heard.bias is not None and which is not Gemm.FPROP:
+    if gemm.bias is not None and which is not Gemm.FPROP:
         return None
-    left, right = heard.first.values.shape, heard.second.values.shape
+    left, right = gemm.first.values.shape, gemm.second.values.shape
     if left == first and right == second:
-        return heard
-    is_turned = heard.bias is None and right[::-1] == first and left[::-1] == second
-    return heard.t() if is_turned else None
+        return gemm
+    is_turned = gemm.bias is None and right[::-1] == first and left[::-1] == second
+    return gemm.t() if is_turned else None
 
 
-def weakly(x: Tensor) -> Callable[[], Tensor | None]:
+def weak_view(x: Tensor) -> Callable[[], Tensor | None]:
     """Return what finds a tensor as long as it, or another view of what it views, is kept: FSDP2's modules get a view."""
     own, base = TensorWeakRef(x), None if x._base is None else TensorWeakRef(x._base)
     place = x.shape, x.stride(), x.storage_offset()

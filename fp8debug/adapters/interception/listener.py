@@ -1,6 +1,6 @@
-"""Hearing GEMMs that are not ours: which module and which of its three GEMMs an op belongs to.
+"""Intercepting GEMMs that are not ours: which module and which of its three GEMMs an op belongs to.
 
-A dispatch mode hears the ops of a watched module's forward, and of the autograd nodes between its output and its input; nothing
+A dispatch mode sees the ops of a watched module's forward, and of the autograd nodes between its output and its input; nothing
 else runs under it but, to count GEMMs that belong to nobody, the forward pass of the root. It is entered on sampled steps only
 and always in a scope that ends where it began (a module's forward, one node), so that it can never end up below a mode of the
 user's. High-precision operands come from the forward hook and from a hook on the output. Compiled code keeps running: its GEMMs
@@ -40,7 +40,7 @@ MAX_NODES = 64
 MAX_COPIED = 2**29
 
 
-class Side(NamedTuple):
+class GemmOperand(NamedTuple):
     """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither.
 
     ``version`` is autograd's count of writes to the values when the GEMM ran; None where it is not to be compared.
@@ -51,18 +51,18 @@ class Side(NamedTuple):
     granularity: str = ""
     version: int | None = None
 
-    def t(self) -> Side:
+    def t(self) -> GemmOperand:
         """Return it transposed."""
         if self.scale_inv is None:
-            return Side(self.values.t(), version=self.version)
-        return Side(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version)
+            return GemmOperand(self.values.t(), version=self.version)
+        return GemmOperand(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version)
 
-    def held(self, *, copied: bool) -> Side:
+    def held(self, *, copied: bool) -> GemmOperand:
         """Return it to be read later: a copy, or the same with its version."""
         return self._replace(values=self.values.clone()) if copied else self._replace(version=version_of(self.values))
 
 
-class Heard(NamedTuple):
+class SeenGemm(NamedTuple):
     """One GEMM that ran: ``result[r, s] = first[r, c] @ second[c, s]``, what was added to it, and which it is, if it says so.
 
     The tensors are the program's, which may write to them as soon as the GEMM has run. ``is_opaque``: it may do so without
@@ -70,8 +70,8 @@ class Heard(NamedTuple):
     """
 
     name: str
-    first: Side
-    second: Side
+    first: GemmOperand
+    second: GemmOperand
     result: Tensor
     bias: Tensor | None = None
     which: Gemm | None = None
@@ -83,11 +83,11 @@ class Heard(NamedTuple):
         """Whether an operand is quantized."""
         return self.first.scale_inv is not None or self.second.scale_inv is not None
 
-    def t(self) -> Heard:
+    def t(self) -> SeenGemm:
         """Return the same GEMM as ``result.t() = second.t() @ first.t()``."""
         return self._replace(first=self.second.t(), second=self.first.t(), result=self.result.t())
 
-    def held(self, *, copied: bool = False) -> Heard:
+    def held(self, *, copied: bool = False) -> SeenGemm:
         """Return it to be read later: with copies of what the program may overwrite unnoticed, and of all that is small.
 
         Args:
@@ -103,7 +103,7 @@ class Heard(NamedTuple):
             version=None if copied or is_small else version_of(self.result),
         )
 
-    def noted(self) -> Heard:
+    def noted(self) -> SeenGemm:
         """Return it with the versions of its operands."""
         return self._replace(first=self.first.held(copied=False), second=self.second.held(copied=False))
 
@@ -148,25 +148,25 @@ class Follower(Protocol):
         ...
 
 
-class Ear(NamedTuple):
-    """Who listens to the ops that run now: ``hear`` is told every GEMM; None where they are known not to be recorded."""
+class Scope(NamedTuple):
+    """Who listens to the ops that run now: ``on_gemm`` is told every GEMM; None where they are known not to be recorded."""
 
     owner: object
     call: object
-    hear: Callable[[Heard], None] | None
+    on_gemm: Callable[[SeenGemm], None] | None
     fail: Failed
     entered: bool
     follower: Follower | None = None
 
 
 #: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
-DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], Heard | None]] = {}
+DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], SeenGemm | None]] = {}
 #: Ops that are FP8 GEMMs whatever their arguments.
 SCALED: set[Any] = set()
 
 
 class Listener(TorchDispatchMode):
-    """Hears the GEMMs of one watch; see the module."""
+    """TeGemmObserver the GEMMs of one watch; see the module."""
 
     is_ours = True
     supports_higher_order_operators = True  # or torch refuses to run them, flex_attention among them
@@ -176,9 +176,9 @@ class Listener(TorchDispatchMode):
         # torch imports it at the first op under a dispatch mode: a second that no training step should wait for.
         importlib.import_module("torch._dynamo")
         self._local = threading.local()
-        self._stacks: list[list[Ear]] = []
+        self._stacks: list[list[Scope]] = []
         #: FP8 GEMMs of a forward pass that belong to no watched module, or that no adapter can read.
-        self.strays: Counter[str] = Counter()
+        self.unowned_gemms: Counter[str] = Counter()
         #: Counts the FLOPs of a forward pass, in one sampled step.
         self.counter: GemmCounter | None = None
 
@@ -188,12 +188,12 @@ class Listener(TorchDispatchMode):
         return True
 
     @property
-    def ears(self) -> list[Ear]:
+    def scopes(self) -> list[Scope]:
         """Who listens on this thread, the innermost last."""
-        if not hasattr(self._local, "ears"):
-            self._local.ears = []
-            self._stacks.append(self._local.ears)
-        found: list[Ear] = self._local.ears
+        if not hasattr(self._local, "scopes"):
+            self._local.scopes = []
+            self._stacks.append(self._local.scopes)
+        found: list[Scope] = self._local.scopes
         return found
 
     @property
@@ -216,12 +216,12 @@ class Listener(TorchDispatchMode):
         return getattr(self._local, "is_muted", False)
 
     def enter(self) -> bool:
-        """Hear the ops of this thread until :meth:`leave`; False where they are heard already.
+        """Intercept the ops of this thread until :meth:`leave`; False where they are intercepted already.
 
         The stack is pushed to directly: entering by ``with`` also sets flags for the whole process, which would stay set
         where an exception ends a backward node.
         """
-        if self._is_heard():
+        if self._is_entered():
             return False
         _push_on_torch_dispatch_stack(self)
         return True
@@ -235,47 +235,47 @@ class Listener(TorchDispatchMode):
             set_modes(others)
             raise
 
-    def _is_heard(self) -> bool:
+    def _is_entered(self) -> bool:
         return any(_get_dispatch_stack_at(i) is self for i in range(_len_torch_dispatch_stack()))
 
     def begin(
         self,
         owner: object,
         call: object,
-        hear: Callable[[Heard], None] | None,
+        on_gemm: Callable[[SeenGemm], None] | None,
         fail: Failed,
         follower: Follower | None = None,
     ) -> None:
-        """Let an owner hear what runs on this thread from now on, for one of its calls."""
-        ears = self.ears
-        if hear is None:
-            ears.append(Ear(owner, call, None, fail, False))
+        """Let an owner on_gemm what runs on this thread from now on, for one of its calls."""
+        scopes = self.scopes
+        if on_gemm is None:
+            scopes.append(Scope(owner, call, None, fail, False))
             return
-        depth, before = len(ears), TorchState()
+        depth, before = len(scopes), TorchState()
         try:
-            ears.append(Ear(owner, call, hear, fail, self.enter(), follower))
+            scopes.append(Scope(owner, call, on_gemm, fail, self.enter(), follower))
         except BaseException:  # a signal handler's: the call that would end this turn does not come
-            del ears[depth:]
+            del scopes[depth:]
             before.restore()
             raise
 
-    def end(self, owner: object) -> Ear | None:
+    def end(self, owner: object) -> Scope | None:
         """End the owner's turn; None where it had none, because an exception came before it."""
-        ears = self.ears
-        if not ears or ears[-1].owner is not owner:
+        scopes = self.scopes
+        if not scopes or scopes[-1].owner is not owner:
             return None
-        ear = ears[-1]
+        scope = scopes[-1]
         try:
-            if ear.entered:
+            if scope.entered:
                 self.leave()
         finally:
-            ears.pop()
-        return ear
+            scopes.pop()
+        return scope
 
     def forget(self) -> None:
         """End every turn: a step ended, or an exception did."""
-        for ears in self._stacks:
-            ears.clear()
+        for scopes in self._stacks:
+            scopes.clear()
         self.leave()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -283,14 +283,14 @@ class Listener(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_muted:
             return func(*args, **kwargs)
-        ears = self.ears
+        scopes = self.scopes
         counter = self.counter if self.counter is not None and self.counter.is_on else None
-        is_heard = bool(ears) and ears[-1].hear is not None
-        follower = ears[-1].follower if ears else None
+        is_intercepted = bool(scopes) and scopes[-1].on_gemm is not None
+        follower = scopes[-1].follower if scopes else None
         is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
         if follower is not None and is_recorded and follower.is_followed:
-            self._tell(ears[-1], follower.before_op)
-        if (is_heard or counter is not None) and (key := _inside(func, args)) is not None:
+            self._tell(scopes[-1], follower.before_op)
+        if (is_intercepted or counter is not None) and (key := _inside(func, args)) is not None:
             before, depth = TorchState(), self._depth
             self._local.depth = depth + 1
             try:
@@ -302,7 +302,7 @@ class Listener(TorchDispatchMode):
             finally:
                 self._local.depth = depth
             if follower is not None:
-                self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
+                self._tell(scopes[-1], follower.after_op, func, args, kwargs, result)
             return result
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
@@ -314,26 +314,26 @@ class Listener(TorchDispatchMode):
                     raise
                 counter.give_up()
         if follower is not None and not is_recorded:
-            self._tell(ears[-1], follower.after_op, func, args, kwargs, result)
-        if packet in SCALED and not ears and not is_of_fp8_linear():
-            self.strays[str(packet)] += 1
-        elif packet in DECODERS and ears and ears[-1].hear is not None:
+            self._tell(scopes[-1], follower.after_op, func, args, kwargs, result)
+        if packet in SCALED and not scopes and not is_of_fp8_linear():
+            self.unowned_gemms[str(packet)] += 1
+        elif packet in DECODERS and scopes and scopes[-1].on_gemm is not None:
             before = TorchState()
             try:
                 with ordinary_torch():
-                    heard = DECODERS[packet](_bound(func, args, kwargs), result)
-                if isinstance(heard, Heard) and (self._depth or _writes_to_arguments(func)):
-                    heard = heard._replace(is_opaque=True)
-                if heard is not None:
-                    ears[-1].hear(heard)
+                    gemm = DECODERS[packet](_bound(func, args, kwargs), result)
+                if isinstance(gemm, SeenGemm) and (self._depth or _writes_to_arguments(func)):
+                    gemm = gemm._replace(is_opaque=True)
+                if gemm is not None:
+                    scopes[-1].on_gemm(gemm)
             except BaseException as error:
                 before.restore()
                 if not is_ours(error):
                     raise
-                ears[-1].fail(error)
+                scopes[-1].fail(error)
         return result
 
-    def _tell(self, ear: Ear, take: Callable[..., None], *args: Any) -> None:
+    def _tell(self, scope: Scope, take: Callable[..., None], *args: Any) -> None:
         """Tell a follower of an op; an error of ours goes to its owner."""
         before = TorchState()
         try:
@@ -343,7 +343,7 @@ class Listener(TorchDispatchMode):
             before.restore()
             if not is_ours(error):
                 raise
-            ear.fail(error)
+            scope.fail(error)
 
 
 #: Names of an op's arguments in their order; its schema makes them anew each time.
@@ -368,7 +368,7 @@ def _writes_to_arguments(func: Any) -> bool:
     return found
 
 
-#: Whether an op has no others inside that we may hear; its name is put together anew each time that it is asked for.
+#: Whether an op has no others inside that we may on_gemm; its name is put together anew each time that it is asked for.
 _IS_WHOLE: dict[Any, bool] = {}
 _WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug", "higher_order")
 
@@ -413,7 +413,7 @@ class OtherGemms(Follower, Protocol):
         """Begin a forward pass."""
         ...
 
-    def take(self, heard: Any) -> None:
+    def take(self, gemm: Any) -> None:
         """Take a GEMM that has run."""
         ...
 
@@ -436,7 +436,7 @@ class RootHooks:
         roots: the modules.
         observer: of the watch.
         counter: of the FLOPs.
-        hears: whether FP8 GEMMs are looked for in the other sampled steps too.
+        intercepts: whether FP8 GEMMs are looked for in the other sampled steps too.
         is_told: returns whether compiled code was reported on stderr, which need not be repeated.
         others: takes the GEMMs outside the watched modules; None where nobody does.
     """
@@ -446,11 +446,11 @@ class RootHooks:
         roots: Iterable[nn.Module],
         observer: Observer,
         counter: GemmCounter,
-        hears: bool,
+        intercepts: bool,
         is_told: Callable[[], bool],
         others: OtherGemms | None = None,
     ) -> None:
-        self._counter, self._hears, self._others = counter, hears, others
+        self._counter, self._intercepts, self._others = counter, intercepts, others
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
         self._entered: list[nn.Module] = []
@@ -468,7 +468,7 @@ class RootHooks:
         counts = self._counter.is_wanted and torch._C._current_graph_task_id() == -1 and not is_capturing()
         others = self._others if torch._C._current_graph_task_id() == -1 and not is_capturing() else None
         others = others if others is not None and others.is_wanted else None
-        if (counts or self._hears or others is not None) and self._listener.enter():
+        if (counts or self._intercepts or others is not None) and self._listener.enter():
             self._entered.append(module)
             if others is not None:
                 others.begin()
@@ -488,14 +488,14 @@ class RootHooks:
 
     def _report(self) -> None:
         self._entered.clear()
-        strays = self._listener.strays
-        if strays:
-            counts = ", ".join(f"{n} {name}" for name, n in sorted(strays.items()))
+        unowned_gemms = self._listener.unowned_gemms
+        if unowned_gemms:
+            counts = ", ".join(f"{n} {name}" for name, n in sorted(unowned_gemms.items()))
             text = (
                 f"not seen in full: {counts} in one forward pass belong to no watched module (code under torch.compile, a"
                 " function, or a module that no adapter takes); run sampled steps without torch.compile to record them"
             )
-            strays.clear()
+            unowned_gemms.clear()
             self._observer.report("the model", text, not self._told and not self._is_told())
             self._told = True
 

@@ -26,11 +26,11 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import num_dims, same_cast
 from fp8debug.adapters.interception.gemm_flops import GemmCounter, is_of_fp8_linear
-from fp8debug.adapters.interception.intercepting_probe import Call, Ears, fitting, weakly
-from fp8debug.adapters.interception.listener import Heard, listener_of
+from fp8debug.adapters.interception.intercepting_probe import ForwardCall, InterceptingProbe, fitting, weak_view
+from fp8debug.adapters.interception.listener import SeenGemm, listener_of
 from fp8debug.adapters.interception.origins import Origin, Origins, joined_at, parameter_behind
-from fp8debug.adapters.interception.sublinears import CASTS, TRIED, Part, heard_recipe
-from fp8debug.adapters.plain import Trial
+from fp8debug.adapters.interception.sublinears import CASTS, TRIED, SubLinear, seen_recipe
+from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.kernels.torch_state import untraced
 from fp8debug.linear import Fp8Linear
@@ -49,7 +49,7 @@ _CHECKPOINT = _FORWARD.co_filename
 _LIVE: WeakSet[nn.Module] = WeakSet()
 
 
-class Matrix(Part):
+class Matrix(SubLinear):
     """A 2-D parameter, a slice of one, or several in one matrix.
 
     Args:
@@ -73,7 +73,7 @@ class _Matrices:
     name = "matrices"
     kind = ""  # the class of the module that holds it
     fp8 = True
-    is_heard = True
+    is_intercepted = True
 
     def matches(self, module: nn.Module) -> bool:
         """Return False: it takes parameters, which no other adapter reads, and not modules."""
@@ -81,7 +81,7 @@ class _Matrices:
 
     def recipe(self, module: nn.Module) -> Recipe | None:
         """Return the casts that were observed; None before the first."""
-        return heard_recipe(module, "scaled_mm")
+        return seen_recipe(module, "scaled_mm")
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Do nothing: its GEMMs are assigned by :class:`OutsideGemms`."""
@@ -118,7 +118,7 @@ def matrices_of(roots: Sequence[nn.Module], candidates: Sequence[Candidate]) -> 
     return found
 
 
-class MatrixProbe(Ears):
+class MatrixProbe(InterceptingProbe):
     """The probe of one matrix: each of its GEMMs comes with the tensors that were cast.
 
     Args:
@@ -128,7 +128,7 @@ class MatrixProbe(Ears):
     """
 
     def __init__(self, observer: Observer, module: str, matrix: Matrix) -> None:
-        super().__init__(observer, module, self._named, trial=Trial(observer, module, actual=False))
+        super().__init__(observer, module, self._named, trial=WhatIfProbe(observer, module, actual=False))
         self.matrix = matrix
         name = matrix.weight_names[0]
         self.layout = layout_by_marks(matrix.owner, matrix.owner._parameters.get(name))
@@ -143,11 +143,11 @@ class MatrixProbe(Ears):
         return self.observer.has_room(self._number if trial is None else max(self._number, trial._number), device)
 
     @isolated
-    def take_fprop(self, heard: Heard, x: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> Call | None:
+    def take_fprop(self, gemm: SeenGemm, x: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> ForwardCall | None:
         """Record fprop and return what its backward pass needs; None where none is to come.
 
         Args:
-            heard: ``[M, K] @ [K, N]``.
+            gemm: ``[M, K] @ [K, N]``.
             x: input ``[..., K]`` before its cast.
             weight: ``[N, K]`` before its cast.
             wants: whether the gradients of the input and of the weight are wanted.
@@ -156,16 +156,16 @@ class MatrixProbe(Ears):
             return None
         _LIVE.add(self.matrix)
         self.matrix.set_shape(*weight.shape)
-        call = Call()
+        call = ForwardCall()
         flat, call.weight = call.as_quantized(x), weight
-        a, b, result = self._product(Gemm.FPROP, heard)
-        call.kept = self.fprop(flat, weight, a, b, None, result, heard.bias)
+        a, b, result = self._product(Gemm.FPROP, gemm)
+        call.kept = self.fprop(flat, weight, a, b, None, result, gemm.bias)
         call.wanted = {which for which, is_wanted in zip((Gemm.DGRAD, Gemm.WGRAD), wants, strict=True) if is_wanted}
-        call.x = weakly(x)
+        call.x = weak_view(x)
         call.note(input=x, weight=weight)
         return call if call.kept is not None and call.wanted else None
 
-    def wait(self, call: Call, node: Any) -> None:
+    def wait(self, call: ForwardCall, node: Any) -> None:
         """Record the backward pass of a call when its autograd node runs."""
         assert call.weight is not None
         features = call.weight.shape[0]
@@ -192,31 +192,31 @@ class MatrixProbe(Ears):
         node.register_prehook(before)
         node.register_hook(after)
 
-    def _take_backward(self, call: Call, origins: Origins, heard: Heard) -> None:
+    def _take_backward(self, call: ForwardCall, origins: Origins, gemm: SeenGemm) -> None:
         """Record a GEMM of the node by the operand that was cast from grad_output.
 
         One whose operands were cast from other tensors is of the forward pass, which activation checkpointing runs once more.
         """
         grad_output = call.grad_output
-        if not isinstance(heard, Heard) or grad_output is None:
+        if not isinstance(gemm, SeenGemm) or grad_output is None:
             return
-        first, second = origins.of(heard.first.values), origins.of(heard.second.values)
+        first, second = origins.of(gemm.first.values), origins.of(gemm.second.values)
         if _is_of(first, grad_output) and first.is_turned is not None:
-            heard = heard._replace(which=Gemm.WGRAD if first.is_turned else Gemm.DGRAD)
+            gemm = gemm._replace(which=Gemm.WGRAD if first.is_turned else Gemm.DGRAD)
         elif _is_of(second, grad_output) and second.is_turned is not None:
-            heard = heard.t()._replace(which=Gemm.DGRAD if second.is_turned else Gemm.WGRAD)
+            gemm = gemm.t()._replace(which=Gemm.DGRAD if second.is_turned else Gemm.WGRAD)
         elif (first is not None and second is not None and not _is_of(first, grad_output)) or _is_recomputed():
             return
-        self._take(call, heard)
+        self._take(call, gemm)
 
-    def take_trial(self, heard: Heard, wants: tuple[bool, bool]) -> Callable[[Any], None] | None:
+    def take_trial(self, gemm: SeenGemm, wants: tuple[bool, bool]) -> Callable[[Any], None] | None:
         """Record what FP8 would do to ``[M, K] @ [K, N]`` in high precision; return what waits for its gradient."""
         trial = self._trial
-        if trial is None or not self._has_room(heard.result.device) or not trial.begin():
+        if trial is None or not self._has_room(gemm.result.device) or not trial.begin():
             return None
         trial.layout = self.layout
-        weight = heard.second.values.detach().t()
-        attach = trial.try_forward(heard.first.values.detach(), weight, *wants)
+        weight = gemm.second.values.detach().t()
+        attach = trial.try_forward(gemm.first.values.detach(), weight, *wants)
         if attach is not None:
             TRIED.add(self.matrix)
             self.matrix.set_shape(*weight.shape)
@@ -274,7 +274,7 @@ class OutsideGemms:
         linears: candidates whose weight a function elsewhere may multiply by.
         observer: of the watch.
         counter: of the FLOPs, which belong to the matrix once it is known.
-        hears: whether every sampled step is followed; otherwise only when the first one had such GEMMs.
+        intercepts: whether every sampled step is followed; otherwise only when the first one had such GEMMs.
 
     Attributes:
         unassigned: why FP8 GEMMs are not recorded, by the FQN of the module that ran them.
@@ -286,11 +286,11 @@ class OutsideGemms:
         linears: Sequence[Candidate],
         observer: Observer,
         counter: GemmCounter,
-        hears: bool,
+        intercepts: bool,
     ) -> None:
         self._matrices = list(matrices)
         self._linears = [c for c in linears if isinstance(c.module, nn.Linear) and not isinstance(c.module, Fp8Linear)]
-        self._observer, self._counter, self._hears = observer, counter, hears
+        self._observer, self._counter, self._intercepts = observer, counter, intercepts
         self._listener = listener_of(observer)
         self._origins = Origins()
         self._waiting: list[_Waiting] = []
@@ -308,7 +308,7 @@ class OutsideGemms:
     @property
     def is_wanted(self) -> bool:
         """Whether forward passes of sampled steps are to be followed."""
-        return self._hears or self._has_found or not self._has_looked
+        return self._intercepts or self._has_found or not self._has_looked
 
     def begin(self) -> None:
         """Begin a forward pass."""
@@ -342,27 +342,27 @@ class OutsideGemms:
         if not is_of_fp8_linear():
             self._not_recorded(f"{error}")
 
-    def take(self, heard: Any) -> None:
+    def take(self, gemm: Any) -> None:
         """Record a GEMM that has run, if it can be assigned to a matrix."""
-        if getattr(heard, "is_fp8", True) and is_of_fp8_linear():
+        if getattr(gemm, "is_fp8", True) and is_of_fp8_linear():
             return
-        if not isinstance(heard, Heard):
+        if not isinstance(gemm, SeenGemm):
             self._not_recorded("a grouped GEMM outside a module that holds its weights is not read")
-        elif heard.is_fp8:
+        elif gemm.is_fp8:
             self._observer.has_fp8 = self._has_found = True
             try:
-                self._take_fp8(heard)
+                self._take_fp8(gemm)
             except ValueError as error:
-                self._not_recorded(f"{error}", str(heard).split(" ")[0])
-        elif not self._observer.has_fp8 and self._observer.takes_pass and not heard.is_opaque:
-            self._take_plain(heard)
+                self._not_recorded(f"{error}", str(gemm).split(" ")[0])
+        elif not self._observer.has_fp8 and self._observer.takes_pass and not gemm.is_opaque:
+            self._take_plain(gemm)
 
     def _not_recorded(self, reason: str, name: str = "FP8 GEMM") -> None:
         """Count a GEMM that is not recorded, under the module that runs it."""
-        self._listener.strays[name] += 1
+        self._listener.unowned_gemms[name] += 1
         self.unassigned.setdefault(self._counter.running() or "", reason)
 
-    def _take_fp8(self, heard: Heard) -> None:
+    def _take_fp8(self, gemm: SeenGemm) -> None:
         """Record an FP8 GEMM.
 
         Raises:
@@ -370,9 +370,9 @@ class OutsideGemms:
         """
         if (obstacle := _obstacle()) is not None:
             raise ValueError(obstacle)
-        first, second = self._origins.of(heard.first.values), self._origins.of(heard.second.values)
-        turned = heard.t(), second and second.turned(), first and first.turned()
-        readings = [(heard, first, second), turned]
+        first, second = self._origins.of(gemm.first.values), self._origins.of(gemm.second.values)
+        turned = gemm.t(), second and second.turned(), first and first.turned()
+        readings = [(gemm, first, second), turned]
         for one, x, w in readings:
             found = self._found(w)
             if found is not None and w is not None and self._found(x) is None:
@@ -385,8 +385,8 @@ class OutsideGemms:
                     return
         raise ValueError("its weight does not lead to a parameter of the model")
 
-    def _record(self, heard: Heard, x: Origin | None, w: Origin, candidate: Candidate, parameter: Tensor) -> None:
-        (m, k), n = heard.first.values.shape, heard.second.values.shape[1]
+    def _record(self, gemm: SeenGemm, x: Origin | None, w: Origin, candidate: Candidate, parameter: Tensor) -> None:
+        (m, k), n = gemm.first.values.shape, gemm.second.values.shape[1]
         if candidate.reason is not None:
             self._excluded[candidate.fqn] = candidate
             self._counter.assign(candidate.fqn)
@@ -403,29 +403,29 @@ class OutsideGemms:
             raise ValueError("its input before the cast is not known")
         if not x.x.dim() or x.x.shape[-1] != k or x.x.numel() != m * k or not x.x.is_floating_point():
             raise ValueError(f"its input {list(x.x.shape)} is multiplied as {[m, k]} (padded, or in parts)")
-        if type(x.x) not in _PLAIN or fitting(Gemm.FPROP, heard, m, weight) is None:
-            raise ValueError(f"{heard} is not an input by a weight")
+        if type(x.x) not in _PLAIN or fitting(Gemm.FPROP, gemm, m, weight) is None:
+            raise ValueError(f"{gemm} is not an input by a weight")
         probe = self._probe(candidate)
         wants = self._wanted(x.x.requires_grad or self._origins.is_inside(x.x), parameter.requires_grad)
-        call = probe.take_fprop(heard, x.x, weight, wants)
+        call = probe.take_fprop(gemm, x.x, weight, wants)
         self._counter.assign(candidate.fqn)
         if call is not None:
             self._waiting.append(
-                _Waiting(heard.result if heard.result._base is None else heard.result._base, partial(probe.wait, call))
+                _Waiting(gemm.result if gemm.result._base is None else gemm.result._base, partial(probe.wait, call))
             )
 
-    def _take_plain(self, heard: Heard) -> None:
+    def _take_plain(self, gemm: SeenGemm) -> None:
         """Record what FP8 would do to a GEMM of a tensor by a matrix."""
-        found = self._matrix(parameter_behind(heard.second.values).x)
-        if found is None or found.reason is not None or heard.first.values.dim() != 2 or self._found(Origin(heard.first.values)):
+        found = self._matrix(parameter_behind(gemm.second.values).x)
+        if found is None or found.reason is not None or gemm.first.values.dim() != 2 or self._found(Origin(gemm.first.values)):
             return
         if _obstacle() is not None:
             return
         self._has_found = True
-        wants = self._wanted(heard.first.values.requires_grad, heard.second.values.requires_grad)
-        attach = self._probe(found).take_trial(heard, wants)
+        wants = self._wanted(gemm.first.values.requires_grad, gemm.second.values.requires_grad)
+        attach = self._probe(found).take_trial(gemm, wants)
         if attach is not None:
-            self._waiting.append(_Waiting(heard.result, attach))
+            self._waiting.append(_Waiting(gemm.result, attach))
 
     def _wanted(self, of_input: bool, of_weight: bool) -> tuple[bool, bool]:
         """Return which gradients are waited for: none where inference is recorded."""
@@ -450,9 +450,9 @@ class OutsideGemms:
                 return c
         return None
 
-    def _of_shape(self, heard: Heard) -> tuple[Candidate, Tensor] | None:
+    def _of_shape(self, gemm: SeenGemm) -> tuple[Candidate, Tensor] | None:
         """Return the only matrix of the running module with the shape of the second operand, whose codes were cast elsewhere."""
-        k, n = heard.second.values.shape
+        k, n = gemm.second.values.shape
         running = self._counter.running_module()
         mine = [c for c in self._matrices if isinstance(c.module, Matrix) and c.module.owner is running]
         found = [(c, p) for c in mine if (p := _held(c.module)) is not None and p.shape in ((n, k), (k, n))]

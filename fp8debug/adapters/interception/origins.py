@@ -70,7 +70,7 @@ class Origin(NamedTuple):
         return Origin(self.x, None if self.is_turned is None else not self.is_turned)
 
 
-class _Known(NamedTuple):
+class _TracedTensor(NamedTuple):
     """A tensor that was computed without autograd: an image of its origin, a scale, or an origin of its own.
 
     ``sequence`` is autograd's count of nodes when it was made.
@@ -86,8 +86,8 @@ class Origins:
     """The origins of tensors that were computed without autograd in the forward pass under way."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
-        self._weights: dict[int, _Known] = {}  # images of parameters, which may be cast long before their GEMM
+        self._known: dict[int, _TracedTensor] = {}
+        self._weights: dict[int, _TracedTensor] = {}  # images of parameters, which may be cast long before their GEMM
 
     def __bool__(self) -> bool:
         """Whether the inside of a function is known."""
@@ -195,12 +195,12 @@ class Origins:
     def _note(self, x: Tensor, origin: Origin | None, is_scale: bool) -> None:
         if origin is not None and origin.x is x:
             origin = None
-        known = _Known(TensorWeakRef(x), origin, is_scale, _sequence())
+        known = _TracedTensor(TensorWeakRef(x), origin, is_scale, _sequence())
         of_weight = origin is not None and isinstance(parameter_behind(origin.x).x, torch.nn.Parameter)
         (self._known, self._weights)[not of_weight].pop(id(x), None)
         (self._weights if of_weight else self._known)[id(x)] = known
 
-    def _of(self, x: Tensor) -> _Known | None:
+    def _of(self, x: Tensor) -> _TracedTensor | None:
         """Return what is known of a tensor; None for one that an earlier function returned, which is an origin itself."""
         known = self._known.get(id(x)) or self._weights.get(id(x))
         if known is None or known.tensor() is not x or (x.grad_fn is not None and not x.is_leaf):

@@ -101,13 +101,13 @@ class _Region(NamedTuple):
     devices: list[torch.device]
 
 
-class _Call(NamedTuple):
+class _CallState(NamedTuple):
     """The state before a call of a region."""
 
     region: _Region
     versions: list[tuple[str, Tensor, int]]
     random: _Random
-    strays: dict[str, int]
+    unowned_gemms: dict[str, int]
 
 
 class Regions:
@@ -174,7 +174,7 @@ class Regions:
         return output
 
     @untraced
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
         observer = self._observer
         observer.before_forward()
         if not observer.sampling or observer.is_rehearsing or is_capturing() or is_transformed():
@@ -188,7 +188,7 @@ class Regions:
             if not region.watched:
                 return None
             versions = _versions(region, args, kwargs)
-            return _Call(region, versions, _Random.now(region.devices), dict(self._listener.strays))
+            return _CallState(region, versions, _Random.now(region.devices), dict(self._listener.unowned_gemms))
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -205,7 +205,7 @@ class Regions:
         return found
 
     @untraced
-    def _repeat(self, before: _Call, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _repeat(self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Have the region run once more when the gradient of the trained output is known."""
         region, observer = before.region, self._observer
         state = TorchState()
@@ -240,8 +240,8 @@ class Regions:
 
             if places:
                 self._outputs.append(register_multi_grad_hook([trained[i] for i in places], backward))
-                self._listener.strays.clear()
-                self._listener.strays.update(before.strays)
+                self._listener.unowned_gemms.clear()
+                self._listener.unowned_gemms.update(before.unowned_gemms)
         except Exception as error:
             state.restore()
             if not is_ours(error):
@@ -389,7 +389,7 @@ def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return [(what, x, x._version) for what, x in found if not x.is_inference()]
 
 
-def _check_versions(before: _Call) -> None:
+def _check_versions(before: _CallState) -> None:
     """Raise where what the call has read was written to since it began."""
     for what, tensor, version in before.versions:
         if tensor._version != version:

@@ -1,7 +1,7 @@
 """Modules that hold several Linears: what coverage and recording call each of them.
 
-A fused module (norm, first Linear, activation, second Linear) or a list of experts is one ``nn.Module``; a :class:`Part` stands
-for one Linear of it, under the FQN of the module and a suffix.
+A fused module (norm, first Linear, activation, second Linear) or a list of experts is one ``nn.Module``; a :class:`SubLinear`
+stands for one Linear of it, under the FQN of the module and a suffix.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def stacks_of(module: nn.Module) -> list[str]:
     return [name for name, p in found.items() if p.shape[0] != 1 or may_be_one]
 
 
-class Part(nn.Module):
+class SubLinear(nn.Module):
     """One Linear of a module that runs several. It owns nothing: the model does not know it.
 
     Args:
@@ -96,7 +96,7 @@ class Part(nn.Module):
 
     @property
     def owner(self) -> nn.Module:
-        """The module that it is a part of."""
+        """The module that it is a sublinear of."""
         return self._owner[0]
 
     def current_weight(self) -> Tensor:
@@ -108,10 +108,10 @@ class Part(nn.Module):
 
 
 @runtime_checkable
-class InParts(Protocol):
+class HasSubLinears(Protocol):
     """An adapter whose modules run several Linears."""
 
-    def parts(self, module: nn.Module) -> dict[str, Part]:
+    def sublinears(self, module: nn.Module) -> dict[str, SubLinear]:
         """Return the Linears of a module by what is added to its FQN."""
         ...
 
@@ -121,9 +121,9 @@ def was_called(module: nn.Module) -> bool:
     return module in CALLED or bool(getattr(module, "was_called", False))
 
 
-def parts_of(adapter: object, module: nn.Module) -> dict[str, nn.Module]:
+def sublinears_of(adapter: object, module: nn.Module) -> dict[str, nn.Module]:
     """Return the Linears that a module stands for by what is added to its FQN: by itself, one without a suffix."""
-    return {**adapter.parts(module)} if isinstance(adapter, InParts) else {"": module}
+    return {**adapter.sublinears(module)} if isinstance(adapter, HasSubLinears) else {"": module}
 
 
 def chosen(count: int) -> set[int]:
@@ -131,34 +131,34 @@ def chosen(count: int) -> set[int]:
     return set(range(count)) if count <= MAX_EXPERTS else {i * count // MAX_EXPERTS for i in range(MAX_EXPERTS)}
 
 
-def kind_of_part(module: nn.Module) -> str:
-    """Return the class that coverage names: a Part's owner's."""
-    return module.fp8debug_kind if isinstance(module, Part) else class_of(module).__name__
+def kind_of_sublinear(module: nn.Module) -> str:
+    """Return the class that coverage names: a SubLinear's owner's."""
+    return module.fp8debug_kind if isinstance(module, SubLinear) else class_of(module).__name__
 
 
-#: Casts as they were heard, and GEMMs that sum in the tensor core, by Part.
+#: Casts as they were observed, and GEMMs that sum in the tensor core, by SubLinear.
 CASTS: WeakKeyDictionary[nn.Module, dict[tuple[Gemm, TensorRole], Cast | None]] = WeakKeyDictionary()
 FAST: WeakKeyDictionary[nn.Module, set[Gemm]] = WeakKeyDictionary()
 
 
-def heard_recipe(module: nn.Module, name: str) -> Recipe | None:
-    """Return the casts that were heard of a Part as a recipe of that name; None before the first."""
+def seen_recipe(module: nn.Module, name: str) -> Recipe | None:
+    """Return the casts that were observed of a SubLinear as a recipe of that name; None before the first."""
     casts = CASTS.get(module)
     return Recipe(name, {site: casts.get(site) for site in OPERAND_SITES}, tuple(FAST.get(module, ()))) if casts else None
 
 
-class PartProbe(Probe):
+class SubLinearProbe(Probe):
     """The probe of one Linear of a module that runs several.
 
     Args:
         observer: where it records.
         module: FQN of the module and what is added to it.
-        part: the Linear.
+        sublinear: the Linear.
     """
 
-    def __init__(self, observer: Observer, module: str, part: Part) -> None:
+    def __init__(self, observer: Observer, module: str, sublinear: SubLinear) -> None:
         super().__init__(observer, module)
-        self.part = part
+        self.sublinear = sublinear
         self._reported: set[str] = set()
 
     @isolated
@@ -170,25 +170,25 @@ class PartProbe(Probe):
         """Report something of this Linear, the first time in the life of the watch."""
         if text not in self._reported:
             self._reported.add(text)
-            self.observer.report(self.module, text, is_new(self.observer, text))
+            self.observer.report(self.module, text, first_report(self.observer, text))
 
 
-_SAID: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()
+_REPORTED: WeakKeyDictionary[Observer, set[str]] = WeakKeyDictionary()
 
 
-def is_new(observer: Observer, text: str) -> bool:
-    """Return whether a watch has not said this of any module: a model of a thousand Linears says it aloud once."""
-    said = _SAID.setdefault(observer, set())
-    before = len(said)
-    said.add(text)
-    return len(said) > before
+def first_report(observer: Observer, text: str) -> bool:
+    """Return whether a watch has not reported this of any module: a model of a thousand Linears says it aloud once."""
+    reported = _REPORTED.setdefault(observer, set())
+    before = len(reported)
+    reported.add(text)
+    return len(reported) > before
 
 
 #: Takes (step, module, tokens of each of its experts), by watch.
 TOKENS: WeakKeyDictionary[Observer, Callable[[int, str, list[int]], None]] = WeakKeyDictionary()
 
 
-def tell_tokens(observer: Observer, step: int, module: str, tokens: list[int]) -> None:
+def record_tokens(observer: Observer, step: int, module: str, tokens: list[int]) -> None:
     """Record how many tokens each expert of one tensor had, whose rows describe all of them together."""
     if (take := TOKENS.get(observer)) is not None:
         take(step, module, tokens)

@@ -16,19 +16,19 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.calls import observe_calls
-from fp8debug.adapters.interception.intercepting_probe import weakly
+from fp8debug.adapters.interception.intercepting_probe import weak_view
 from fp8debug.adapters.interception.listener import nodes_between
-from fp8debug.adapters.interception.sublinears import Part, heard_recipe
-from fp8debug.adapters.transformer_engine.gemms import GEMMS, HeardGemm, read_gemm
+from fp8debug.adapters.interception.sublinears import SubLinear, seen_recipe
+from fp8debug.adapters.transformer_engine.gemms import GEMMS, SeenTeGemm, read_gemm
 from fp8debug.adapters.transformer_engine.modules import (
     activated,
     activation_gradient,
     is_fused,
     kind_of,
     normalized,
-    parts_of_module,
+    sublinears_of_module,
 )
-from fp8debug.adapters.transformer_engine.probe import Line, TeProbe, recipe_in_force
+from fp8debug.adapters.transformer_engine.probe import SavedLinear, TeProbe, recipe_in_force
 from fp8debug.adapters.transformer_engine.scale_state import ScaleCheck
 from fp8debug.errors import AttachError
 from fp8debug.observer.attributes import stored
@@ -40,7 +40,7 @@ from fp8debug.types import Gemm
 _NODES = ("_Linear", "_LayerNormLinear", "_LayerNormMLP", "_GroupedLinear")
 
 
-class Call:
+class TeCall:
     """One forward call of a module on a sampled step, and its backward pass.
 
     Args:
@@ -52,9 +52,9 @@ class Call:
     def __init__(self, module: Any, probes: dict[int, TeProbe], x: Tensor) -> None:
         self.module, self.probes = module, probes
         self.kind = kind_of(module)
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, SavedLinear] = {}
         self._x: Tensor | None = x.detach()
-        self._find = weakly(x)
+        self._find = weak_view(x)
         self._norm: Tensor | None = None
         self._between: Tensor | None = None  # fc1's result until fc2 has run
         self._fc1_out: Callable[[], Tensor | None] = _gone
@@ -63,13 +63,13 @@ class Call:
         self._num = {Gemm.FPROP: 0, Gemm.DGRAD: 0}
         self._fc2_gradient: Tensor | None = None
 
-    def hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
+    def on_gemm(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
         """Take note of a GEMM of the module; errors end the watch of one of its Linears."""
         alive = next((p for p in self.probes.values() if not p.failed and not p.given_up), None)
         if alive is not None:
-            alive.guard(self._hear, function, bound, result)
+            alive.guard(self._on_gemm, function, bound, result)
 
-    def _hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
+    def _on_gemm(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
         gemm = read_gemm(function, bound(), result)
         in_backward = self._in_backward
         if gemm.which is Gemm.FPROP:
@@ -95,21 +95,21 @@ class Call:
     def _last(self) -> int:
         return int(self.kind == "LayerNormMLP")
 
-    def _each(self, gemm: HeardGemm, number: int, take: Callable[[TeProbe, Call, HeardGemm, int], None]) -> None:
+    def _each(self, gemm: SeenTeGemm, number: int, take: Callable[[TeProbe, TeCall, SeenTeGemm, int], None]) -> None:
         """Give each Linear its operands: those of all experts come at once, fc1 and fc2 one after the other."""
         for place in range(len(gemm.first)):
             probe = self.probes.get(place if self.kind == "GroupedLinear" else number)
             if probe is not None:
                 take(probe, self, gemm, place)
 
-    def _see_fc1(self, gemm: HeardGemm, in_backward: bool) -> None:
+    def _see_fc1(self, gemm: SeenTeGemm, in_backward: bool) -> None:
         """Remember fc1's result, which the activation reads: in the forward pass and, where that is checkpointed, once more."""
         out = gemm.results[0] if gemm.before_activation is None else gemm.before_activation
         if isinstance(out, Tensor):
             self._fc1_out = TensorWeakRef(out)
             self._between = None if in_backward else out.detach()
 
-    def _pass_through(self, gemm: HeardGemm) -> None:
+    def _pass_through(self, gemm: SeenTeGemm) -> None:
         """Work out fc1's grad_output from fc2's grad_input, as long as fc1's result is there."""
         fc1_out, grad = self._fc1_out(), gemm.results[0]
         if 0 not in self.lines or not isinstance(grad, Tensor):
@@ -156,7 +156,7 @@ class Call:
         self._grad_output = None if grads[0] is None else grads[0].detach()
 
     def end_backward(self, grads: Any, others: Any) -> None:
-        """After it ran: record what was heard."""
+        """After it ran: record what was observed."""
         calls = GEMMS.calls
         if calls and calls[-1] is self:
             calls.pop()
@@ -175,7 +175,7 @@ class Call:
         return grad if splits is None else rows_of(grad, splits, place)
 
 
-class ModuleEars:
+class TeCallObserver:
     """Observer of the calls of one module of the library, for all its Linears that a watch records."""
 
     def __init__(self, module: nn.Module, observer: Observer) -> None:
@@ -190,7 +190,7 @@ class ModuleEars:
         self.probes.pop(number, None)
         if not self.probes:
             self._end()
-            _EARS.pop(self.module, None)
+            _CALL_OBSERVERS.pop(self.module, None)
             self._end_step()
 
     def _call_back(self) -> None:
@@ -209,17 +209,17 @@ class ModuleEars:
         x = args[0] if args else next(iter(kwargs.values()), None)
         observed = {number: probe for number, probe in self.probes.items() if probe.begin()}
         for probe in observed.values():
-            probe.part.was_called = True
+            probe.sublinear.was_called = True
         call = None
         if observed and isinstance(x, Tensor):
-            call = Call(module, observed, x)
+            call = TeCall(module, observed, x)
             self._call_back()
             first = next(iter(observed.values()))
-            first.guard(self._listen, first.module)
+            first.guard(self._install, first.module)
         GEMMS.calls.append(call)
 
-    def _listen(self, name: str) -> None:
-        GEMMS.listen(self)
+    def _install(self, name: str) -> None:
+        GEMMS.install(self)
         self._check.look(name, self.module)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -227,10 +227,10 @@ class ModuleEars:
         if not GEMMS.calls:
             return
         call = GEMMS.calls.pop()
-        if isinstance(call, Call) and call.module is module and call.lines and output is not None:
+        if isinstance(call, TeCall) and call.module is module and call.lines and output is not None:
             next(iter(call.probes.values())).guard(self._follow, call, args, output)
 
-    def _follow(self, call: Call, args: Any, output: Any) -> None:
+    def _follow(self, call: TeCall, args: Any, output: Any) -> None:
         """Wait for the backward pass of a call."""
         output = output[0] if isinstance(output, tuple | list) else output
         if not isinstance(output, Tensor) or not output.requires_grad:
@@ -248,7 +248,7 @@ class ModuleEars:
         node.register_hook(call.end_backward)
 
 
-_EARS: WeakKeyDictionary[nn.Module, ModuleEars] = WeakKeyDictionary()
+_CALL_OBSERVERS: WeakKeyDictionary[nn.Module, TeCallObserver] = WeakKeyDictionary()
 
 
 class TransformerEngine:
@@ -257,22 +257,22 @@ class TransformerEngine:
     name = "transformer_engine"
     kind = ""  # the class's name
     fp8 = True
-    is_heard = True
-    hears_ops = False
+    is_intercepted = True
+    intercepts_ops = False
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether it is one of the library's; that is not imported for it."""
-        return kind_of(module) is not None and bool(parts_of_module(module))
+        return kind_of(module) is not None and bool(sublinears_of_module(module))
 
-    def parts(self, module: nn.Module) -> dict[str, Part]:
+    def sublinears(self, module: nn.Module) -> dict[str, SubLinear]:
         """Return its Linears."""
-        return parts_of_module(module)
+        return sublinears_of_module(module)
 
     def recipe(self, module: nn.Module) -> Recipe | None:
-        """Return the casts that were heard of one of its Linears; None before the first, and without any."""
-        if not isinstance(module, Part):
+        """Return the casts that were observed of one of its Linears; None before the first, and without any."""
+        if not isinstance(module, SubLinear):
             return None
-        return heard_recipe(module, f"te_{type(recipe_in_force(module.owner)).__name__}")
+        return seen_recipe(module, f"te_{type(recipe_in_force(module.owner)).__name__}")
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to one of a module's Linears.
@@ -280,15 +280,15 @@ class TransformerEngine:
         Raises:
             AttachError: another watch listens to the module.
         """
-        assert isinstance(module, Part)
-        ears = _EARS.get(module.owner)
-        if ears is not None and (ears.observer is not observer or module.index in ears.probes):
+        assert isinstance(module, SubLinear)
+        calls = _CALL_OBSERVERS.get(module.owner)
+        if calls is not None and (calls.observer is not observer or module.index in calls.probes):
             raise AttachError(f"{name} is watched already; close the first watch before attaching another")
-        if ears is None:
-            ears = _EARS[module.owner] = ModuleEars(module.owner, observer)
-        probe = ears.probes[module.index] = TeProbe(observer, name, module)
+        if calls is None:
+            calls = _CALL_OBSERVERS[module.owner] = TeCallObserver(module.owner, observer)
+        probe = calls.probes[module.index] = TeProbe(observer, name, module)
         probe.layout = layout_by_marks(module.owner, stored(module.owner, module.weight_names[0]))
-        kept = ears
+        kept = calls
         return lambda: kept.detach(module.index)
 
 

@@ -1,4 +1,4 @@
-"""Hearing Transformer Engine's GEMMs, which are no torch ops: two functions that its modules import by name.
+"""Intercepting Transformer Engine's GEMMs, which are no torch ops: two functions that its modules import by name.
 
 ``general_gemm(A, B, layout=...)`` and ``general_grouped_gemm(A, B, out, ..., layout=..., m_splits=...)`` are replaced in the four
 modules that call them, from the first watched forward pass of a sampled step to the end of that step. Operands are named as BLAS
@@ -29,7 +29,7 @@ _FUNCTIONS = {"general_gemm": True, "general_grouped_gemm": True, "general_group
 _LAYOUTS = {"TN": Gemm.FPROP, "NN": Gemm.DGRAD, "NT": Gemm.WGRAD}
 
 
-class HeardGemm(NamedTuple):
+class SeenTeGemm(NamedTuple):
     """One GEMM, or those of all experts.
 
     Attributes:
@@ -55,10 +55,10 @@ class HeardGemm(NamedTuple):
     odd: str = ""
 
 
-class Hears(Protocol):
+class TeGemmObserver(Protocol):
     """One call of a module, in its forward or its backward pass."""
 
-    def hear(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
+    def on_gemm(self, function: str, bound: Callable[[], dict[str, Any]], result: Any) -> None:
         """Take note of a GEMM that ran; it may not raise."""
 
 
@@ -67,20 +67,20 @@ class Gemms:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._stacks: list[list[Hears | None]] = []
+        self._stacks: list[list[TeGemmObserver | None]] = []
         self._users: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     @property
-    def calls(self) -> list[Hears | None]:
+    def calls(self) -> list[TeGemmObserver | None]:
         """Which calls run on this thread, the innermost last; None for one that is not observed."""
         if not hasattr(self._local, "calls"):
             self._local.calls = []
             self._stacks.append(self._local.calls)
-        found: list[Hears | None] = self._local.calls
+        found: list[TeGemmObserver | None] = self._local.calls
         return found
 
-    def listen(self, user: object) -> None:
+    def install(self, user: object) -> None:
         """Wrap the functions until every user of them is done."""
         if not self._users:
             for namespace in _NAMESPACES:
@@ -95,7 +95,7 @@ class Gemms:
                 self._undo.append(lambda original=original, name=name: setattr(namespace, name, original))  # type: ignore[misc]  # its defaults
 
     def done(self, user: object) -> None:
-        """End what :meth:`listen` began, at the end of a step; calls that an exception left open are forgotten."""
+        """End what :meth:`install` began, at the end of a step; calls that an exception left open are forgotten."""
         self._users.discard(id(user))
         if not self._users:
             while self._undo:
@@ -111,7 +111,7 @@ class Gemms:
             result = original(*args, **kwargs)
             calls = self.calls
             if calls and calls[-1] is not None:
-                calls[-1].hear(name, lambda: names(args, kwargs), result)
+                calls[-1].on_gemm(name, lambda: names(args, kwargs), result)
             return result
 
         return call
@@ -128,7 +128,7 @@ def by_name(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str
 GEMMS = Gemms()
 
 
-def read_gemm(function: str, args: dict[str, Any], result: Any) -> HeardGemm:
+def read_gemm(function: str, args: dict[str, Any], result: Any) -> SeenTeGemm:
     """Return a GEMM from its arguments by name and what it returned.
 
     Raises:
@@ -143,14 +143,14 @@ def read_gemm(function: str, args: dict[str, Any], result: Any) -> HeardGemm:
         if args["single_output"]:
             outputs = list(outputs[0][: sum(splits)].split(splits))
         bias = list(args["bias"]) if args["use_bias"] and not args["grad"] else None
-        found = HeardGemm(which, list(args["B"]), list(args["A"]), outputs, bias, is_fast=is_fast, splits=splits)
+        found = SeenTeGemm(which, list(args["B"]), list(args["A"]), outputs, bias, is_fast=is_fast, splits=splits)
     else:
         output, gelu_in = result[0], result[2]
         if args["gelu"] and not args["grad"]:
             output = gelu_in  # the result is the activation's
         bias = None if args["bias"] is None or which is not Gemm.FPROP else [args["bias"]]
         before = gelu_in if args["gelu"] else None
-        found = HeardGemm(which, [args["B"]], [args["A"]], [output], bias, before, is_fast)
+        found = SeenTeGemm(which, [args["B"]], [args["A"]], [output], bias, before, is_fast)
         if args["ub"] is not None or args["ub_type"] is not None:
             found = found._replace(odd="Userbuffers overlap it with communication")
     if args["accumulate"]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8debug.adapters.interception.sublinears import Part, chosen
+from fp8debug.adapters.interception.sublinears import SubLinear, chosen
 from fp8debug.adapters.transformer_engine.tensors import is_of_debug_tools, names_of, unwrapped
 from fp8debug.observer.attributes import is_computed, stored
 
@@ -29,15 +29,17 @@ def kind_of(module: nn.Module) -> str | None:
     return next((c.__name__ for c in type(module).__mro__ if c.__module__.startswith(_PACKAGE) and c.__name__ in NAMES), None)
 
 
-def parts_of_module(module: Any) -> dict[str, Part]:
+def sublinears_of_module(module: Any) -> dict[str, SubLinear]:
     """Return the Linears of one of these modules by the suffix that the library itself gives them."""
     kind = kind_of(module)
     if kind == "LayerNormMLP":
-        return {f".{fc}": Part(module, i, [f"{fc}_weight"], has_bias=_has(module, f"{fc}_bias")) for i, fc in enumerate(_FCS)}
+        return {
+            f".{fc}": SubLinear(module, i, [f"{fc}_weight"], has_bias=_has(module, f"{fc}_bias")) for i, fc in enumerate(_FCS)
+        }
     if kind == "GroupedLinear":
         return _experts(module)
     names = list(getattr(module, "weight_names", ["weight"]))
-    return {"": Part(module, 0, names, has_bias=bool(getattr(module, "use_bias", False)))}
+    return {"": SubLinear(module, 0, names, has_bias=bool(getattr(module, "use_bias", False)))}
 
 
 _FCS = ("fc1", "fc2")
@@ -48,14 +50,14 @@ def _has(module: Any, name: str) -> bool:
     return is_computed(module, name) or (bias is not None and bias.numel() > 0)
 
 
-def _experts(module: Any) -> dict[str, Part]:
+def _experts(module: Any) -> dict[str, SubLinear]:
     if getattr(module, "single_grouped_weight", False):
         return {}
     count, has_bias = module.num_gemms, bool(getattr(module, "use_bias", False))
     watched = chosen(count)
     reason = f"one of {count} experts, of which {len(watched)} are watched"
     return {
-        f".gemm_{i}": Part(module, i, [f"weight{i}"], has_bias=has_bias, reason=None if i in watched else reason)
+        f".gemm_{i}": SubLinear(module, i, [f"weight{i}"], has_bias=has_bias, reason=None if i in watched else reason)
         for i in range(count)
     }
 

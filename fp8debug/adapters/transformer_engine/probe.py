@@ -1,4 +1,4 @@
-"""The probe of one Linear of Transformer Engine: it takes its operands from GEMMs that were heard, and records them."""
+"""The probe of one Linear of Transformer Engine: it takes its operands from GEMMs that were observed, and records them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fp8debug.adapters.interception.listener import Side
-from fp8debug.adapters.interception.sublinears import CASTS, FAST, PartProbe
-from fp8debug.adapters.transformer_engine.gemms import HeardGemm
+from fp8debug.adapters.interception.listener import GemmOperand
+from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinearProbe
+from fp8debug.adapters.transformer_engine.gemms import SeenTeGemm
 from fp8debug.adapters.transformer_engine.tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.observer.isolation import isolated
@@ -26,8 +26,8 @@ def recipe_in_force(module: Any) -> Any:
 
 
 @dataclass
-class Line:
-    """What the backward pass of one Linear needs, and what was heard of it."""
+class SavedLinear:
+    """What the backward pass of one Linear needs, and what was observed of it."""
 
     weight: Tensor
     kept: SavedForBackward | None
@@ -36,10 +36,10 @@ class Line:
     grad_output: Tensor | None = None
 
 
-class Source(Protocol):
+class LinearInputs(Protocol):
     """A call of the module: what its Linears read before the cast."""
 
-    lines: dict[int, Line]
+    lines: dict[int, SavedLinear]
 
     def input_of(self, number: int, storage: Any, place: int, splits: list[int] | None) -> Tensor | None:
         """Return an input."""
@@ -51,11 +51,11 @@ class Source(Protocol):
         """Return a grad_output."""
 
 
-class TeProbe(PartProbe):
+class TeProbe(SubLinearProbe):
     """Of one Linear."""
 
     @isolated
-    def take_fprop(self, call: Source, gemm: HeardGemm, place: int) -> None:
+    def take_fprop(self, call: LinearInputs, gemm: SeenTeGemm, place: int) -> None:
         """Record fprop; nothing is kept of a GEMM in high precision."""
         a, b = unwrapped(gemm.first[place], False), unwrapped(gemm.second[place], False)
         if not is_quantized(a) and not is_quantized(b):
@@ -65,8 +65,8 @@ class TeProbe(PartProbe):
         if gemm.odd:
             self.give_up(gemm.odd)
             return
-        x = call.input_of(self.part.index, gemm.first[place], place, gemm.splits)
-        weight = self._plain(self.part.current_weight(), "weight")
+        x = call.input_of(self.sublinear.index, gemm.first[place], place, gemm.splits)
+        weight = self._plain(self.sublinear.current_weight(), "weight")
         first, second = side_of_storage(a, False), side_of_storage(b, False)
         if x is None or first is None or second is None:
             self.give_up("its input in high precision is not to be had")
@@ -84,22 +84,22 @@ class TeProbe(PartProbe):
         operands = self._operands(gemm, place, weight, (first, second))
         if operands is not None:
             kept = self.fprop(x, weight, *operands, later, result, bias)
-            find = call.find_input(self.part.index) if later is None and self._trains() else None
-            call.lines[self.part.index] = Line(weight, kept, find)
+            find = call.find_input(self.sublinear.index) if later is None and self._trains() else None
+            call.lines[self.sublinear.index] = SavedLinear(weight, kept, find)
 
     def _tell_flops(self, is_fp8: bool, flops: int) -> None:
         """Report the FLOPs of fprop, for coverage's share of all GEMMs."""
         if self.observer.on_product is not None:
             precision = "fp8" if is_fp8 else "high precision"
-            self.observer.on_product(self.module, self.part.fp8debug_kind, is_fp8, precision, flops)
+            self.observer.on_product(self.module, self.sublinear.fp8debug_kind, is_fp8, precision, flops)
 
     @isolated
-    def take_backward(self, call: Source, gemm: HeardGemm, place: int) -> None:
+    def take_backward(self, call: LinearInputs, gemm: SeenTeGemm, place: int) -> None:
         """Keep the operands and the result of dgrad or wgrad until the module's backward pass is over."""
-        line = call.lines.get(self.part.index)
+        line = call.lines.get(self.sublinear.index)
         if line is None:
             return
-        grad = call.gradient_of(self.part.index, place, gemm.splits)
+        grad = call.gradient_of(self.sublinear.index, place, gemm.splits)
         if gemm.odd or grad is None:
             self.report_once(f"not recorded in full: {gemm.odd or 'its gradient in high precision is not to be had'}")
             return
@@ -114,13 +114,13 @@ class TeProbe(PartProbe):
             )
             return
         result = self._given(gemm, place)
-        if result is not None and gemm.which is Gemm.DGRAD and getattr(self.part.owner, "tp_size", 1) > 1:
+        if result is not None and gemm.which is Gemm.DGRAD and getattr(self.sublinear.owner, "tp_size", 1) > 1:
             result = result.clone()  # the module sums it over the ranks in place
         line.products[gemm.which] = (*operands, result)
         if gemm.which is Gemm.WGRAD and line.x is not None:
             self._take_input(line, line.x(), operands[1])
 
-    def _take_input(self, line: Line, x: Tensor | None, operand: Operand) -> None:
+    def _take_input(self, line: SavedLinear, x: Tensor | None, operand: Operand) -> None:
         """Record wgrad's cast of the input, which the module made in its backward pass, while the input is still there."""
         if x is None or line.kept is None:
             self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
@@ -129,7 +129,7 @@ class TeProbe(PartProbe):
         self._operand(Gemm.WGRAD, TensorRole.INPUT, source, operand, line.kept.tried)
 
     @isolated
-    def finish(self, line: Line) -> None:
+    def finish(self, line: SavedLinear) -> None:
         """Record a backward pass."""
         dgrad, wgrad = line.products.get(Gemm.DGRAD), line.products.get(Gemm.WGRAD)
         if line.grad_output is None or (dgrad is None and wgrad is None):
@@ -140,7 +140,7 @@ class TeProbe(PartProbe):
         self.backward(line.grad_output, line.weight, dgrad, wgrad, line.kept)
 
     def _trains(self) -> bool:
-        return any(getattr(self.part.owner, name).requires_grad for name in self.part.weight_names)
+        return any(getattr(self.sublinear.owner, name).requires_grad for name in self.sublinear.weight_names)
 
     def _plain(self, x: Tensor, what: str) -> Tensor:
         """Return a tensor in high precision; one that exists in FP8 alone stands for itself, and has no cast."""
@@ -150,7 +150,7 @@ class TeProbe(PartProbe):
         plain: Tensor = x.dequantize()
         return plain.reshape(-1, plain.shape[-1])
 
-    def _given(self, gemm: HeardGemm, place: int) -> Tensor | None:
+    def _given(self, gemm: SeenTeGemm, place: int) -> Tensor | None:
         """Return what a GEMM gave; None where that is not to be seen, and the exact GEMM of its operands stands for it."""
         result = gemm.results[place]
         if isinstance(result, Tensor) and not is_quantized(result) and result.element_size() > 1:
@@ -161,12 +161,12 @@ class TeProbe(PartProbe):
         return None
 
     def _operands(
-        self, gemm: HeardGemm, place: int, weight: Tensor, sides: tuple[Side | None, Side | None] = (None, None)
+        self, gemm: SeenTeGemm, place: int, weight: Tensor, sides: tuple[GemmOperand | None, GemmOperand | None] = (None, None)
     ) -> tuple[Operand, Operand] | None:
         """Return both operands of a GEMM; a weight that exists in FP8 alone counts as what it is in high precision.
 
         Args:
-            gemm: what was heard.
+            gemm: what was observed.
             place: which of its GEMMs.
             weight: in high precision.
             sides: of both operands, where they are known.
@@ -177,17 +177,17 @@ class TeProbe(PartProbe):
             if operand is None:
                 self.report_once(f"not recorded in full: {gemm.which} reads its {role} in a direction that is not there")
                 return None
-            if role is TensorRole.WEIGHT and is_quantized(getattr(self.part.owner, self.part.weight_names[0])):
+            if role is TensorRole.WEIGHT and is_quantized(getattr(self.sublinear.owner, self.sublinear.weight_names[0])):
                 operand = weight
             found.append(operand)
         if gemm.is_fast and all(isinstance(o, tuple) and o[1].granularity == "tensorwise" for o in found):
-            FAST.setdefault(self.part, set()).add(gemm.which)
+            FAST.setdefault(self.sublinear, set()).add(gemm.which)
         return found[0], found[1]
 
-    def _operand_of(self, which: Gemm, role: TensorRole, storage: Any, side: Side | None = None) -> Operand | None:
+    def _operand_of(self, which: Gemm, role: TensorRole, storage: Any, side: GemmOperand | None = None) -> Operand | None:
         side = side_of_storage(storage, (which, role) in CONTRACTS_ROWS) if side is None else side
         if side is None or side.scale_inv is None:
             return None if side is None else side.values
-        cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.part.owner))
-        CASTS.setdefault(self.part, {})[which, role] = cast
+        cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.sublinear.owner))
+        CASTS.setdefault(self.sublinear, {})[which, role] = cast
         return Quantized(side.values, side.scale_inv.to(torch.float32, copy=True)), cast

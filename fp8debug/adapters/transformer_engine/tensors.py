@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
-from fp8debug.adapters.interception.listener import Side
+from fp8debug.adapters.interception.listener import GemmOperand
 from fp8debug.recipes import Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -60,7 +60,7 @@ def is_quantized(tensor: Any) -> bool:
     return "QuantizedTensorStorage" in names_of(tensor)
 
 
-def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
+def side_of_storage(tensor: Any, columnwise: bool) -> GemmOperand | None:
     """Return one direction of an operand as ``[M, K]``; a plain tensor as it is, None where that direction is not there.
 
     Raises:
@@ -69,7 +69,7 @@ def side_of_storage(tensor: Any, columnwise: bool) -> Side | None:
     tensor = unwrapped(tensor, columnwise)
     names = names_of(tensor)
     if "QuantizedTensorStorage" not in names:
-        return None if tensor is None else Side(tensor.detach().reshape(-1, tensor.shape[-1]))
+        return None if tensor is None else GemmOperand(tensor.detach().reshape(-1, tensor.shape[-1]))
     if "Float8BlockwiseQTensorStorage" in names:
         return _blockwise(tensor, columnwise)
     if "Float8TensorStorage" in names:
@@ -132,7 +132,7 @@ def _scales(scale_inv: Tensor, rows: int, columns: int, *, is_transposed: bool =
     return found if is_transposed else found.detach()
 
 
-def _tensorwise(tensor: Any, columnwise: bool) -> Side | None:
+def _tensorwise(tensor: Any, columnwise: bool) -> GemmOperand | None:
     transpose = None if tensor._transpose_invalid else tensor._transpose
     data = transpose if columnwise and transpose is not None else tensor._data
     if data is None:
@@ -140,10 +140,10 @@ def _tensorwise(tensor: Any, columnwise: bool) -> Side | None:
     if data is None:
         return None
     codes = _codes(data, _dtype(tensor), is_transposed=data is transpose)
-    return Side(codes, tensor._scale_inv.view(1, 1), "tensorwise")
+    return GemmOperand(codes, tensor._scale_inv.view(1, 1), "tensorwise")
 
 
-def _blockwise(tensor: Any, columnwise: bool) -> Side | None:
+def _blockwise(tensor: Any, columnwise: bool) -> GemmOperand | None:
     data = tensor._columnwise_data if columnwise else tensor._rowwise_data
     scale_inv = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     if data is None or scale_inv is None:
@@ -152,13 +152,13 @@ def _blockwise(tensor: Any, columnwise: bool) -> Side | None:
     rows, columns = codes.shape
     down, across = -(-rows // _BLOCK), -(-columns // _BLOCK)
     if tensor._is_2D_scaled:
-        return Side(codes, _scales(scale_inv, down, across, is_transposed=columnwise), "128x128")
+        return GemmOperand(codes, _scales(scale_inv, down, across, is_transposed=columnwise), "128x128")
     if columnwise:
-        return Side(codes, _scales(scale_inv, down, columns), "128x1")
-    return Side(codes, _scales(scale_inv, rows, across, is_transposed=True), "1x128")
+        return GemmOperand(codes, _scales(scale_inv, down, columns), "128x1")
+    return GemmOperand(codes, _scales(scale_inv, rows, across, is_transposed=True), "1x128")
 
 
-def _mxfp8(tensor: Any, columnwise: bool) -> Side | None:
+def _mxfp8(tensor: Any, columnwise: bool) -> GemmOperand | None:
     data = tensor._columnwise_data if columnwise else tensor._rowwise_data
     scale_inv = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     if data is None or scale_inv is None:
@@ -169,7 +169,7 @@ def _mxfp8(tensor: Any, columnwise: bool) -> Side | None:
     if tensor._with_gemm_swizzled_scales:
         scale_inv = unswizzled(scale_inv.t()).t() if columnwise else unswizzled(scale_inv)
     grid = (-(-rows // _MX_BLOCK), columns) if columnwise else (rows, -(-columns // _MX_BLOCK))
-    return Side(codes, power_of_two(scale_inv[: grid[0], : grid[1]]), "32x1" if columnwise else "1x32")
+    return GemmOperand(codes, power_of_two(scale_inv[: grid[0], : grid[1]]), "32x1" if columnwise else "1x32")
 
 
 def unswizzled(scales: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
-from fp8debug.adapters.interception.sublinears import TRIED, Part, kind_of_part, parts_of, stacks_of
+from fp8debug.adapters.interception.sublinears import TRIED, SubLinear, kind_of_sublinear, stacks_of, sublinears_of
 from fp8debug.adapters.watching.compiled import NOT_RECORDED
 from fp8debug.adapters.watching.pipeline import layers_before, name_in_model
 from fp8debug.errors import AttachError
@@ -30,7 +30,7 @@ class Candidate:
 
     Attributes:
         fqn: its name.
-        module: itself, or a Part of it.
+        module: itself, or a SubLinear of it.
         adapter: what watches it; None where nothing does.
         reason: why it is not watched; None where it is.
         shared_with: the module that has the same weight.
@@ -75,9 +75,9 @@ class Candidate:
         return self.fp8, _features(self.module)
 
     @property
-    def is_heard(self) -> bool:
+    def is_intercepted(self) -> bool:
         """Whether only its GEMMs tell if it runs in FP8."""
-        return self.adapter is not None and self.adapter.is_heard
+        return self.adapter is not None and self.adapter.is_intercepted
 
     @property
     def why_not_recorded(self) -> str | None:
@@ -94,7 +94,7 @@ class Candidate:
             self.weight_dtype = _dtype_of(stored(self.module, "weight"))
         return {
             "fqn": self.fqn,
-            "kind": (self.adapter.kind if self.adapter else "") or kind_of_part(self.module),
+            "kind": (self.adapter.kind if self.adapter else "") or kind_of_sublinear(self.module),
             "in_features": in_features,
             "out_features": out_features,
             "bias": has(self.module, "bias"),
@@ -114,7 +114,7 @@ class Candidate:
         }
 
     def _is_observed(self, in_fp8: bool) -> bool:
-        return in_fp8 or not self.is_heard or self.module in TRIED
+        return in_fp8 or not self.is_intercepted or self.module in TRIED
 
     def _why_not(self) -> str:
         if getattr(self.module, "fp8debug_request", None) == "bf16":
@@ -122,7 +122,7 @@ class Candidate:
         refused = why_not_converted(self.module) if isinstance(self.module, nn.Linear) else None
         if refused is not None and getattr(self.module, "fp8debug_request", None) == "fp8":
             return f"not converted: {refused}"
-        if self.is_heard:
+        if self.is_intercepted:
             return "no FP8 GEMM observed: the module runs in high precision, or in a kernel that fp8debug cannot intercept"
         odd = [str(n) for n in _features(self.module) if n is not None and n % 16]
         return f"not converted ({odd[0]} is not a multiple of 16, as most FP8 GEMMs want it)" if odd else "not converted"
@@ -221,10 +221,10 @@ def candidates_of(roots: Sequence[nn.Module], *, may_be_none: bool = False) -> l
             reason = None
             if adapter is None:
                 reason = "nn.MultiheadAttention multiplies by its weight without calling it"
-            for suffix, part in parts_of(adapter, module).items():
+            for suffix, part in sublinears_of(adapter, module).items():
                 held = stored(part, "weight")
                 weight, whole = id(part if held is None else held), fqn + suffix
-                reason = part.reason if isinstance(part, Part) else reason
+                reason = part.reason if isinstance(part, SubLinear) else reason
                 found.append(Candidate(whole, part, adapter, reason, by_weight.get(weight), _selects(root, name, module)))
                 by_weight.setdefault(weight, whole)
     return found
@@ -251,7 +251,7 @@ def choose(candidates: Sequence[Candidate], include: Sequence[str], exclude: Seq
             c.reason = c.reason or "not in include"
         elif c.fqn in chosen["exclude"]:
             c.reason = c.reason or "excluded"
-        elif any_fp8 and not c.fp8 and not c.is_heard:
+        elif any_fp8 and not c.fp8 and not c.is_intercepted:
             c.reason = c.reason or c._why_not()
     if all(c.reason for c in candidates):
         reasons = sorted({str(c.reason) for c in candidates})

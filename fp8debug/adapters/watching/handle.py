@@ -22,7 +22,7 @@ from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import RootHooks, listener_of
 from fp8debug.adapters.interception.matrices import OutsideGemms
 from fp8debug.adapters.interception.regions import Regions
-from fp8debug.adapters.interception.sublinears import TOKENS, Part, kind_of_part, was_called
+from fp8debug.adapters.interception.sublinears import TOKENS, SubLinear, kind_of_sublinear, was_called
 from fp8debug.adapters.watching.compiled import NOT_RECORDED, is_compile_in_use, modules_in_compiled_code, run_samples_eagerly
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.adapters.watching.dumps import Dumper
@@ -115,7 +115,7 @@ class Watch:
         self._has_looked = self._has_told_compiled = False
         self._unseen: set[str] = set()
         self._before_next: Callable[[], None] | None = None
-        self._counter = GemmCounter(named_modules(roots), kind_of_part)
+        self._counter = GemmCounter(named_modules(roots), kind_of_sublinear)
         self._observer.on_product = self._counter.add
         self._undo: list[Callable[[], None]] = []
         if writer.stopped is not None and not self._sink.decides:
@@ -123,13 +123,15 @@ class Watch:
         try:
             for c in candidates:
                 self._attach(c)
-            hears = any(c.reason is None and c.is_heard and getattr(c.adapter, "hears_ops", True) for c in candidates)
+            intercepts = any(
+                c.reason is None and c.is_intercepted and getattr(c.adapter, "intercepts_ops", True) for c in candidates
+            )
             is_told = partial(getattr, self, "_has_told_compiled")
-            self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, hears)
+            self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, intercepts)
             if self._passes is not None:
                 self._undo.append(self._passes.follow())
-            self._undo.append(RootHooks(roots, self._observer, self._counter, hears, is_told, self._outside).remove)
-            if hears or matrices:
+            self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_told, self._outside).remove)
+            if intercepts or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
             if compiled == "repeat":
@@ -606,7 +608,7 @@ class Watch:
     def _add_modules_in_fp8(self, counted: list[dict[str, Any]]) -> bool:
         """List each module that no adapter takes and that ran FP8 GEMMs; return whether there is any."""
         known = {c.fqn for c in self._candidates} | {
-            c.fqn.rpartition(".")[0] for c in self._candidates if isinstance(c.module, Part)
+            c.fqn.rpartition(".")[0] for c in self._candidates if isinstance(c.module, SubLinear)
         }
         modules = {fqn or type(module).__name__: module for module, fqn in reversed(named_modules(self._roots))}
         compiled = modules_in_compiled_code(self._roots, inference=self._inference)

@@ -112,7 +112,7 @@ class Worker:
                     last_beat = time.monotonic()
                 self._guarded(job)
                 self._num_done += 1
-        except BaseException as error:  # whatever ends this thread, training goes on and hears of it once
+        except BaseException as error:  # whatever ends this thread, training goes on and it is reported once
             self._failed(error)
 
     def _guarded(self, job: Job) -> None:

@@ -252,7 +252,7 @@ class RunWriter:
         if self._is_open() and self.stopped is None:
             self._worker.wait(CLOSE_PATIENCE_S)
             if self._parts.wait(CLOSE_PATIENCE_S):
-                self._worker.wait(CLOSE_PATIENCE_S)  # which hears of what went wrong there
+                self._worker.wait(CLOSE_PATIENCE_S)  # which reports what went wrong there
 
     def close(self) -> None:
         """Write what waits, turn the streams into parts and end the thread; a second call does nothing.

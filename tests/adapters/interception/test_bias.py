@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8debug
-from fp8debug.adapters.interception.intercepting_probe import Ears
+from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.transformer_engine.probe import TeProbe
 from fp8debug.kernels import gemm_error, sampling, torch_state
 from fp8debug.observer import table
@@ -42,7 +42,7 @@ def transformer_engine() -> nn.Module:
 
 #: A module, and the hook that records its fprop, by adapter.
 MODULES: dict[str, tuple[Callable[[], nn.Module], type[Probe], str]] = {
-    "scaled_mm": (scaled_mm, Ears, "_record_fprop"),
+    "scaled_mm": (scaled_mm, InterceptingProbe, "_record_fprop"),
     "te": (transformer_engine, TeProbe, "take_fprop"),
 }
 

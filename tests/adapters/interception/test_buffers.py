@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8debug
-from fp8debug.adapters.interception.listener import Heard, Side
+from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
@@ -314,9 +314,9 @@ def test_a_weight_that_is_updated_between_forward_and_backward(tmp_path: Path) -
 
 
 def test_what_is_held_knows_what_was_written_to() -> None:
-    def heard(**changes: Any) -> tuple[Heard, Tensor, Tensor, Tensor]:
+    def heard(**changes: Any) -> tuple[SeenGemm, Tensor, Tensor, Tensor]:
         a, b, c = torch.ones(4, 8).to(E4), torch.ones(8, 4).to(E4), torch.ones(4, 4)
-        return Heard("mm", Side(a), Side(b), c)._replace(**changes), a, b, c
+        return SeenGemm("mm", GemmOperand(a), GemmOperand(b), c)._replace(**changes), a, b, c
 
     one, a, b, c = heard()
     held = one.held()

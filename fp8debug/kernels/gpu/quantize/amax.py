@@ -97,8 +97,8 @@ def blocks_kernel(memory, scale_inv, parts, n, tiles, eps, top, TILES: tl.conste
     filled = inside & (amax > 0.0)
     largest = tl.where(filled, amax, 1.0)
     lifted = filled & ((amax < eps) | (tl.div_rn(top + amax * 0.0, largest) == INF))
-    heard = inside & (signal != 0.0)
-    ratio = tl.where(heard, noise / tl.where(heard, signal, 1.0), -INF)
+    usable = inside & (signal != 0.0)
+    ratio = tl.where(usable, noise / tl.where(usable, signal, 1.0), -INF)
     wide = tl.where(filled, largest.to(tl.float64) / tl.where(filled, amin, 1.0).to(tl.float64), 0.0)
     to = parts + tl.program_id(0) * 8
     tl.store(to, tl.sum(zero.to(tl.float64), axis=0))
