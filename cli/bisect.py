@@ -13,7 +13,7 @@ from fp8debug.errors import UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import load_fallbacks
 from fp8debug.trials import Trials, bisect_run
-from fp8debug.trials.bisect import Plan
+from fp8debug.trials.bisect import SearchPlan
 from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, write_file
@@ -57,7 +57,7 @@ def command(**options: Any) -> int:
     if not options["yes"] and not sys.stdin.isatty():
         raise UsageError("bisect asks before it starts, and stdin is no terminal; say --yes")
 
-    def confirm(plan: Plan) -> None:
+    def confirm(plan: SearchPlan) -> None:
         each = plan.seconds_each
         echo(
             f"{plan.num_modules} modules in FP8: about {plan.for_one} trainings ({lasting(plan.for_one * each)}) if one GEMM is"

@@ -13,7 +13,7 @@ from fp8debug.rules import Severity
 from fp8debug.rules.engine.config import load_settings
 
 from .console import print_table, progress, write_file
-from .output import Lines, echo
+from .output import MultilineCell, echo
 from .triage import FORMATS, SEVERITIES, names, split_codes
 
 
@@ -103,4 +103,4 @@ def _print(report: CheckReport, *, wants_tensors: bool) -> None:
 def _row(finding: TensorFinding) -> list[object]:
     text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
     text += [f"also: {names(finding.also)}"] if finding.also else []
-    return [finding.code, str(finding.severity), finding.tensor or finding.file, Lines("\n".join(text))]
+    return [finding.code, str(finding.severity), finding.tensor or finding.file, MultilineCell("\n".join(text))]

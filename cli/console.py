@@ -25,7 +25,7 @@ from fp8debug.store.locations import ObjectPath, place_of
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
-from .output import Lines, echo
+from .output import MultilineCell, echo
 
 #: Where text wraps in a table that goes to a file or a pipe: wide enough that names do not; its other columns may go beyond.
 PIPE_WIDTH = 200
@@ -239,7 +239,7 @@ def cell(value: object) -> str:
         return f"{value:.4g}" if math.isfinite(value) else "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(cell, value))
-    return str(value) if isinstance(value, Lines) else one_line(str(value))
+    return str(value) if isinstance(value, MultilineCell) else one_line(str(value))
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:

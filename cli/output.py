@@ -7,7 +7,7 @@ import click
 from fp8debug.escaping import plain
 
 
-class Lines(str):
+class MultilineCell(str):
     """A cell of several lines: its breaks are ours, what stands between them went through :func:`fp8debug.escaping.one_line`."""
 
 

@@ -13,7 +13,7 @@ from fp8debug.parity.rules import PathFinding
 from fp8debug.rules import Severity
 
 from .console import print_table, progress, write_file
-from .output import Lines, echo
+from .output import MultilineCell, echo
 from .triage import FORMATS, SEVERITIES, names
 
 
@@ -98,4 +98,4 @@ def _print(report: ParityReport, *, wants_modules: bool) -> None:
 def _row(finding: PathFinding) -> list[object]:
     text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
     text += [f"also: {names(finding.also)}"] if finding.also else []
-    return [finding.code, str(finding.severity), finding.module, Lines("\n".join(text))]
+    return [finding.code, str(finding.severity), finding.module, MultilineCell("\n".join(text))]

@@ -17,7 +17,7 @@ TITLE = "Time of a GEMM in BF16 and in FP8, us"
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 420, 560, 12, 14, 56
 
 
-class Pair(NamedTuple):
+class ShapePair(NamedTuple):
     """One GEMM of a shape."""
 
     name: str
@@ -26,12 +26,12 @@ class Pair(NamedTuple):
     gemm_us: float
 
 
-def pairs(document: Mapping[str, Any]) -> Iterator[Pair]:
+def pairs(document: Mapping[str, Any]) -> Iterator[ShapePair]:
     """Return the GEMMs of a document, in its order."""
     for shape in document["shapes"]:
         for gemm in GEMMS:
             of = shape["gemms"][gemm]
-            yield Pair(f"{label(shape)} {gemm}", of["bf16_us"], of["quantize_us"], of["gemm_us"])
+            yield ShapePair(f"{label(shape)} {gemm}", of["bf16_us"], of["quantize_us"], of["gemm_us"])
 
 
 def to_svg(document: Mapping[str, Any]) -> str:

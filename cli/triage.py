@@ -18,7 +18,7 @@ from fp8debug.store.read.run import Run
 
 from .console import cell, print_table, progress, write_file
 from .engine_options import engine_options
-from .output import Lines, echo
+from .output import MultilineCell, echo
 
 SEVERITIES = [str(severity) for severity in reversed(Severity)]
 FORMATS = ["table", "json", "csv", "github", "sarif", "html"]
@@ -133,7 +133,7 @@ def _row(finding: Finding) -> list[object]:
     text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
     text += [f"{title}: {names(found)}" for title, found in (("also", finding.also), ("victims", finding.victims)) if found]
     steps = "-".join(map(str, dict.fromkeys(finding.steps)))
-    return [finding.code, str(finding.severity), finding.module, site or None, steps, Lines("\n".join(text))]
+    return [finding.code, str(finding.severity), finding.module, site or None, steps, MultilineCell("\n".join(text))]
 
 
 def names(found: tuple[str, ...]) -> str:

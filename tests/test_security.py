@@ -350,9 +350,9 @@ class TestTheDashboard:
         assert told == {"/_dash-update-component"}  # which asks for a page's contents
 
     def test_a_run_is_opened_by_its_name_and_never_by_a_path(self, run_path: Path) -> None:
-        from fp8debug_dashboard.web.source import Source
+        from fp8debug_dashboard.web.source import ServedFolder
 
-        source = Source(run_path.parent)
+        source = ServedFolder(run_path.parent)
         for name in ("../run", "/etc", "run/../run", ".", "", "run\x00"):
             with pytest.raises(Fp8DebugError, match="unknown run"):
                 source.folder(name)

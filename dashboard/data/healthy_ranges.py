@@ -37,7 +37,7 @@ def kind_of(gemm: str, tensor: str, cast_name: str, reference: str) -> int:
 
 
 @dataclass(frozen=True)
-class Envelope:
+class HealthyRange:
     """Thresholds of one metric: values in ascending order and the severity at each."""
 
     values: tuple[float, ...]
@@ -58,28 +58,28 @@ class Envelope:
         return [v for v, s in zip(self.values, self.severities, strict=True) if s == severity]
 
 
-_OPERAND_DB = Envelope((10, 25, 30, 31, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
-_E5M2_DB = Envelope((4, 19, 24, 25, 29, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 dB, closed form
-_RESULT_DB = Envelope((5, 20, 25, 27, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
-_RESULT_E5M2_DB = Envelope((1, 16, 21, 23, 31, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 beside 31.5 dB predicts 24.6
-_EXACT_DB = Envelope((20, 35, 45, 50), (3, 2, 1, 0))
-_COSINE = Envelope((0.9, 0.99, 0.999, 0.9995), (3, 2, 1, 0))
-_COSINE_E5M2 = Envelope((0.6, 0.96, 0.996, 0.998), (3, 2, 1, 0))  # four times the noise power
-_COSINE_RESULT = Envelope((0.9, 0.995, 0.9984, 0.999), (3, 2, 1, 0))  # what 20, 25 and 27 dB leave
-_COSINE_RESULT_E5M2 = Envelope((0.8, 0.987, 0.996, 0.9975), (3, 2, 1, 0))
-_COSINE_EXACT = Envelope((0.99, 0.99984, 0.999984, 0.999995), (3, 2, 1, 0))  # what 35, 45 and 50 dB leave
-_UNDERFLOW = Envelope((0, 0.002, 0.01, 0.05, 1), (0, 0, 1, 2, 3))
-_UNDERFLOW_LEAF = Envelope((0, 0.01, 0.05, 1), (0, 0, 1, 1.5))  # wgrad is a leaf: never alone a reason to act
-_SATURATION = Envelope((0, 1e-9, 1e-3, 1), (0, 1, 2, 3))
-_SATURATION_DELAYED = Envelope((0, 1e-4, 1e-3, 1e-2, 1), (0, 0, 1, 2, 3))
-_GAIN = Envelope((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 0, 1, 2, 3))
-_NONFINITE = Envelope((0, 1e-12, 1), (0, 2, 3))
+_OPERAND_DB = HealthyRange((10, 25, 30, 31, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
+_E5M2_DB = HealthyRange((4, 19, 24, 25, 29, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 dB, closed form
+_RESULT_DB = HealthyRange((5, 20, 25, 27, 35, 45, 55), (3, 2, 1, 0, 0, -1, -2))
+_RESULT_E5M2_DB = HealthyRange((1, 16, 21, 23, 31, 45, 55), (3, 2, 1, 0, 0, -1, -2))  # 25.55 beside 31.5 dB predicts 24.6
+_EXACT_DB = HealthyRange((20, 35, 45, 50), (3, 2, 1, 0))
+_COSINE = HealthyRange((0.9, 0.99, 0.999, 0.9995), (3, 2, 1, 0))
+_COSINE_E5M2 = HealthyRange((0.6, 0.96, 0.996, 0.998), (3, 2, 1, 0))  # four times the noise power
+_COSINE_RESULT = HealthyRange((0.9, 0.995, 0.9984, 0.999), (3, 2, 1, 0))  # what 20, 25 and 27 dB leave
+_COSINE_RESULT_E5M2 = HealthyRange((0.8, 0.987, 0.996, 0.9975), (3, 2, 1, 0))
+_COSINE_EXACT = HealthyRange((0.99, 0.99984, 0.999984, 0.999995), (3, 2, 1, 0))  # what 35, 45 and 50 dB leave
+_UNDERFLOW = HealthyRange((0, 0.002, 0.01, 0.05, 1), (0, 0, 1, 2, 3))
+_UNDERFLOW_LEAF = HealthyRange((0, 0.01, 0.05, 1), (0, 0, 1, 1.5))  # wgrad is a leaf: never alone a reason to act
+_SATURATION = HealthyRange((0, 1e-9, 1e-3, 1), (0, 1, 2, 3))
+_SATURATION_DELAYED = HealthyRange((0, 1e-4, 1e-3, 1e-2, 1), (0, 0, 1, 2, 3))
+_GAIN = HealthyRange((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 0, 1, 2, 3))
+_NONFINITE = HealthyRange((0, 1e-12, 1), (0, 2, 3))
 # No published thresholds: headroom above 1 clips by definition; below, colour starts where a third of E4M3's 18 binades is lost.
-_HEADROOM = Envelope((2**-12, 2**-6, 2**-3, 1, 1.01, 1.25, 4), (-2, -1, 0, 0, 1, 2, 3))
-_RATIO = Envelope((-2, -0.32, -0.014, 0, 3, 6, 12), (3, 2, 1, 0, 0, -1, -2))
+_HEADROOM = HealthyRange((2**-12, 2**-6, 2**-3, 1, 1.01, 1.25, 4), (-2, -1, 0, 0, 1, 2, 3))
+_RATIO = HealthyRange((-2, -0.32, -0.014, 0, 3, 6, 12), (3, 2, 1, 0, 0, -1, -2))
 
 
-def envelope(metric: str, kind: int = 0) -> Envelope | None:
+def envelope(metric: str, kind: int = 0) -> HealthyRange | None:
     """Return the envelope of a column at a kind of site, or None where nothing says what is healthy."""
     e5m2, delayed = bool(kind & E5M2), bool(kind & DELAYED)
     match metric:

@@ -39,7 +39,7 @@ Key = tuple[str, str, str, str, bool]
 _COLUMNS = ("gemm", "tensor", "cast_name", "reference", "actual")
 
 
-class Line(NamedTuple):
+class MetricSeries(NamedTuple):
     """A metric of one site over steps: mean, smallest, largest and the state of the steps behind each point."""
 
     key: Key
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Narrow:
+class MetricCache:
     """The blocks of a run.
 
     Attributes:
@@ -114,7 +114,7 @@ class Narrow:
         states[states < FINITE] = MISSING
         return names, begins[cells], values[chosen].T.copy(), kinds[chosen].T.copy(), states[chosen].T.copy()
 
-    def lines(self, module: str, metric: str, first: int, width: int) -> list[Line]:
+    def lines(self, module: str, metric: str, first: int, width: int) -> list[MetricSeries]:
         """Return the lines of a module that have a value, in the order of ``data.several_traces``."""
         if module not in self.modules:
             return []
@@ -140,7 +140,7 @@ class Narrow:
             high = np.maximum.reduceat(np.where(known, values, -np.inf).astype(np.float32), begins)
             high = np.where(counts > 0, high, np.float32(np.nan))
             states = None if marks is None else np.maximum.reduceat(marks[i, there], begins)
-            found.append(Line(self.keys[i], self.sampled[there][begins], mean, low, high, states))
+            found.append(MetricSeries(self.keys[i], self.sampled[there][begins], mean, low, high, states))
         return found
 
     def steps(self, module: str) -> list[int]:
@@ -174,7 +174,7 @@ def _places(steps: Ints, first: int, width: int) -> list[NDArray[np.int64]]:
     return [np.where(j < counts, begins + j, -1) for j in range(int(counts.max()))]
 
 
-def build(path: Path) -> Narrow | None:
+def build(path: Path) -> MetricCache | None:
     """Read the blocks of a run; None where they would be too large, or none of the metrics was recorded.
 
     Raises:
@@ -200,7 +200,7 @@ def build(path: Path) -> Narrow | None:
             blocks[name][place] = np.where(known, values, NOTHING)
         if states is not None:
             states[place] = ints(table, "state")
-    return Narrow(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states)
+    return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states)
 
 
 def _keys(run: Run) -> list[Key]:

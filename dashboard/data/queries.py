@@ -22,13 +22,13 @@ from fp8debug.metrics.histogram import FIRST_LOG2
 from .arrays import floats, grid_of, ints, known_floats, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
-from .records import CastRange, Floats, Heat, Histogram, Ints, Trace
+from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
 from .step_ranges import ends, sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
 
-    from .metric_cache import Key, Narrow
+    from .metric_cache import Key, MetricCache
 
 MAX_CELLS = 560
 MAX_POINTS = 600
@@ -59,7 +59,7 @@ def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str,
     return found
 
 
-def training(run: Run) -> list[Trace]:
+def training(run: Run) -> list[StepSeries]:
     """Return loss, grad norm, loss scale and lr over steps, those that were recorded; constant ones but the loss are left out."""
     aggregates = ", ".join(f"avg({c}) AS {c}, min({c}) AS {c}_low, max({c}) AS {c}_high" for c in SERIES)
     bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
@@ -81,7 +81,7 @@ def training(run: Run) -> list[Trace]:
         banded = width > 1
         found = np.where(is_finite, FINITE, np.where(np.isnan(values), NAN, INF)).astype(np.int8)
         traces.append(
-            Trace(
+            StepSeries(
                 name=name,
                 steps=steps[known],
                 values=_gaps(values)[known],
@@ -168,7 +168,7 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     return " AND ".join(conditions), values
 
 
-def _keys(narrow: Narrow, site: str, cast: str) -> list[Key]:
+def _keys(narrow: MetricCache, site: str, cast: str) -> list[Key]:
     """Return the sites of a table in memory that :func:`where` chooses."""
     gemm, _, tensor = site.partition(".")
     many = {"operands": "operand", "results": "shadow", "exact": "exact"}
@@ -187,7 +187,7 @@ def heat(
     site: str = "operands",
     cast: str = "running",
     steps: tuple[int | None, int | None] = (None, None),
-    narrow: Narrow | None = None,
+    narrow: MetricCache | None = None,
     is_thin: bool = False,
 ) -> Heat:
     """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
@@ -287,7 +287,7 @@ def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[st
     )
 
 
-def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[Trace]:
+def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[StepSeries]:
     """Return a metric of one module over steps: a line for every site, cast and reference.
 
     Args:
@@ -303,8 +303,8 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
 
 
 def several_traces(
-    run: Run, module: str, names: Sequence[str], narrow: Narrow | None = None, is_thin: bool = False
-) -> dict[str, list[Trace]]:
+    run: Run, module: str, names: Sequence[str], narrow: MetricCache | None = None, is_thin: bool = False
+) -> dict[str, list[StepSeries]]:
     """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
 
     Args:
@@ -357,7 +357,7 @@ def _speaks_of(metric: str, table: pa.Table) -> NDArray[np.bool_]:
     return np.isin(references, known) if len(known) else np.ones(table.num_rows, np.bool_)
 
 
-def _traces(table: pa.Table, metric: str, banded: bool) -> list[Trace]:
+def _traces(table: pa.Table, metric: str, banded: bool) -> list[StepSeries]:
     keys = ("gemm", "tensor", "cast_name", "reference", "actual")
     if not table.num_rows:
         return []
@@ -373,9 +373,9 @@ def _traces(table: pa.Table, metric: str, banded: bool) -> list[Trace]:
     return traces
 
 
-def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, found: States | None, banded: bool) -> Trace:
+def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, found: States | None, banded: bool) -> StepSeries:
     gemm, tensor, cast_name, reference, actual = key
-    return Trace(
+    return StepSeries(
         name=cast_name + ("" if actual else " (what-if)"),
         steps=steps,
         values=_gaps(values),
@@ -390,7 +390,7 @@ def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, fou
     )
 
 
-def sampled_steps(run: Run, module: str, narrow: Narrow | None = None, is_thin: bool = False) -> list[int]:
+def sampled_steps(run: Run, module: str, narrow: MetricCache | None = None, is_thin: bool = False) -> list[int]:
     """Return the steps at which the module has statistics; those of the whole run where that would take too long to find."""
     if narrow is not None:
         return narrow.steps(module)
@@ -436,7 +436,7 @@ def lost_at(run: Run, module: str, site: tuple[str, str], step: int) -> int:
     return int(_rows(run, asked, [module, *site, step])[0]["state"] or 0)
 
 
-def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> Histogram | None:
+def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> ExponentHistogram | None:
     """Return the exponent histogram of a site at one step, with the range of a cast (the running one by default)."""
     rows = _rows(
         run,
@@ -449,7 +449,7 @@ def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str
         return None
     chosen = next((row for row in rows if row["cast_name"] == cast), rows[0])
     bins: NDArray[np.int64] = np.array(counts, dtype=np.int64)
-    return Histogram(first_log2=FIRST_LOG2, counts=bins, step=step, cast=_range(chosen))
+    return ExponentHistogram(first_log2=FIRST_LOG2, counts=bins, step=step, cast=_range(chosen))
 
 
 def _range(row: dict[str, Any]) -> CastRange | None:

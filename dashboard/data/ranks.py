@@ -9,7 +9,7 @@ from .arrays import floats, grid_of, ints, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import States, state_sql, value_sql
 from .queries import MAX_CELLS, MAX_POINTS, WORST_SQL, column, metrics
-from .records import Heat, Trace
+from .records import Heat, StepSeries
 from .step_ranges import step_condition, step_range, width_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ MAX_SITES = 40
 class Spread:
     """One site over steps on all ranks: the median with the band of all ranks, and the rank that is farthest from it."""
 
-    median: Trace
-    outlier: Trace
+    median: StepSeries
+    outlier: StepSeries
     rank: int
 
 
@@ -81,7 +81,7 @@ def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str,
         [module, *site, _reference(site[1])],
     )
     steps = ints(table, "step")
-    all_ranks = Trace(
+    all_ranks = StepSeries(
         name="median of all ranks",
         steps=steps,
         values=floats(table, "v"),
@@ -89,7 +89,7 @@ def spread_over_steps(run: Run, module: str, site: tuple[str, str], metric: str,
         low=floats(table, "low"),
         high=floats(table, "high"),
     )
-    own = Trace(name=f"rank {rank}", steps=steps, values=floats(table, "own"), states=_any(states(table, "own_state")))
+    own = StepSeries(name=f"rank {rank}", steps=steps, values=floats(table, "own"), states=_any(states(table, "own_state")))
     return Spread(median=all_ranks, outlier=own, rank=rank)
 
 

@@ -14,7 +14,7 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class StepSeries:
     """One line over steps; one point may stand for several sampled steps.
 
     Attributes:
@@ -102,7 +102,7 @@ class CastRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Histogram:
+class ExponentHistogram:
     """Exponents of one tensor at one step.
 
     Attributes:
@@ -198,7 +198,7 @@ class Summary:
         state: ``writing``, ``ended`` or ``not closed``.
         written: when the newest file was written, in seconds since 1970; 0 when it is not known.
         problems: what could not be read.
-        error: why the run cannot be opened, or "".
+        error: why the run cannot be run_view, or "".
     """
 
     name: str

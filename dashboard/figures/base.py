@@ -12,7 +12,7 @@ import numpy as np
 
 from ..data.healthy_ranges import envelope, severities
 from ..data.nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
-from ..data.records import Floats, Heat, Ints, Mark, Trace
+from ..data.records import Floats, Heat, Ints, Mark, StepSeries
 from .plot import LEGEND, Figure, Part
 from .theme import COLORS, ICONS, INF_COLOR, LINES, MADE_COLOR, MISSING_COLOR, NAN_COLOR, SEVERITY_RANGE, SEVERITY_SCALE, SYMBOLS
 
@@ -49,7 +49,7 @@ def empty(message: str, height: int = 220) -> Figure:
     return figure.set(height)
 
 
-def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int | None = None) -> Figure:
+def training(series: Sequence[StepSeries], marks: Sequence[Mark] = (), lost_at: int | None = None) -> Figure:
     """Return loss (and what else of a training step was recorded) over steps, with a rail of findings above.
 
     Args:
@@ -82,7 +82,7 @@ def training(series: Sequence[Trace], marks: Sequence[Mark] = (), lost_at: int |
     return figure.set(int(70 + 64 * sum(rows)), hovermode="x" if series else "closest")
 
 
-def _doublings(trace: Trace) -> Part:
+def _doublings(trace: StepSeries) -> Part:
     """Return a logarithmic axis of what doubles and halves, with up to five powers of two on it."""
     known = trace.values[np.isfinite(trace.values) & (trace.values > 0)]
     if not len(known):
@@ -115,7 +115,7 @@ def _rail(marks: Sequence[Mark]) -> Part:
 
 def line(
     figure: Figure,
-    trace: Trace,
+    trace: StepSeries,
     color: str,
     i: int = 0,
     *,

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..data.records import Trace
+from ..data.records import StepSeries
 from .base import empty, line, plain
 from .plot import LEGEND, Figure
 from .theme import GREY, LINES, VERMILLION
 
 
 def losses(
-    runs: Sequence[tuple[str, Trace | None]],
+    runs: Sequence[tuple[str, StepSeries | None]],
     diverges_at: Sequence[int | None] = (),
     nonfinite_at: Mapping[str, int] | None = None,
 ) -> Figure:
@@ -48,16 +48,16 @@ def losses(
     return figure.set(360 if gaps else 260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
 
 
-def _gap(first: Trace, other: Trace) -> Trace:
+def _gap(first: StepSeries, other: StepSeries) -> StepSeries:
     """Return first minus other at their common points."""
     steps, ours, theirs = np.intersect1d(first.steps, other.steps, return_indices=True)
     values = first.values[ours] - other.values[theirs]
     states = [t.states[at] for t, at in ((first, ours), (other, theirs)) if t.states is not None]
     found = np.maximum.reduce(states) if states else None
-    return Trace(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
+    return StepSeries(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
 
 
-def site_in_both(runs: Sequence[tuple[str, Sequence[Trace]]], metric: str, step: int | None = None) -> Figure:
+def site_in_both(runs: Sequence[tuple[str, Sequence[StepSeries]]], metric: str, step: int | None = None) -> Figure:
     """Return one metric of one site in several runs, the running cast or the result against the shadow."""
     figure = Figure()
     for i, (name, traces) in enumerate(runs):

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..data.records import Trace
+from ..data.records import StepSeries
 from .base import empty, line
 from .plot import LEGEND, Figure
 from .theme import LINES, ORANGE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BudgetPoint:
     """One point of the curve: a budget, what its candidates cost, and the share of all damage that they take away.
 
     Attributes:
@@ -31,7 +31,7 @@ class Choice:
     count: int
 
 
-def pareto(choices: Sequence[Choice], chosen: Choice | None) -> Figure:
+def pareto(choices: Sequence[BudgetPoint], chosen: BudgetPoint | None) -> Figure:
     """Return the curve of damage recovered over speed given back, with the chosen budget on it."""
     known = [choice for choice in choices if choice.recovered is not None]
     if not any(choice.recovered for choice in known):
@@ -86,7 +86,7 @@ def trials(document: Mapping[str, Any]) -> Figure:
         first = arm.get("first_step")
         steps = (int(first) if isinstance(first, int) else 0) + np.arange(shortest, dtype=np.int32)
         many = len(curves) > 1
-        mean = Trace(
+        mean = StepSeries(
             name=str(arm.get("name")),
             steps=steps,
             values=values.mean(axis=0),

@@ -10,7 +10,7 @@ from fp8debug.formats import FORMATS
 
 from ..data.healthy_ranges import envelope, kind_of
 from ..data.nonfinite import NAMES, in_words
-from ..data.records import BlockMap, History, Trace
+from ..data.records import BlockMap, History, StepSeries
 from .base import COLOR_BAR, STATE_COLORS, empty, line, plain, severity_ticks
 from .plot import LEGEND, Figure
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
@@ -82,7 +82,7 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
     return figure.set(320, margin={"r": 54})
 
 
-def error_split(traces: Sequence[Trace], step: int | None = None) -> Figure:
+def error_split(traces: Sequence[StepSeries], step: int | None = None) -> Figure:
     """Return SQNR of a result against the exact and the shadow GEMM: what accumulation costs, and what quantization does."""
     words = {"shadow": "quantization: exact against shadow", "exact": "accumulation: actual against exact"}
     own = [t for t in traces if t.reference in words and (np.isfinite(t.values).any() or t.states is not None)]

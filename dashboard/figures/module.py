@@ -12,7 +12,7 @@ from fp8debug.formats import FORMATS
 
 from ..data.healthy_ranges import envelope, kind_of
 from ..data.nonfinite import NAMES
-from ..data.records import CastRange, Histogram, Trace
+from ..data.records import CastRange, ExponentHistogram, StepSeries
 from .base import empty, line
 from .plot import LEGEND, Figure, Part
 from .theme import GREY, LINES, ORANGE, VERMILLION, line_color
@@ -28,7 +28,7 @@ SITES: tuple[tuple[tuple[str, str], ...], ...] = (
 PERFECT_DB = 70
 
 
-def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step: int | None = None) -> Figure:
+def sites(traces: Sequence[StepSeries], metric: str, selected: tuple[str, str], step: int | None = None) -> Figure:
     """Return the nine sites of one module, one small plot each: the running cast solid, what-ifs dotted.
 
     Where a healthy range is known the axis reaches at least to the warn threshold, so that noise looks like noise.
@@ -68,12 +68,12 @@ def sites(traces: Sequence[Trace], metric: str, selected: tuple[str, str], step:
     return figure.set(480, showlegend=True, legend=legend, margin={"l": 44, "t": 42})
 
 
-def _shows(trace: Trace) -> bool:
+def _shows(trace: StepSeries) -> bool:
     """Tell whether a line has anything to draw: values, or a gap that is NaN or infinite."""
     return bool(np.isfinite(trace.values).any() or (trace.states is not None and trace.states.any()))
 
 
-def _thresholds(figure: Figure, traces: Sequence[Trace], metric: str, i: int) -> None:
+def _thresholds(figure: Figure, traces: Sequence[StepSeries], metric: str, i: int) -> None:
     """Set the range of the i-th axis such that the nearest warn threshold is in it; draw the thresholds that are."""
     main = next((t for t in traces if t.actual and t.reference != "exact"), traces[0])
     found = envelope(metric, kind_of(main.gemm, main.tensor, main.cast_name, main.reference))
@@ -92,7 +92,7 @@ def _thresholds(figure: Figure, traces: Sequence[Trace], metric: str, i: int) ->
                 figure.rule(color, i, y=value, dash="dash")
 
 
-def _without_perfect(traces: Sequence[Trace], metric: str) -> list[Trace]:
+def _without_perfect(traces: Sequence[StepSeries], metric: str) -> list[StepSeries]:
     """Leave out results that equal the exact GEMM: at 140 dB they would flatten all others."""
     if metric != "sqnr_db":
         return list(traces)
@@ -100,7 +100,7 @@ def _without_perfect(traces: Sequence[Trace], metric: str) -> list[Trace]:
     return kept or list(traces)
 
 
-def _group(trace: Trace) -> str:
+def _group(trace: StepSeries) -> str:
     if trace.reference in ("shadow", "exact"):
         return {"shadow": "result against shadow (quantization)", "exact": "result against exact (accumulation)"}[trace.reference]
     return "running cast" if trace.actual else trace.cast_name
@@ -111,7 +111,7 @@ def _group_order(group: str) -> tuple[int, str]:
     return (order.index(group) if group in order else len(order), group)
 
 
-def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None = None) -> Figure:
+def scales(scale: Sequence[StepSeries], headroom: Sequence[StepSeries], step: int | None = None) -> Figure:
     """Return log2 scale_inv of each cast over steps, and below it the headroom: above 1 the cast clips.
 
     Delayed against current scaling is the gap between two lines; steps at which a cast clips are marked.
@@ -138,7 +138,7 @@ def scales(scale: Sequence[Trace], headroom: Sequence[Trace], step: int | None =
     return figure.set(340, showlegend=True, legend=LEGEND, margin={"t": 46})
 
 
-def _clipping(trace: Trace, clips: NDArray[np.bool_]) -> Part:
+def _clipping(trace: StepSeries, clips: NDArray[np.bool_]) -> Part:
     return {
         "type": "scatter",
         "x": trace.steps[clips],
@@ -150,7 +150,7 @@ def _clipping(trace: Trace, clips: NDArray[np.bool_]) -> Part:
     }
 
 
-def _powers_of_two(traces: Sequence[Trace]) -> Part:
+def _powers_of_two(traces: Sequence[StepSeries]) -> Part:
     """Return a log axis that shows all traces and 1, with ticks at powers of two."""
     values = np.concatenate([t.values[np.isfinite(t.values) & (t.values > 0)] for t in traces] or [np.ones(1, np.float32)])
     logs = np.log2(np.append(values, 1.0))
@@ -163,7 +163,7 @@ def _powers_of_two(traces: Sequence[Trace]) -> Part:
     return {"type": "log", "range": [low * two, high * two], "tickmode": "array", "tickvals": ticks, "ticktext": words}
 
 
-def histogram(hist: Histogram | None, lost: int = 0) -> Figure:
+def histogram(hist: ExponentHistogram | None, lost: int = 0) -> Figure:
     """Return the exponents of one tensor with the range drawn in that the chosen cast can represent.
 
     Args:

@@ -8,17 +8,17 @@ from typing import Any
 
 from dash.development.base_component import Component
 
-from ..web.run_view import Opened
+from ..web.run_view import RunView
 from ..web.urls import View
 from .contents import CONTENTS
 
 
-def _is_judging(view: View, opened: Opened) -> bool:
-    return not opened.is_triaged
+def _is_judging(view: View, run_view: RunView) -> bool:
+    return not run_view.is_triaged
 
 
-def _judge(view: View, opened: Opened) -> object:
-    return opened.judge()
+def _judge(view: View, run_view: RunView) -> object:
+    return run_view.judge()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class Page:
     """
 
     name: str
-    layout: Callable[[View, Opened], Component]
-    parts: Callable[[View, Opened], tuple[Any, ...]]
-    is_pending: Callable[[View, Opened], bool] = _is_judging
-    settle: Callable[[View, Opened], object] = _judge
+    layout: Callable[[View, RunView], Component]
+    parts: Callable[[View, RunView], tuple[Any, ...]]
+    is_pending: Callable[[View, RunView], bool] = _is_judging
+    settle: Callable[[View, RunView], object] = _judge
 
     @property
     def outputs(self) -> tuple[tuple[str, str], ...]:

@@ -11,20 +11,20 @@ from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
 from fp8debug.rules.comparison.configuration import configuration_words
-from fp8debug.rules.comparison.sites import APART, SiteDifference, unwrapped
+from fp8debug.rules.comparison.sites import TOLERANCES, SiteDifference, unwrapped
 
 from ..data import queries
 from ..figures.base import empty
 from ..figures.compare import losses, site_in_both
 from ..figures.theme import NO_DATA
-from ..web.run_view import Opened
+from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
 from .base import Page
 
 if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
-    from fp8debug.rules.reading.nonfinite import Origin
+    from fp8debug.rules.reading.nonfinite import NonfiniteOrigin
 
 METRIC = "rms"
 #: What a folder name cannot hold: it separates names in the URL.
@@ -46,33 +46,33 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 )
 
 
-def others(view: View, opened: Opened) -> list[str]:
+def others(view: View, run_view: RunView) -> list[str]:
     """Return the names of the URL that are runs of this folder, this one left out."""
     asked = [name for name in view.get("with").split(SEPARATOR) if name]
-    return [name for name in dict.fromkeys(asked) if name in opened.siblings() and name != opened.name]
+    return [name for name in dict.fromkeys(asked) if name in run_view.siblings() and name != run_view.name]
 
 
-def is_pending(view: View, opened: Opened) -> bool:
+def is_pending(view: View, run_view: RunView) -> bool:
     """Tell whether a run is still to be compared, which reads the sites of both."""
-    return any(opened.differences(name) is None for name in others(view, opened))
+    return any(run_view.differences(name) is None for name in others(view, run_view))
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Compare this run with each of the others."""
-    opened.compare(others(view, opened))
+    run_view.compare(others(view, run_view))
     return None
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    about, figure, settings, rows, site = parts(view, opened)
-    names = [name for name in opened.siblings() if name != opened.name]
+    about, figure, settings, rows, site = parts(view, run_view)
+    names = [name for name in run_view.siblings() if name != run_view.name]
     value = view.get("with")
     options = [{"value": "", "label": "(choose a run)"}, *names]
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
-    metrics = [name for name in APART if opened.run.has(name)]
-    pairs = {"--pairs": max(1, len(others(view, opened)))}
+    metrics = [name for name in TOLERANCES if run_view.run.has(name)]
+    pairs = {"--pairs": max(1, len(others(view, run_view)))}
     pick = control("with", "", value, options, "with", 260)
     return html.Div(
         [
@@ -102,25 +102,25 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return a line about both, the losses, the configuration, the sites that part, and one site in all of them."""
-    names = others(view, opened)
-    if not names or opened.beside is None:
-        return _nothing(view, opened)
+    names = others(view, run_view)
+    if not names or run_view.beside is None:
+        return _nothing(view, run_view)
     try:
-        beside = [(name, opened.beside(name).run) for name in names]
+        beside = [(name, run_view.beside(name).run) for name in names]
     except Fp8DebugError as error:
         return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
-    runs = [(opened.name, opened.run), *beside]
+    runs = [(run_view.name, run_view.run), *beside]
     curves = [(name, next((t for t in queries.training(run) if t.name == "loss"), None)) for name, run in runs]
-    pairs = [found for name in names if (found := opened.differences(name)) is not None]
+    pairs = [found for name in names if (found := run_view.differences(name)) is not None]
     figure = losses(curves, [found.loss["diverges_at"] for found in pairs], _nonfinite_at(pairs))
     if len(pairs) < len(names):
-        waiting = poster(f"The sites of {opened.name} and {' and '.join(names)} are being compared.")
+        waiting = poster(f"The sites of {run_view.name} and {' and '.join(names)} are being compared.")
         return waiting, figure, None, [], empty("not known yet", SITE_HEIGHT)
     about = [line for found in pairs for line in _about(found)]
     if len(pairs) > 1:
-        about.append(note(f"The sites and the configuration below are those of {opened.name} beside {names[0]}."))
+        about.append(note(f"The sites and the configuration below are those of {run_view.name} beside {names[0]}."))
     found = pairs[0]
     parted = [site for site in found.sites if site.diverges_at is not None]
     rows = [_row(site, view) for site in parted[:MAX_SITES]]
@@ -133,15 +133,15 @@ def _nonfinite_at(pairs: Sequence[Differences]) -> dict[str, int]:
     return {name: step for name, step in steps.items() if step is not None}
 
 
-def _nothing(view: View, opened: Opened) -> tuple[Any, ...]:
-    if opened.beside is None:
-        folder = opened.run.path.resolve().parent
+def _nothing(view: View, run_view: RunView) -> tuple[Any, ...]:
+    if run_view.beside is None:
+        folder = run_view.run.path.resolve().parent
         about = note("One run is served. To compare runs serve their folder: ", code(f"fp8debug dashboard {folder}"))
-    elif len(opened.siblings()) < 2:
+    elif len(run_view.siblings()) < 2:
         about = note("This folder holds one run; record a second one, in BF16 say, beside it.")
     else:
         about = note("Choose a run to compare with: the good one, or the one in BF16.")
-    if view.get("with") and opened.beside is not None:
+    if view.get("with") and run_view.beside is not None:
         about = note(f"No run {view.get('with')!r} in this folder.", kind="error")
     return about, empty("nothing to compare with yet", 160), None, [], empty("nothing to compare with yet", 120)
 
@@ -195,7 +195,9 @@ def _row(site: SiteDifference, view: View) -> dict[str, Any]:
     }
 
 
-def _site(view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference], origin: tuple[str, Origin] | None = None) -> Any:
+def _site(
+    view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference], origin: tuple[str, NonfiniteOrigin] | None = None
+) -> Any:
     """Return one site in all runs: of the URL, or the first that diverges, or else the first tensor that is NaN or Inf."""
     places = {(site.module, site.gemm, site.tensor): site.diverges_at for site in parted}
     if origin is not None:

@@ -16,9 +16,9 @@ from fp8debug.store.speed_file import cost_basis
 
 from ..data.trial_files import read_trial
 from ..figures.base import empty
-from ..figures.fallback import Choice, pareto, trials
+from ..figures.fallback import BudgetPoint, pareto, trials
 from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain_number
-from ..web.run_view import SMALL_BYTES, Opened
+from ..web.run_view import SMALL_BYTES, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
 from .base import Page
@@ -86,8 +86,8 @@ def budget_of(view: View) -> int:
     return BUDGET if asked is None else min(100, max(0, asked))
 
 
-def _choice(opened: Opened, budget: int, total: float) -> Choice:
-    return _chosen(opened.fallbacks(budget / 100, fill=True), budget, total)
+def _choice(run_view: RunView, budget: int, total: float) -> BudgetPoint:
+    return _chosen(run_view.fallbacks(budget / 100, fill=True), budget, total)
 
 
 def damage(fallbacks: list[Fallback]) -> float | None:
@@ -101,19 +101,19 @@ def damage(fallbacks: list[Fallback]) -> float | None:
     return sum(known) if known or not fallbacks else None
 
 
-def is_pending(view: View, opened: Opened) -> bool:
+def is_pending(view: View, run_view: RunView) -> bool:
     """Tell whether triage or the curve is still to be computed."""
-    return not opened.is_triaged or not opened.has_list(CURVE[-1] / 100, fill=True)
+    return not run_view.is_triaged or not run_view.has_list(CURVE[-1] / 100, fill=True)
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Judge the run and fill every budget of the curve."""
-    return [opened.fallbacks(budget / 100, fill=True) for budget in CURVE]
+    return [run_view.fallbacks(budget / 100, fill=True) for budget in CURVE]
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    rows, text, about, notes, curve, proof = parts(view, opened)
+    rows, text, about, notes, curve, proof = parts(view, run_view)
     fill = [{"value": "no", "label": "modules with findings"}, {"value": "yes", "label": "fill the budget"}]
     controls = html.Div(
         [
@@ -149,20 +149,20 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return the rows, the exported text, lines about both, the curve, and the proof."""
-    budget, judged, proof = budget_of(view), opened.judged(), _proof(view, opened)
-    if judged.is_pending or (opened.size >= SMALL_BYTES and is_pending(view, opened)):
+    budget, judged, proof = budget_of(view), run_view.judged(), _proof(view, run_view)
+    if judged.is_pending or (run_view.size >= SMALL_BYTES and is_pending(view, run_view)):
         waiting = poster("Triage is running; candidates follow from its findings.")
         return [], "", waiting, None, empty("not known yet", 200), proof
     if judged.failure:
         failed = note(f"Triage could not run, so nothing is recommended: {judged.failure}", kind="warning")
         return [], "", failed, None, empty("nothing to choose from", 200), proof
     try:
-        fallbacks = opened.fallbacks(budget / 100, fill=view.get("fill") == "yes")
-        basis = cost_basis(opened.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
-        total = damage(opened.fallbacks(1.0, fill=True)) or 1.0
-        curve = pareto([_choice(opened, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
+        fallbacks = run_view.fallbacks(budget / 100, fill=view.get("fill") == "yes")
+        basis = cost_basis(run_view.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
+        total = damage(run_view.fallbacks(1.0, fill=True)) or 1.0
+        curve = pareto([_choice(run_view, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
     except Fp8DebugError as error:
         return [], "", note(str(error), kind="error"), None, empty("nothing to choose from", 200), proof
     cost = sum(f.cost for f in fallbacks)
@@ -171,22 +171,22 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     if not fallbacks:
         words = "No candidate: no finding calls for another cast, and no recorded error lies outside the healthy range."
     exporter = EXPORTERS.get(_format(view))
-    limits = [note(f"{exporter.name} {line}", kind="warning") for line in exporter.notes(opened.run, fallbacks)]
+    limits = [note(f"{exporter.name} {line}", kind="warning") for line in exporter.notes(run_view.run, fallbacks)]
     return (
         [row(f, view.run) for f in fallbacks],
-        _text(view, opened, fallbacks),
+        _text(view, run_view, fallbacks),
         note(words),
-        [_use(view, opened), *limits],
+        [_use(view, run_view), *limits],
         curve,
         proof,
     )
 
 
-def _chosen(fallbacks: list[Fallback], budget: int, total: float) -> Choice:
+def _chosen(fallbacks: list[Fallback], budget: int, total: float) -> BudgetPoint:
     cost = sum(f.cost for f in fallbacks)
     taken = damage(fallbacks)
     recovered = None if taken is None else taken / total
-    return Choice(budget=budget / 100, cost=cost, recovered=recovered, count=len(fallbacks))
+    return BudgetPoint(budget=budget / 100, cost=cost, recovered=recovered, count=len(fallbacks))
 
 
 def _format(view: View) -> str:
@@ -194,15 +194,15 @@ def _format(view: View) -> str:
     return asked if asked in EXPORTERS.names() else TO
 
 
-def _text(view: View, opened: Opened, fallbacks: list[Fallback]) -> str:
-    files = EXPORTERS.get(_format(view)).files(opened.run, fallbacks)
+def _text(view: View, run_view: RunView, fallbacks: list[Fallback]) -> str:
+    files = EXPORTERS.get(_format(view)).files(run_view.run, fallbacks)
     if len(files) == 1:
         return next(iter(files.values()))
     return "\n".join(f"# file: fallback{stem}\n{text}" for stem, text in files.items())
 
 
-def _use(view: View, opened: Opened) -> Component:
-    path, name = shlex.quote(str(opened.run.path)), _format(view)
+def _use(view: View, run_view: RunView) -> Component:
+    path, name = shlex.quote(str(run_view.run.path)), _format(view)
     more = f" --budget {budget_of(view)}%" if budget_of(view) != BUDGET else ""
     more += " --fill" if view.get("fill") == "yes" else ""
     command = f"fp8debug fallback {path}{more} --to {name} -o fallback{EXPORTERS.get(name).suffix}"
@@ -212,8 +212,8 @@ def _use(view: View, opened: Opened) -> Component:
     return note("The same file: ", code(command), *apply)
 
 
-def _proof(view: View, opened: Opened) -> list[Component]:
-    path = shlex.quote(str(opened.run.path))
+def _proof(view: View, run_view: RunView) -> list[Component]:
+    path = shlex.quote(str(run_view.run.path))
     shown: list[Component] = []
     for name, ask in (
         ("verify.json", "how much of the loss gap the list closes: "),
@@ -221,7 +221,7 @@ def _proof(view: View, opened: Opened) -> list[Component]:
     ):
         command = f"fp8debug {name.removesuffix('.json')} {path} --script train.py"
         try:
-            found = read_trial(opened.run.path, name)
+            found = read_trial(run_view.run.path, name)
         except Fp8DebugError as error:
             shown.append(note(str(error), kind="warning"))
             continue
@@ -259,9 +259,9 @@ def _band(value: Any) -> str:
     return f"{number(value.get('value'), 3)} [{number(value.get('low'), 3)}, {number(value.get('high'), 3)}]"
 
 
-def exported(view: View, opened: Opened) -> dict[str, Any]:
+def exported(view: View, run_view: RunView) -> dict[str, Any]:
     """Return the file on view, as the browser saves it."""
-    text = _text(view, opened, opened.fallbacks(budget_of(view) / 100, fill=view.get("fill") == "yes"))
+    text = _text(view, run_view, run_view.fallbacks(budget_of(view) / 100, fill=view.get("fill") == "yes"))
     return {"content": text, "filename": f"fallback{EXPORTERS.get(_format(view)).suffix}", "type": "text/plain"}
 
 

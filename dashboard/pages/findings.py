@@ -15,7 +15,7 @@ from fp8debug.rules import RULES
 from ..figures.base import empty
 from ..figures.evidence import evidence
 from ..figures.theme import NO_DATA, level
-from ..web.run_view import Judgement, Opened
+from ..web.run_view import Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, graph, grid, note, number, poster, segments
 from . import overview
@@ -74,9 +74,9 @@ def chosen(view: View, judged: Judgement) -> Finding | None:
     return next(named, findings[0] if findings else None)
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    about, rows, head, figure, manual = parts(view, opened)
+    about, rows, head, figure, manual = parts(view, run_view)
     choices = [{"value": "none", "label": "each finding"}, {"value": "culprit", "label": "by culprit"}]
     controls = html.Div(
         [
@@ -109,9 +109,9 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return a line about the list, its rows, and head, evidence and manual page of the chosen finding."""
-    judged = opened.judged()
+    judged = run_view.judged()
     findings = judged.findings
     rows = grouped(findings, view.run) if view.get("group") == "culprit" else [row(f, view.run) for f in findings]
     finding = chosen(view, judged)
@@ -119,7 +119,7 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
         words = "No rule found a fault, so there is no evidence to show."
         waiting = "Triage is running; evidence appears with the first finding."
         return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
-    return _about(judged), rows, _head(view, finding), _evidence(opened, judged, finding), _manual(finding)
+    return _about(judged), rows, _head(view, finding), _evidence(run_view, judged, finding), _manual(finding)
 
 
 def _about(judged: Judgement) -> Component:
@@ -155,11 +155,11 @@ def _head(view: View, finding: Finding) -> list[Component]:
     return lines
 
 
-def _evidence(opened: Opened, judged: Judgement, finding: Finding) -> Any:
+def _evidence(run_view: RunView, judged: Judgement, finding: Finding) -> Any:
     try:
-        charts = charts_of(opened.run, finding)
+        charts = charts_of(run_view.run, finding)
         if not charts:
-            loss = loss_chart(opened.run, judged.findings)
+            loss = loss_chart(run_view.run, judged.findings)
             charts = [loss] if loss is not None else []
     except Fp8DebugError as error:
         return empty(str(error), 160)

@@ -16,7 +16,7 @@ from ..data.records import Heat
 from ..figures import base as figures
 from ..figures.module import SITES
 from ..web import source
-from ..web.run_view import Opened
+from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import card, control, graph, note
 from .base import Page
@@ -55,12 +55,12 @@ def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
     return [*({"value": value, "label": label} for value, label, running in many if running in kinds), *names]
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    metrics = opened.recorded()
-    cast = opened.keep("default cast", lambda: queries.default_cast(opened.run))
-    casts = opened.keep("casts", lambda: queries.casts(opened.run))
-    about, figure = parts(view, opened)
+    metrics = run_view.recorded()
+    cast = run_view.cache("default cast", lambda: queries.default_cast(run_view.run))
+    casts = run_view.cache("casts", lambda: queries.casts(run_view.run))
+    about, figure = parts(view, run_view)
     controls = html.Div(
         [
             control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics), "metric", 230),
@@ -81,28 +81,28 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return a line about the figure, and the figure."""
     metric, site = view.get("metric", METRIC), view.get("site", SITE)
-    cast = view.get("cast") or opened.keep("default cast", lambda: queries.default_cast(opened.run))
-    if metric not in opened.recorded() and not opened.run.has(metric):
-        text = f"{metric} is not recorded in this run; recorded are {', '.join(opened.recorded()) or 'no metrics'}."
+    cast = view.get("cast") or run_view.cache("default cast", lambda: queries.default_cast(run_view.run))
+    if metric not in run_view.recorded() and not run_view.run.has(metric):
+        text = f"{metric} is not recorded in this run; recorded are {', '.join(run_view.recorded()) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
         steps = (view.get_int("from"), view.get_int("to"))
-        is_thin = opened.is_thin(metric)
-        heat = opened.keep(
+        is_thin = run_view.is_thin(metric)
+        heat = run_view.cache(
             ("heat", metric, site, cast, steps, is_thin),
-            lambda: queries.heat(opened.run, metric, site, cast, steps, opened.narrow, is_thin),
+            lambda: queries.heat(run_view.run, metric, site, cast, steps, run_view.metric_cache, is_thin),
         )
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
-    heat = replace(heat, marks=source.marks(opened.judged().known or (), by_module=True))
+    heat = replace(heat, marks=source.marks(run_view.judged().known or (), by_module=True))
     whole = None
     if view.get("from") or view.get("to"):
         kept = {key: value for key, value in view.params.items() if key not in ("from", "to")}
         whole = dcc.Link("show all steps", href=href("heatmap", view.run, **kept))
-    words = _about(heat, len(opened.run.modules)) + (READING if opened.is_narrowing else "")
+    words = _about(heat, len(run_view.run.modules)) + (READING if run_view.is_loading_cache else "")
     about = note(words, " ", whole) if whole else note(words)
     return about, figures.heatmap(heat, f"{view.get('from')}:{view.get('to')}")
 

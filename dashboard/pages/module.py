@@ -15,14 +15,14 @@ from fp8debug.types import RESULTS, Gemm
 from ..data import history as history_data
 from ..data import nonfinite, queries
 from ..data.coverage import in_words
-from ..data.records import History, Trace
+from ..data.records import History, StepSeries
 from ..data.step_ranges import step_condition, step_range
 from ..figures import history as history_figures
 from ..figures import module as module_figures
 from ..figures.base import empty
 from ..figures.module import SITES
 from ..figures.theme import NO_DATA, level
-from ..web.run_view import SMALL_BYTES, Judgement, Opened
+from ..web.run_view import SMALL_BYTES, Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, facts, graded, graph, not_finite, note, number, poster, segments, table
 from .base import Page
@@ -54,13 +54,13 @@ COLUMNS = (
 NOT_FINITE = ("num_nan", "num_inf", "num_actual_nonfinite")
 
 
-def chosen_module(view: View, opened: Opened) -> str | None:
+def chosen_module(view: View, run_view: RunView) -> str | None:
     """Return the module of the URL, or the first culprit, or the first module."""
-    names = [str(m["fqn"]) for m in opened.run.modules]
+    names = [str(m["fqn"]) for m in run_view.run.modules]
     asked = view.get("module")
     if asked:
         return asked if asked in names else None
-    culprit = next((f.module for f in opened.judged().known or () if f.module in names), None)
+    culprit = next((f.module for f in run_view.judged().known or () if f.module in names), None)
     return culprit or next(iter(names), None)
 
 
@@ -71,38 +71,38 @@ def chosen_site(view: View) -> tuple[str, str]:
     return gemm, tensor
 
 
-def default_step(opened: Opened, module: str, steps: list[int]) -> int | None:
+def default_step(run_view: RunView, module: str, steps: list[int]) -> int | None:
     """Return the step at which a finding that names the module begins, or the last one."""
-    begins = [f.steps[0] for f in opened.judged().known or () if module in (f.module, *f.also)]
+    begins = [f.steps[0] for f in run_view.judged().known or () if module in (f.module, *f.also)]
     return _nearest(steps, min(begins)) if begins else steps[-1] if steps else None
 
 
-def chosen_step(view: View, opened: Opened, module: str, steps: list[int]) -> int | None:
+def chosen_step(view: View, run_view: RunView, module: str, steps: list[int]) -> int | None:
     """Return the sampled step nearest to the URL's, or the default."""
     asked = view.get_int("step")
-    return default_step(opened, module, steps) if asked is None else _nearest(steps, asked)
+    return default_step(run_view, module, steps) if asked is None else _nearest(steps, asked)
 
 
 def _nearest(steps: list[int], wanted: int) -> int | None:
     return min(steps, key=lambda step: abs(step - wanted)) if steps else None
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    module = chosen_module(view, opened)
+    module = chosen_module(view, run_view)
     if module is None:
-        why = suggest(view.get("module"), [str(m["fqn"]) for m in opened.run.modules])
+        why = suggest(view.get("module"), [str(m["fqn"]) for m in run_view.run.modules])
         words = note(f"No module {view.get('module')!r} in this run: {why}", kind="error")
         return html.Div(card("Cannot show this", words, note("Press / to search all modules.")), className="page")
-    head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, opened)
-    steps = _sampled(opened, module)
-    step = chosen_step(view, opened, module, steps)
+    head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, run_view)
+    steps = _sampled(run_view, module)
+    step = chosen_step(view, run_view, module, steps)
     site = chosen_site(view)
-    default = default_step(opened, module, steps)
-    metrics = metric_options(opened.recorded())
+    default = default_step(run_view, module, steps)
+    metrics = metric_options(run_view.recorded())
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
-    casts += [{"value": name, "label": name} for name, _ in opened.keep("casts", lambda: queries.casts(opened.run))]
+    casts += [{"value": name, "label": name} for name, _ in run_view.cache("casts", lambda: queries.casts(run_view.run))]
     return html.Div(
         [
             html.Div(head, id="module-head"),
@@ -173,31 +173,31 @@ def _steps(steps: list[int], default: int | None, chosen: int | None) -> list[di
     return [first, *({"value": str(step), "label": str(step)} for step in listed)]
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return head, line about the metric, nine sites, casts, scales, histogram, its history, split error and block map."""
-    module = chosen_module(view, opened)
+    module = chosen_module(view, run_view)
     if module is None:
         nothing = empty("no such module")
         return [], [], nothing, [], nothing, nothing, nothing, nothing, None
-    run, site, metric = opened.run, chosen_site(view), view.get("metric", METRIC)
-    steps = _sampled(opened, module)
-    step = chosen_step(view, opened, module, steps)
-    about = _about(opened, metric)
+    run, site, metric = run_view.run, chosen_site(view), view.get("metric", METRIC)
+    steps = _sampled(run_view, module)
+    step = chosen_step(view, run_view, module, steps)
+    about = _about(run_view, metric)
     try:
-        lines = _lines(opened, module, metric)
+        lines = _lines(run_view, module, metric)
         nine = module_figures.sites(lines[metric], metric, site, step)
     except Fp8DebugError as error:
-        lines = _lines(opened, module, METRIC)
+        lines = _lines(run_view, module, METRIC)
         about, nine = note(str(error), kind="warning"), empty("not recorded", 300)
     scale, headroom = ([t for t in lines[name] if (t.gemm, t.tensor) == site] for name in ("scale_inv_mean_log2", "headroom"))
     result = (site[0], RESULTS[Gemm(site[0])].value)
     traces = [t for t in lines["sqnr_db"] if (t.gemm, t.tensor) == result]
     if step is None:
         return (
-            _head(view, opened, module),
+            _head(view, run_view, module),
             about,
             nine,
-            note(_why_empty(opened, module)),
+            note(_why_empty(run_view, module)),
             module_figures.scales([], []),
             module_figures.histogram(None),
             history_figures.exponents(None),
@@ -208,25 +208,25 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     hist = queries.histogram(run, module, site, step, cast)
     lost = 0 if hist is not None else queries.lost_at(run, module, site, step)
     return (
-        _head(view, opened, module),
+        _head(view, run_view, module),
         about,
         nine,
-        _casts(opened, module, site, step),
+        _casts(run_view, module, site, step),
         module_figures.scales(scale, headroom, step),
         module_figures.histogram(hist, lost),
-        _history(view, opened, module, step, lost),
+        _history(view, run_view, module, step, lost),
         history_figures.error_split(traces, step),
-        _dumped(view, opened, module, site, step),
+        _dumped(view, run_view, module, site, step),
     )
 
 
-def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step: int) -> list[Component] | None:
+def _dumped(view: View, run_view: RunView, module: str, site: tuple[str, str], step: int) -> list[Component] | None:
     """Return the map of the nearest dump of the site, or which sites of the module have one; None without any."""
     try:
-        found = history_data.block_map(opened.run, module, site, step)
+        found = history_data.block_map(run_view.run, module, site, step)
         if found is not None:
             return [html.H3(f"SQNR of each tile: {found.title}"), graph("blocks", history_figures.blocks(found))]
-        listed = history_data.dumped_steps(opened.run, module)
+        listed = history_data.dumped_steps(run_view.run, module)
     except Fp8DebugError as error:
         return [note(str(error), kind="warning")]
     if not listed:
@@ -240,27 +240,27 @@ def _dumped(view: View, opened: Opened, module: str, site: tuple[str, str], step
     return [note("Dumped are ", *(part for link in links for part in (link, " ")))]
 
 
-def _sampled(opened: Opened, module: str) -> list[int]:
-    is_thin = opened.is_thin()
-    found: list[int] = opened.keep(
-        ("sampled", module, is_thin), lambda: queries.sampled_steps(opened.run, module, opened.narrow, is_thin)
+def _sampled(run_view: RunView, module: str) -> list[int]:
+    is_thin = run_view.is_thin()
+    found: list[int] = run_view.cache(
+        ("sampled", module, is_thin), lambda: queries.sampled_steps(run_view.run, module, run_view.metric_cache, is_thin)
     )
     return found
 
 
-def _about(opened: Opened, metric: str) -> Component | None:
+def _about(run_view: RunView, metric: str) -> Component | None:
     """Return what a reader has to know of the lines: that some steps of a huge run are there only."""
-    shown = step_range(opened.run)
-    apart = step_condition(opened.run, *shown, opened.is_thin(metric, *_ALWAYS))[1] if shown else 1
+    shown = step_range(run_view.run)
+    apart = step_condition(run_view.run, *shown, run_view.is_thin(metric, *_ALWAYS))[1] if shown else 1
     return note(read_thinly(apart)) if apart > 1 else None
 
 
-def _lines(opened: Opened, module: str, metric: str) -> dict[str, list[Trace]]:
+def _lines(run_view: RunView, module: str, metric: str) -> dict[str, list[StepSeries]]:
     names = (metric, *_ALWAYS)
-    is_thin = opened.is_thin(*names)
+    is_thin = run_view.is_thin(*names)
     key = ("lines", module, metric, is_thin)
-    found: dict[str, list[Trace]] = opened.keep(
-        key, lambda: queries.several_traces(opened.run, module, names, opened.narrow, is_thin)
+    found: dict[str, list[StepSeries]] = run_view.cache(
+        key, lambda: queries.several_traces(run_view.run, module, names, run_view.metric_cache, is_thin)
     )
     return found
 
@@ -269,39 +269,39 @@ def _key(view: View, module: str) -> tuple[Any, ...]:
     return "history", module, chosen_site(view), view.get("cast", CAST)
 
 
-def _read_history(view: View, opened: Opened, module: str) -> History | None:
+def _read_history(view: View, run_view: RunView, module: str) -> History | None:
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
-    found: History | None = opened.keep(
+    found: History | None = run_view.cache(
         _key(view, module),
-        lambda: history_data.history(opened.aside(), module, chosen_site(view), cast, opened.is_huge),
+        lambda: history_data.history(run_view.second_connection(), module, chosen_site(view), cast, run_view.is_huge),
     )
     return found
 
 
-def _history(view: View, opened: Opened, module: str, step: int, lost: int) -> Any:
+def _history(view: View, run_view: RunView, module: str, step: int, lost: int) -> Any:
     """Return the exponents over steps; of a large run they come later, as they are the widest column there is."""
-    if opened.size >= SMALL_BYTES and not opened.is_kept(_key(view, module)):
+    if run_view.size >= SMALL_BYTES and not run_view.is_cached(_key(view, module)):
         return empty("reading the histograms of all steps", 320)
-    return history_figures.exponents(_read_history(view, opened, module), step, lost)
+    return history_figures.exponents(_read_history(view, run_view, module), step, lost)
 
 
-def is_pending(view: View, opened: Opened) -> bool:
+def is_pending(view: View, run_view: RunView) -> bool:
     """Tell whether findings or the histograms of all steps are still to come."""
-    return not opened.is_triaged or not opened.is_kept(_key(view, chosen_module(view, opened) or ""))
+    return not run_view.is_triaged or not run_view.is_cached(_key(view, chosen_module(view, run_view) or ""))
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Read the histograms of the module and judge the run."""
-    return _read_history(view, opened, chosen_module(view, opened) or ""), opened.judge()
+    return _read_history(view, run_view, chosen_module(view, run_view) or ""), run_view.judge()
 
 
-def _why_empty(opened: Opened, module: str) -> str:
-    entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
+def _why_empty(run_view: RunView, module: str) -> str:
+    entry = next((m for m in run_view.run.modules if m["fqn"] == module), {})
     return f"Nothing was recorded for {module}: {entry.get('reason') or 'no reason recorded'}."
 
 
-def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
-    modules = opened.run.modules
+def _head(view: View, run_view: RunView, module: str) -> list[Component | None]:
+    modules = run_view.run.modules
     names = [str(m["fqn"]) for m in modules]
     at = names.index(module)
     entry = modules[at]
@@ -319,7 +319,7 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
             in_words(entry.get("casts")) if entry.get("fp8") else f"not FP8: {entry.get('reason') or 'no reason recorded'}",
         ),
     ]
-    judged = opened.judged()
+    judged = run_view.judged()
     named = [f for f in judged.known or () if module in (f.module, *f.also)]
     suffers = [f for f in judged.known or () if module in f.victims]
     lines = [
@@ -343,18 +343,18 @@ def _head(view: View, opened: Opened, module: str) -> list[Component | None]:
     return [
         html.Div([html.H1(module), html.Nav(steps, className="neighbours")], className="module-title"),
         facts(pairs),
-        *(lines or (_silent(opened, module, judged),)),
+        *(lines or (_silent(run_view, module, judged),)),
     ]
 
 
-def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
+def _silent(run_view: RunView, module: str, judged: Judgement) -> Component:
     """Return that no finding names a module, with what that rests on; a module that nobody looked at is not healthy."""
     if judged.failure:
         return html.Div([badge("unknown", "Not judged"), f": triage could not run: {judged.failure}"], className="named")
     if judged.known is None:
         return poster("Triage is running.")
     rests = f"No finding names this module; {rules_in_words(judged)}"
-    doubts = _doubts(opened, module, judged.known.lost)
+    doubts = _doubts(run_view, module, judged.known.lost)
     if doubts:
         words = f": {'; '.join(doubts)}. {rests}."
         return html.Div([badge("unknown", "Not known to be healthy"), words], className="named")
@@ -364,12 +364,16 @@ def _silent(opened: Opened, module: str, judged: Judgement) -> Component:
     return html.Div([badge("ok", "No finding"), words, *([more] if more else [])], className="named")
 
 
-def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> list[str]:
+def _doubts(run_view: RunView, module: str, lost: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return why statistics of a module say less than those of others: none, none of the last steps, NaN, or unreadable files."""
     from fp8debug.rules.reading.lost import Lost
 
-    steps, last, found = _sampled(opened, module), opened.keep("last sampled", lambda: queries.last_sampled(opened.run)), []
-    entry = next((m for m in opened.run.modules if m["fqn"] == module), {})
+    steps, last, found = (
+        _sampled(run_view, module),
+        run_view.cache("last sampled", lambda: queries.last_sampled(run_view.run)),
+        [],
+    )
+    entry = next((m for m in run_view.run.modules if m["fqn"] == module), {})
     if not steps:
         found.append(f"nothing was recorded for it ({entry.get('reason') or 'no reason recorded'})")
     gone = [str(Lost(**one)) for one in lost if not one["ended"] and one["module"] in (None, module)]
@@ -377,10 +381,10 @@ def _doubts(opened: Opened, module: str, lost: Sequence[Mapping[str, Any]]) -> l
         found += gone
     elif steps and last is not None and steps[-1] < last:
         found.append(f"recorded until step {steps[-1]:,} only, of {last:,}")
-    bad = opened.keep(("not finite", module), lambda: queries.first_not_finite(opened.run, module))
+    bad = run_view.cache(("not finite", module), lambda: queries.first_not_finite(run_view.run, module))
     if bad is not None:
         found.append(f"its tensors hold NaN or Inf from step {bad:,}")
-    if opened.run.problems:
+    if run_view.run.problems:
         found.append("not all files of the run could be read")
     return found
 
@@ -396,9 +400,9 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
     return html.Span(link, className=side)
 
 
-def _casts(opened: Opened, module: str, site: tuple[str, str], step: int) -> Component:
-    columns = [name for name in (*COLUMNS, *NOT_FINITE) if opened.run.has(name)]
-    rows = queries.side_by_side(opened.run, module, site, step, columns)
+def _casts(run_view: RunView, module: str, site: tuple[str, str], step: int) -> Component:
+    columns = [name for name in (*COLUMNS, *NOT_FINITE) if run_view.run.has(name)]
+    rows = queries.side_by_side(run_view.run, module, site, step, columns)
     if not rows:
         return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
     bad = any(row["state"] for row in rows)

@@ -20,7 +20,7 @@ from ..data.step_ranges import step_range
 from ..figures import base as figures
 from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
 from ..web import source
-from ..web.run_view import SMALL_BYTES, Judgement, Opened
+from ..web.run_view import SMALL_BYTES, Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
 from .base import Page
@@ -71,9 +71,9 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 MAX_SKIPPED = 200
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    verdict, kind, todo, worst, loss, rows, covered = parts(view, opened)
+    verdict, kind, todo, worst, loss, rows, covered = parts(view, run_view)
     return html.Div(
         [
             html.Div(verdict, id="verdict"),
@@ -104,28 +104,28 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
-    judged = opened.judged()
+    judged = run_view.judged()
     findings = judged.known or ()
-    curves, lost_at = opened.training()
+    curves, lost_at = run_view.training()
     figure = figures.training(curves, source.marks(findings), lost_at)
     return (
-        _verdict(opened, judged),
+        _verdict(run_view, judged),
         _classification(view, judged),
-        _todo(view, opened, judged),
-        _worst(view, opened),
+        _todo(view, run_view, judged),
+        _worst(view, run_view),
         figure,
         [row(finding, view.run) for finding in findings],
-        _coverage(view, opened),
+        _coverage(view, run_view),
     )
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Judge the run, and see what could be recommended."""
-    opened.judge()
+    run_view.judge()
     with suppress(Fp8DebugError):  # the fallback page says what went wrong
-        opened.fallbacks()
+        run_view.fallbacks()
     return None
 
 
@@ -159,15 +159,15 @@ def module_href(finding: Finding, run: str | None) -> str:
     return href("module", run, module=finding.module, site=site, step=finding.steps[0])
 
 
-def _verdict(opened: Opened, judged: Judgement) -> list[Component | None]:
-    run, verdict = opened.run, judged.verdict
+def _verdict(run_view: RunView, judged: Judgement) -> list[Component | None]:
+    run, verdict = run_view.run, judged.verdict
     steps = step_range(run) or (0, 0)
     pairs = [
         ("recipe", source.recipe_name(run.manifest)),
         ("steps", f"{steps[0]:,} to {steps[1]:,}"),
         ("sampled", f"every {run.manifest['every']} steps" if run.manifest.get("every") else NO_DATA),
         ("ranks", number(len(run.ranks))),
-        ("last loss", number(opened.last_loss())),
+        ("last loss", number(run_view.last_loss())),
         ("state", source.state(run.path, run.rank_manifests)),
     ]
     word = "Triage running" if judged.is_pending and verdict == "unknown" else ""
@@ -228,8 +228,8 @@ def _nothing(judged: Judgement) -> str:
     return f"Nothing: {rules_in_words(judged)}; none found a fault." if judged.verdict == "ok" else "No verdict yet."
 
 
-def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | None]:
-    path = shlex.quote(str(opened.run.path))
+def _todo(view: View, run_view: RunView, judged: Judgement) -> list[Component | None]:
+    path = shlex.quote(str(run_view.run.path))
     findings, skipped = judged.known or (), judged.known.skipped if judged.known is not None else ()
     silent = html.Details(
         [
@@ -238,7 +238,7 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         ]
     )
     hints: list[Component | None] = [silent if skipped else None]
-    if opened.last_loss() is None:
+    if run_view.last_loss() is None:
         hints.append(note("No loss was recorded; pass it on: ", code("watch.step(loss=loss)")))
     if not findings:
         if judged.known is None and not judged.failure:
@@ -250,9 +250,9 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
         link = dcc.Link(name, href=module_href(finding, view.run)) if finding.module else name
         items.append(html.Li([badge(level(finding.severity), finding.code), " ", link, html.P(finding.cure)]))
     candidates = 0
-    if not judged.is_pending and (opened.size < SMALL_BYTES or opened.has_fallbacks):
+    if not judged.is_pending and (run_view.size < SMALL_BYTES or run_view.has_fallbacks):
         with suppress(Fp8DebugError):
-            candidates = len(opened.fallbacks())
+            candidates = len(run_view.fallbacks())
     more: list[Component] = [html.Li(["Read the manual page: ", code(f"fp8debug explain {findings[0].code}")])]
     if candidates:
         text = f"{candidates} fallback candidate{'s' if candidates != 1 else ''}"
@@ -261,8 +261,8 @@ def _todo(view: View, opened: Opened, judged: Judgement) -> list[Component | Non
     return [html.Ol(items, className="todo"), html.Ul(more, className="todo"), *hints]
 
 
-def _worst(view: View, opened: Opened) -> list[Component | None]:
-    rows = opened.worst()
+def _worst(view: View, run_view: RunView) -> list[Component | None]:
+    rows = run_view.worst()
     if not rows:
         return [note("No operand's error was recorded.")]
     body: list[list[Any]] = []
@@ -280,9 +280,9 @@ def _worst(view: View, opened: Opened) -> list[Component | None]:
     return [table(head, body, numeric=(2,), name="noisiest-operands"), more]
 
 
-def _coverage(view: View, opened: Opened) -> list[Component | None]:
-    manifest = opened.run.manifest
-    found = coverage(manifest.get("modules") or [], manifest.get("filters") or [], opened.run.gemms)
+def _coverage(view: View, run_view: RunView) -> list[Component | None]:
+    manifest = run_view.run.manifest
+    found = coverage(manifest.get("modules") or [], manifest.get("filters") or [], run_view.run.gemms)
     if not found.num_linears:
         return [note("The manifest lists no modules, so coverage is not known.")]
     whose = "the FLOPs of all GEMMs" if found.is_of_all else "their FLOPs"

@@ -13,7 +13,7 @@ from ..data import parity as parity_data
 from ..figures.base import empty
 from ..figures.parity import HEIGHT, paths
 from ..figures.theme import BY_NUMBER, GRID_NUMBER, plain_number
-from ..web.run_view import Opened
+from ..web.run_view import RunView
 from ..web.urls import View
 from ..widgets import badge, card, code, control, graph, grid, note, poster
 from .base import Page
@@ -33,41 +33,41 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 _NUMBERS = ("input_nmse", "output_nmse", "weight_nmse", "error_train", "error_rollout")
 
 
-def _other(view: View, opened: Opened) -> str | None:
+def _other(view: View, run_view: RunView) -> str | None:
     name = view.get("with")
-    return name if name in opened.siblings() and name != opened.name and opened.beside is not None else None
+    return name if name in run_view.siblings() and name != run_view.name and run_view.beside is not None else None
 
 
-def _key(view: View, opened: Opened) -> tuple[str, str | None]:
-    return "parity", _other(view, opened)
+def _key(view: View, run_view: RunView) -> tuple[str, str | None]:
+    return "parity", _other(view, run_view)
 
 
-def is_pending(view: View, opened: Opened) -> bool:
+def is_pending(view: View, run_view: RunView) -> bool:
     """Tell whether the paths are still to be compared."""
-    is_there = _other(view, opened) is not None or parity_data.has_report(opened.run.path)
-    return is_there and not opened.is_kept(_key(view, opened))
+    is_there = _other(view, run_view) is not None or parity_data.has_report(run_view.run.path)
+    return is_there and not run_view.is_cached(_key(view, run_view))
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Compare this run with the chosen one, or read the report in its folder."""
-    return opened.keep(_key(view, opened), lambda: _found(view, opened))
+    return run_view.cache(_key(view, run_view), lambda: _found(view, run_view))
 
 
-def _found(view: View, opened: Opened) -> dict[str, Any] | str:
-    name = _other(view, opened)
+def _found(view: View, run_view: RunView) -> dict[str, Any] | str:
+    name = _other(view, run_view)
     try:
-        if name is not None and opened.beside is not None:
-            return parity_data.compare_with(opened.run.path, opened.beside(name).run.path)
-        return parity_data.read_report(opened.run.path)
+        if name is not None and run_view.beside is not None:
+            return parity_data.compare_with(run_view.run.path, run_view.beside(name).run.path)
+        return parity_data.read_report(run_view.run.path)
     except Fp8DebugError as error:
         return str(error)
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    about, figure, rows = parts(view, opened)
-    names = [name for name in opened.siblings() if name != opened.name]
-    first = f"({parity_data.FILE} of this run)" if parity_data.has_report(opened.run.path) else "(choose the rollout's run)"
+    about, figure, rows = parts(view, run_view)
+    names = [name for name in run_view.siblings() if name != run_view.name]
+    first = f"({parity_data.FILE} of this run)" if parity_data.has_report(run_view.run.path) else "(choose the rollout's run)"
     pick = control("with", "", view.get("with"), [{"value": "", "label": first}, *names], "with", 280)
     return html.Div(
         [
@@ -87,15 +87,15 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return a line about both paths, the plot, and every module."""
-    if view.get("with") and _other(view, opened) is None:
+    if view.get("with") and _other(view, run_view) is None:
         return note(f"No other run {view.get('with')!r} in this folder.", kind="error"), empty("nothing to compare", HEIGHT), []
-    if _other(view, opened) is None and not parity_data.has_report(opened.run.path):
-        command = f"fp8debug parity TRAIN ROLLOUT --format json -o {opened.run.path / parity_data.FILE}"
+    if _other(view, run_view) is None and not parity_data.has_report(run_view.run.path):
+        command = f"fp8debug parity TRAIN ROLLOUT --format json -o {run_view.run.path / parity_data.FILE}"
         about = note("Choose the run of the rollout, or compare two dumps of the same tokens: ", code(command))
         return about, empty("nothing to compare with yet", HEIGHT), []
-    found = opened.kept(_key(view, opened))
+    found = run_view.cached(_key(view, run_view))
     if found is None:
         return poster("The two paths are being compared."), empty("not known yet", HEIGHT), []
     if isinstance(found, str):

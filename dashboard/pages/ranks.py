@@ -14,7 +14,7 @@ from ..figures.base import empty, heatmap
 from ..figures.module import SITES
 from ..figures.ranks import spread
 from ..figures.theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
-from ..web.run_view import Opened
+from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
 from .base import Page
@@ -37,41 +37,43 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 )
 
 
-def default_metric(opened: Opened) -> str:
+def default_metric(run_view: RunView) -> str:
     """Return the scale, about which ranks should agree most, or what else was recorded."""
-    return "scale_inv_mean_log2" if "scale_inv_mean_log2" in opened.recorded() else "sqnr_db"
+    return "scale_inv_mean_log2" if "scale_inv_mean_log2" in run_view.recorded() else "sqnr_db"
 
 
-def _metric(view: View, opened: Opened) -> str:
-    return view.get("metric") or default_metric(opened)
+def _metric(view: View, run_view: RunView) -> str:
+    return view.get("metric") or default_metric(run_view)
 
 
-def _key(view: View, opened: Opened) -> tuple[str, str]:
-    return "ranks", _metric(view, opened)
+def _key(view: View, run_view: RunView) -> tuple[str, str]:
+    return "ranks", _metric(view, run_view)
 
 
-def is_pending(view: View, opened: Opened) -> bool:
+def is_pending(view: View, run_view: RunView) -> bool:
     """Tell whether the sites are still to be compared, which reads the whole run."""
-    return len(opened.run.ranks) > 1 and not opened.is_kept(_key(view, opened))
+    return len(run_view.run.ranks) > 1 and not run_view.is_cached(_key(view, run_view))
 
 
-def settle(view: View, opened: Opened) -> object:
+def settle(view: View, run_view: RunView) -> object:
     """Compare all sites over the ranks; of a metric that is none, or was not recorded, there are none."""
-    metric = _metric(view, opened)
-    if len(opened.run.ranks) < 2 or metric not in opened.recorded():
-        return opened.keep(_key(view, opened), list)
-    return opened.keep(_key(view, opened), lambda: rank_data.disagreement(opened.aside(), metric, opened.is_huge))
+    metric = _metric(view, run_view)
+    if len(run_view.run.ranks) < 2 or metric not in run_view.recorded():
+        return run_view.cache(_key(view, run_view), list)
+    return run_view.cache(
+        _key(view, run_view), lambda: rank_data.disagreement(run_view.second_connection(), metric, run_view.is_huge)
+    )
 
 
-def layout(view: View, opened: Opened) -> Component:
+def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    listed, about, rows, heat, lines = parts(view, opened)
-    metric, default = _metric(view, opened), default_metric(opened)
-    names = [str(m["fqn"]) for m in opened.run.modules]
+    listed, about, rows, heat, lines = parts(view, run_view)
+    metric, default = _metric(view, run_view), default_metric(run_view)
+    names = [str(m["fqn"]) for m in run_view.run.modules]
     sites = [{"value": "", "label": "(largest spread)"}, *({"value": n, "label": n.replace(".", " ")} for n in NAMES)]
     controls = html.Div(
         [
-            control("metric", default, metric, metric_options(opened.recorded()), "metric", 230),
+            control("metric", default, metric, metric_options(run_view.recorded()), "metric", 230),
             control("of", "", view.get("of"), [{"value": "", "label": "(largest spread)"}, *names], "module", 280),
             control("site", "", view.get("site"), sites, "site", 180),
         ],
@@ -97,23 +99,23 @@ def layout(view: View, opened: Opened) -> Component:
     )
 
 
-def parts(view: View, opened: Opened) -> tuple[Any, ...]:
+def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return the ranks, a line about the site, the sites by disagreement, ranks by steps, and the band of all ranks."""
-    run, metric, listed = opened.run, _metric(view, opened), _ranks(opened)
+    run, metric, listed = run_view.run, _metric(view, run_view), _ranks(run_view)
     if len(run.ranks) < 2:
         about = note(
             "This run has one rank, so there is nothing to compare. Several processes that record into one folder give one: ",
             code("torchrun --nproc-per-node 2 -m fp8debug.run --out RUN train.py"),
         )
         return listed, about, [], empty("one rank only", 120), empty("one rank only", 120)
-    found = opened.kept(_key(view, opened))
+    found = run_view.cached(_key(view, run_view))
     rows = [_row(one, view, metric) for one in found or ()]
     try:
-        module, site, worst = _site(view, opened, found or ())
+        module, site, worst = _site(view, run_view, found or ())
         rank = worst["outlier"] if worst is not None else run.ranks[0]
         step = worst["step"] if worst is not None else None
-        heat = rank_data.by_rank(run, module, site, metric, opened.is_huge)
-        lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank, opened.is_huge), metric, step)
+        heat = rank_data.by_rank(run, module, site, metric, run_view.is_huge)
+        lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank, run_view.is_huge), metric, step)
     except Fp8DebugError as error:
         return listed, note(str(error), kind="warning"), rows, empty("not recorded", 160), empty("not recorded", 160)
     words = f"{module}, {site[0]} {site[1]}, running cast, on {len(run.ranks)} ranks."
@@ -125,9 +127,9 @@ def parts(view: View, opened: Opened) -> tuple[Any, ...]:
     return listed, about, rows, heatmap(heat), lines
 
 
-def _site(view: View, opened: Opened, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:
+def _site(view: View, run_view: RunView, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:
     """Return module, site and what is known of their disagreement: of those that the URL leaves open the largest spread."""
-    names = [str(m["fqn"]) for m in opened.run.modules]
+    names = [str(m["fqn"]) for m in run_view.run.modules]
     module = view.get("of") if view.get("of") in names else ""
     site = view.get("site") if view.get("site") in NAMES else ""
     for one in found:  # the largest spread first
@@ -144,15 +146,15 @@ def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:
     return {**one, **numbers, "id": f"{one['module']} {site} {one['reference']}", "site": site.replace(".", " "), "href": target}
 
 
-def _ranks(opened: Opened) -> list[Component]:
-    manifests = opened.run.rank_manifests
+def _ranks(run_view: RunView) -> list[Component]:
+    manifests = run_view.run.rank_manifests
     body: list[list[Any]] = []
-    listed = rank_data.rank_rows(opened.run)
+    listed = rank_data.rank_rows(run_view.run)
     for one in listed[:MAX_RANKS]:
         own = manifests.get(one["rank"], {})
         state = "ended" if own.get("ended") else "not closed" if own else "no manifest"
         body.append([number(one["rank"]), number(one["last"]), number(one["n"]), str(own.get("device") or NO_DATA), state])
-    missing = [note(problem, kind="warning") for problem in opened.run.problems if "rank" in problem]
+    missing = [note(problem, kind="warning") for problem in run_view.run.problems if "rank" in problem]
     head = ["Rank", "Last step", "Rows", "Device", "State"]
     rest = "the folders rank=... of the run have all"
     return [*missing, table(head, body, numeric=(0, 1, 2), name="ranks", total=len(listed), rest=rest)]

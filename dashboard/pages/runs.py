@@ -1,4 +1,4 @@
-"""The folder's first page: every run with its verdict, so that the ill one is seen before it is opened."""
+"""The folder's first page: every run with its verdict, so that the ill one is seen before it is run_view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dash.development.base_component import Component
 from ..data.records import Summary
 from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, plain_number
 from ..web.mantine import dmc
-from ..web.source import Source
+from ..web.source import ServedFolder
 from ..web.urls import href
 from ..widgets import card, code, grid, note
 
@@ -45,7 +45,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 )
 
 
-def layout(source: Source) -> Component:
+def layout(source: ServedFolder) -> Component:
     """Return the page."""
     chosen = html.Span("tick two or more to compare them", id="compare-chosen", className="dim")
     label = {"aria-label": "search the runs"}
@@ -65,7 +65,7 @@ def layout(source: Source) -> Component:
     )
 
 
-def parts(source: Source) -> list[dict[str, Any]]:
+def parts(source: ServedFolder) -> list[dict[str, Any]]:
     """Return one row per run; a verdict that is not known yet says so and comes with a later refresh."""
     rows = []
     for name in source.names():

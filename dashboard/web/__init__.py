@@ -1,1 +1,1 @@
-"""The app and its server: addresses, the opened run, files handed out, how the process starts."""
+"""The app and its server: addresses, the run_view run, files handed out, how the process starts."""

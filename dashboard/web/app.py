@@ -28,7 +28,7 @@ from .early_shell import SCRIPTS
 from .grid_library import leave_out_grid
 from .mantine import dmc
 from .plot_library import serve_library
-from .source import Source
+from .source import ServedFolder
 from .urls import parse
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ EARLY = """(() => {
 })()"""
 
 
-def make_app(path: str | Path | Source) -> dash.Dash:
+def make_app(path: str | Path | ServedFolder) -> dash.Dash:
     """Return the app for a run or a folder of runs.
 
     Raises:
         RunError: the path is neither.
     """
-    source = path if isinstance(path, Source) else Source(path)
+    source = path if isinstance(path, ServedFolder) else ServedFolder(path)
     app = dash.Dash(
         "fp8debug_dashboard",
         assets_folder=str(Path(__file__).parents[1] / "assets"),
@@ -89,7 +89,7 @@ def make_app(path: str | Path | Source) -> dash.Dash:
     return app
 
 
-def _layout(source: Source) -> Component:
+def _layout(source: ServedFolder) -> Component:
     """Return the shell; in it, where the request says which page it is for, that page."""
     if not flask.has_request_context() or flask.request.path != "/_dash-layout" or not flask.request.referrer:
         return _shell()
@@ -149,7 +149,7 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
     return shell
 
 
-def _route(app: dash.Dash, source: Source) -> None:
+def _route(app: dash.Dash, source: ServedFolder) -> None:
     """Lay out a page for each place; the browser tells whether a new URL is another place or only another setting."""
 
     @app.callback(
@@ -206,7 +206,7 @@ def is_at(here: Here | None, asked: Asked | None) -> bool:
     return here is not None and asked is not None and here["n"] == asked["n"]
 
 
-def _redraw(app: dash.Dash, source: Source, name: str, entry: Entry) -> None:
+def _redraw(app: dash.Dash, source: ServedFolder, name: str, entry: Entry) -> None:
     @app.callback(
         *(Output(*output) for output in entry.outputs),
         Input("asked", "data"),
@@ -231,7 +231,7 @@ def _redraw(app: dash.Dash, source: Source, name: str, entry: Entry) -> None:
     _in_browser(app, "answered", Input(*entry.outputs[0]))
 
 
-def _settle(app: dash.Dash, source: Source) -> None:
+def _settle(app: dash.Dash, source: ServedFolder) -> None:
     """Say when what takes long is known: the browser asks once the page has been painted, and its control answered.
 
     The answer is set from within, not as an output: what depends on a callback's output waits while it runs, and a control
@@ -263,18 +263,18 @@ def _settle(app: dash.Dash, source: Source) -> None:
         screens.import_rest()
         page = screens.PAGES.get(view.page)
         try:
-            opened = source.open(view.run)
-            source.narrow_down(opened)
+            run_view = source.open(view.run)
+            source.load_cache(run_view)
             is_first = "seen.data" in dash.ctx.triggered_prop_ids and seen is not None and seen["isFirst"]
             was_pending = here is not None and is_first and bool(here["was_pending"])
-            if page is None or not screens.settled(page, view, opened, was_pending):
+            if page is None or not screens.settled(page, view, run_view, was_pending):
                 raise PreventUpdate
         except Fp8DebugError:
             raise PreventUpdate from None
-        dash.set_props("settled", {"data": f"{opened.stamp} {time.monotonic()}"})
+        dash.set_props("settled", {"data": f"{run_view.stamp} {time.monotonic()}"})
 
 
-def _search(app: dash.Dash, source: Source) -> None:
+def _search(app: dash.Dash, source: ServedFolder) -> None:
     """Fill the search of modules where it came without them: listing those of a large run takes a pass over it."""
 
     _in_browser(app, "unlisted", Output("unlisted", "data"), Input("seen", "data"))
@@ -291,15 +291,15 @@ def _search(app: dash.Dash, source: Source) -> None:
         from . import screens
 
         try:
-            opened = source.open(parse(asked["pathname"], asked["search"]).run)
-            names = screens.module_names(opened)
+            run_view = source.open(parse(asked["pathname"], asked["search"]).run)
+            names = screens.module_names(run_view)
         except Fp8DebugError:
             raise PreventUpdate from None  # the page says what is wrong
-        dash.set_props("problems", {"children": screens.problems(opened)})  # the pass may have met damage
+        dash.set_props("problems", {"children": screens.problems(run_view)})  # the pass may have met damage
         return names
 
 
-def _refresh(app: dash.Dash, source: Source) -> None:
+def _refresh(app: dash.Dash, source: ServedFolder) -> None:
     @app.callback(
         Output("live", "children"),
         Input("tick", "n_intervals"),

@@ -11,12 +11,12 @@ from dash.exceptions import PreventUpdate
 from .urls import parse
 
 if TYPE_CHECKING:
-    from .source import Source
+    from .source import ServedFolder
 
 _ADDRESS = (State("url", "pathname"), State("url", "search"))
 
 
-def hand_out_files(app: dash.Dash, source: Source) -> None:
+def hand_out_files(app: dash.Dash, source: ServedFolder) -> None:
     """Register the callbacks that answer the buttons of both pages with a file."""
 
     @app.callback(Output("fallback-file", "data"), Input("fallback-save", "n_clicks"), *_ADDRESS, prevent_initial_call=True)

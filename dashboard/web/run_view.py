@@ -13,7 +13,7 @@ from fp8debug.errors import Fp8DebugError
 
 from ..data import queries
 from ..data.large_run import LargeRun
-from ..data.metric_cache import Narrow, build
+from ..data.metric_cache import MetricCache, build
 from ..figures.theme import level
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
     from fp8debug.rules.engine.findings import Findings
 
-    from ..data.records import Trace
+    from ..data.records import StepSeries
 
 #: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
 SMALL_BYTES = 8 << 20
@@ -83,7 +83,7 @@ class Verdicts:
 
 
 @dataclass
-class Opened:
+class RunView:
     """A run with what was concluded from it, as of one state of its files.
 
     Attributes:
@@ -103,12 +103,12 @@ class Opened:
     size: int = 0
     name: str = ""
     siblings: Callable[[], list[str]] = list
-    beside: Callable[[str], Opened] | None = None
+    beside: Callable[[str], RunView] | None = None
     verdicts: Verdicts = field(default_factory=Verdicts)
     is_superseded: bool = False
-    narrow: Narrow | None = None
-    _aside: Run | None = None
-    _narrowing: threading.Thread | None = None
+    narrow: MetricCache | None = None
+    _second_connection: Run | None = None
+    _loading_cache: threading.Thread | None = None
     _solving: threading.Lock = field(default_factory=threading.Lock)
     _judgement: Judgement | None = None
     _solve: Callable[..., list[Fallback]] | None = None
@@ -119,12 +119,12 @@ class Opened:
     _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 
-    def aside(self) -> Run:
+    def second_connection(self) -> Run:
         """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
         with self._opening:
-            if self._aside is None:
-                self._aside = Run(self.run.path)
-            return self._aside
+            if self._second_connection is None:
+                self._second_connection = Run(self.run.path)
+            return self._second_connection
 
     @property
     def knows_modules(self) -> bool:
@@ -138,33 +138,33 @@ class Opened:
 
     def is_thin(self, *metrics: str) -> bool:
         """Tell whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
-        return self.is_huge and (self.narrow is None or not self.narrow.metrics.issuperset(metrics))
+        return self.is_huge and (self.metric_cache is None or not self.metric_cache.metrics.issuperset(metrics))
 
-    def narrow_down(self) -> None:
+    def load_cache(self) -> None:
         """Begin to read the table in memory, once: of a large run that nobody is writing."""
         with self._lock_of_locks:
-            if self._narrowing is not None or self.size < SMALL_BYTES:
+            if self._loading_cache is not None or self.size < SMALL_BYTES:
                 return
-            self._narrowing = threading.Thread(target=self._narrow, daemon=True)
-            self._narrowing.start()
+            self._loading_cache = threading.Thread(target=self._load_cache, daemon=True)
+            self._loading_cache.start()
 
     @property
-    def is_narrowing(self) -> bool:
+    def is_loading_cache(self) -> bool:
         """True while the table in memory is being read."""
-        thread = self._narrowing
+        thread = self._loading_cache
         return thread is not None and thread.is_alive()
 
-    def _narrow(self) -> None:
+    def _load_cache(self) -> None:
         if not self.is_huge:
             self.judge()  # one after the other, so that pages have a core; of more rows pages from the files take too long
         with suppress(Fp8DebugError):  # the pages then read the files, and say what is wrong
             found = build(self.run.path)
-            if self._narrowing is threading.current_thread():
-                self.narrow = found
+            if self._loading_cache is threading.current_thread():
+                self.metric_cache = found
 
-    def widen(self) -> None:
+    def drop_cache(self) -> None:
         """Give the table in memory back; it is read anew when it is asked for."""
-        self.narrow = self._narrowing = None
+        self.metric_cache = self._loading_cache = None
 
     def judge(self) -> Judgement:
         """Return what triage says; computed once, on a connection of its own, so that pages are answered meanwhile."""
@@ -178,17 +178,17 @@ class Opened:
     def _triage(self) -> Judgement:
         from fp8debug import triage
 
-        from .triage_process import triage_apart
+        from .triage_process import triage_in_process
 
         try:
             if self.size >= SMALL_BYTES:
-                found = Judgement(known=triage_apart(self.run.path))
+                found = Judgement(known=triage_in_process(self.run.path))
             else:
                 found = Judgement(known=triage(Run(self.run.path)))
         except Fp8DebugError as error:
             return Judgement(failure=str(error))
         with suppress(Fp8DebugError):
-            self.keep(RECORDED, lambda: queries.recorded(self.aside()))
+            self.cache(RECORDED, lambda: queries.recorded(self.second_connection()))
         return found
 
     def judged(self) -> Judgement:
@@ -224,7 +224,7 @@ class Opened:
             if self._solve is None:
                 from fp8debug.fallback.policy import solver
 
-                self._solve = solver(self.aside(), self.latest().findings)
+                self._solve = solver(self.second_connection(), self.latest().findings)
             if (budget, fill) not in self._lists:
                 self._lists[budget, fill] = self._solve(budget, fill=fill)
             return self._lists[budget, fill]
@@ -233,7 +233,7 @@ class Opened:
         """Tell whether the candidates within a budget are known."""
         return (budget, fill) in self._lists
 
-    def keep(self, key: Any, compute: Callable[[], Any]) -> Any:
+    def cache(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return what was computed under a key, or compute it now; who asks for the same meanwhile waits for it."""
         with self._lock_of_locks:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -247,30 +247,30 @@ class Opened:
 
     def recorded(self) -> list[str]:
         """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""
-        found: list[str] = self.kept(RECORDED) or self.keep("recorded lately", lambda: queries.recorded_lately(self.run))
+        found: list[str] = self.cached(RECORDED) or self.cache("recorded lately", lambda: queries.recorded_lately(self.run))
         return found
 
-    def training(self) -> tuple[list[Trace], int | None]:
+    def training(self) -> tuple[list[StepSeries], int | None]:
         """Return loss and what else was recorded of the training, and the first step whose loss is no number."""
-        found: tuple[list[Trace], int | None]
-        found = self.keep("training", lambda: (queries.training(self.run), queries.loss_lost_at(self.run)))
+        found: tuple[list[StepSeries], int | None]
+        found = self.cache("training", lambda: (queries.training(self.run), queries.loss_lost_at(self.run)))
         return found
 
     def last_loss(self) -> float | None:
         """Return the loss of the last step that has one."""
-        found: float | None = self.keep("last loss", lambda: queries.last_loss(self.run))
+        found: float | None = self.cache("last loss", lambda: queries.last_loss(self.run))
         return found
 
     def worst(self) -> list[dict[str, Any]]:
         """Return the modules with the noisiest operand."""
-        found: list[dict[str, Any]] = self.keep("worst", lambda: queries.worst_operands(self.run))
+        found: list[dict[str, Any]] = self.cache("worst", lambda: queries.worst_operands(self.run))
         return found
 
-    def is_kept(self, key: Any) -> bool:
+    def is_cached(self, key: Any) -> bool:
         """Tell whether something was computed under a key."""
         return key in self._kept
 
-    def kept(self, key: Any) -> Any:
+    def cached(self, key: Any) -> Any:
         """Return what was computed under a key, or None."""
         return self._kept.get(key)
 

@@ -21,8 +21,8 @@ from ..pages.contents import CONTENTS
 from ..widgets import card, code, note
 from . import source as sources
 from .mantine import dmc
-from .run_view import Opened
-from .source import Source
+from .run_view import RunView
+from .source import ServedFolder
 from .urls import View, href, parse
 
 
@@ -48,7 +48,7 @@ class Pages(Mapping[str, Page]):
 PAGES = Pages()
 
 
-def come_ahead(source: Source) -> None:
+def come_ahead(source: ServedFolder) -> None:
     """Import what the first page needs, and read what it shows, before anybody asks for it."""
     if not source.is_folder:
         source.read_ahead()
@@ -78,7 +78,7 @@ class Screen(NamedTuple):
     here: Here
 
 
-def screen(asked: Asked, source: Source) -> Screen:
+def screen(asked: Asked, source: ServedFolder) -> Screen:
     """Return what the browser shows for an address."""
     view = parse(asked["pathname"], asked["search"])
     place = LIST if is_list(view, source) else view.page
@@ -88,7 +88,7 @@ def screen(asked: Asked, source: Source) -> Screen:
     return Screen(navigation(view, source), page, here)  # in this order: a page that lists the modules does so for the search too
 
 
-def title_of(view: View, source: Source) -> str:
+def title_of(view: View, source: ServedFolder) -> str:
     """Return the title of a page's tab: the page, the module if there is one, and the run or the folder."""
     name = source.path.resolve().name
     if is_list(view, source):
@@ -98,7 +98,7 @@ def title_of(view: View, source: Source) -> str:
     return " · ".join([*words, "fp8debug"])
 
 
-def page_of(view: View, source: Source) -> Component:
+def page_of(view: View, source: ServedFolder) -> Component:
     """Return a whole page, or what went wrong and what to do."""
     try:
         if is_list(view, source):
@@ -107,9 +107,9 @@ def page_of(view: View, source: Source) -> Component:
             return runs.layout(source)
         if view.page not in PAGES:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
-        opened = source.open(view.run)
-        shown = PAGES[view.page].layout(view, opened)
-        return html.Div([html.Div(problems(opened), id="problems"), shown])
+        run_view = source.open(view.run)
+        shown = PAGES[view.page].layout(view, run_view)
+        return html.Div([html.Div(problems(run_view), id="problems"), shown])
     except Fp8DebugError as error:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
@@ -120,7 +120,7 @@ def page_of(view: View, source: Source) -> Component:
         return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), again, back), className="page")
 
 
-def is_pending(view: View, source: Source) -> bool:
+def is_pending(view: View, source: ServedFolder) -> bool:
     """Tell whether parts of a page wait for something that takes long."""
     try:
         page = None if is_list(view, source) else PAGES.get(view.page)
@@ -129,12 +129,12 @@ def is_pending(view: View, source: Source) -> bool:
         return False
 
 
-def is_list(view: View, source: Source) -> bool:
+def is_list(view: View, source: ServedFolder) -> bool:
     """Tell whether a view is the list of runs."""
     return source.is_folder and view.run is None and view.page in ("overview", "runs")
 
 
-def navigation(view: View, source: Source) -> Component:
+def navigation(view: View, source: ServedFolder) -> Component:
     """Return the head of the page: where one is, and the ways from there."""
     links: list[Component] = [dcc.Link([html.B("fp8"), "debug"], href="/", className="mark")]
     if is_list(view, source):
@@ -167,11 +167,11 @@ def navigation(view: View, source: Source) -> Component:
     return html.Div([*links, menu, html.Nav(tabs, id="tabs", className="tabs"), _search(view, source)], className="nav")
 
 
-def _search(view: View, source: Source) -> Component:
+def _search(view: View, source: ServedFolder) -> Component:
     """Return the search of modules; its data, in execution order, also tell the keys ``[`` and ``]`` which module is next."""
     try:
-        opened = source.open(view.run)
-        modules = module_names(opened) if opened.knows_modules else []  # else they come when the page has been painted
+        run_view = source.open(view.run)
+        modules = module_names(run_view) if run_view.knows_modules else []  # else they come when the page has been painted
     except Fp8DebugError:
         modules = []
     search: Component = dmc.Select(
@@ -189,31 +189,31 @@ def _search(view: View, source: Source) -> Component:
     return search
 
 
-def module_names(opened: Opened) -> list[str]:
+def module_names(run_view: RunView) -> list[str]:
     """Return the names of the modules in execution order."""
-    return list(dict.fromkeys(str(m["fqn"]) for m in opened.run.modules))
+    return list(dict.fromkeys(str(m["fqn"]) for m in run_view.run.modules))
 
 
-def problems(opened: Opened) -> Component | None:
+def problems(run_view: RunView) -> Component | None:
     """Return what could not be read."""
-    if not opened.run.problems:
+    if not run_view.run.problems:
         return None
-    words = "Not everything could be read, the rest is shown: " + "; ".join(opened.run.problems)
+    words = "Not everything could be read, the rest is shown: " + "; ".join(run_view.run.problems)
     found: Component = html.Div(words, className="problems", role="alert")
     return found
 
 
-def redrawn(page: Page, view: View, source: Source, is_same_view: bool) -> tuple[Any, ...]:
+def redrawn(page: Page, view: View, source: ServedFolder, is_same_view: bool) -> tuple[Any, ...]:
     """Return the parts of a page as they go to the browser.
 
     Raises:
         Fp8DebugError: the run cannot be read.
     """
-    opened = source.open(view.run)
-    was_pending = page.is_pending(view, opened)
-    found = page.parts(view, opened)
-    if was_pending and not page.is_pending(view, opened):  # it settled meanwhile, and will not say so again
-        found = page.parts(view, opened)
+    run_view = source.open(view.run)
+    was_pending = page.is_pending(view, run_view)
+    found = page.parts(view, run_view)
+    if was_pending and not page.is_pending(view, run_view):  # it settled meanwhile, and will not say so again
+        found = page.parts(view, run_view)
     return tuple(sent(part, is_same_view) for part in found)
 
 
@@ -233,28 +233,28 @@ def sent(part: Any, is_same_view: bool) -> Any:
     return patch
 
 
-def settled(page: Page, view: View, opened: Opened, was_pending: bool) -> bool:
+def settled(page: Page, view: View, run_view: RunView, was_pending: bool) -> bool:
     """Compute what a page waits for; return whether there is anything that it may not show yet.
 
     Args:
         page: the page.
         view: what it shows.
-        opened: the run.
+        run_view: the run.
         was_pending: whether it waited just before it was laid out: what it waited for may have come right after.
     """
-    if page.is_pending(view, opened):
-        page.settle(view, opened)
+    if page.is_pending(view, run_view):
+        page.settle(view, run_view)
         return True
     return was_pending
 
 
-def live_text(view: View, source: Source) -> str:
+def live_text(view: View, source: ServedFolder) -> str:
     """Return ``● writing``, ``ended`` or ``not closed`` for the run in view."""
     try:
         if is_list(view, source):
             return f"{len(source.names())} runs"
-        opened = source.open(view.run)
-        state = sources.state(opened.run.path, opened.run.rank_manifests)
+        run_view = source.open(view.run)
+        state = sources.state(run_view.run.path, run_view.run.rank_manifests)
     except Fp8DebugError:
         return "waiting"
     return f"● {state}" if state == "writing" else state

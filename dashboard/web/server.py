@@ -32,7 +32,7 @@ PERMISSIONS = "camera=(), microphone=(), geolocation=(), payment=(), usb=()"
 JOB_WORDS = ("job", "cancelJob", "cacheKey", "oldJob")
 
 
-class QuietHandler(WSGIRequestHandler):
+class SilentHandler(WSGIRequestHandler):
     """Logs errors only."""
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
@@ -57,7 +57,7 @@ def listen(front: Front, host: str, port: int, token: str | None) -> tuple[BaseW
     if token is None and not is_loopback(host):
         token = secrets.token_urlsafe(24)
     guard(front, token)
-    server = make_server(host, port, front, threaded=True, request_handler=QuietHandler)
+    server = make_server(host, port, front, threaded=True, request_handler=SilentHandler)
     shown = f"[{host}]" if ":" in host else host
     suffix = f"/?{urlencode({'token': token})}" if token else "/"
     print(f"fp8debug dashboard on http://{shown}:{server.server_port}{suffix} (Ctrl-C ends it)", file=sys.stderr, flush=True)

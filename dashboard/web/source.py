@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fp8debug import Finding
 
     from ..data.records import Mark, Summary
-    from .run_view import Judgement, Opened
+    from .run_view import Judgement, RunView
 
 #: A run whose files have not grown for this long and that was not closed is taken for killed.
 QUIET_S = 120.0
 _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
 
 
-class Source:
+class ServedFolder:
     """The folder that is served.
 
     Args:
@@ -47,7 +47,7 @@ class Source:
         self._written: dict[str, float] = {}
         if self.is_folder and not self.names() and any(not entry.name.startswith(".") for entry in self.path.iterdir()):
             raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, RunView] = {}
         self._lock = threading.Lock()
         self._judging: threading.Thread | None = None
 
@@ -78,7 +78,7 @@ class Source:
             raise UnknownNameError("run", str(name), self.names())
         return self.path / str(name)
 
-    def open(self, name: str | None) -> Opened:
+    def open(self, name: str | None) -> RunView:
         """Return a run as its files are now; what is open already is kept while they stay the same.
 
         Raises:
@@ -95,31 +95,31 @@ class Source:
                 from fp8debug import Run
 
                 from ..data.large_run import LargeRun
-                from .run_view import SMALL_BYTES, Opened
+                from .run_view import SMALL_BYTES, RunView
 
                 size = int(stamp.split(".")[1], 16)
                 run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
-                opened = Opened(run, stamp, size=size, name=run.name, siblings=self.names)
-                opened.beside = self.open if self.is_folder else None
+                run_view = RunView(run, stamp, size=size, name=run.name, siblings=self.names)
+                run_view.beside = self.open if self.is_folder else None
                 if found is not None:
-                    opened.verdicts, found.is_superseded = found.verdicts, True
-                found = self._opened[folder.name] = opened
+                    run_view.verdicts, found.is_superseded = found.verdicts, True
+                found = self._opened[folder.name] = run_view
             return found
 
     def read_ahead(self) -> None:
         """Read what the first page of a run shows: the browser takes as long to begin."""
         with suppress(Fp8DebugError):  # the page says what is wrong
-            opened = self.open(None)
-            for read in (opened.worst, opened.training, opened.last_loss):
+            run_view = self.open(None)
+            for read in (run_view.worst, run_view.training, run_view.last_loss):
                 read()
 
-    def narrow_down(self, opened: Opened) -> None:
+    def load_cache(self, run_view: RunView) -> None:
         """Have a large run's table read into memory, unless it is being written; that of any other run is given back."""
-        if state(opened.run.path, opened.run.rank_manifests) == "writing":
+        if state(run_view.run.path, run_view.run.rank_manifests) == "writing":
             return
-        for other in [other for other in self._opened.values() if other is not opened]:
-            other.widen()
-        opened.narrow_down()
+        for other in [other for other in self._opened.values() if other is not run_view]:
+            other.drop_cache()
+        run_view.load_cache()
 
     def is_triaged(self, name: str) -> bool:
         """Tell whether a run's findings are known, so that asking for them costs nothing."""
@@ -127,7 +127,7 @@ class Source:
         return found is not None and found.is_triaged
 
     def known(self, name: str) -> Judgement | None:
-        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has opened."""
+        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has run_view."""
         found = self._opened.get(name)
         return None if found is None else found.latest()
 
@@ -173,14 +173,14 @@ class Source:
             return ""
 
     def summary(self, name: str | None) -> Summary:
-        """Return one line about a run, also about one that cannot be opened."""
+        """Return one line about a run, also about one that cannot be run_view."""
         from ..data import queries
         from ..data.records import Summary
 
         folder = self.folder(name)
         try:
-            opened = self.open(name)
-            run = opened.run
+            run_view = self.open(name)
+            run = run_view.run
             steps = run.steps_range
             return Summary(
                 name=folder.name,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.errors import UsageError
 
-from .source import Source
+from .source import ServedFolder
 
 if TYPE_CHECKING:
     import flask
@@ -35,7 +35,7 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
         UsageError: nobody can listen at that address.
         ModuleNotFoundError: a package that it needs is not installed.
     """
-    source = Source(path)
+    source = ServedFolder(path)
     if source.is_folder and not source.names():
         print(f"fp8debug: no run in {path} yet: the page shows the first one when it comes", file=sys.stderr, flush=True)
     check_address(host, port)
@@ -81,7 +81,7 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
         raise failures[0]
 
 
-def _made(source: Source, token: str | None) -> flask.Flask:
+def _made(source: ServedFolder, token: str | None) -> flask.Flask:
     from .app import make_app
     from .server import guard
 
@@ -91,7 +91,7 @@ def _made(source: Source, token: str | None) -> flask.Flask:
     return server
 
 
-def _come_ahead(source: Source) -> None:
+def _come_ahead(source: ServedFolder) -> None:
     from .screens import come_ahead
 
     come_ahead(source)

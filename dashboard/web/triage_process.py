@@ -20,7 +20,7 @@ from fp8debug.rules import Finding, Severity
 from fp8debug.rules.engine.findings import Findings
 
 
-def triage_apart(path: Path) -> Findings:
+def triage_in_process(path: Path) -> Findings:
     """Return the findings of a run, from a process of its own.
 
     Raises:

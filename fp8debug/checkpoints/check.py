@@ -22,7 +22,7 @@ from fp8debug.checkpoints.scan import (
     PlainFacts,
     PlainRows,
     QuantizedRows,
-    Rows,
+    RowSource,
     Task,
     WeightFacts,
     run_all,
@@ -212,7 +212,9 @@ class _Reference:
         self._weights = {_bare(weight.name): weight for weight in found.weights}
         self._plains = {_bare(tensor.name): tensor for tensor in found.plains if not is_scale(tensor.name)}
 
-    def rows(self, name: str, shape: tuple[int, int], unmatched: list[tuple[str, str]]) -> Callable[[ExitStack], Rows] | None:
+    def rows(
+        self, name: str, shape: tuple[int, int], unmatched: list[tuple[str, str]]
+    ) -> Callable[[ExitStack], RowSource] | None:
         """Return what opens the rows of a tensor; None, with the reason in ``unmatched``, where it cannot be compared."""
         plain, weight = self._plains.get(_bare(name)), self._weights.get(_bare(name))
         if plain is not None:
@@ -233,8 +235,8 @@ class _Reference:
         shape: tuple[int, int],
         theirs: tuple[int, int],
         unmatched: list[tuple[str, str]],
-        opens: Callable[[ExitStack], Rows],
-    ) -> Callable[[ExitStack], Rows] | None:
+        opens: Callable[[ExitStack], RowSource],
+    ) -> Callable[[ExitStack], RowSource] | None:
         if shape == theirs:
             return opens
         unmatched.append((name, f"the tensor is {shape[0]}x{shape[1]}, the reference's is {theirs[0]}x{theirs[1]}"))

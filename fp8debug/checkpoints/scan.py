@@ -120,7 +120,7 @@ class PlainFacts:
     problem: str | None = None
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """A source of rows in FP32."""
 
     def read(self, first: int, last: int) -> Array:
@@ -209,7 +209,7 @@ def effective_scales(weight: Weight) -> Array:
         return scales if factor is None else (scales * np.float32(factor)).astype(np.float32)
 
 
-def scan_weight(weight: Weight, reference: Callable[[ExitStack], Rows] | None = None) -> WeightFacts:
+def scan_weight(weight: Weight, reference: Callable[[ExitStack], RowSource] | None = None) -> WeightFacts:
     """Return the facts about one weight; a file that cannot be read is its ``problem``.
 
     Args:
@@ -224,7 +224,7 @@ def scan_weight(weight: Weight, reference: Callable[[ExitStack], Rows] | None = 
 
 
 class _Scan:
-    def __init__(self, weight: Weight, stack: ExitStack, reference: Callable[[ExitStack], Rows] | None) -> None:
+    def __init__(self, weight: Weight, stack: ExitStack, reference: Callable[[ExitStack], RowSource] | None) -> None:
         self._weight = weight
         self._reader = stack.enter_context(ByteReader(weight.data))
         fits = weight.scale is not None and weight.grid_fault is None
@@ -396,7 +396,7 @@ def _blocked(reduce: np.ufunc, values: Array, weight: Weight) -> Array:
     return by_column if weight.block[0] == 1 else reduce.reduceat(by_column, rows, axis=0, **kind)
 
 
-def scan_plain(tensor: Tensor, reference: Callable[[ExitStack], Rows] | None = None) -> PlainFacts:
+def scan_plain(tensor: Tensor, reference: Callable[[ExitStack], RowSource] | None = None) -> PlainFacts:
     """Return the facts about a tensor in 16 bits or more.
 
     Args:
@@ -411,7 +411,7 @@ def scan_plain(tensor: Tensor, reference: Callable[[ExitStack], Rows] | None = N
         return PlainFacts(problem=error.strerror or why(error))
 
 
-def _plain_facts(tensor: Tensor, rows: PlainRows, other: Rows | None, stack: ExitStack) -> PlainFacts:
+def _plain_facts(tensor: Tensor, rows: PlainRows, other: RowSource | None, stack: ExitStack) -> PlainFacts:
     columns = tensor.shape[-1] if tensor.shape else 1
     num_rows = tensor.numel // max(1, columns)
     height = max(1, CHUNK // max(1, columns))

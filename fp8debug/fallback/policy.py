@@ -73,7 +73,7 @@ def recommend(
 
 def solver(run: Run, findings: Iterable[Finding]) -> Callable[..., list[Fallback]]:
     """Return ``recommend`` of one run as a function of ``budget`` and ``fill``: the run is asked once for all budgets."""
-    plan, found = _Plan(run), list(findings)
+    plan, found = _CollectedChanges(run), list(findings)
 
     def solve(budget: float | str = 0.10, *, fill: bool = False) -> list[Fallback]:
         return plan.fill(found, parse_share(budget), everything=fill)
@@ -81,7 +81,7 @@ def solver(run: Run, findings: Iterable[Finding]) -> Callable[..., list[Fallback
     return solve
 
 
-class _Plan:
+class _CollectedChanges:
     """Cast changes and BF16 GEMMs collected from findings, before they become entries."""
 
     def __init__(self, run: Run) -> None:

@@ -190,7 +190,7 @@ class Observer:
         self.sampling = True
         self.is_off = False
         self.is_asleep = False  # nothing has been wrong so far on a rank that keeps quiet
-        self.is_rehearsing = False  # what runs now is no training
+        self.in_shape_inference = False  # what runs now is no training
         self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
         self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass

@@ -102,7 +102,7 @@ class Probe(CastRecorder):
         on), or when it is the recomputation of a checkpointed forward that was seen already.
         """
         self.observer.deferred_release.release_some()
-        if not self.observer.takes_pass or self.observer.is_rehearsing:
+        if not self.observer.takes_pass or self.observer.in_shape_inference:
             return False
         if self.observer.settings.inference:
             self.observer.before_inference(self.module)
@@ -146,7 +146,7 @@ class Probe(CastRecorder):
     def checks(self, x: Tensor) -> bool:
         """Return whether results of the step under way are searched for NaN and Inf on a tensor's device."""
         wanted, observer = self.observer.settings.check_finite, self.observer
-        if observer.is_off or observer.is_rehearsing:
+        if observer.is_off or observer.in_shape_inference:
             return False
         return bool(wanted or (wanted is None and (observer.sampling or x.device.type == "cpu")))
 

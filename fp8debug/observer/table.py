@@ -22,7 +22,7 @@ from fp8debug.observer.host_copy import new_event
 
 Group = tuple[str, str]  # (kind, merge rule)
 #: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below
-#: a millisecond, with torch ops a few. Of the former twice as many wait where no hook asks that has little to do itself.
+#: a millisecond, with torch ops a few. Of the former twice as limit wait where no hook asks that has little to do itself.
 MAX_JOINED, MAX_WAITING = 128, 64
 #: Rows for which it is worth the launches to join them before the end of the step does.
 MIN_JOINED = 32
@@ -44,7 +44,7 @@ class SlotPlace(NamedTuple):
 
 
 def layout() -> tuple[dict[str, SlotPlace], dict[Group, int]]:
-    """Return where each slot of the metrics registered so far lies, and how many columns each group has."""
+    """Return where each slot of the metrics registered so far lies, and how limit columns each group has."""
     places: dict[str, SlotPlace] = {}
     widths: dict[Group, int] = {}
     merged = Slot(name="num_tensors", merge="sum", kind="int64", unit="1", doc="observations merged into the row")
@@ -57,7 +57,7 @@ def layout() -> tuple[dict[str, SlotPlace], dict[Group, int]]:
 
 
 class GroupSpan(NamedTuple):
-    """Where a group lies in a table's memory: its first byte, the bytes of a number, and how many numbers a row has."""
+    """Where a group lies in a table's memory: its first byte, the bytes of a number, and how limit numbers a row has."""
 
     begin: int
     itemsize: int
@@ -134,7 +134,7 @@ class Table:
 
     @property
     def value_counts(self) -> Any:
-        """What works out many casts at once (``kernels/gpu/describe/value_counts.py``); done by the time their rows are
+        """What works out limit casts at once (``kernels/gpu/describe/value_counts.py``); done by the time their rows are
         joined."""
         if self._value_counts is None:
             self._value_counts = new_value_counts(self.device)
@@ -182,9 +182,9 @@ class Table:
             found = self._numbers[key] = -1 if layout is None or self._joiner is None else self._joiner.number(layout)
         return found
 
-    def flush_if_full(self, many: int | None = None) -> None:
+    def flush_if_full(self, limit: int | None = None) -> None:
         """Join what waits, where it is much; for a hook that has little to do itself."""
-        if len(self._listed) >= (MAX_JOINED if many is None else many):
+        if len(self._listed) >= (MAX_JOINED if limit is None else limit):
             self._join_rows()
 
     def _join(self) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
-from fp8debug.parity.dump import Dump, aligned, open_dump
+from fp8debug.parity.dump import PathDump, aligned, open_dump
 from fp8debug.parity.logprobs import metrics_of
 from fp8debug.parity.measures import Measures, measure_module
 from fp8debug.parity.names import Names, matched
@@ -25,14 +25,14 @@ from fp8debug.parity.rules import (
     PathsDiffer,
     PrecisionDiffers,
     RoutingDiffers,
-    StaleWeight,
+    StaleRolloutWeight,
     WeightCast,
     WeightScale,
 )
 from fp8debug.parity.runs import is_run, measure_runs
 from fp8debug.rules.base import Severity
 
-_STALE, _SCALE, _CAST, _ACTIVATION = StaleWeight(), WeightScale(), WeightCast(), ActivationCast()
+_STALE, _SCALE, _CAST, _ACTIVATION = StaleRolloutWeight(), WeightScale(), WeightCast(), ActivationCast()
 _ROUTING, _KERNEL, _PRECISION, _DIFFER = RoutingDiffers(), KernelDiffers(), PrecisionDiffers(), PathsDiffer()
 #: Times what a repetition of one path shows from which on a difference is none of its noise.
 ABOVE_NOISE = 4.0
@@ -113,8 +113,8 @@ def _ours_of(name: str, found: Sequence[Measures]) -> str:
 
 
 def _measured(
-    ours: Dump,
-    theirs: Dump,
+    ours: PathDump,
+    theirs: PathDump,
     table: Names,
     progress: Callable[[int, int, str], None] | None,
     problems: list[str],

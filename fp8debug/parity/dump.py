@@ -14,7 +14,7 @@ import numpy as np
 from fp8debug.checkpoints.codes import is_float
 from fp8debug.checkpoints.files import ByteReader, Checkpoint, Tensor, read_header
 from fp8debug.checkpoints.layouts import LAYOUTS, Weight
-from fp8debug.checkpoints.scan import PlainRows, QuantizedRows, Rows
+from fp8debug.checkpoints.scan import PlainRows, QuantizedRows, RowSource
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 
@@ -105,7 +105,7 @@ class Recorded:
 
 
 @dataclass
-class Dump:
+class PathDump:
     """One path.
 
     Attributes:
@@ -123,7 +123,7 @@ class Dump:
     problems: list[str] = field(default_factory=list)
     _weights: dict[str, Weight] | None = None
 
-    def weight(self, module: str, stack: ExitStack) -> tuple[Rows, tuple[int, int], bool] | None:
+    def weight(self, module: str, stack: ExitStack) -> tuple[RowSource, tuple[int, int], bool] | None:
         """Return the rows of a module's weight, its shape, and whether it is quantized; None without one that can be read."""
         if self._weights is None:
             tensors = {f"{m.name}.{key}": tensor for m in self.modules.values() for key, tensor in m.stored.items()}
@@ -179,7 +179,7 @@ class Dump:
         return keys
 
 
-def open_dump(path: str | Path) -> Dump:
+def open_dump(path: str | Path) -> PathDump:
     """Read the headers of a dump.
 
     Args:
@@ -200,7 +200,7 @@ def open_dump(path: str | Path) -> Dump:
             else ""
         )
         raise RunError(f"{path} holds no safetensors file{way}")
-    dump = Dump(str(path))
+    dump = PathDump(str(path))
     ordered = True
     for file in files:
         try:
@@ -221,7 +221,7 @@ def open_dump(path: str | Path) -> Dump:
     return dump
 
 
-def _take_tokens(dump: Dump, file: Path, by_name: dict[str, Tensor]) -> None:
+def _take_tokens(dump: PathDump, file: Path, by_name: dict[str, Tensor]) -> None:
     found = {key: by_name.pop(key) for key in ("tokens", "positions", "mask") if key in by_name}
     if "tokens" not in found:
         return
@@ -233,7 +233,7 @@ def _take_tokens(dump: Dump, file: Path, by_name: dict[str, Tensor]) -> None:
     dump.tokens.append((arrays["tokens"], arrays.get("positions"), arrays.get("mask")))
 
 
-def _take(dump: Dump, name: str, tensor: Tensor, kind: str) -> None:
+def _take(dump: PathDump, name: str, tensor: Tensor, kind: str) -> None:
     if name in GLOBALS:
         dump.given.setdefault(name, []).append(tensor)
         return
@@ -294,7 +294,7 @@ def _rows_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.numel // max(1, columns), columns
 
 
-def aligned(ours: Dump, theirs: Dump) -> tuple[Array, Array] | None:
+def aligned(ours: PathDump, theirs: PathDump) -> tuple[Array, Array] | None:
     """Return the rows of the same tokens of both, in our order; None where one of them has no tokens.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8debug.checkpoints.scan import PlainRows
 from fp8debug.escaping import one_line
-from fp8debug.parity.dump import Dump, aligned, floats, sampled
+from fp8debug.parity.dump import PathDump, aligned, floats, sampled
 
 Array = np.ndarray[Any, Any]
 #: Names of the module whose output is the logits.
@@ -18,7 +18,7 @@ HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 MAX_TOKENS, TOP = 512, 5
 
 
-def metrics_of(ours: Dump, theirs: Dump, problems: list[str]) -> dict[str, Any]:
+def metrics_of(ours: PathDump, theirs: PathDump, problems: list[str]) -> dict[str, Any]:
     """Return the metrics that can be had.
 
     Keys, where known: num_tokens, logprob_error (mean absolute difference, nats), logprob_max, token_mult_prob_error
@@ -81,7 +81,7 @@ class _Logits:
         return out
 
 
-def _logits(dump: Dump) -> _Logits | None:
+def _logits(dump: PathDump) -> _Logits | None:
     tensors = dump.given.get("logits")
     if not tensors:
         named = (m for n, m in reversed(dump.modules.items()) if n.rpartition(".")[2] in HEADS and "output" in m.tensors)
@@ -90,7 +90,7 @@ def _logits(dump: Dump) -> _Logits | None:
     return _Logits(tensors) if tensors and len({t.shape[-1] for t in tensors}) == 1 and tensors[0].shape[-1] > 1 else None
 
 
-def _of_logits(ours: Dump, first: _Logits, second: _Logits, rows: Any, *, has_logprobs: bool) -> dict[str, Any]:
+def _of_logits(ours: PathDump, first: _Logits, second: _Logits, rows: Any, *, has_logprobs: bool) -> dict[str, Any]:
     if first.columns != second.columns:
         return {}
     if rows is not None and first.number > rows[0].max() and second.number > rows[1].max():

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8debug.parity.dump import Dump, sampled
-from fp8debug.parity.names import Piece
+from fp8debug.parity.dump import PathDump, sampled
+from fp8debug.parity.names import ModuleOutput
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +74,7 @@ class Measures:
 
 
 @dataclass
-class _Side:
+class _PathTensors:
     """One path's tensors of a module."""
 
     x: Array | None
@@ -85,7 +85,13 @@ class _Side:
 
 
 def measure_module(
-    ours: Dump, theirs: Dump, name: str, first: Piece, second: Piece, rows: tuple[Array, Array] | None, seed: int = 0
+    ours: PathDump,
+    theirs: PathDump,
+    name: str,
+    first: ModuleOutput,
+    second: ModuleOutput,
+    rows: tuple[Array, Array] | None,
+    seed: int = 0,
 ) -> Measures:
     """Return the differences of a module.
 
@@ -116,7 +122,7 @@ def measure_module(
         if side.y is not None and side.y.size and not np.isfinite(side.y).all()
     )  # fmt: skip
     if picked is not None:
-        found["input"], found["output"] = _apart(sides[0].x, sides[1].x), _apart(sides[0].y, sides[1].y)
+        found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
         if all("indices" in m.tensors for m in modules):
             chosen = [m.rows("indices", picked[i]) for i, m in enumerate(modules)]
             if chosen[0].shape == chosen[1].shape:
@@ -153,7 +159,7 @@ def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, seed: int
     return places, places
 
 
-def _slice(dump: Dump, other: Dump, piece: Piece, opposite: Piece, ours: bool) -> slice:
+def _slice(dump: PathDump, other: PathDump, piece: ModuleOutput, opposite: ModuleOutput, ours: bool) -> slice:
     """Return the outputs of a module that belong to a part of it."""
     if piece.place is None:
         return slice(None)
@@ -162,17 +168,17 @@ def _slice(dump: Dump, other: Dump, piece: Piece, opposite: Piece, ours: bool) -
     return slice(start, start + sizes[piece.place])
 
 
-def _side(dump: Dump, piece: Piece, part: slice, rows: Array | None, count: int) -> _Side:
+def _side(dump: PathDump, piece: ModuleOutput, part: slice, rows: Array | None, count: int) -> _PathTensors:
     module = dump.modules[piece.module]
     rows = sampled(np.arange(count), MAX_ROWS) if rows is None else rows
     x = module.rows("input", rows) if module.num_columns("input") and module.num_rows("input") > rows.max(initial=0) else None
     y = module.rows("output", rows)[:, part] if module.num_columns("output") else None
     bias, eps = dump.vector(piece.module, "bias"), dump.vector(piece.module, "eps")
-    return _Side(x, y, None if bias is None else bias[part], None if eps is None else float(eps[0]))
+    return _PathTensors(x, y, None if bias is None else bias[part], None if eps is None else float(eps[0]))
 
 
 def _weights(
-    weights: tuple[Any, Any], slices: tuple[slice, slice], sides: list[_Side]
+    weights: tuple[Any, Any], slices: tuple[slice, slice], sides: list[_PathTensors]
 ) -> dict[str, Any]:  # fmt: skip
     """Return the differences of two weights, and leave each side's product X @ W.T in it."""
     starts: list[int] = []
@@ -234,7 +240,9 @@ def _refit(a: Array, b: Array) -> float:
     return float(np.where(y2 > 0, x2 - xy * xy / np.where(y2 > 0, y2, 1), x2).clip(min=0).sum())
 
 
-def _norms(ours: Dump, theirs: Dump, first: Piece, second: Piece, sides: list[_Side], kind: str) -> None:
+def _norms(
+    ours: PathDump, theirs: PathDump, first: ModuleOutput, second: ModuleOutput, sides: list[_PathTensors], kind: str
+) -> None:
     """Leave in each side what a norm's formula gives, by the variant that fits training, and its epsilon."""
     gains = ours.vector(first.module, "weight"), theirs.vector(second.module, "weight")
     if sides[0].x is None or sides[0].y is None or gains[0] is None or sides[0].x.shape != sides[0].y.shape:
@@ -256,7 +264,7 @@ def _norms(ours: Dump, theirs: Dump, first: Piece, second: Piece, sides: list[_S
             side.bias = None
 
 
-def _normed(side: _Side, gain: Array, eps: float, centered: bool, shift: float) -> Array:
+def _normed(side: _PathTensors, gain: Array, eps: float, centered: bool, shift: float) -> Array:
     assert side.x is not None
     x = side.x.astype(np.float64)
     x = x - x.mean(1, keepdims=True) if centered else x
@@ -265,7 +273,7 @@ def _normed(side: _Side, gain: Array, eps: float, centered: bool, shift: float) 
     return np.asarray(y if side.bias is None else y + side.bias)
 
 
-def _bias(sides: list[_Side]) -> float | None:
+def _bias(sides: list[_PathTensors]) -> float | None:
     """Return the difference of two biases over the mean square of a row of the output; a missing one is zero."""
     y = sides[0].y
     biases = [side.bias for side in sides]
@@ -277,7 +285,7 @@ def _bias(sides: list[_Side]) -> float | None:
     return float(((second - first) ** 2).sum() / size) if size else None
 
 
-def _error(side: _Side) -> tuple[float | None, float | None]:
+def _error(side: _PathTensors) -> tuple[float | None, float | None]:
     if side.product is None or side.y is None:
         return None, None
     product = side.product if side.bias is None or side.bias.shape[0] != side.product.shape[1] else side.product + side.bias
@@ -287,7 +295,7 @@ def _error(side: _Side) -> tuple[float | None, float | None]:
     return _nmse(product, side.y), float((product * side.y).sum() / size)
 
 
-def _apart(a: Array | None, b: Array | None) -> float | None:
+def _nmse_if_alike(a: Array | None, b: Array | None) -> float | None:
     return _nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
 
 

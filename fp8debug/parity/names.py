@@ -81,7 +81,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModuleOutput:
     """A module of one side, or a part of its outputs.
 
     Attributes:
@@ -97,7 +97,7 @@ class Piece:
 
 def matched(
     ours: Sequence[str], theirs: Collection[str], names: Names
-) -> tuple[list[tuple[str, Piece, Piece]], list[str], list[str]]:
+) -> tuple[list[tuple[str, ModuleOutput, ModuleOutput]], list[str], list[str]]:
     """Return (name, piece of ours, piece of theirs) of each common module in our execution order, and the names of the rest.
 
     Names that only differ by a common beginning (``model.``) are the same.
@@ -110,21 +110,21 @@ def matched(
         table = {give + name[len(take) :] if name.startswith(take) else name: value for name, value in table.items()}
     split = {part: (whole, place, names.parts(whole)) for whole in table for place, part in enumerate(names.parts(whole))}
     present = {name for name, _ in mine}
-    found: list[tuple[str, Piece, Piece]] = []
+    found: list[tuple[str, ModuleOutput, ModuleOutput]] = []
     used: set[str] = set()
     for name, own in mine:
         parts = names.parts(name)
         if name in table:
-            found.append((own, Piece(own), Piece(table[name])))
+            found.append((own, ModuleOutput(own), ModuleOutput(table[name])))
             used.add(name)
         elif parts and all(part in table for part in parts):
             for place, part in enumerate(parts):
-                found.append((part, Piece(own, place, tuple(table[p] for p in parts)), Piece(table[part])))
+                found.append((part, ModuleOutput(own, place, tuple(table[p] for p in parts)), ModuleOutput(table[part])))
             used.update(parts)
         elif name in split and all(part in present for part in split[name][2]):
             whole, place, of = split[name]
             by_bare = dict(mine)
-            found.append((own, Piece(own), Piece(table[whole], place, tuple(by_bare[p] for p in of))))
+            found.append((own, ModuleOutput(own), ModuleOutput(table[whole], place, tuple(by_bare[p] for p in of))))
             used.add(whole)
     done = {piece.module for _, piece, _ in found}
     return found, [name for name in ours if name not in done], [own for name, own in table.items() if name not in used]

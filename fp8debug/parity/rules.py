@@ -74,7 +74,7 @@ class PathRule(Documented):
 
 
 @dataclass(frozen=True)
-class StaleWeight(PathRule):
+class StaleRolloutWeight(PathRule):
     """The rollout's weight is not training's: a copy of another step, or another layer's.
 
     What it detects
@@ -314,7 +314,7 @@ class PathsDiffer(PathRule):
 
 PATHS: Registry[PathRule] = Registry("rule")
 for _rule in (
-    *(StaleWeight(), WeightScale(), WeightCast(), ActivationCast(), RoutingDiffers(), KernelDiffers(), PrecisionDiffers()),
+    *(StaleRolloutWeight(), WeightScale(), WeightCast(), ActivationCast(), RoutingDiffers(), KernelDiffers(), PrecisionDiffers()),
     PathsDiffer(),
 ):
     PATHS.add(_rule.code, _rule)

@@ -64,8 +64,8 @@ def measure_runs(
             raise RunError(
                 f"{name} got {counts[0]:g} numbers in {train} and {counts[1]:g} in {rollout}: record both on the same tokens"
             )
-        given, made = _apart(a, b, "input", "sum_x2"), _apart(a, b, "output", "sum_y2")
-        weight = _apart(a, b, "weight", "sum_x2")
+        given, made = _rms_difference(a, b, "input", "sum_x2"), _rms_difference(a, b, "output", "sum_y2")
+        weight = _rms_difference(a, b, "weight", "sum_x2")
         one = Measures(module=name, theirs=second, kind="", input=_square(given), output=_square(made), weight=_square(weight))
         measures.append(one)
         found = _weight(one, a, b, weight) or _casts(one, a, b)
@@ -111,7 +111,7 @@ def _ratio(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], tensor: s
     return second / first
 
 
-def _apart(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], tensor: str, column: str) -> float | None:
+def _rms_difference(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], tensor: str, column: str) -> float | None:
     """Return the relative difference of a tensor's root mean square."""
     ratio = _ratio(a, b, tensor, column)
     return None if ratio is None else abs(float(ratio**0.5) - 1)

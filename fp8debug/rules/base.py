@@ -150,10 +150,10 @@ def finite(value: float | None) -> float | None:
     """Return the value, a float to the digits that hold, or None where JSON has no word for it."""
     if value is None or not math.isfinite(value):
         return None
-    return steady(value) if isinstance(value, float) else value
+    return round_stable(value) if isinstance(value, float) else value
 
 
-def steady(value: float) -> float:
+def round_stable(value: float) -> float:
     """Return a value to 12 digits: in what order sums over ranks are added no engine fixes, and the last bits hang on it."""
     return float(f"{value:.12g}")
 
@@ -229,7 +229,7 @@ class Rule(Documented):
         """Return why the rule cannot judge this run, beyond its columns; None when it can."""
         return None
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Tell whether a finding of this rule holds beside those of the other rules."""
         return True
 

@@ -118,7 +118,7 @@ class StaleScaleSaturation(Rule):
 
         return holds
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a stale or foreign weight, and to a loss spike in whose own backward pass alone gradients clip."""
         foreign = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
         spikes = {f.steps[0] for f in others if f.code == "F125"}

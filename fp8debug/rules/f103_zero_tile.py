@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
-from fp8debug.rules.reading.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
+from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
 from fp8debug.rules.reading.prefilter import Look, look, may_have, source
 from fp8debug.rules.reading.traces import Trace, traces
 
@@ -133,7 +133,7 @@ class ZeroTileNan(Rule):
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
         return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
 
-    def _of_gemm(self, run: Run, origin: Origin) -> Finding:
+    def _of_gemm(self, run: Run, origin: NonfiniteOrigin) -> Finding:
         row = origin.row
         if origin.count is None and origin.step in run.sampled_steps:
             message = (

@@ -104,7 +104,7 @@ class ScaleRoundedDown(Rule):
             finding = trace.finding(self, severity, message, value=rate, threshold=threshold)
             yield finding if declared else replace(finding, cure="check the cast's kernel; else BF16 for this GEMM")
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to what makes the scale another tensor's: a second cast, a stale or foreign weight, one code for all."""
         stronger = {(part.module, part.tensor) for f in others if f.code in _STRONGER for part in f.sites}
         return any((part.module, part.tensor) not in stronger for part in finding.sites)

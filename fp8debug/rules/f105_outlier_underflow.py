@@ -130,7 +130,7 @@ class OutlierUnderflow(Rule):
             is_fine = trace.cast is not None and "x" in trace.cast.granularity
             yield replace(finding, cure=self.cure.partition("; else ")[2]) if is_fine else finding
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to rows that poison the others (F117), which look like an outlier from afar."""
         poisoned = {part.module for f in others if f.code == "F117" for part in f.sites}
         return any(part.module not in poisoned for part in finding.sites)

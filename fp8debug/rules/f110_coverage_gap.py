@@ -113,7 +113,7 @@ class CoverageGap(Rule):
             call_index=(module.get("call_index") if module else None) or 0,
         )
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand unless every module is a router in FP8, which F109 names."""
         routers = {name for f in others if f.code == "F109" for name in (f.module, *f.also)}
         return finding.module is None or not {finding.module, *finding.also} <= routers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.prefilter import Look, below_db, look
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
-from fp8debug.rules.reading.weights import LIMITS, Limits, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -86,7 +86,7 @@ class StaleWeight(Rule):
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
                 )
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> WeightLimits:
         return replace(
             LIMITS,
             max_sqnr_db=self.max_sqnr_db,

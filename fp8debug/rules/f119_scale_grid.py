@@ -86,7 +86,7 @@ class ScaleGrid(Rule):
             )
             yield trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is another's or went stale before it outgrew its scales."""
         foreign = {part.module: part.steps[0] for f in others if f.code in ("F112", "F121") for part in f.sites}
         return not all(part.tensor == "weight" and foreign.get(part.module, math.inf) <= part.steps[0] for part in finding.sites)

@@ -87,7 +87,7 @@ class WrongFormat(Rule):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
                 yield replace(finding, cure="check the kernel and the cached weight; else BF16 for this GEMM")
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is not its own, whose error may pass through the band of E5M2's noise."""
         stale = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
         return any(part.tensor != "weight" or part.module not in stale for part in finding.sites)

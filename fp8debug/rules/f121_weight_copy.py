@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.prefilter import Look, in_batches, look, source_of_ranks
 from fp8debug.rules.reading.traces import RUNNING, traces
-from fp8debug.rules.reading.weights import LIMITS, Limits, look_for_weights, off_weights
+from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -61,7 +61,7 @@ class WeightCopyDiffers(Rule):
         """Return the weights that are off."""
         yield look_for_weights(self._limits())
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> WeightLimits:
         return replace(
             LIMITS,
             max_sqnr_db=self.max_sqnr_db,

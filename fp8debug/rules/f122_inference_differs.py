@@ -116,7 +116,7 @@ class InferenceDiffers(Rule):
             largest = row["inference_nmse"] if math.isinf(largest) else max(largest, row["inference_nmse"])
         return []
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand only when no operand is known to be at fault by then."""
         return not any(
             RULES.get(f.code).is_harmful and f.module and f.severity > Severity.INFO and f.steps[0] <= finding.steps[1]

@@ -94,7 +94,7 @@ class Bf16GradientSum(Rule):
                 limit = self.max_sqnr_db if severity is Severity.ERROR else self.warn_sqnr_db
                 yield trace.finding(self, severity, message, value=sqnr, threshold=limit, unit="dB")
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that lacks more than BF16 can lose."""
         wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
         return any(part.module not in wrong for part in finding.sites)

@@ -119,7 +119,7 @@ class OutliersWithDepth(Rule):
                       value=levels[widest], threshold=self.min_spread_log2, unit="log2", message=message, cure=self.cure,
                       call_index=bad[-1]["call_index"] or 0)  # fmt: skip
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand beside no finding of an outlier that underflows already."""
         return not any(f.code == "F105" for f in others)
 

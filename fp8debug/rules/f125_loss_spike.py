@@ -10,7 +10,7 @@ from fp8debug.loss_spikes import SpikeDetector
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.losses import Nonfinite, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.movements import movements_before
-from fp8debug.rules.reading.nonfinite import MAX_RESULT, Origin, first_poison, largest_product
+from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
 from fp8debug.rules.reading.traces import sampled_steps
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class LossSpikeNotFp8(Rule):
         return replace(finding, name="nonfinite-loss", message=message, cure="check this GEMM's kernel and its output's type")
 
     def _not_seen(
-        self, finding: Finding, run: Run, sampled: Sequence[int], lost: Nonfinite, origin: Origin | None, again: str
+        self, finding: Finding, run: Run, sampled: Sequence[int], lost: Nonfinite, origin: NonfiniteOrigin | None, again: str
     ) -> Finding:
         """Return the finding of a loss in whose step, or before, no tensor of a Linear is known to hold a NaN or Inf."""
         step, later = lost.step, ""
@@ -167,7 +167,7 @@ class LossSpikeNotFp8(Rule):
         message = f"{lost.what}, {why}: whether a cast did it was not recorded{later}"
         return replace(finding, name="nonfinite-loss-unseen", message=message, cure=again, origin=None)
 
-    def _at(self, finding: Finding, origin: Origin) -> Finding:
+    def _at(self, finding: Finding, origin: NonfiniteOrigin) -> Finding:
         """Return the finding with the site of the first tensor that held a NaN or Inf."""
         row = origin.row
         site = {key: row[key] for key in ("module", "gemm", "tensor")}
@@ -176,7 +176,7 @@ class LossSpikeNotFp8(Rule):
         return replace(finding, **site, cast=row["cast_name"], ranks=tuple(row["ranks"]), call_index=row["call_index"] or 0,
                        victims=victims, origin=made)  # fmt: skip
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand when no harmful finding began up to the first sampled step after the spike, its own backward pass apart.
 
         A loss that is not finite stands beside all but an error that may have made it.
@@ -216,7 +216,7 @@ def _tensor(row: Mapping[str, Any]) -> str:
     return names.get((row["gemm"], row["tensor"]), f"{row['gemm']} {row['tensor']}")
 
 
-def _elements(origin: Origin) -> str:
+def _elements(origin: NonfiniteOrigin) -> str:
     """Return how many elements are not finite, in brackets; nothing where nobody counted."""
     return "" if origin.count is None else f" ({origin.count} element{'' if origin.count == 1 else 's'})"
 

@@ -149,7 +149,7 @@ class DivergesAtStart(Rule):
         moved = {row["module"] for row in rows if row["highest"] > self.min_growth * row["lowest"]}
         return len(moved), len({row["module"] for row in rows})
 
-    def stands(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Stand only when no harmful finding of a few modules began up to the first sampled step after the rise.
 
         Updates out of size stand whatever casts do, unless the gradient explains them and a cast was at fault before.

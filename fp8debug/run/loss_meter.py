@@ -170,14 +170,14 @@ class _Mean:
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does the same while Dynamo looks away, from it and from all that it calls."""
 
-    def apart(*args: Any, **kwargs: Any) -> Any:
+    def untraced_call(*args: Any, **kwargs: Any) -> Any:
         before = set_eval_frame(None)
         try:
             return function(*args, **kwargs)
         finally:
             set_eval_frame(before)
 
-    return uncompiled(apart)
+    return uncompiled(untraced_call)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

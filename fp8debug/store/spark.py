@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from fp8debug.errors import UsageError
 from fp8debug.store.locations import ObjectPath
-from fp8debug.store.read.files import RunFiles, Source
+from fp8debug.store.read.files import RunFile, RunFiles
 from fp8debug.store.read.manifest import modules_table
 from fp8debug.store.read.resumed import JoinedRun
 from fp8debug.store.read.run import Run
@@ -109,7 +109,7 @@ class _OnSpark(Run):
     def _register(self, name: str, rows: pa.Table) -> None:
         self._session.createDataFrame(rows).createOrReplaceTempView(name)
 
-    def _parts_sql(self, parts: Sequence[Source]) -> str:
+    def _parts_sql(self, parts: Sequence[RunFile]) -> str:
         self._num_scans += 1
         name = f"parts_{self._num_scans}"
         groups: dict[str | None, list[str]] = {}

@@ -3,9 +3,9 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from fp8debug.trainers.base import LOOPS, Loop, Recorder, loop_of
+from fp8debug.trainers.base import LOOPS, Loop, LoopRecorder, loop_of
 
 for _file in sorted(found.name for found in iter_modules(__path__)):
     import_module(f"{__name__}.{_file}")
 
-__all__ = ["LOOPS", "Loop", "Recorder", "loop_of"]
+__all__ = ["LOOPS", "Loop", "LoopRecorder", "loop_of"]

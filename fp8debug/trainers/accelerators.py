@@ -8,8 +8,8 @@ from typing import Any
 from fp8debug.errors import AttachError
 from fp8debug.trainers.base import (
     LOOPS,
+    LoopRecorder,
     LossSum,
-    Recorder,
     is_a,
     notifying,
     rate_of,
@@ -29,7 +29,7 @@ class Accelerate:
         """Return whether it is an Accelerator."""
         return is_a(target, "Accelerator", "accelerate")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Listen to ``backward``, ``clip_grad_norm_`` and the optimizer; the loss is the mean over the microbatches.
 
         Raises:

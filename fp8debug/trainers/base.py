@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8debug.registry import Registry
 
 
-class Recorder(Protocol):
+class LoopRecorder(Protocol):
     """What a loop tells. Nothing here raises while training runs."""
 
     def begin(self, models: Sequence[nn.Module], first_step: int = 0) -> None:
@@ -51,7 +51,7 @@ class Loop(Protocol):
         """Return whether the target of ``watch()`` is such a trainer; its library is not imported for that."""
         ...
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Have the trainer tell the recorder what it does, and return what undoes it.
 
         Raises:
@@ -161,7 +161,7 @@ def notifying(tell: Callable[[Any], None]) -> Make:
     return make
 
 
-def ending(recorder: Recorder) -> Make:
+def ending(recorder: LoopRecorder) -> Make:
     """Return what makes a function that does the same, and after which the run has ended."""
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, rate_of, recording_losses, replace, undoing
+from fp8debug.trainers.base import LOOPS, LoopRecorder, LossSum, is_a, rate_of, recording_losses, replace, undoing
 
 
 class DeepSpeed:
@@ -18,7 +18,7 @@ class DeepSpeed:
         """Return whether it is an engine."""
         return is_a(target, "DeepSpeedEngine", "deepspeed")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Wrap ``backward`` and ``step``; ``step`` at a boundary of gradient accumulation ends the step.
 
         Its optimizers hold no parameter of the model under ZeRO, so that steps cannot be counted from them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, notifying, rate_of, replace, scale_of, undoing
+from fp8debug.trainers.base import LOOPS, LoopRecorder, LossSum, is_a, notifying, rate_of, replace, scale_of, undoing
 
 
 class HuggingFace:
@@ -17,7 +17,7 @@ class HuggingFace:
         """Return whether it is a Trainer."""
         return is_a(target, "Trainer", "transformers")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Add a callback; the loss of every step is the sum of what ``training_step`` returns, as the Trainer logs it."""
         from transformers import TrainerCallback
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, is_a, notifying, rate_of, replace, scale_of, undoing
+from fp8debug.trainers.base import LOOPS, LoopRecorder, LossSum, is_a, notifying, rate_of, replace, scale_of, undoing
 
 
 class Lightning:
@@ -19,7 +19,7 @@ class Lightning:
         """Return whether it is a Trainer."""
         return is_a(target, "Trainer", "lightning", "pytorch_lightning")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Add a callback; a step is a batch after which ``global_step`` is another, so that microbatches are one step."""
         if type(target).__module__.startswith("pytorch_lightning"):
             from pytorch_lightning.callbacks import Callback

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8debug.interruptions import is_ours
-from fp8debug.trainers.base import LOOPS, Recorder, ending, is_a, rate_of, replace, undoing
+from fp8debug.trainers.base import LOOPS, LoopRecorder, ending, is_a, rate_of, replace, undoing
 
 
 class Megatron:
@@ -19,7 +19,7 @@ class Megatron:
         """Return whether it is a module with Megatron's two functions."""
         return isinstance(target, ModuleType) and hasattr(target, "setup_model_and_optimizer") and hasattr(target, "train_step")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Wrap both: the first returns the chunks of the model, the second trains a step and returns its losses."""
 
         def setup(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ class Bridge:
         """Return whether it is a CallbackManager."""
         return is_a(target, "CallbackManager", "megatron")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Register functions for the events; nothing can be taken out again, so that they fall silent instead."""
         active = [True]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8debug.errors import AttachError
-from fp8debug.trainers.base import LOOPS, LossSum, Recorder, ending, is_a, notifying, replace, undoing
+from fp8debug.trainers.base import LOOPS, LoopRecorder, LossSum, ending, is_a, notifying, replace, undoing
 
 
 class TorchTitan:
@@ -22,7 +22,7 @@ class TorchTitan:
         """Return whether it is a Trainer."""
         return is_a(target, "Trainer", "torchtitan") and hasattr(target, "model_parts")
 
-    def attach(self, target: Any, recorder: Recorder) -> Callable[[], None]:
+    def attach(self, target: Any, recorder: LoopRecorder) -> Callable[[], None]:
         """Wrap ``train``, ``train_step`` and ``forward_backward_step``; the loss is this rank's, summed over the microbatches.
 
         Where it is divided by the tokens of all ranks it is multiplied by their number, so that its mean is the whole loss; a

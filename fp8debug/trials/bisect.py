@@ -47,7 +47,7 @@ class NoGapError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SearchPlan:
     """What a search will cost.
 
     Attributes:
@@ -154,7 +154,7 @@ def bisect_run(
     max_runs: int = 64,
     run_name: str,
     save_as: Path,
-    confirm: Callable[[Plan], None] = lambda plan: None,
+    confirm: Callable[[SearchPlan], None] = lambda plan: None,
     report: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Search, and return the document that is also saved after every test.
@@ -260,7 +260,7 @@ def _reduce(search: _Search, names: list[str], suspects: list[str]) -> dict[str,
     return share
 
 
-def plan_of(num_modules: int, max_runs: int, seconds_each: float, num_trained: int = 2) -> Plan:
+def plan_of(num_modules: int, max_runs: int, seconds_each: float, num_trained: int = 2) -> SearchPlan:
     """Return the cost of a search, by trying it on made-up culprits: every single one, and pairs spread over the modules."""
     singles = [count_tests(num_modules, [i]) for i in range(num_modules)]
     step = max(1, num_modules // 8)
@@ -268,7 +268,7 @@ def plan_of(num_modules: int, max_runs: int, seconds_each: float, num_trained: i
     pairs = [count_tests(num_modules, [i, j]) for i in spread for j in spread if i < j] or singles
     gemms = round(sum(count_tests(len(GEMMS), [i]) for i in range(len(GEMMS))) / len(GEMMS))
     both = round(sum(count_tests(2 * len(GEMMS), [i, 3 + i]) for i in range(len(GEMMS))) / len(GEMMS))
-    return Plan(
+    return SearchPlan(
         num_modules=num_modules,
         for_one=num_trained + round(sum(singles) / len(singles)) + gemms,
         for_two=num_trained + round(sum(pairs) / len(pairs)) + both,

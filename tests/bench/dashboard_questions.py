@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: t
 
 from fp8debug_dashboard.data import metric_cache
 from fp8debug_dashboard.data.metric_cache import METRICS
-from fp8debug_dashboard.web.run_view import Opened
+from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.screens import PAGES
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.bench.dashboard import make_log
 
@@ -36,7 +36,7 @@ def cpu_ms(work: Callable[[], object]) -> float:
     return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def lay_out(opened: Opened, repeats: int) -> None:
+def lay_out(opened: RunView, repeats: int) -> None:
     """Print the CPU time of each page's layout: the first, and the median of the others."""
     names = [str(module["fqn"]) for module in opened.run.modules]
     for page in ("overview", "heatmap", "module"):
@@ -51,15 +51,15 @@ def lay_out(opened: Opened, repeats: int) -> None:
 
 def measure(run: Path, repeats: int) -> None:
     """Print all figures of a run."""
-    opened: list[Opened] = []
-    print(f"opening the run: {cpu_ms(lambda: opened.append(Source(run).open(None))):.0f} ms")
+    opened: list[RunView] = []
+    print(f"opening the run: {cpu_ms(lambda: opened.append(ServedFolder(run).open(None))):.0f} ms")
     first = opened[0]
     print(f"{first.run.num_rows:,} rows; pages from the files:")
     lay_out(first, repeats)
-    again = Source(run).open(None)
+    again = ServedFolder(run).open(None)
 
     def build() -> None:
-        again.narrow = metric_cache.build(run)
+        again.metric_cache = metric_cache.build(run)
 
     print(f"table in memory: {cpu_ms(build):.0f} ms; pages with it:")
     lay_out(again, repeats)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import fp8debug
-from fp8debug.adapters.watching.step_writer import StepSink
+from fp8debug.adapters.watching.step_writer import StepWriter
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.observer import FinishedStep
@@ -78,14 +78,14 @@ class Fates:
     def __init__(self) -> None:
         self.of: dict[int, str] = {}
         self.pauses: dict[str, int] = defaultdict(int)
-        self._take, self._put, self._breathe = StepSink.__call__, RunWriter._put, Worker.breathe
+        self._take, self._put, self._breathe = StepWriter.__call__, RunWriter._put, Worker.breathe
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Have them happen."""
         fates = self
 
-        def take(sink: StepSink, finished: FinishedStep) -> None:
+        def take(sink: StepWriter, finished: FinishedStep) -> None:
             if fates.of.get(finished.step) != "thrown away":
                 return fates._take(sink, finished)
             for snapshot, _ in finished.tables:
@@ -104,7 +104,7 @@ class Fates:
                 fates.pauses[fates.of[max(fates.of)]] += 1
 
         with (
-            patch.object(StepSink, "__call__", take),
+            patch.object(StepWriter, "__call__", take),
             patch.object(RunWriter, "_put", put),
             patch.object(Worker, "breathe", breathe),
         ):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from werkzeug.serving import make_server
 
 from fp8debug_dashboard import make_app
-from fp8debug_dashboard.web.server import QuietHandler, guard
+from fp8debug_dashboard.web.server import SilentHandler, guard
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import WSGIApplication
@@ -36,7 +36,7 @@ def served(path: Path, token: str | None = None) -> Iterator[str]:
 @contextmanager
 def listening(app: WSGIApplication) -> Iterator[str]:
     """Have an application answer on a free port; yields the address."""
-    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=SilentHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters.watching.recording_ranks import num_recording, records
+from fp8debug.adapters.watching.recording_ranks import num_recording, records_from_start
 from fp8debug.errors import UsageError
 from fp8debug.store.read.run import Run
 from fp8debug.store.volume import STATS_ROW_BYTES, Volume, in_words, parse_size, plan_volume
@@ -111,6 +111,6 @@ def test_of_one_replica_fewer_ranks_are_spread_over_its_stages() -> None:
     assert num_recording(None, 1024, mesh(3, 1, 1)) == 128 and num_recording(None, 1024, {}) == 1
     assert num_recording("all", 1024, {}) == 1024 and num_recording([0, 8, 2000], 1024, {}) == 2
     places = [(pp, tp) for pp in range(16) for tp in range(8)]
-    chosen = [(pp, tp) for at, (pp, tp) in enumerate(places) if records(None, at, 1024, mesh(0, pp, tp), 32)]
+    chosen = [(pp, tp) for at, (pp, tp) in enumerate(places) if records_from_start(None, at, 1024, mesh(0, pp, tp), 32)]
     assert chosen == [(pp, tp) for pp in range(16) for tp in (0, 4)]
-    assert not any(records(None, 128 + at, 1024, mesh(1, pp, tp), 128) for at, (pp, tp) in enumerate(places))
+    assert not any(records_from_start(None, 128 + at, 1024, mesh(1, pp, tp), 128) for at, (pp, tp) in enumerate(places))

@@ -15,7 +15,7 @@ from fp8debug.fallback import load_fallbacks
 from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import bisect_run
-from fp8debug.trials.bisect import Plan
+from fp8debug.trials.bisect import SearchPlan
 from fp8debug.trials.hints import hints
 from fp8debug.trials.script import Ending
 from tests.trials.laboratory import Chain, Laboratory, backwards, healthy, planted
@@ -41,7 +41,7 @@ def test_a_fault_that_no_statistic_shows_is_found(tmp_path: Path) -> None:
     assert fp8debug.triage(run) == []
     suspects, damage = hints(run)
     assert suspects == [] and set(damage) == {f"layers.{i}" for i in range(6)}
-    plans: list[Plan] = []
+    plans: list[SearchPlan] = []
     found = bisect(laboratory, suspects=suspects, damage=damage, confirm=plans.append)
     assert found["units"] == [{"module": "layers.3", "gemm": "wgrad"}] and found["verdict"] == "found"
     assert found["share"]["value"] == pytest.approx(1, abs=0.2)
@@ -97,7 +97,7 @@ def test_a_spent_budget_leaves_the_best_so_far_and_a_larger_one_goes_on(tmp_path
 
 
 def test_an_answer_no_stops_before_the_search(tmp_path: Path) -> None:
-    def no(plan: Plan) -> None:
+    def no(plan: SearchPlan) -> None:
         raise KeyboardInterrupt
 
     laboratory = Laboratory(tmp_path, planted("zero_tile", "layers.0"), steps=3)

@@ -152,7 +152,7 @@ class MatrixProbe(InterceptingProbe):
             weight: ``[N, K]`` before its cast.
             wants: whether the gradients of the input and of the weight are wanted.
         """
-        if self.observer.is_rehearsing or not self._has_room(x.device) or self._begin() is not True:
+        if self.observer.in_shape_inference or not self._has_room(x.device) or self._begin() is not True:
             return None
         _LIVE.add(self.matrix)
         self.matrix.set_shape(*weight.shape)

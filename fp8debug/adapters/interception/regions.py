@@ -177,7 +177,7 @@ class Regions:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
         observer = self._observer
         observer.before_forward()
-        if not observer.sampling or observer.is_rehearsing or is_capturing() or is_transformed():
+        if not observer.sampling or observer.in_shape_inference or is_capturing() or is_transformed():
             return None
         if torch._C._current_graph_task_id() == -1:
             self._seen.add((id(module), observer.step_count))
@@ -225,7 +225,7 @@ class Regions:
                     after = _Random.now(region.devices)
                     try:
                         before.random.restore()
-                        with self._apart(region):
+                        with self._isolated(region):
                             outputs = run.forward(args, kwargs)
                             if len(outputs) != len(trained):
                                 raise NotRepeatedError("its compiled call returns other tensors than its forward")
@@ -249,7 +249,7 @@ class Regions:
             self._refuse(region.module, error)
 
     @contextmanager
-    def _apart(self, region: _Region) -> Iterator[None]:
+    def _isolated(self, region: _Region) -> Iterator[None]:
         """Run the program's forward as eager code that leaves no trace and that nobody else observes."""
         modes, counter, self._is_running = active_modes(), self._listener.counter, True
         self._listener.counter = None

@@ -18,12 +18,12 @@ from fp8debug.adapters.interception.matrices import matrices_of
 from fp8debug.adapters.watching.arguments import check_arguments, check_inference, own_optimizer, recipe_of, several
 from fp8debug.adapters.watching.coverage import candidates_of, choose, common_recipe, modules_outside, nothing_to_watch, roots_of
 from fp8debug.adapters.watching.disk_plan import manifest_entry, planned_volume, tell
-from fp8debug.adapters.watching.dumps import Dumper, Limits, load_safetensors
+from fp8debug.adapters.watching.dumps import Dumper, DumpLimits, load_safetensors
 from fp8debug.adapters.watching.environment import describe_environment, git_state, rank_and_world
 from fp8debug.adapters.watching.handle import Watch, say
 from fp8debug.adapters.watching.pipeline import is_stage, rank_entry, stage_of
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges, check_guard
-from fp8debug.adapters.watching.recording_ranks import QuietWriter, check_ranks, num_recording, ranks_entry, records
+from fp8debug.adapters.watching.recording_ranks import StandbyWriter, check_ranks, num_recording, ranks_entry, records_from_start
 from fp8debug.adapters.watching.resumption import Resumption
 from fp8debug.adapters.watching.trainer_watch import TrainerWatch
 from fp8debug.errors import AttachError
@@ -120,7 +120,7 @@ def watch(
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
     check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled)
     check_inference(inference, target, optimizer=optimizer, guard=guard)
-    limits = Limits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
+    limits = DumpLimits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
         shadow_rows=shadow_rows if shadow == "sample" else None,
@@ -193,7 +193,7 @@ def watch(
         resume=resume_from is not None,
         max_bytes=None if volume.budget is None else volume.budget // volume.ranks,
     )
-    writer = make() if records(ranks, rank, world_size, mesh, volume.ranks) else QuietWriter(make, path, rank)
+    writer = make() if records_from_start(ranks, rank, world_size, mesh, volume.ranks) else StandbyWriter(make, path, rank)
     if rank == 0 and writer.stopped is None:
         tell(volume)
     for f in filters:

@@ -82,7 +82,7 @@ class _Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class DumpLimits:
     """What dumps may take.
 
     Attributes:
@@ -119,7 +119,13 @@ class Dumper:
     """
 
     def __init__(
-        self, run: Path, rank: int, selectors: Sequence[Selector], every: int, limits: Limits, tell: Callable[[int, str], None]
+        self,
+        run: Path,
+        rank: int,
+        selectors: Sequence[Selector],
+        every: int,
+        limits: DumpLimits,
+        tell: Callable[[int, str], None],
     ) -> None:
         self.num_dropped = 0
         self.stopped: str | None = None

@@ -29,10 +29,10 @@ from fp8debug.adapters.watching.dumps import Dumper
 from fp8debug.adapters.watching.inference import MEASURES, compare_paths, round_to
 from fp8debug.adapters.watching.inference_steps import InferenceSteps
 from fp8debug.adapters.watching.optimizer_steps import UpdateRecorder
-from fp8debug.adapters.watching.pipeline import ignore_rehearsals, rank_entry
+from fp8debug.adapters.watching.pipeline import ignore_shape_inference, rank_entry
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
-from fp8debug.adapters.watching.recording_ranks import QuietWriter
-from fp8debug.adapters.watching.step_writer import StepSink
+from fp8debug.adapters.watching.recording_ranks import StandbyWriter
+from fp8debug.adapters.watching.step_writer import StepWriter
 from fp8debug.adapters.watching.weight_updates import WeightUpdates, is_in_backward
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
@@ -76,12 +76,12 @@ class Watch:
         self.path = writer.path
         self._candidates = candidates
         self._writer = writer
-        self._sink = StepSink(writer, changes, dumper)
+        self._sink = StepWriter(writer, changes, dumper)
         self._sink.stages.update({stage} if stage else ())
         self._observer = Observer(settings, self._sink, self._report)
-        if isinstance(writer, QuietWriter):
+        if isinstance(writer, StandbyWriter):
             self._observer.is_asleep = True
-            writer.on_wake = partial(setattr, self._observer, "is_asleep", False)
+            writer.on_activate = partial(setattr, self._observer, "is_asleep", False)
         TOKENS[self._observer] = self._record_tokens
         self._observer.has_fp8 = any(c.fp8 for c in candidates)
         self._observer.start_step(first_step)
@@ -133,7 +133,7 @@ class Watch:
             self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_told, self._outside).remove)
             if intercepts or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
-            self._undo.append(ignore_rehearsals(self._observer, self._see_stage))
+            self._undo.append(ignore_shape_inference(self._observer, self._see_stage))
             if compiled == "repeat":
                 watched: dict[int, set[str]] = {}
                 for c in candidates:
@@ -335,7 +335,7 @@ class Watch:
 
     def _end_recording(self) -> None:
         try:
-            self._changes.finish()
+            self._changes.flush()
             self.detach()
             with ordinary_torch():
                 self._observer.hand_over(wait=True)
@@ -443,7 +443,7 @@ class Watch:
         self.close_counted_step()
         self._see_update()
         try:
-            self._changes.note(self._observer.step)
+            self._changes.record_changes(self._observer.step)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -534,13 +534,13 @@ class Watch:
             scalars["lr"] = self._optimizer.param_groups[0].get("lr")
         scalars["seconds"], self._started = now - self._started, now
         if self._observer.sampling:
-            self._say_unread(self._changes.look())
+            self._say_unread(self._changes.refresh_backends())
         if self._observer.sampling:
             self._note_what_ran()
             self._report_compiled(self._observer.modules_seen)
         self._observer.end_step(scalars)
         if settle:
-            self._changes.settle(self._observer.step)
+            self._changes.apply_pending(self._observer.step)
 
     def _give_up(self, error: BaseException) -> None:
         """Stop observing after an error of fp8debug: reported once and as an event; what waits is still written."""

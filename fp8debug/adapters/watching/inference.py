@@ -36,14 +36,14 @@ from fp8debug.types import plain_name
 
 #: Rows of each module's input and output that are compared.
 MAX_ROWS = 128
-#: What is known of one module, in the order of the numbers of ``Compared.values``; ``rows`` is 1 where both saw as many.
+#: What is known of one module, in the order of the numbers of ``BatchComparison.values``; ``rows`` is 1 where both saw as many.
 MEASURES = (
     *("weight", "weight_gain", "bias", "bias_gain", "training", "training_gain", "inference", "inference_gain", "input", "rows"),
 )
 
 
 @dataclass(frozen=True)
-class Compared:
+class BatchComparison:
     """Both passes of one batch.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Pass:
 
 def compare_paths(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inference: Callable[..., Any] | None = None
-) -> Compared:
+) -> BatchComparison:
     """Return how training's and inference's logits of a batch lie apart, and the modules', without synchronizing.
 
     Both passes run in evaluation mode without gradients: no amax history, buffer or random number of training moves.
@@ -153,27 +153,27 @@ def compare_paths(
                         inferred = _logits(model(*args, **kwargs))
             columns = _difference(trained, inferred)
             try:
-                return Compared(columns, *_modules_apart(first, second))
+                return BatchComparison(columns, *_compare_modules(first, second))
             except Exception as error:
                 if not is_ours(error):
                     raise
-                return Compared(columns, problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200])
+                return BatchComparison(columns, problem=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:200])
     finally:
         for module, was in training.items():
             module.training = was
 
 
-def _modules_apart(first: _Pass, second: _Pass) -> tuple[list[str], Tensor | None]:
+def _compare_modules(first: _Pass, second: _Pass) -> tuple[list[str], Tensor | None]:
     """Return the modules that both passes called, and ``MEASURES`` of each."""
     ours, theirs = first.by_name(), second.by_name()
     names = [name for name in ours if name in theirs]
     if not names:
         return [], None
     device = ours[names[0]].y.device
-    return names, torch.stack([_apart(ours[name], theirs[name]).to(device, non_blocking=True) for name in names])
+    return names, torch.stack([_measures(ours[name], theirs[name]).to(device, non_blocking=True) for name in names])
 
 
-def _apart(ours: _Seen, theirs: _Seen) -> Tensor:
+def _measures(ours: _Seen, theirs: _Seen) -> Tensor:
     """Return ``MEASURES`` of one module."""
     nothing = ours.y.new_full((2,), float("nan"), dtype=torch.float32)
     w, v = _weight(ours.module), _weight(theirs.module)

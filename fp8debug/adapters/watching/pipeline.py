@@ -84,7 +84,7 @@ def rank_entry(roots: Sequence[nn.Module], modules: list[dict[str, Any]]) -> dic
 _METHODS = ("_prepare_forward_infra", "_prepare_backward_infra")
 
 
-def ignore_rehearsals(observer: Observer, tell: Callable[[int], None]) -> Callable[[], None]:
+def ignore_shape_inference(observer: Observer, tell: Callable[[int], None]) -> Callable[[], None]:
     """Record nothing of what pipeline stages run before their first step; return what ends it.
 
     Args:
@@ -100,11 +100,11 @@ def ignore_rehearsals(observer: Observer, tell: Callable[[int], None]) -> Callab
         def rehearse(*args: Any, **kwargs: Any) -> Any:
             if isinstance(number := getattr(args[0] if args else None, "stage_index", None), int):
                 tell(number)
-            before, observer.is_rehearsing = observer.is_rehearsing, True
+            before, observer.in_shape_inference = observer.in_shape_inference, True
             try:
                 return own(*args, **kwargs)
             finally:
-                observer.is_rehearsing = before
+                observer.in_shape_inference = before
 
         return rehearse
 

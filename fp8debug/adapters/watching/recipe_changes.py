@@ -19,9 +19,9 @@ from fp8debug.types import OPERAND_SITES, Gemm
 
 #: Modules of a large model that are looked at in one step where nothing says that any has changed: recipes of Fp8Linears, and
 #: at sampled steps what other backends run, of whose casts a recipe is made first.
-LOOKED_AT, HEARD_AT = 32, 8
+LOOKED_AT, READ_AT_ONCE = 32, 8
 #: Steps between two writings of the manifest because of what was set: describing 560 modules takes 15 ms.
-APART = 10
+STEPS_PER_MANIFEST = 10
 
 
 def check_guard(guard: Guard | None, candidates: Sequence[Candidate]) -> None:
@@ -48,10 +48,11 @@ class RecipeChanges:
     first holds. Steps without a change cost the same however many modules there are: all are looked at if any recipe was set in
     this process since the last time, and ``LOOKED_AT`` in turn otherwise, for one that was assigned to the attribute. What is
     set after ``Watch.step()`` so that no module runs in FP8 any more is dated a step late. Where recipes move all the time the
-    manifest is written every ``APART`` steps, and at the end.
+    manifest is written every ``STEPS_PER_MANIFEST`` steps, and at the end.
 
-    What other backends run is read at sampled steps (``look``): of all modules until nothing has changed twice, then of
-    ``HEARD_AT`` in turn, so that one that changes alone in a large model reaches the manifest some sampled steps later.
+    What other backends run is read at sampled steps (``refresh_backends``): of all modules until nothing has changed twice,
+    then of ``READ_AT_ONCE`` in turn, so that one that changes alone in a large model reaches the manifest some sampled steps
+    later.
 
     Args:
         candidates: the modules of the watch.
@@ -90,7 +91,7 @@ class RecipeChanges:
         """Whether something in here may change a recipe by itself."""
         return self._evidence is not None
 
-    def see(self, step: int, columns: Mapping[str, Any]) -> None:
+    def judge_step(self, step: int, columns: Mapping[str, Any]) -> None:
         """Show the guard the rows of a sampled step."""
         if self._evidence is not None:
             try:
@@ -101,19 +102,19 @@ class RecipeChanges:
                 self._evidence = None
                 self._say(step, None, f"the guard stopped: {type(error).__name__}: {error}"[:300])
 
-    def settle(self, step: int) -> None:
+    def apply_pending(self, step: int) -> None:
         """Between two steps: do what the guard decided, and record every recipe that is another one from ``step`` on."""
         for verdict in self._verdicts:
-            self._obey(step, verdict)
+            self._apply_verdict(step, verdict)
         self._verdicts.clear()
         if self._num_set == Fp8Linear.num_recipes_set:
             start, stop = self._next, self._next + LOOKED_AT
             self._next = stop if stop < len(self._modules) else 0
             self._compare(step, start, min(stop, len(self._modules)))
         else:
-            self.note(step)
+            self.record_changes(step)
 
-    def note(self, step: int) -> None:
+    def record_changes(self, step: int) -> None:
         """Record every recipe that is another one from ``step`` on, if any was set; at each forward pass, so that it is cheap."""
         if self._num_set != Fp8Linear.num_recipes_set:
             self._num_set = Fp8Linear.num_recipes_set
@@ -130,17 +131,17 @@ class RecipeChanges:
                 if (in_force := self._ours[i].recipe()) != self._in_force[i]:  # a schedule's BF16 steps do not count
                     self._in_force[i], self._is_stale = in_force, True
         if self._is_stale and step >= self._next_update:
-            self._next_update = step + APART
+            self._next_update = step + STEPS_PER_MANIFEST
             self._update_manifest()
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """At the end: write what the manifest does not have yet."""
         if self._is_stale:
             self._update_manifest()
 
-    def look(self) -> list[Candidate]:
+    def refresh_backends(self) -> list[Candidate]:
         """At a sampled step: see which modules of any backend run in FP8 now; return those that were looked at."""
-        candidates, start, count = self._candidates, self._next_look, HEARD_AT
+        candidates, start, count = self._candidates, self._next_look, READ_AT_ONCE
         if self._num_unchanged < 2:
             start, count = 0, len(candidates)
         looked = candidates[start : start + count]
@@ -171,7 +172,7 @@ class RecipeChanges:
         self._writer.update_manifest({"modules": modules, "recipe": common_recipe(self._candidates)})
         return modules
 
-    def _obey(self, step: int, verdict: Verdict) -> None:
+    def _apply_verdict(self, step: int, verdict: Verdict) -> None:
         module: Any = next(c.module for c in self._ours if c.fqn == verdict.module)
         assert self._evidence is not None
         budget, spent = float(self._evidence.guard.budget), self._evidence.spent

@@ -34,7 +34,7 @@ def check_ranks(ranks: Any) -> None:
         raise UsageError(f"ranks must hold rank 0, which writes the manifest of the run, got {list(ranks)}")
 
 
-def records(ranks: Ranks, rank: int, world_size: int, mesh: Mapping[str, Any], most: int | None = None) -> bool:
+def records_from_start(ranks: Ranks, rank: int, world_size: int, mesh: Mapping[str, Any], most: int | None = None) -> bool:
     """Return whether a rank records from the beginning; at most ``most`` of those of the default do, spread evenly."""
     if ranks is not None:
         return isinstance(ranks, str) or rank in ranks
@@ -59,7 +59,7 @@ def ranks_entry(ranks: Ranks, world_size: int, most: int) -> Any:
     return None if isinstance(ranks, str) else sorted(set(ranks))
 
 
-class QuietWriter(RunWriter):
+class StandbyWriter(RunWriter):
     """Stands in for the writer of a rank that keeps quiet; becomes one at the first loss, norm or GEMM that is not finite.
 
     Args:
@@ -72,7 +72,7 @@ class QuietWriter(RunWriter):
         self.path, self.rank = Path(path), rank
         self.num_dropped = 0
         #: Called when the rank begins to record.
-        self.on_wake: Callable[[], None] = lambda: None
+        self.on_activate: Callable[[], None] = lambda: None
         self._make = make
         self._writer: RunWriter | None = None
         self._kept: deque[Mapping[str, Any]] = deque(maxlen=KEPT_STEPS)
@@ -94,7 +94,7 @@ class QuietWriter(RunWriter):
         if found.get("nonfinite_module") is not None:
             odd.append(str(found["nonfinite_module"]))
         if odd:
-            self._wake(found["step"], f"rank {self.rank} records from here on: {odd[0]} is not finite")
+            self._activate(found["step"], f"rank {self.rank} records from here on: {odd[0]} is not finite")
         return None
 
     def stats(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class QuietWriter(RunWriter):
         if self._writer is not None:
             self._writer.close()
 
-    def _wake(self, step: int, message: str) -> None:
+    def _activate(self, step: int, message: str) -> None:
         self._writer = self._make()
         self._writer.update_manifest(self._added, add=True)
         for event in self._events:
@@ -143,7 +143,7 @@ class QuietWriter(RunWriter):
         for row in self._kept:
             self._writer.steps(row)
         self._writer.event(step, "recording", None, message)
-        self.on_wake()
+        self.on_activate()
 
 
 def _number(value: Any) -> float:

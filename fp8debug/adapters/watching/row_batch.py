@@ -24,24 +24,24 @@ from fp8debug.store.schema import arrow_schema
 from fp8debug.store.write.batch import record_batch
 from fp8debug.types import Gemm, Reference, TensorRole
 
-#: Counts of what is not finite; the first numbers of a sheet.
+#: Counts of what is not finite; the first numbers of a batch.
 NONFINITE = ("num_nan", "num_inf", "num_actual_nonfinite")
 #: Rows that are described before others may run.
 _PIECE = 256
 
 
-class _Known(NamedTuple):
-    """A sheet, and what it was made for."""
+class _CachedBatch(NamedTuple):
+    """A batch, and what it was made for."""
 
     layout: TableLayout
     first_call: int
     order: list[int]
     infos: list[RowInfo]
-    sheet: Sheet
+    batch: RowBatch
 
 
-class Described:
-    """The sheets of the step before, one for each device's table; a sheet serves as long as its rows are the same.
+class BatchCache:
+    """The batches of the step before, one for each device's table; a batch serves as long as its rows are the same.
 
     Args:
         rank: global rank.
@@ -50,10 +50,10 @@ class Described:
 
     def __init__(self, rank: int = 0, breathe: Callable[[], None] = lambda: None) -> None:
         self._rank, self._breathe = rank, breathe
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _CachedBatch] = {}
 
-    def sheet(self, filled: Mapping[int, RowInfo], layout: TableLayout, first_call: int = 0) -> Sheet:
-        """Return the sheet for such rows.
+    def row_batch(self, filled: Mapping[int, RowInfo], layout: TableLayout, first_call: int = 0) -> RowBatch:
+        """Return the batch for such rows.
 
         Args:
             filled: what rows are, by their numbers.
@@ -67,9 +67,9 @@ class Described:
         if known is None or known[:4] != (layout, first_call, order, infos):
             rows = sorted(order)
             described = self._describe([filled[row] for row in rows], first_call)
-            sheet = Sheet(rows, described, layout, self._rank, self._breathe)
-            known = self._known[id(layout)] = _Known(layout, first_call, order, infos, sheet)
-        return known.sheet
+            batch = RowBatch(rows, described, layout, self._rank, self._breathe)
+            known = self._known[id(layout)] = _CachedBatch(layout, first_call, order, infos, batch)
+        return known.batch
 
     def _describe(self, infos: list[RowInfo], first_call: int) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {name: [] for name in _DESCRIPTION}
@@ -91,7 +91,7 @@ class Described:
 _DESCRIPTION = ("module", "gemm", "tensor", "cast_name", "reference", "actual", "call_index", "replicated", "shard")
 
 
-class _Words:
+class _Gather:
     """Numbers of one size that lie somewhere in a table's memory, brought together by one call.
 
     Args:
@@ -120,7 +120,7 @@ class _Words:
         memory.view(self._kind).take(self._places, out=self._values, mode="clip")
 
 
-class Sheet:
+class RowBatch:
     """A record batch of ``stats`` whose numbers each step writes over.
 
     A slot is without data where its metric does not apply to the row, where the metric's count is 0, and where an extreme
@@ -173,10 +173,10 @@ class Sheet:
         lists = [name for name in tested if places[name].stop - places[name].start > 1]
         for name in sorted(tested.keys() - lists, key=lambda name: (name not in NONFINITE, name)):
             names_of[places[name].group].append(name)
-        self._words = {itemsize: _Words(itemsize) for itemsize in sorted({span.itemsize for span in spans.values()})}
+        self._gathers = {itemsize: _Gather(itemsize) for itemsize in sorted({span.itemsize for span in spans.values()})}
         single = {group: self._add(names) for group, names in names_of.items()}
         counts, of_lists = self._add(self._counts), [self._add([name]) for name in lists]
-        memory = {itemsize: words.close() for itemsize, words in self._words.items()}
+        memory = {itemsize: gather.close() for itemsize, gather in self._gathers.items()}
 
         names = [name for of_group in names_of.values() for name in of_group]
         self._place_of = {name: i for i, name in enumerate(names)}
@@ -215,7 +215,7 @@ class Sheet:
         for i, name in enumerate(names):
             group, start, stop = self._layout.places[name]
             begin, itemsize, width = self._layout.spans[group]
-            at = self._words[itemsize].add(begin // itemsize + self._rows[:, None] * width + np.arange(start, stop))
+            at = self._gathers[itemsize].add(begin // itemsize + self._rows[:, None] * width + np.arange(start, stop))
             found = slice(at.start if i == 0 else found.start, at.stop)
         return found
 
@@ -227,8 +227,8 @@ class Sheet:
             memory: the table's.
         """
         self._step[:] = struct.pack("=q", step) * len(self._rows)
-        for words in self._words.values():
-            words.fill(memory)
+        for gather in self._gathers.values():
+            gather.fill(memory)
         np.logical_and(self._num_there, self._applies, out=self._counted)
         self._passed.take(self._tested, axis=0, out=self._valid, mode="clip")
         for values, is_number in self._sums:
@@ -268,9 +268,9 @@ class Sheet:
         return found
 
 
-def stats_batch(finished: FinishedStep, snapshot: Snapshot, sheet: Sheet) -> pa.RecordBatch:
+def stats_batch(finished: FinishedStep, snapshot: Snapshot, batch: RowBatch) -> pa.RecordBatch:
     """Return the rows of a step as a batch that holds until the next one; the snapshot is given back."""
-    batch = sheet.fill(finished.step, snapshot.memory())
+    batch = batch.fill(finished.step, snapshot.memory())
     snapshot.discard()
     return batch
 
@@ -286,6 +286,6 @@ def checked_nonfinite(finished: FinishedStep) -> dict[str, str]:
 
 
 def by_execution(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return what :meth:`Sheet.first_nonfinite` found with the forward pass first, and the backward pass from its end."""
+    """Return what :meth:`RowBatch.first_nonfinite` found with the forward pass first, and the backward pass from its end."""
     forward = [one for one in found if one[1].startswith(Gemm.FPROP.value)]
     return forward + [one for one in reversed(found) if one not in forward]

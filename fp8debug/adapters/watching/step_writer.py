@@ -16,14 +16,14 @@ import pyarrow as pa
 from fp8debug.adapters.watching.dumps import Dumper
 from fp8debug.adapters.watching.pipeline import first_call
 from fp8debug.adapters.watching.recipe_changes import RecipeChanges
-from fp8debug.adapters.watching.row_batch import Described, by_execution, checked_nonfinite, stats_batch
+from fp8debug.adapters.watching.row_batch import BatchCache, by_execution, checked_nonfinite, stats_batch
 from fp8debug.observer.observer import FinishedStep, RowInfo
 from fp8debug.observer.table import Snapshot
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.types import RESULTS, Gemm
 
 
-class StepSink:
+class StepWriter:
     """Takes an observer's finished steps, in order.
 
     Args:
@@ -40,7 +40,7 @@ class StepSink:
         self._writer, self._changes, self._dumper = writer, changes, dumper
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
-        self._described = Described(writer.rank, writer.breathe)
+        self._described = BatchCache(writer.rank, writer.breathe)
 
     @property
     def decides(self) -> bool:
@@ -57,7 +57,7 @@ class StepSink:
                 continue
             if number == len(progress.rows):
                 make = partial(self._rows, finished, snapshot, filled)
-                progress.rows.append(_own(make()) if self.decides else make)
+                progress.rows.append(_copied(make()) if self.decides else make)
             if not self._writer.stats(progress.rows[number], len(filled), once=True):
                 snapshot.discard()
             progress.num_written = number + 1
@@ -73,16 +73,16 @@ class StepSink:
             unseen, now = checked_nonfinite(finished), datetime.now(timezone.utc)
             row = {"time": now, "step": finished.step, "sampled": finished.sampled, **unseen, **finished.scalars}
             is_later = (unseen or finished.tables) and not self.decides
-            progress.step = partial(self._told, row) if is_later else self._told(row)
+            progress.step = partial(self._with_nonfinite_event, row) if is_later else self._with_nonfinite_event(row)
         self._writer.steps(progress.step, once=True)
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()
-        sheet = self._described.sheet(filled, snapshot.layout, first_call(min(self.stages, default=0)))
+        sheet = self._described.row_batch(filled, snapshot.layout, first_call(min(self.stages, default=0)))
         batch = stats_batch(finished, snapshot, sheet)
         self._writer.breathe()
         if self._changes.has_guard:
-            self._changes.see(finished.step, sheet.columns())
+            self._changes.judge_step(finished.step, sheet.columns())
         for module, message in sheet.first_nonfinite(self._nonfinite):
             self._writer.breathe()
             self._writer.event(finished.step, "nonfinite", module, message)
@@ -90,7 +90,7 @@ class StepSink:
                 self._found.append((module, message))
         return batch
 
-    def _told(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_nonfinite_event(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return a step's row; write an event where it has the run's first NaN or Inf and no row of statistics tells of it."""
         if "nonfinite_module" in row and not self._nonfinite:
             gemm = Gemm(row["nonfinite_gemm"])
@@ -120,6 +120,6 @@ class _Progress:
     step: Any = None
 
 
-def _own(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _copied(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch in memory of its own: it may wait, and the next step writes over that of this one."""
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)

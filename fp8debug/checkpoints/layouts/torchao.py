@@ -19,7 +19,7 @@ _CLASSES = ("Float8Tensor", "MXTensor", "NVFP4Tensor")
 _PARTS = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
 
 
-class TorchAo(Layout):
+class TorchAoLayout(Layout):
     """``_weight_qdata``."""
 
     name = "torchao"
@@ -84,4 +84,4 @@ def _described(metadata: Mapping[str, str]) -> Iterator[tuple[str, Mapping[str, 
             yield name, entry
 
 
-LAYOUTS.add(TorchAo.name, TorchAo())
+LAYOUTS.add(TorchAoLayout.name, TorchAoLayout())

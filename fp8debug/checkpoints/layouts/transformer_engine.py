@@ -19,7 +19,7 @@ _ROWWISE = ("_rowwise_data", "_rowwise_scale_inv")
 _OTHERS = ("_columnwise_data", "_columnwise_scale_inv", "_transpose", "_amax_rowwise", "_amax_columnwise")
 
 
-class TransformerEngine(Layout):
+class TransformerEngineLayout(Layout):
     """``_rowwise_data`` and ``_data``."""
 
     name = "transformer-engine"
@@ -85,4 +85,4 @@ def _declared_format(checkpoint: Checkpoint, data: Tensor) -> str:
     return "e5m2" if "e5m2" in said.lower() else "e4m3fn"
 
 
-LAYOUTS.add(TransformerEngine.name, TransformerEngine())
+LAYOUTS.add(TransformerEngineLayout.name, TransformerEngineLayout())

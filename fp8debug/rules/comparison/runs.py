@@ -13,7 +13,7 @@ from typing import Any
 from fp8debug.errors import NoMatchError
 from fp8debug.rules.comparison.configuration import compare, gap_words, without_nonfinite
 from fp8debug.rules.comparison.sites import COLUMNS, SiteDifference, difference_of, row_of, series_of, unwrapped
-from fp8debug.rules.reading.nonfinite import Origin, first_poison
+from fp8debug.rules.reading.nonfinite import NonfiniteOrigin, first_poison
 from fp8debug.store.read.run import Run, parse_steps
 from fp8debug.types import match_fqn
 
@@ -42,7 +42,7 @@ class Differences:
     only: tuple[list[str], list[str]]
     sites: list[SiteDifference]
     rows: list[dict[str, Any]]
-    origin: tuple[str, Origin] | None = None
+    origin: tuple[str, NonfiniteOrigin] | None = None
 
     @property
     def first(self) -> SiteDifference | None:
@@ -155,7 +155,7 @@ def diff_runs(first: Run, second: Run, module: str = "*", steps: str | None = No
     )
 
 
-def _origin(first: Run, second: Run) -> tuple[str, Origin] | None:
+def _origin(first: Run, second: Run) -> tuple[str, NonfiniteOrigin] | None:
     """Return the name of the run in which a NaN or Inf comes first, and its origin; the second run where both have it there."""
     found = [(run.name, origin) for run in (second, first) if (origin := first_poison(run)) is not None]
     return min(found, key=lambda entry: entry[1].step, default=None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 #: Statistic -> how far two runs may lie apart, amax and rms in binades. No published basis: a quarter of a binade is more
 #: than two good runs with the same data differ by, the rest are the warning limits of numerics.md, 4.
-APART = {
+TOLERANCES = {
     "rms": 0.25,
     "amax": 1.0,
     "sqnr_db": 3.0,
@@ -30,7 +30,7 @@ KEYS = ("step", "module", "gemm", "tensor", "reference")
 #: The columns of a line of ``row_of``.
 COLUMNS = [
     *KEYS,
-    *(f"{name}_{run}" for name in APART for run in ("first", "second")),
+    *(f"{name}_{run}" for name in TOLERANCES for run in ("first", "second")),
     *(f"{NONFINITE}_{run}" for run in ("first", "second")),
     "apart",
 ]
@@ -78,7 +78,7 @@ def series_of(run: Run, steps: tuple[int | None, int | None]) -> dict[Site, Seri
         f"max({name}) AS {name}"
         if name in OF_REFERENCE
         else f"max({name}) FILTER (WHERE actual AND cast_name <> 'bf16') AS {name}"
-        for name in APART
+        for name in TOLERANCES
     )
     own = "coalesce(max(num_actual_nonfinite) FILTER (WHERE actual), 0)"
     counts = f"max(coalesce(num_nan, 0) + coalesce(num_inf, 0)) + {own} AS {NONFINITE}"
@@ -102,10 +102,10 @@ def difference_of(site: Site, common: Sequence[int], ours: Series, theirs: Serie
     differs_at = next(
         (s for s in common if any(not _same(ours[s][name], theirs[s][name]) for name in (*OF_REFERENCE, NONFINITE))), None
     )
-    apart = [(step, _apart(ours[step], theirs[step])) for step in common]
+    apart = [(step, _first_difference(ours[step], theirs[step])) for step in common]
     place = next((i for i, (_, what) in enumerate(apart) if what and all(later for _, later in apart[i : i + 2])), None)
     since = common if place is None else common[place:]
-    medians = {name: [_median(run, since, name) for run in (ours, theirs)] for name in APART}
+    medians = {name: [_median(run, since, name) for run in (ours, theirs)] for name in TOLERANCES}
     return SiteDifference(
         module=module,
         gemm=gemm,
@@ -122,17 +122,17 @@ def difference_of(site: Site, common: Sequence[int], ours: Series, theirs: Serie
 def row_of(site: Site, step: int, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Return one line of the CSV."""
     row: dict[str, Any] = dict(zip(KEYS, (step, *site), strict=True))
-    for name in APART:
+    for name in TOLERANCES:
         row |= {f"{name}_first": ours[name], f"{name}_second": theirs[name]}
     row |= {f"{NONFINITE}_first": ours[NONFINITE], f"{NONFINITE}_second": theirs[NONFINITE]}
-    return {**row, "apart": _apart(ours, theirs) or ""}
+    return {**row, "apart": _first_difference(ours, theirs) or ""}
 
 
-def _apart(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """Return the first statistic that lies apart, with its two values; None when none does."""
     if bool(ours[NONFINITE]) != bool(theirs[NONFINITE]):
         return f"elements that are NaN or Inf {ours[NONFINITE]:.0f} -> {theirs[NONFINITE]:.0f}"
-    for name, limit in APART.items():
+    for name, limit in TOLERANCES.items():
         a, b = ours[name], theirs[name]
         if a is None or b is None:
             continue

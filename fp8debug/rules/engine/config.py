@@ -32,7 +32,7 @@ CHECK = "check"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ProjectSettings:
     """What a project asks for; None where it says nothing.
 
     Attributes:
@@ -51,7 +51,7 @@ class Settings:
     thresholds: Thresholds = field(default_factory=dict)
     check_section: Mapping[str, Any] = field(default_factory=dict)
 
-    def of_checkpoints(self, registry: Registry[Any]) -> Settings:
+    def of_checkpoints(self, registry: Registry[Any]) -> ProjectSettings:
         """Return the settings of ``fp8debug check``.
 
         Args:
@@ -63,7 +63,7 @@ class Settings:
         return _parsed(self.path, self.check_section, registry)
 
 
-def load_settings(file: str | Path | None = None, start: str | Path = ".") -> Settings:
+def load_settings(file: str | Path | None = None, start: str | Path = ".") -> ProjectSettings:
     """Return the settings of a file, or of the nearest pyproject.toml upwards of ``start`` that has ``[tool.fp8debug]``.
 
     Args:
@@ -83,7 +83,7 @@ def load_settings(file: str | Path | None = None, start: str | Path = ".") -> Se
         path = folder / "pyproject.toml"
         if path.is_file() and (table := _nested(_read(path), "tool", "fp8debug")) is not None:
             return _parsed(path, table)
-    return Settings()
+    return ProjectSettings()
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def _nested(document: Mapping[str, Any], *names: str) -> Mapping[str, Any] | Non
     return table if isinstance(table, Mapping) else None
 
 
-def _parsed(path: Path | None, table: Mapping[str, Any], registry: Registry[Any] = RULES) -> Settings:
+def _parsed(path: Path | None, table: Mapping[str, Any], registry: Registry[Any] = RULES) -> ProjectSettings:
     try:
         return _settings(path, table, registry)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _settings(path: Path | None, table: Mapping[str, Any], registry: Registry[Any]) -> Settings:
+def _settings(path: Path | None, table: Mapping[str, Any], registry: Registry[Any]) -> ProjectSettings:
     keys = (*KEYS, CHECK) if registry is RULES else KEYS
     for key in table:
         if key not in keys:
@@ -132,7 +132,7 @@ def _settings(path: Path | None, table: Mapping[str, Any], registry: Registry[An
     select, ignore = (_codes(key, table.get(key)) for key in ("select", "ignore"))
     chosen(select or (), None, registry)
     chosen(ignore or (), None, registry)
-    return Settings(path=path, select=select, ignore=ignore, fail_on=fail_on, thresholds=rules, check_section=section)
+    return ProjectSettings(path=path, select=select, ignore=ignore, fail_on=fail_on, thresholds=rules, check_section=section)
 
 
 def _codes(key: str, value: object) -> tuple[str, ...] | None:

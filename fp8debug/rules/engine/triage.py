@@ -89,8 +89,8 @@ def triage(
         findings += _joined(f for f in found if (f.module, f.tensor) not in known)
     # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
     ordered = sorted(findings, key=lambda f: (f.order, f.code))
-    ordered = with_victims(ordered, rules, sampled_steps(run))
-    standing = [f for f in ordered if rules[f.code].stands(f, [o for o in ordered if o is not f], run)]
+    ordered = mark_victims(ordered, rules, sampled_steps(run))
+    standing = [f for f in ordered if rules[f.code].holds_beside(f, [o for o in ordered if o is not f], run)]
     standing.sort(key=lambda f: (f.order, f.code))
     lost = losses_of(run)
     return Findings(
@@ -161,7 +161,7 @@ def _excess(finding: Finding) -> tuple[bool, float]:
 NEAR = 2
 
 
-def with_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled: Sequence[int]) -> list[Finding]:
+def mark_victims(findings: Sequence[Finding], rules: Mapping[str, Rule], sampled: Sequence[int]) -> list[Finding]:
     """Return the findings with victims under their culprits.
 
     A culprit is an error that no size of its input explains (a wrong factor, a NaN, a wrong format: a rule that does not

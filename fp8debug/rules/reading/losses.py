@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fp8debug.loss_spikes import SpikeDetector, noise_of
-from fp8debug.rules.base import steady
+from fp8debug.rules.base import round_stable
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -98,7 +98,7 @@ def read_losses(run: Run) -> tuple[list[int], list[float]]:
     """Return the steps that have a loss, and the losses, means over the ranks; a loss may be NaN."""
     found = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL ORDER BY step").to_pydict()
     losses: list[float] = found["loss"]
-    return found["step"], losses if len(run.ranks) == 1 else list(map(steady, losses))
+    return found["step"], losses if len(run.ranks) == 1 else list(map(round_stable, losses))
 
 
 def first_nonfinite(losses: Sequence[float]) -> int | None:

@@ -40,7 +40,7 @@ MAX_RESULT = 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class NonfiniteOrigin:
     """Where the first NaN or Inf appeared.
 
     Attributes:
@@ -71,7 +71,7 @@ class Origin:
         return int(self.row["num_nan"] + self.row["num_inf"] + self.row["num_made"])
 
 
-def first_poison(run: Run) -> Origin | None:
+def first_poison(run: Run) -> NonfiniteOrigin | None:
     """Return the origin of the first NaN or Inf that mattered; None where all was finite, or counts were not recorded.
 
     Of one step, what the search of results found counts where it was computed before all that the statistics have: a module
@@ -83,7 +83,7 @@ def first_poison(run: Run) -> Origin | None:
     return min(seen, found, key=lambda origin: (origin.step, *_place({"reference": "", "num_made": 0, **origin.row})))
 
 
-def _first_searched(run: Run) -> Origin | None:
+def _first_searched(run: Run) -> NonfiniteOrigin | None:
     """Return the origin that the steps table tells of."""
     if not run.has("nonfinite_module"):
         return None
@@ -104,7 +104,7 @@ def _first_searched(run: Run) -> Origin | None:
     return None
 
 
-def _searched(run: Run, step: int, module: str, kind: str, gemm: str, ranks: list[int]) -> Origin:
+def _searched(run: Run, step: int, module: str, kind: str, gemm: str, ranks: list[int]) -> NonfiniteOrigin:
     given, result = ("input", "output") if gemm == "fprop" else ("grad_output", RESULTS[gemm])
     tensor = {"outside": given, "weight": "weight"}.get(kind, result)
     last = (
@@ -119,7 +119,7 @@ def _searched(run: Run, step: int, module: str, kind: str, gemm: str, ranks: lis
     is_backward = gemm != "fprop"
     later = tuple(fqn for at, fqn in called if (at < at_first if is_backward else at > at_first))
     later = later[::-1] if is_backward else later
-    return Origin(kind=kind, row=row, before=_before(run, row), poisoned=(module, *later) if kind != "gemm" else later)
+    return NonfiniteOrigin(kind=kind, row=row, before=_before(run, row), poisoned=(module, *later) if kind != "gemm" else later)
 
 
 def _sick_steps(run: Run) -> set[int]:
@@ -132,7 +132,7 @@ def _follows(step: int, sick_steps: set[int]) -> bool:
     return any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
 
 
-def _first_sampled(run: Run) -> Origin | None:
+def _first_sampled(run: Run) -> NonfiniteOrigin | None:
     if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
         return None
     rows = sorted(bad_rows(run, SICK), key=lambda row: (row["step"], *_place(row)))
@@ -151,7 +151,7 @@ def _first_sampled(run: Run) -> Origin | None:
         if kind == "cast" or follows or not is_backward:
             row = {**row, "ranks": _sick_ranks(run, row)}
             later = [r for r in rows if r["reference"] == "operand" and r["num_nan"] + r["num_inf"] and is_after(row, r)]
-            return Origin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
+            return NonfiniteOrigin(kind=kind, row=row, before=_before(run, row), poisoned=_in_order(later))
     return None
 
 

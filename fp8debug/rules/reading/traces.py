@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
-from fp8debug.rules.base import Finding, Rule, Severity, finite, steady
+from fp8debug.rules.base import Finding, Rule, Severity, finite, round_stable
 from fp8debug.rules.reading.prefilter import IS_DELAYED as IS_DELAYED
 from fp8debug.rules.reading.prefilter import RUNNING as RUNNING
 from fp8debug.rules.reading.prefilter import Look, bad_rows
@@ -73,11 +73,11 @@ class Trace:
 
     def worst(self, column: str) -> dict[str, Any]:
         """Return the row with the largest value, the first of those that are equal but for the last bits."""
-        return max(self.rows, key=lambda row: float("-inf") if row[column] is None else steady(float(row[column])))
+        return max(self.rows, key=lambda row: float("-inf") if row[column] is None else round_stable(float(row[column])))
 
     def least(self, column: str) -> dict[str, Any]:
         """Return the row with the smallest value, the first of those that are equal but for the last bits."""
-        return min(self.rows, key=lambda row: steady(float(row[column])))
+        return min(self.rows, key=lambda row: round_stable(float(row[column])))
 
     def where(self, holds: Callable[[dict[str, Any]], bool]) -> Trace | None:
         """Return the trace of the rows for which ``holds`` is true; None when there are none."""

@@ -22,7 +22,7 @@ OUTGROWN_COSINE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WeightLimits:
     """When a weight is off, and when its rows are of two kinds; the rules' manual pages say where each comes from."""
 
     max_sqnr_db: float
@@ -36,7 +36,7 @@ class Limits:
     warmup: int
 
 
-LIMITS = Limits(
+LIMITS = WeightLimits(
     max_sqnr_db=27.0,
     max_own_scale_sqnr_db=30.0,
     max_cosine=0.999,
@@ -57,7 +57,7 @@ class OffWeight:
     foreign: str
 
 
-def look_for_weights(limits: Limits) -> Look:
+def look_for_weights(limits: WeightLimits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "norm_ratio", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
@@ -65,7 +65,7 @@ def look_for_weights(limits: Limits) -> Look:
     return look(_bad(limits), columns, hint)
 
 
-def _bad(limits: Limits) -> str:
+def _bad(limits: WeightLimits) -> str:
     sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
     own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
     return (
@@ -76,7 +76,7 @@ def _bad(limits: Limits) -> str:
     )
 
 
-def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
+def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     """Return the weights whose FP8 values differ from the weight by more than any cast in range explains.
 
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
@@ -94,12 +94,12 @@ def off_weights(run: Run, limits: Limits = LIMITS) -> list[OffWeight]:
     return [OffWeight(trace=trace, foreign=reasons[trace.module]) for trace in found]
 
 
-def _lasts(trace: Trace, limits: Limits) -> bool:
+def _lasts(trace: Trace, limits: WeightLimits) -> bool:
     is_delayed = trace.cast is not None and trace.cast.scaling == "delayed"
     return trace.lasting(min(limits.min_steps, len(trace.sampled)), limits.warmup if is_delayed else 0)
 
 
-def _is_of_weight(trace: Trace, limits: Limits) -> bool:
+def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
     """Tell whether the values are at fault, not the scales.
 
     Scales of a stale weight are outgrown later than its values are wrong, or the weight has grown in its own direction; scales
@@ -110,7 +110,7 @@ def _is_of_weight(trace: Trace, limits: Limits) -> bool:
     return (first["headroom"] or 1) <= limits.max_headroom or has_grown or _are_mixed(first, limits)
 
 
-def _are_mixed(row: dict[str, Any], limits: Limits) -> bool:
+def _are_mixed(row: dict[str, Any], limits: WeightLimits) -> bool:
     """Tell whether some rows are right and the others of another place."""
     bad, good = row["bad_row_rate"], row["good_row_rate"]
     return bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8
@@ -128,7 +128,7 @@ def _starts(run: Run, first: int) -> frozenset[int]:
     return frozenset([first, *(step for at in resumed for step in [s for s in sampled if s >= at][:1])])
 
 
-def _foreign(trace: Trace, starts: frozenset[int], limits: Limits) -> str:
+def _foreign(trace: Trace, starts: frozenset[int], limits: WeightLimits) -> str:
     """Return why these are values of another weight or shard, not older ones of this; empty where nothing says so."""
     row: dict[str, Any] = trace.rows[0]
     if _are_mixed(row, limits):

@@ -23,7 +23,7 @@ CUT_SHORT = "fp8debug compact was cut short; run it again to end it"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RunFile:
     """One readable file.
 
     Attributes:
@@ -61,7 +61,7 @@ class RunFiles:
 
     manifest: dict[str, Any]
     rank_manifests: dict[int, dict[str, Any]]
-    sources: dict[int | None, list[Source]] = field(default_factory=dict)
+    sources: dict[int | None, list[RunFile]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -69,7 +69,7 @@ class RunFiles:
         """Ranks that have rows."""
         return sorted({source.rank for source in self.of()})
 
-    def of(self, table: str | None = None) -> Iterator[Source]:
+    def of(self, table: str | None = None) -> Iterator[RunFile]:
         """Return the files of a table, or of all."""
         return (s for group in self.sources.values() for s in group if table in (None, s.table))
 
@@ -153,7 +153,7 @@ def _check_version(path: Path, manifest: dict[str, Any] | None) -> None:
         )
 
 
-def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path], problems: list[str]) -> Iterator[Source]:
+def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path], problems: list[str]) -> Iterator[RunFile]:
     # A stream that turns into a part between the two listings is in both, or its file is gone when it is opened and the
     # part is there at the second look.
     try:
@@ -180,7 +180,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
 
                 first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
                 first = first if isinstance(first, int) else None
-                yield Source(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
+                yield RunFile(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
     last: pa.Schema | None = None
     for number, path in sorted(parts.items()):
         if path in damaged:
@@ -200,7 +200,7 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             last = schema
             first = _first_step(metadata)
             whole = _is_whole(metadata, table)
-            yield Source(
+            yield RunFile(
                 path=path, table=table, rank=rank, number=number, schema=schema, rows=None, first_step=first, is_whole=whole
             )
 
@@ -260,7 +260,7 @@ def _is_whole(metadata: pq.FileMetaData, table: str) -> bool:
     return True
 
 
-def _by_writing(sources: list[Source], manifest: dict[str, Any]) -> Iterator[tuple[int | None, Source]]:
+def _by_writing(sources: list[RunFile], manifest: dict[str, Any]) -> Iterator[tuple[int | None, RunFile]]:
     writings = manifest.get("writings")
     entries = [w for w in writings if isinstance(w, dict)] if isinstance(writings, list) else []
     bounds = sorted({_int(w.get("first_part")) for w in entries} - {0})

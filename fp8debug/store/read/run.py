@@ -13,7 +13,7 @@ import pyarrow as pa
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
 from fp8debug.store.read.engine import connect, path_literal, unreadable
-from fp8debug.store.read.files import RunFiles, Source, scan
+from fp8debug.store.read.files import RunFile, RunFiles, scan
 from fp8debug.store.read.manifest import modules_table
 from fp8debug.store.read.views import (
     DUCKDB,
@@ -155,7 +155,7 @@ class Run:
             selects.append(f"SELECT {typed(columns, [], self._dialect)} WHERE FALSE")
         return "\nUNION ALL\n".join(selects)
 
-    def _parts_sql(self, parts: Sequence[Source]) -> str:
+    def _parts_sql(self, parts: Sequence[RunFile]) -> str:
         """Return the text that stands for the rows of Parquet files."""
         by_name = any(source.schema != parts[0].schema for source in parts)  # which makes DuckDB open every file for each query
         paths = ", ".join(path_literal(source.path) for source in parts)

@@ -16,7 +16,7 @@ from fp8debug.metrics import derived_columns
 from fp8debug.metrics.expression import names, to_sql
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.store.read.engine import taken_words
-from fp8debug.store.read.files import RunFiles, Source, needed
+from fp8debug.store.read.files import RunFile, RunFiles, needed
 from fp8debug.store.schema import SITE_KEYS, Column, columns_from, columns_of
 
 SQL_TYPES: dict[str, str] = {
@@ -148,12 +148,12 @@ def columns_in(table: str, files: RunFiles) -> list[Column]:
     return list(columns.values())
 
 
-def _schemas(sources: Iterable[Source]) -> Iterable[pa.Schema]:
+def _schemas(sources: Iterable[RunFile]) -> Iterable[pa.Schema]:
     """Return the schemas of files, one that several share once."""
     return {id(source.schema): source.schema for source in sources}.values()
 
 
-def typed(columns: Sequence[Column], sources: Sequence[Source], dialect: Dialect) -> str:
+def typed(columns: Sequence[Column], sources: Sequence[RunFile], dialect: Dialect) -> str:
     """Return the select list of some files: every column of ours with its type, null where none of them has it."""
     there: dict[str, set[pa.DataType]] = {}
     for schema in _schemas(sources):

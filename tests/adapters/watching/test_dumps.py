@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import fp8debug
 from fp8debug.adapters.watching import dumps
-from fp8debug.adapters.watching.dumps import Dumper, Limits
+from fp8debug.adapters.watching.dumps import Dumper, DumpLimits
 from fp8debug.metrics import METRICS, slots
 from fp8debug.store.dump_files import Dump, dumps_of, find_dumps, open_dump
 from fp8debug.store.dump_selectors import parse_selectors
@@ -182,7 +182,7 @@ class Fed:
             0,
             parse_selectors(texts, ["m"], every),
             every,
-            Limits(**limits),
+            DumpLimits(**limits),
             lambda step, text: self.said.append(f"{step}: {text}"),
         )
 
@@ -303,7 +303,7 @@ def test_a_missing_library_is_said_at_watch(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_hostile_name_stays_in_its_folder(tmp_path: Path) -> None:
-    dumper = Dumper(tmp_path / "a" / "run", 0, parse_selectors(["*"], ["../../escape me"], 1), 1, Limits(), lambda *_: None)
+    dumper = Dumper(tmp_path / "a" / "run", 0, parse_selectors(["*"], ["../../escape me"], 1), 1, DumpLimits(), lambda *_: None)
     cast, x = fp8debug.Cast(), torch.ones(16, 16)
     dumper.observe(0, "../../escape me", True, Gemm.FPROP, TensorRole.WEIGHT, x, (fp8debug.quantize(x, cast), cast))
     dumper.close()

@@ -13,7 +13,7 @@ from torch import nn
 
 import fp8debug
 from fp8debug.adapters.watching.coverage import candidates_of
-from fp8debug.adapters.watching.recipe_changes import APART, HEARD_AT, LOOKED_AT, RecipeChanges
+from fp8debug.adapters.watching.recipe_changes import LOOKED_AT, READ_AT_ONCE, STEPS_PER_MANIFEST, RecipeChanges
 from fp8debug.fallback import Fallback
 from fp8debug.store.write.writer import RunWriter
 from tests.recording.models import net, train
@@ -72,9 +72,9 @@ def test_a_step_in_which_nothing_changes_costs_the_same_in_a_model_of_any_size(n
     changes, kept, counted = changes_of(wide(num))
     for step in range(20):
         before = counted.num_read
-        changes.note(step)
+        changes.record_changes(step)
         assert counted.num_read == before, "a forward pass reads none"
-        changes.settle(step + 1)
+        changes.apply_pending(step + 1)
         assert counted.num_read - before <= LOOKED_AT
     assert counted.num_read >= min(20 * LOOKED_AT * 0.6, 20 * num / 2) and not kept.events and not kept.manifests
 
@@ -83,40 +83,40 @@ def test_a_lone_change_in_a_large_model_is_noted_at_once() -> None:
     model = wide(200)
     changes, kept, _ = changes_of(model)
     model[170].set_recipe("rowwise")
-    changes.settle(5)
+    changes.apply_pending(5)
     assert [(step, module) for step, module, _ in kept.events] == [(5, "170")]
     assert kept.events[0][2].startswith(ROWWISE)
     (manifest,) = kept.manifests
     assert {m["recipe"] for fqn, m in manifest.items() if fqn != "170"} == {"blockwise"}
     assert manifest["170"]["recipe"] == "rowwise" and manifest["170"]["casts"]["fprop.input"]["granularity"] == "rowwise"
     model[3].set_recipe("bf16")
-    changes.note(5 + APART)
-    assert kept.events[1:] == [(5 + APART, "3", "bf16 instead of blockwise")]
+    changes.record_changes(5 + STEPS_PER_MANIFEST)
+    assert kept.events[1:] == [(5 + STEPS_PER_MANIFEST, "3", "bf16 instead of blockwise")]
     assert [m["fqn"] for m in kept.manifests[-1].values() if not m["fp8"]] == ["3"]
-    changes.note(6 + APART)
-    changes.settle(6 + APART)
-    changes.finish()
+    changes.record_changes(6 + STEPS_PER_MANIFEST)
+    changes.apply_pending(6 + STEPS_PER_MANIFEST)
+    changes.flush()
     assert len(kept.events) == len(kept.manifests) == 2
 
 
 def test_recipes_that_move_at_every_step_are_events_and_now_and_then_in_the_manifest() -> None:
     model = wide(2)
     changes, kept, _ = changes_of(model)
-    for step in range(1, 3 * APART):
+    for step in range(1, 3 * STEPS_PER_MANIFEST):
         model[0].set_recipe("bf16" if step % 2 else "blockwise")
-        changes.settle(step)
-    assert len(kept.events) == 3 * APART - 1 and len(kept.manifests) == 3
+        changes.apply_pending(step)
+    assert len(kept.events) == 3 * STEPS_PER_MANIFEST - 1 and len(kept.manifests) == 3
     model[0].set_recipe("rowwise")
-    changes.settle(3 * APART)
+    changes.apply_pending(3 * STEPS_PER_MANIFEST)
     assert len(kept.manifests) == 3, "said in the tenth step before"
-    for step in range(3 * APART + 1, 4 * APART):
-        changes.settle(step)
+    for step in range(3 * STEPS_PER_MANIFEST + 1, 4 * STEPS_PER_MANIFEST):
+        changes.apply_pending(step)
     assert len(kept.manifests) == 4 and kept.manifests[-1]["0"]["recipe"] == "rowwise", "without another change"
     model[0].set_recipe("bf16")
-    changes.settle(4 * APART)
+    changes.apply_pending(4 * STEPS_PER_MANIFEST)
     assert len(kept.manifests) == 4
-    changes.finish()
-    changes.finish()
+    changes.flush()
+    changes.flush()
     assert len(kept.manifests) == 5 and not kept.manifests[-1]["0"]["fp8"]
 
 
@@ -126,7 +126,7 @@ def test_a_recipe_that_is_assigned_is_found_in_turn() -> None:
     model[3 * LOOKED_AT + 1].recipe = fp8debug.get_recipe("bf16")
     for step in range(1, 5):
         assert not kept.events
-        changes.settle(step)
+        changes.apply_pending(step)
     assert kept.events == [(4, f"{3 * LOOKED_AT + 1}", "bf16 instead of blockwise")] and len(kept.manifests) == 1
 
 
@@ -137,8 +137,8 @@ def test_what_is_set_and_set_back_before_it_ran_is_no_change() -> None:
     model[1].set_recipe("bf16")
     model[1].set_recipe(was)
     model[2].set_recipe(was.replace(cast=was.casts["fprop", "input"], gemm="fprop", tensor="input"))  # equal, of another name
-    changes.note(1)
-    changes.settle(2)
+    changes.record_changes(1)
+    changes.apply_pending(2)
     assert not kept.events
 
 
@@ -146,20 +146,22 @@ def test_the_bf16_steps_of_a_schedule_are_events_and_leave_the_manifest_alone() 
     model: Any = fp8debug.apply(wide(3), [Fallback(module="1", gemms=("fprop", "dgrad", "wgrad"), until_step=3)])
     changes, kept, _ = changes_of(model)
     model.fp8debug_schedule.set_step(3)
-    changes.settle(3)
+    changes.apply_pending(3)
     assert kept.events[-1] == (3, "1", "blockwise instead of bf16") and not kept.manifests
 
 
 def test_other_backends_are_looked_at_in_turn() -> None:
-    model = wide(3 * HEARD_AT)
+    model = wide(3 * READ_AT_ONCE)
     changes, kept, _ = changes_of(model)
-    assert len(changes.look()) == len(changes.look()) == 3 * HEARD_AT, "all, until nothing has changed twice"
-    model[HEARD_AT + 2].recipe = fp8debug.get_recipe("bf16")  # as a backend that tells nobody
-    assert changes.look()[0].fqn == "0" and not kept.manifests
-    assert changes.look()[0].fqn == f"{HEARD_AT}"
+    assert len(changes.refresh_backends()) == len(changes.refresh_backends()) == 3 * READ_AT_ONCE, (
+        "all, until nothing has changed twice"
+    )
+    model[READ_AT_ONCE + 2].recipe = fp8debug.get_recipe("bf16")  # as a backend that tells nobody
+    assert changes.refresh_backends()[0].fqn == "0" and not kept.manifests
+    assert changes.refresh_backends()[0].fqn == f"{READ_AT_ONCE}"
     (manifest,) = kept.manifests
-    assert not manifest[f"{HEARD_AT + 2}"]["fp8"]
-    assert len(changes.look()) == 3 * HEARD_AT
+    assert not manifest[f"{READ_AT_ONCE + 2}"]["fp8"]
+    assert len(changes.refresh_backends()) == 3 * READ_AT_ONCE
 
 
 @pytest.mark.parametrize("explicit", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters.watching.recording_ranks import records
+from fp8debug.adapters.watching.recording_ranks import records_from_start
 from fp8debug.errors import UsageError
 from fp8debug.observer.sharding import is_first_replica
 from tests.recording.models import batch, net
@@ -67,5 +67,5 @@ def test_the_first_replica() -> None:
     assert of(3, ["dp", "tp"], [0, 3]) and not of(8, ["dp", "tp"], [1, 0])
     assert of(12, ["pp", "dp_replicate", "dp_shard", "tp"], [1, 0, 0, 2])  # every stage and shard of the replica
     assert not of(1, ["dp_shard"], [1]) and of(0, [], []) and not of(1, [], [])
-    assert all(records(None, rank, 16, {}) for rank in range(16))
-    assert [rank for rank in range(17) if records(None, rank, 17, {})] == [0]
+    assert all(records_from_start(None, rank, 16, {}) for rank in range(16))
+    assert [rank for rank in range(17) if records_from_start(None, rank, 17, {})] == [0]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp8debug
-from fp8debug.adapters.watching.row_batch import Described, Sheet
+from fp8debug.adapters.watching.row_batch import BatchCache, RowBatch
 from fp8debug.metrics import METRICS, slots
 from fp8debug.observer.observer import RowInfo, RowKey
 from fp8debug.observer.table import Group, TableLayout
@@ -87,11 +87,11 @@ def check(batch: pa.RecordBatch, step: int, parts: Parts, rows: list[int]) -> No
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 65])
 def test_each_step_has_its_own_numbers(num_rows: int) -> None:
     rows = sorted(RANDOM.choice(2 * num_rows, num_rows, replace=False).tolist())
-    described = Described(rank=5)
-    sheets: list[Sheet] = []
+    described = BatchCache(rank=5)
+    sheets: list[RowBatch] = []
     for step, odd in enumerate((0.5, 0.0, 0.2, 1.0, 0.0)):
         memory, parts = filled(2 * num_rows, odd)
-        sheets.append(described.sheet(infos(rows[::-1]), LAYOUTS[2 * num_rows]))
+        sheets.append(described.row_batch(infos(rows[::-1]), LAYOUTS[2 * num_rows]))
         batch = sheets[-1].fill(step, memory)
         check(batch, step, parts, rows)
         columns = sheets[-1].columns()
@@ -105,23 +105,25 @@ def test_each_step_has_its_own_numbers(num_rows: int) -> None:
 
 
 def test_other_rows_get_another_sheet() -> None:
-    described, (memory, parts) = Described(), filled(12, 0.1)
-    first = described.sheet(infos([0, 1, 2]), LAYOUTS[12])
+    described, (memory, parts) = BatchCache(), filled(12, 0.1)
+    first = described.row_batch(infos([0, 1, 2]), LAYOUTS[12])
     for call, layout in ((0, LAYOUTS[12]), (4, LAYOUTS[12]), (4, TableLayout(12))):
         rows = [0, 1, 3]
-        sheet = described.sheet(infos(rows), layout, call)
-        assert sheet is not first and described.sheet(infos(rows), layout, call) is sheet
+        sheet = described.row_batch(infos(rows), layout, call)
+        assert sheet is not first and described.row_batch(infos(rows), layout, call) is sheet
         batch = sheet.fill(1, memory)
         check(batch, 1, parts, rows)
         assert batch["call_index"].to_pylist() == [call + row // 3 for row in rows]
         first = sheet
-    other = described.sheet(infos([0, 1, 3], 7), layout, 4)
+    other = described.row_batch(infos([0, 1, 3], 7), layout, 4)
     assert other is not first, "a module was called elsewhere in the step"
-    assert described.sheet(infos([0, 1, 3]), LAYOUTS[12], 4) is not other is described.sheet(infos([0, 1, 3], 7), layout, 4)
+    assert (
+        described.row_batch(infos([0, 1, 3]), LAYOUTS[12], 4) is not other is described.row_batch(infos([0, 1, 3], 7), layout, 4)
+    )
 
 
 def test_the_first_nan_of_each_site_is_told_once() -> None:
-    sheet, (memory, parts) = Described().sheet(infos([0, 1, 2]), LAYOUTS[3]), filled(3, 0.0)
+    sheet, (memory, parts) = BatchCache().row_batch(infos([0, 1, 2]), LAYOUTS[3]), filled(3, 0.0)
     for name in ("num_nan", "num_inf", "num_actual_nonfinite"):
         group, start, _ = PLACES[name]
         parts[group][:, start] = 0

@@ -11,11 +11,11 @@ from fp8debug import Run
 from fp8debug_dashboard.data import history as history_data
 from fp8debug_dashboard.data import metric_cache, queries, step_ranges
 from fp8debug_dashboard.data import ranks as rank_data
-from fp8debug_dashboard.data.metric_cache import Narrow
-from fp8debug_dashboard.data.records import Trace
+from fp8debug_dashboard.data.metric_cache import MetricCache
+from fp8debug_dashboard.data.records import StepSeries
 from fp8debug_dashboard.pages import heatmap, module
 from fp8debug_dashboard.web import run_view
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
 
@@ -33,7 +33,7 @@ CHOICES = [
 
 
 @pytest.fixture(scope="module", params=["one rank", "four ranks"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Narrow]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, MetricCache]:
     path = tmp_path_factory.mktemp("narrow") / "it's"
     if request.param == "one rank":
         samples.write_sick(path, num_steps=120, every=10)
@@ -47,7 +47,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(("metric", "site", "cast"), CHOICES)
 @pytest.mark.parametrize("cells", [400, 5])
 def test_a_heatmap_is_the_same(
-    both: tuple[Run, Narrow], metric: str, site: str, cast: str, cells: int, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Run, MetricCache], metric: str, site: str, cast: str, cells: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, table = both
     monkeypatch.setattr(queries, "MAX_CELLS", cells)
@@ -59,7 +59,7 @@ def test_a_heatmap_is_the_same(
 
 
 @pytest.mark.parametrize("points", [600, 4])
-def test_the_lines_of_a_module_are_the_same(both: tuple[Run, Narrow], points: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_of_a_module_are_the_same(both: tuple[Run, MetricCache], points: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run, table = both
     monkeypatch.setattr(queries, "MAX_POINTS", points)
     names = ("sqnr_db", "scale_inv_mean_log2", "headroom")
@@ -74,11 +74,11 @@ def test_the_lines_of_a_module_are_the_same(both: tuple[Run, Narrow], points: in
             assert (one.low is None) == (other.low is None) == (points == 600)
 
 
-def _label(trace: Trace) -> tuple[object, ...]:
+def _label(trace: StepSeries) -> tuple[object, ...]:
     return trace.name, trace.gemm, trace.tensor, trace.cast_name, trace.reference, trace.actual
 
 
-def test_steps_of_a_module_and_of_none(both: tuple[Run, Narrow]) -> None:
+def test_steps_of_a_module_and_of_none(both: tuple[Run, MetricCache]) -> None:
     run, table = both
     module = str(run.modules[3]["fqn"])
     assert queries.sampled_steps(run, module, table) == queries.sampled_steps(run, module) != []
@@ -86,7 +86,7 @@ def test_steps_of_a_module_and_of_none(both: tuple[Run, Narrow]) -> None:
     assert queries.several_traces(run, "nowhere", ["sqnr_db"], table) == {"sqnr_db": []}
 
 
-def test_a_metric_that_is_not_kept_is_read_from_the_files(both: tuple[Run, Narrow]) -> None:
+def test_a_metric_that_is_not_kept_is_read_from_the_files(both: tuple[Run, MetricCache]) -> None:
     run, table = both
     assert "mse" not in table.metrics
     assert np.isfinite(queries.heat(run, "mse", narrow=table).values).any()
@@ -144,7 +144,7 @@ def test_of_a_huge_run_some_steps_are_read(ranks: int, tmp_path: Path, monkeypat
 
 def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples.write_sick(tmp_path / "run", num_steps=120, every=5)
-    source = Source(tmp_path / "run")
+    source = ServedFolder(tmp_path / "run")
     found = source.open(None)
     assert not found.is_thin("sqnr_db")
     monkeypatch.setattr(run_view, "HUGE_BYTES", 1000)
@@ -155,7 +155,7 @@ def test_a_run_is_huge_until_its_table_is_in_memory(tmp_path: Path, monkeypatch:
     view = View("heatmap", None, {})
     assert words in str(heatmap.parts(view, found)[0])
     assert words in str(module.parts(View("module", None, {}), found)[1])
-    found.narrow = metric_cache.build(found.run.path)
+    found.metric_cache = metric_cache.build(found.run.path)
     assert words not in str(module.parts(View("module", None, {}), found)[1])
     assert not found.is_thin("sqnr_db") and found.is_thin("mse")
     assert words not in str(heatmap.parts(view, found)[0])

@@ -15,17 +15,17 @@ from fp8debug_dashboard.data import history as history_data
 from fp8debug_dashboard.data import metric_cache, nonfinite, queries
 from fp8debug_dashboard.data import ranks as rank_data
 from fp8debug_dashboard.data.nonfinite import FINITE, INF, MADE, MISSING, NAN
-from fp8debug_dashboard.data.records import Heat, Trace
+from fp8debug_dashboard.data.records import Heat, StepSeries
 from fp8debug_dashboard.figures import base as figures
 from fp8debug_dashboard.figures import compare as compare_figures
 from fp8debug_dashboard.figures import evidence as evidence_figures
 from fp8debug_dashboard.figures import fallback as fallback_figures
 from fp8debug_dashboard.figures import history as history_figures
 from fp8debug_dashboard.figures import module as module_figures
-from fp8debug_dashboard.figures.fallback import Choice
+from fp8debug_dashboard.figures.fallback import BudgetPoint
 from fp8debug_dashboard.pages import compare, fallback, module, overview, runs
-from fp8debug_dashboard.web.run_view import Judgement, Opened
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.run_view import Judgement, RunView
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from fp8debug_dashboard.widgets import number, percent
 from tests.dashboard import samples
@@ -170,26 +170,26 @@ def test_exponents_over_steps_end_where_no_element_is_finite(run: Run) -> None:
 
 
 def test_the_noisiest_operand_is_one_that_is_nan(path: Path) -> None:
-    opened = Source(path).open(None)
-    rows = opened.worst()
+    run_view = ServedFolder(path).open(None)
+    rows = run_view.worst()
     assert [row["state"] for row in rows[:3]] == [NAN, NAN, FINITE]
-    assert text(overview.parts(View("overview"), opened)[3]).count("NaN") == len([row for row in rows if row["state"]])
+    assert text(overview.parts(View("overview"), run_view)[3]).count("NaN") == len([row for row in rows if row["state"]])
 
 
 def test_the_table_of_casts_prints_nan_and_not_zero(path: Path) -> None:
-    opened = Source(path).open(None)
-    shown = module.parts(View("module", None, {"module": samples.NAN_MODULE, "step": str(AFTER)}), opened)[3]
+    run_view = ServedFolder(path).open(None)
+    shown = module.parts(View("module", None, {"module": samples.NAN_MODULE, "step": str(AFTER)}), run_view)[3]
     body = shown.children[1].children[0].children.children
     head = [cell.children for cell in body[0].children.children]
     row = dict(zip(head, (text(cell) for cell in body[1].children[0].children), strict=True))
     assert row["amax"].endswith("NaN") and row["sqnr_db"].endswith("NaN") and row["underflow"].endswith("NaN")
     assert row["num_nan"] == f"{1024 * 384:,}"
-    partly = module.parts(View("module", None, {"module": samples.NAN_MODULE, "step": "60", "site": "fprop.weight"}), opened)[3]
+    partly = module.parts(View("module", None, {"module": samples.NAN_MODULE, "step": "60", "site": "fprop.weight"}), run_view)[3]
     assert "num_nan" in text(partly)
 
 
 def test_a_lost_loss_is_nan_in_the_list_and_on_the_page(path: Path) -> None:
-    source = Source(path.parent)
+    source = ServedFolder(path.parent)
     (row,) = runs.parts(source)
     assert row["loss"] == "NaN"
     assert "last lossNaN" in text(overview.parts(View("overview", "nan"), source.open("nan"))[0])
@@ -197,15 +197,15 @@ def test_a_lost_loss_is_nan_in_the_list_and_on_the_page(path: Path) -> None:
 
 
 def test_a_module_that_nobody_looked_at_is_not_healthy(path: Path, tmp_path: Path) -> None:
-    opened = Source(path).open(None)
-    opened.judge()
-    first = str(opened.run.modules[0]["fqn"])
-    said = text(module._silent(opened, first, opened.judge()))
+    run_view = ServedFolder(path).open(None)
+    run_view.judge()
+    first = str(run_view.run.modules[0]["fqn"])
+    said = text(module._silent(run_view, first, run_view.judge()))
     assert "No finding names this module" in said and "rules ran on this run" in said
-    said = text(module._silent(opened, samples.NAN_MODULE, opened.judge()))
+    said = text(module._silent(run_view, samples.NAN_MODULE, run_view.judge()))
     assert said.startswith("?Not known to be healthy: its tensors hold NaN or Inf from step 60")
     short = samples.write_healthy(tmp_path / "run", num_steps=40, modules=samples.gpt_modules(1), module_entries={"gone": {}})
-    other = Source(short).open(None)
+    other = ServedFolder(short).open(None)
     assert "nothing was recorded for it" in text(module._silent(other, "gone", other.judge()))
 
 
@@ -221,31 +221,31 @@ def test_a_band_of_ranks_and_their_map_show_the_rank_that_is_nan(tmp_path: Path)
 
 def test_the_gap_of_a_run_that_is_nan_is_no_gap_of_zero() -> None:
     steps = np.arange(3, dtype=np.int32)
-    good = Trace(name="loss", steps=steps, values=np.array([3, 2, 1], np.float32))
-    bad = Trace(name="loss", steps=steps, values=np.array([3, 2, np.nan], np.float32), states=np.array([0, 0, NAN], np.int8))
+    good = StepSeries(name="loss", steps=steps, values=np.array([3, 2, 1], np.float32))
+    bad = StepSeries(name="loss", steps=steps, values=np.array([3, 2, np.nan], np.float32), states=np.array([0, 0, NAN], np.int8))
     figure = compare_figures.losses([("bad", bad), ("good", good)])
     assert "bad: NaN from step 2" in words(figure) and "no gap: NaN from step 2" in words(figure)
 
 
 def test_a_cure_whose_effect_is_not_known_is_not_drawn_at_zero() -> None:
-    known = [Choice(budget=0.1 * i, cost=0.1 * i, recovered=0.2 * i, count=i) for i in range(4)]
-    figure = fallback_figures.pareto(known, Choice(budget=0.1, cost=0.0, recovered=None, count=1))
+    known = [BudgetPoint(budget=0.1 * i, cost=0.1 * i, recovered=0.2 * i, count=i) for i in range(4)]
+    figure = fallback_figures.pareto(known, BudgetPoint(budget=0.1, cost=0.0, recovered=None, count=1))
     assert "verify measures it" in json.dumps(words(figure)) and len(figure.data) == 1
     figure = fallback_figures.pareto(known, known[2])
     assert figure.data[1]["y"].tolist() == pytest.approx([40])
 
 
 def test_the_damage_of_another_cast_is_not_zero(path: Path) -> None:
-    opened = Opened(Run(samples.write_sick(path.parent.parent / "sick", num_steps=300, every=20)), "")
-    assert fallback.damage(opened.fallbacks(0.1)) is None and opened.fallbacks(0.1)
+    run_view = RunView(Run(samples.write_sick(path.parent.parent / "sick", num_steps=300, every=20)), "")
+    assert fallback.damage(run_view.fallbacks(0.1)) is None and run_view.fallbacks(0.1)
     assert fallback.damage([]) == 0
 
 
 def test_a_run_that_is_being_written_keeps_its_verdict(path: Path) -> None:
     run = Run(path)
-    first = Opened(run, "")
+    first = RunView(run, "")
     assert first.latest().verdict == "unknown"
-    later = Opened(run, "", size=1 << 40, verdicts=first.verdicts)
+    later = RunView(run, "", size=1 << 40, verdicts=first.verdicts)
     first.is_superseded = False
     found = first.judge()
     assert found.verdict != "unknown"
@@ -261,12 +261,12 @@ def test_a_run_that_is_nan_diverges_from_a_good_one_in_words_and_in_the_plot(pat
     samples.write_nan(folder / "bad")
     for name in ("good", "better"):
         samples.write_healthy(folder / name, every=10)
-    opened = Source(folder).open("bad")
+    run_view = ServedFolder(folder).open("bad")
     view = View("compare", "bad", {"with": "good/better"})
-    assert compare.is_pending(view, opened)
-    compare.settle(view, opened)
-    assert not compare.is_pending(view, opened)
-    about, figure, _, rows, site = compare.parts(view, opened)
+    assert compare.is_pending(view, run_view)
+    compare.settle(view, run_view)
+    assert not compare.is_pending(view, run_view)
+    about, figure, _, rows, site = compare.parts(view, run_view)
     said = text(about)
     for other in ("good", "better"):
         assert f"{other} -> bad, step 60 to 119" in said or f"{other} -> bad, median of steps" in said
@@ -285,10 +285,10 @@ def test_a_comparison_with_a_nan_is_never_ok(path: Path) -> None:
     folder = path.parent.parent / "both"
     for name in ("one", "other"):
         samples.write_nan(folder / name)
-    opened = Source(folder).open("one")
+    run_view = ServedFolder(folder).open("one")
     view = View("compare", "one", {"with": "other"})
-    compare.settle(view, opened)
-    about, _, _, rows, site = compare.parts(view, opened)
+    compare.settle(view, run_view)
+    about, _, _, rows, site = compare.parts(view, run_view)
     levels = [line.children[0].className for line in about]
     assert levels == ["badge badge-error"] * 2 and "nothing diverges" not in text(about) and rows == []
     assert any(trace["name"].startswith(f"one: {samples.NAN_MODULE} fprop weight") for trace in site.data)
@@ -297,7 +297,7 @@ def test_a_comparison_with_a_nan_is_never_ok(path: Path) -> None:
 def test_the_first_nan_of_a_long_run_is_dated_by_its_step_and_not_by_its_points() -> None:
     steps = np.arange(0, 80, 8, dtype=np.int32)
     states = np.where(steps >= 40, NAN, FINITE).astype(np.int8)
-    bad = Trace(name="loss", steps=steps, values=np.where(steps >= 40, np.nan, 2).astype(np.float32), states=states)
-    good = Trace(name="loss", steps=steps, values=np.ones(10, np.float32))
+    bad = StepSeries(name="loss", steps=steps, values=np.where(steps >= 40, np.nan, 2).astype(np.float32), states=states)
+    good = StepSeries(name="loss", steps=steps, values=np.ones(10, np.float32))
     figure = compare_figures.losses([("bad", bad), ("good", good)], [43], {"bad": 43})
     assert {"bad: NaN from step 43", "no gap: NaN from step 43"} <= set(words(figure))

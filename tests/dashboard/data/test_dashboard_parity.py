@@ -10,7 +10,7 @@ import pytest
 
 from fp8debug.parity import compare_paths
 from fp8debug_dashboard.pages import parity
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.bench.parity import compared
 from tests.dashboard import samples
@@ -28,26 +28,26 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_two_runs_are_compared_when_one_is_chosen(folder: Path) -> None:
-    opened = Source(folder).open("train")
-    about, _, rows = parity.parts(View("parity", "train", {}), opened)
+    run_view = ServedFolder(folder).open("train")
+    about, _, rows = parity.parts(View("parity", "train", {}), run_view)
     assert "Choose the run of the rollout" in words(about) and not rows
     view = View("parity", "train", {"with": "rollout"})
-    assert parity.is_pending(view, opened)
-    parity.settle(view, opened)
-    about, figure, rows = parity.parts(view, opened)
-    assert not parity.is_pending(view, opened) and rows
+    assert parity.is_pending(view, run_view)
+    parity.settle(view, run_view)
+    about, figure, rows = parity.parts(view, run_view)
+    assert not parity.is_pending(view, run_view) and rows
     assert [row["place"] for row in rows] == list(range(len(rows)))
     assert "modules compared; none differs beyond noise" in words(about) and figure.data
-    assert parity.layout(view, opened) is not None
+    assert parity.layout(view, run_view) is not None
 
 
 def test_the_report_of_two_dumps_is_shown_with_its_culprit(folder: Path, tmp_path: Path) -> None:
     compared("gpt", "scale x2", 0, tmp_path / "dumps")
     report = compare_paths(tmp_path / "dumps" / "train", tmp_path / "dumps" / "rollout")
     (folder / "train" / "parity.json").write_text(report.to_json())
-    opened, view = Source(folder).open("train"), View("parity", "train", {})
-    parity.settle(view, opened)
-    about, figure, rows = parity.parts(view, opened)
+    run_view, view = ServedFolder(folder).open("train"), View("parity", "train", {})
+    parity.settle(view, run_view)
+    about, figure, rows = parity.parts(view, run_view)
     assert report[0].message in words(about)
     (row,) = [row for row in rows if row["cause"]]
     assert (row["module"], row["cause"]) == (report[0].module, "F302")
@@ -59,7 +59,7 @@ def test_the_report_of_two_dumps_is_shown_with_its_culprit(folder: Path, tmp_pat
 )
 def test_a_file_that_is_no_report_is_one_line(text: str, folder: Path) -> None:
     (folder / "train" / "parity.json").write_text(text)
-    opened, view = Source(folder).open("train"), View("parity", "train", {})
-    parity.settle(view, opened)
-    about, _, rows = parity.parts(view, opened)
+    run_view, view = ServedFolder(folder).open("train"), View("parity", "train", {})
+    parity.settle(view, run_view)
+    about, _, rows = parity.parts(view, run_view)
     assert not rows and about is not None

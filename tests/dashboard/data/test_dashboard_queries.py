@@ -20,7 +20,7 @@ from fp8debug_dashboard.data.nonfinite import FINITE, NAN
 from fp8debug_dashboard.data.trial_files import read_trial
 from fp8debug_dashboard.pages import fallback
 from fp8debug_dashboard.web import urls
-from fp8debug_dashboard.web.run_view import Opened
+from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.source import recipe_name
 from tests.dashboard import samples
 from tests.synthetic import Override, build
@@ -306,13 +306,13 @@ def test_a_large_block_map_shows_the_worst_tile_of_each_cell(run: Run, monkeypat
 
 
 def test_what_a_budget_buys_rises_with_it(run: Run) -> None:
-    opened = Opened(run, "")
-    costs = [sum(f.cost for f in opened.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
-    damage = [fallback.damage(opened.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
+    run_view = RunView(run, "")
+    costs = [sum(f.cost for f in run_view.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
+    damage = [fallback.damage(run_view.fallbacks(share, fill=True)) for share in (0.0, 0.1, 0.5)]
     assert costs == sorted(costs) and costs[1] <= 0.1 < costs[2]
     assert damage[0] is None, "what another cast takes away is not known, and not 0"
     assert damage[1] is not None and damage[2] is not None and 0 < damage[1] <= damage[2]
-    assert opened.fallbacks(0.1) == recommend(run, opened.judge().findings, 0.1)
+    assert run_view.fallbacks(0.1) == recommend(run, run_view.judge().findings, 0.1)
 
 
 def test_a_damaged_trial_file_is_told(folder: Path, tmp_path: Path) -> None:

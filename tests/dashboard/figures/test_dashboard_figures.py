@@ -14,7 +14,7 @@ import pytest
 from fp8debug.reports.svg import Chart
 from fp8debug_dashboard.data.healthy_ranges import SHADOW
 from fp8debug_dashboard.data.ranks import Spread
-from fp8debug_dashboard.data.records import BlockMap, CastRange, Heat, Histogram, History, Mark, Trace
+from fp8debug_dashboard.data.records import BlockMap, CastRange, ExponentHistogram, Heat, History, Mark, StepSeries
 from fp8debug_dashboard.figures import base as figures
 from fp8debug_dashboard.figures import compare as compare_figures
 from fp8debug_dashboard.figures import evidence as evidence_figures
@@ -32,8 +32,8 @@ DEUTAN = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.04741
 XYZ = np.array([[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1094, 0.8728]])
 
 
-def trace(name: str = "loss", values: tuple[float, ...] = (3.0, 2.0, 1.0), **site: Any) -> Trace:
-    return Trace(name=name, steps=np.arange(len(values), dtype=np.int32) * 10, values=np.array(values, np.float32), **site)
+def trace(name: str = "loss", values: tuple[float, ...] = (3.0, 2.0, 1.0), **site: Any) -> StepSeries:
+    return StepSeries(name=name, steps=np.arange(len(values), dtype=np.int32) * 10, values=np.array(values, np.float32), **site)
 
 
 def heat(metric: str, values: list[list[float]], kinds: int = 0, **more: Any) -> Heat:
@@ -200,7 +200,7 @@ def test_histogram_draws_the_range_of_the_cast() -> None:
     cast = CastRange(name="e4m3fn tensorwise current", actual=True, scale_inv_log2=(-3.0, -3.0, -3.0), format="e4m3fn")
     counts = np.zeros(64, np.int64)
     counts[[30, 40, 45]] = 10, 80, 10
-    figure = module_figures.histogram(Histogram(first_log2=-45, counts=counts, step=7, cast=cast))
+    figure = module_figures.histogram(ExponentHistogram(first_log2=-45, counts=counts, step=7, cast=cast))
     assert figure.data[0]["x"].tolist() == [-14.5, -4.5, 0.5] and figure.data[0]["y"].tolist() == pytest.approx([0.1, 0.8, 0.1])
     zones = [(shape["x0"], shape["x1"]) for shape in figure.layout["shapes"] if shape["type"] == "rect"]
     # E4M3: what rounds to zero lies below 2^-10, subnormals end at 2^-6, the maximum is 448; all times scale_inv = 2^-3.
@@ -214,7 +214,7 @@ def test_histogram_of_nothing_says_so() -> None:
 def test_a_band_shows_what_one_point_stands_for() -> None:
     low, high = np.array([1, 1, 1], np.float32), np.array([4, 4, 4], np.float32)
     steps = np.arange(3, dtype=np.int32)
-    figure = figures.training([Trace(name="loss", steps=steps, values=np.full(3, 2, np.float32), low=low, high=high)])
+    figure = figures.training([StepSeries(name="loss", steps=steps, values=np.full(3, 2, np.float32), low=low, high=high)])
     assert figure.data[0]["fill"] == "toself" and max(figure.data[0]["y"]) == 4
 
 
@@ -257,7 +257,7 @@ def test_plotly_knows_every_value_of_the_figures() -> None:
     cast = CastRange(name="c", actual=True, scale_inv_log2=(-3.0, -2.0, -1.0), format="e4m3fn")
     steps = np.arange(2, dtype=np.int32)
     kept = History(first_log2=-3, steps=steps, shares=np.full((2, 2), 0.5, np.float32), scale_inv_log2=np.zeros(2, np.float32))
-    choice = fallback_figures.Choice(budget=0.1, cost=0.1, recovered=0.5, count=2)
+    choice = fallback_figures.BudgetPoint(budget=0.1, cost=0.1, recovered=0.5, count=2)
     chart = Chart(title="rms", steps=[0, 1], values=[1.0, 2.0], limit=1.5)
     drawn = [
         figures.training([trace("loss"), trace("lr")], [MARK], lost_at=20),
@@ -265,7 +265,7 @@ def test_plotly_knows_every_value_of_the_figures() -> None:
         figures.heatmap(heat("amax", [[2.0**i for i in range(-10, 11)]])),
         module_figures.sites(results, "sqnr_db", ("fprop", "output"), 10),
         module_figures.scales([trace("a", cast_name="a")], [trace("a", (0.5, 2.0), cast_name="a")], 10),
-        module_figures.histogram(Histogram(first_log2=-45, counts=np.arange(64, dtype=np.int64), step=7, cast=cast)),
+        module_figures.histogram(ExponentHistogram(first_log2=-45, counts=np.arange(64, dtype=np.int64), step=7, cast=cast)),
         history_figures.exponents(replace(kept, format="e4m3fn"), 1),
         history_figures.error_split(results, 10),
         history_figures.blocks(BlockMap(title="t", sqnr_db=np.full((2, 3), 20, np.float32), tile=(1, 128))),

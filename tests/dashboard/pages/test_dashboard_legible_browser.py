@@ -15,7 +15,7 @@ from fp8debug_dashboard.figures import theme
 from fp8debug_dashboard.pages import compare, findings, overview, runs
 from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web.screens import title_of
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from fp8debug_dashboard.widgets import table
 from tests.dashboard import samples
@@ -199,7 +199,7 @@ def test_every_page_has_its_own_title(clean_page: Page, site: str) -> None:
 
 
 def test_titles_of_one_run_and_of_a_page_that_is_none(folder: Path) -> None:
-    source = Source(folder / "sick")
+    source = ServedFolder(folder / "sick")
     assert title_of(View("overview"), source) == "Overview · sick · fp8debug"
     assert title_of(View("nowhere"), source) == "No such page · sick · fp8debug"
 
@@ -232,7 +232,7 @@ def test_the_list_and_the_choice_of_runs_have_one_order_that_of_the_last_write(t
     for name in ("a", "b", "c"):
         samples.write_healthy(tmp_path / name, num_steps=20, modules=samples.gpt_modules(1))
     longer = samples.write_healthy(tmp_path.parent / f"{tmp_path.name}-longer", num_steps=30, modules=samples.gpt_modules(1))
-    source = Source(tmp_path)
+    source = ServedFolder(tmp_path)
     assert source.names() == ["c", "b", "a"]
     for part in (longer / "rank=00000").rglob("*"):  # the folder of a run is not touched when its files are
         if part.is_file():

@@ -48,7 +48,7 @@ def asked_for(page: Page, site: str) -> Iterator[list[str]]:
     """Every address that the browser asks for, pages that it opens included."""
     found: list[str] = []
     page.context.on("request", lambda request: found.append(request.url))
-    page.context.on("page", lambda opened: found.append(opened.url))
+    page.context.on("page", lambda run_view: found.append(run_view.url))
     yield found
     abroad = [url for url in found if urlsplit(url).scheme not in ("data", "blob") and not url.startswith(site)]
     assert abroad == [], "the browser asked another origin"

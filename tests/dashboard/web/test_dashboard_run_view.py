@@ -1,4 +1,4 @@
-"""Sources and opened runs: names, growth, verdicts, and the process that judges."""
+"""Sources and run_view runs: names, growth, verdicts, and the process that judges."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fp8debug.errors import RunError, UnknownNameError
 from fp8debug_dashboard.pages import findings
 from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web import screens
-from fp8debug_dashboard.web.run_view import Opened
-from fp8debug_dashboard.web.source import QUIET_S, Source, file_stamp, is_run, last_write, marks, state
-from fp8debug_dashboard.web.triage_process import triage_apart
+from fp8debug_dashboard.web.run_view import RunView
+from fp8debug_dashboard.web.source import QUIET_S, ServedFolder, file_stamp, is_run, last_write, marks, state
+from fp8debug_dashboard.web.triage_process import triage_in_process
 from tests.dashboard import samples
 
 
@@ -28,7 +28,7 @@ def run(folder: Path) -> Run:
 
 
 def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
-    source = Source(folder)
+    source = ServedFolder(folder)
     assert source.is_folder and set(source.names()) == {"sick", "healthy", "ranks", "no-loss", "empty", "<b>hostile<b>"}
     for name in ("../runs/sick", "sick/", "/etc", "notes", None, ""):
         with pytest.raises(UnknownNameError):
@@ -37,17 +37,17 @@ def test_a_source_opens_runs_by_name_only(folder: Path) -> None:
 
 
 def test_a_source_that_is_nothing_says_so(tmp_path: Path) -> None:
-    assert Source(tmp_path).names() == [], "an empty folder waits for its first run"
+    assert ServedFolder(tmp_path).names() == [], "an empty folder waits for its first run"
     (tmp_path / "notes.txt").write_text("no run")
     with pytest.raises(RunError, match="neither a run nor a folder of runs"):
-        Source(tmp_path)
+        ServedFolder(tmp_path)
     with pytest.raises(RunError, match="no such folder"):
-        Source(tmp_path / "x")
+        ServedFolder(tmp_path / "x")
 
 
 def test_a_run_is_opened_again_when_it_has_grown(folder: Path, tmp_path: Path) -> None:
     samples.write_healthy(tmp_path / "a", num_steps=20)
-    source = Source(tmp_path / "a")
+    source = ServedFolder(tmp_path / "a")
     first = source.open(None)
     assert not source.is_folder and source.open(None) is first and is_run(tmp_path / "a")
     (tmp_path / "a" / "rank=00000" / "more").write_text("x")
@@ -64,31 +64,31 @@ def test_state_tells_writing_from_ended_and_killed(folder: Path, monkeypatch: py
 
 
 def test_verdict_and_marks_come_from_triage(folder: Path, run: Run) -> None:
-    opened = Opened(run, "")
-    judged = opened.judge()
+    run_view = RunView(run, "")
+    judged = run_view.judge()
     assert judged.verdict == "error" and judged.findings[0].module == samples.SICK
     (mark,) = marks(judged.findings)
     assert mark.severity == "error" and mark.codes[0] == "F101" and samples.SICK in mark.lines[0]
-    assert Opened(Run(folder / "healthy"), "").judge().verdict == "ok"
+    assert RunView(Run(folder / "healthy"), "").judge().verdict == "ok"
 
 
 def test_modules_with_the_same_cause_are_marked_too(run: Run) -> None:
-    finding = replace(Opened(run, "").judge().findings[0], also=("blocks.3.mlp.up",))
+    finding = replace(RunView(run, "").judge().findings[0], also=("blocks.3.mlp.up",))
     assert [mark.module for mark in marks([finding], by_module=True)] == [samples.SICK, "blocks.3.mlp.up"]
 
 
 def test_a_large_run_is_shown_before_it_is_judged(run: Run) -> None:
-    opened = Opened(run, "", size=1 << 40)
-    assert opened.judged().is_pending and opened.judged().verdict == "unknown" and not opened.is_triaged
-    opened.judge()
-    assert opened.judged().verdict == "error" and not opened.judged().is_pending
+    run_view = RunView(run, "", size=1 << 40)
+    assert run_view.judged().is_pending and run_view.judged().verdict == "unknown" and not run_view.is_triaged
+    run_view.judge()
+    assert run_view.judged().verdict == "error" and not run_view.judged().is_pending
 
 
 def test_a_large_run_is_judged_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:
-    assert triage_apart(folder / "sick")[0].module == samples.SICK
+    assert triage_in_process(folder / "sick")[0].module == samples.SICK
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(RunError, match="holds no recorded step"):
-        triage_apart(tmp_path)
+        triage_in_process(tmp_path)
 
 
 def test_a_manual_page_is_as_wide_as_its_place() -> None:
@@ -125,11 +125,11 @@ def test_the_process_that_judges_ends_with_the_server() -> None:
 
 
 def test_a_run_that_grew_keeps_its_findings_until_the_rules_have_looked_again(run: Run) -> None:
-    first = Opened(run, "")
+    first = RunView(run, "")
     first.judge()
-    again = Opened(run, "", size=1 << 40, verdicts=first.verdicts)
+    again = RunView(run, "", size=1 << 40, verdicts=first.verdicts)
     assert again.judged().is_pending and again.judged().verdict == "error"
-    overtaken = Opened(run, "", verdicts=first.verdicts, is_superseded=True)
+    overtaken = RunView(run, "", verdicts=first.verdicts, is_superseded=True)
     assert overtaken.judge() is first.latest() and not overtaken.is_triaged
 
 
@@ -138,16 +138,16 @@ def test_a_triage_that_fails_is_told_not_hidden(run: Run, monkeypatch: pytest.Mo
         raise RunError("damaged")
 
     monkeypatch.setattr("fp8debug.triage", fail)
-    opened = Opened(run, "")
-    judged = opened.judge()
-    assert (judged.verdict, judged.failure, opened.fallbacks()) == ("unknown", "damaged", [])
+    run_view = RunView(run, "")
+    judged = run_view.judge()
+    assert (judged.verdict, judged.failure, run_view.fallbacks()) == ("unknown", "damaged", [])
 
 
 def test_the_modules_of_a_large_run_are_listed_when_somebody_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Source(folder / "sick").open(None)
+    small = ServedFolder(folder / "sick").open(None)
     assert small.knows_modules and type(small.run) is Run
     monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
-    large = Source(folder / "sick").open(None)
+    large = ServedFolder(folder / "sick").open(None)
     large.worst()
     large.training()
     waits = [large.knows_modules]
@@ -166,7 +166,7 @@ def test_damage_that_listing_the_modules_meets_is_said(tmp_path: Path, monkeypat
     data[4:2000] = b"\xff" * 1996
     part.write_bytes(data)
     monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
-    large = Source(tmp_path / "run").open(None)
+    large = ServedFolder(tmp_path / "run").open(None)
     names = screens.module_names(large)
     assert names and large.run.problems == [f"{part} is damaged; its rows are left out"]
     assert "is damaged" in str(screens.problems(large)) and large.run.sql("SELECT 1 AS one FROM modules").num_rows == len(names)

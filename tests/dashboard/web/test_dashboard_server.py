@@ -28,7 +28,7 @@ from fp8debug_dashboard.web import plot_library, screens, server, start
 from fp8debug_dashboard.web.app import EARLY
 from fp8debug_dashboard.web.mantine import dmc
 from fp8debug_dashboard.web.screens import PAGES, is_pending, settled
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
 
@@ -142,12 +142,12 @@ def test_serve_answers_and_names_its_address(
 ) -> None:
     made: queue.Queue[Any] = queue.Queue()
 
-    def keep(*args: Any, **options: Any) -> Any:
+    def cache(*args: Any, **options: Any) -> Any:
         found = make_server(*args, **options)
         made.put(found)
         return found
 
-    monkeypatch.setattr(server, "make_server", keep)
+    monkeypatch.setattr(server, "make_server", cache)
     thread = threading.Thread(target=serve, args=(folder / "sick",), kwargs={"port": 0, "token": TOKEN}, daemon=True)
     thread.start()
     running = made.get(timeout=30)
@@ -188,14 +188,14 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
-    before, source = digest(folder), Source(folder)
+    before, source = digest(folder), ServedFolder(folder)
     runs.layout(source)
     for name in ("sick", "healthy", "no-loss", "<b>hostile<b>"):
         for page in PAGES.values():
-            view, opened = View(page.name, name, {"with": "healthy"}), source.open(name)
-            page.layout(view, opened)
-            page.settle(view, opened)
-            page.parts(view, opened)
+            view, run_view = View(page.name, name, {"with": "healthy"}), source.open(name)
+            page.layout(view, run_view)
+            page.settle(view, run_view)
+            page.parts(view, run_view)
     assert digest(folder) == before
 
 
@@ -212,43 +212,43 @@ def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
     ],
 )
 def test_any_url_gives_a_page_that_agrees_with_its_outputs(folder: Path, page: Any, params: dict[str, str]) -> None:
-    opened = Source(folder).open("sick")
+    run_view = ServedFolder(folder).open("sick")
     view = View(page.name, "sick", params)
-    text = json.dumps(page.layout(view, opened).to_plotly_json(), default=lambda o: o.to_plotly_json(), skipkeys=True)
-    assert len(page.parts(view, opened)) == len(page.outputs)
-    page.settle(view, opened)
-    assert not page.is_pending(view, opened)
-    assert len(page.parts(view, opened)) == len(page.outputs)
+    text = json.dumps(page.layout(view, run_view).to_plotly_json(), default=lambda o: o.to_plotly_json(), skipkeys=True)
+    assert len(page.parts(view, run_view)) == len(page.outputs)
+    page.settle(view, run_view)
+    assert not page.is_pending(view, run_view)
+    assert len(page.parts(view, run_view)) == len(page.outputs)
     if params.get("module") != "no.such" or page.name != "module":
         assert all(f'"{name}"' in text for name, _ in page.outputs)
 
 
 def test_what_comes_right_after_the_layout_is_shown(folder: Path) -> None:
-    source, view = Source(folder), View("overview", "healthy")
+    source, view = ServedFolder(folder), View("overview", "healthy")
     assert is_pending(view, source)
-    opened = source.open("healthy")
-    assert settled(PAGES["overview"], view, opened, False) and not is_pending(view, source)
-    assert settled(PAGES["overview"], view, opened, True), "it was drawn without what is known now"
-    assert not settled(PAGES["overview"], view, opened, False)
+    run_view = source.open("healthy")
+    assert settled(PAGES["overview"], view, run_view, False) and not is_pending(view, source)
+    assert settled(PAGES["overview"], view, run_view, True), "it was drawn without what is known now"
+    assert not settled(PAGES["overview"], view, run_view, False)
     assert not is_pending(View("overview", None), source) and not is_pending(View("overview", "nope"), source)
 
 
 @pytest.mark.parametrize("page", list(PAGES.values()), ids=lambda page: page.name)
 def test_a_run_of_the_first_schema_is_shown_on_every_page(tmp_path: Path, page: Any) -> None:
     samples.write_old(tmp_path / "old")
-    opened = Source(tmp_path).open("old")
+    run_view = ServedFolder(tmp_path).open("old")
     view = View(page.name, "old", {})
-    page.layout(view, opened)
-    page.settle(view, opened)
-    parts = page.parts(view, opened)
-    assert len(parts) == len(page.outputs) and opened.judge().failure == "" and opened.run.problems == []
+    page.layout(view, run_view)
+    page.settle(view, run_view)
+    parts = page.parts(view, run_view)
+    assert len(parts) == len(page.outputs) and run_view.judge().failure == "" and run_view.run.problems == []
     if page.name in ("heatmap", "module"):
         drawn = dict(zip((name for name, _ in page.outputs), parts, strict=True))["heat" if page.name == "heatmap" else "nine"]
         assert drawn.data
 
 
 def test_the_list_says_when_a_run_was_written(folder: Path) -> None:
-    rows = {row["name"]: row for row in runs.parts(Source(folder))}
+    rows = {row["name"]: row for row in runs.parts(ServedFolder(folder))}
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", rows["sick"]["written"])
     assert rows["empty"]["written"] == NO_DATA
 
@@ -334,8 +334,8 @@ def test_the_app_starts_without_what_reads_a_run() -> None:
 
 def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
     code = (
-        "import sys; from fp8debug_dashboard.data import queries as data; from fp8debug_dashboard.web.source import Source;"
-        " run = Source(sys.argv[1]).open(None).run; data.training(run); data.worst_operands(run); data.heat(run, 'sqnr_db');"
-        " assert 'pandas' not in sys.modules"
+        "import sys; from fp8debug_dashboard.data import queries as data; from fp8debug_dashboard.web.source import ServedFolder;"
+        " run = ServedFolder(sys.argv[1]).open(None).run; data.training(run); data.worst_operands(run);"
+        " data.heat(run, 'sqnr_db'); assert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "healthy")], check=True)

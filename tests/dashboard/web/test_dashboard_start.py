@@ -21,7 +21,7 @@ from fp8debug_dashboard.pages import overview
 from fp8debug_dashboard.web import run_view, server, start
 from fp8debug_dashboard.web.early_shell import HEAD, Front, inline_scripts, with_nonce
 from fp8debug_dashboard.web.plot_library import PATH
-from fp8debug_dashboard.web.source import Source
+from fp8debug_dashboard.web.source import ServedFolder
 from tests.dashboard.serving import listening, served
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def test_without_the_token_not_even_the_head_is_sent() -> None:
 
 
 def test_an_app_that_cannot_be_made_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: Source, token: str | None) -> flask.Flask:
+    def fail(source: ServedFolder, token: str | None) -> flask.Flask:
         raise UsageError("of an app")
 
     monkeypatch.setattr(start, "_made", fail)
@@ -123,7 +123,7 @@ def test_an_app_that_cannot_be_made_ends_the_server(folder: Path, monkeypatch: p
     assert gc.isenabled() == collects and gc.get_freeze_count() == 0
     waits = Front()
     with pytest.raises(UsageError, match="of an app"):
-        waits.become(lambda: fail(Source(folder), None))
+        waits.become(lambda: fail(ServedFolder(folder), None))
     with pytest.raises(RuntimeError, match="could not be made"):
         asked(waits, "/_dash-layout")
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.rules import RULES, triage
-from fp8debug.rules.engine.config import Settings, load_settings
+from fp8debug.rules.engine.config import ProjectSettings, load_settings
 from fp8debug.rules.engine.selection import configured
 from tests.rules.sick_runs import FIRES
 from tests.synthetic import build
@@ -40,7 +40,7 @@ def test_the_nearest_pyproject_that_speaks_of_us_counts(tmp_path: Path) -> None:
     written(tmp_path / "a", "[tool.other]\ny = 2\n")
     (tmp_path / "a" / "b").mkdir()
     found = load_settings(start=tmp_path / "a" / "b")
-    assert found == Settings(
+    assert found == ProjectSettings(
         path=path.resolve(),
         select=("F10",),
         ignore=("F105",),

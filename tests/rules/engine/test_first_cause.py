@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import Findings, Severity, triage
-from fp8debug.rules.reading.nonfinite import Origin, first_poison
+from fp8debug.rules.reading.nonfinite import NonfiniteOrigin, first_poison
 from tests.rules.sick_runs import CLIPPED, CULPRIT, FIRES, FLUSHED, INPUT, NAN, WEIGHT
 from tests.synthetic import MODULES, Override, Slots, build
 
@@ -30,7 +30,7 @@ RUINED = Override(steps=(50, None), actual=None, slots={"num_nan": every})
 DOWNSTREAM = [poisoned({"module": name, "gemm": "fprop", "tensor": "input"}) for name in NAMES[5:]]
 
 
-def origin(path: Path, *overrides: Override, **plan: Any) -> Origin | None:
+def origin(path: Path, *overrides: Override, **plan: Any) -> NonfiniteOrigin | None:
     return first_poison(build(path / "run", overrides=overrides, **{"steps": SICK_LOSS, **plan}))
 
 

@@ -171,12 +171,12 @@ def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path,
     pytest.importorskip("dash")
     from fp8debug_dashboard.pages import runs
     from fp8debug_dashboard.web.screens import PAGES
-    from fp8debug_dashboard.web.source import Source
+    from fp8debug_dashboard.web.source import ServedFolder
     from fp8debug_dashboard.web.urls import View
 
     write(tmp_path / "exp", plan)
     upload(tmp_path / "exp", "s3://bucket/shown/exp")
-    source = Source("s3://bucket/shown")
+    source = ServedFolder("s3://bucket/shown")
     (row,) = runs.parts(source)
     assert (row["name"], row["last"], row["problems"]) == ("exp", 3, "\u2013") and row["written"].startswith("20")
     opened = source.open("exp")

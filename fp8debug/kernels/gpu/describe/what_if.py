@@ -30,7 +30,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     ROUNDINGS,
     Job,
     Statistics,
-    apart,
+    contiguous_copies,
     empty_statistics,
     tile_of,
     together,
@@ -147,7 +147,7 @@ def _observe_now(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogr
 
 @torch.library.custom_op("fp8debug::observe", mutates_args=())
 def _observe(x: Tensor, casts: str, scale_invs: list[Tensor | None], histogram: bool) -> list[Tensor]:
-    return apart(_observe_now(x, casts, scale_invs, histogram))
+    return contiguous_copies(_observe_now(x, casts, scale_invs, histogram))
 
 
 @_observe.register_fake

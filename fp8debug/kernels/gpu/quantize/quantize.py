@@ -20,7 +20,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     OPERAND,
     Job,
     Statistics,
-    apart,
+    contiguous_copies,
     cut,
     empty_statistics,
     new_outputs,
@@ -75,7 +75,7 @@ def _quantize(
     x: Tensor, row_cast: str, column_cast: str, scale_inv: Tensor | None, statistics: bool, histogram: bool
 ) -> list[Tensor]:
     found = _quantize_now(x, row_cast, column_cast, scale_inv, statistics, histogram)
-    return [*found[:-5], *apart(found[-5:])] if statistics else found
+    return [*found[:-5], *contiguous_copies(found[-5:])] if statistics else found
 
 
 @_quantize.register_fake

@@ -256,7 +256,7 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     return data, x.new_empty(grid, dtype=torch.float32)
 
 
-def apart(found: Sequence[Tensor]) -> list[Tensor]:
+def contiguous_copies(found: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of statistics, which may be parts of one tensor: an op of torch.library must not return such."""
     return [tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
 
