@@ -303,7 +303,27 @@ def test_a_file_lies_in_the_folder_of_its_subject(folder: str) -> None:
     assert len(found) <= LOOSE[folder], found
 
 
+def classes_named_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the modules of each class name that stands more than once, inside functions and with an underscore too."""
+    found: dict[str, list[str]] = {}
+    for module, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_one_thing_has_one_name() -> None:
+    assert classes_named_twice(SOURCES) == {}
+
+
 # The checker itself, on made-up sources.
+
+
+def test_a_class_name_that_stands_twice_is_found_inside_a_function_too() -> None:
+    inside = "def make():\n    class _Plan:\n        pass\n"
+    sources = {"fp8debug.a": "class _Plan:\n    pass\nclass Cast:\n    pass\n", "fp8debug.b": inside}
+    assert classes_named_twice(sources) == {"_Plan": ["fp8debug.a", "fp8debug.b"]}
 
 
 def test_an_upward_import_is_found_even_inside_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

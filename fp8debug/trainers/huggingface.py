@@ -24,7 +24,7 @@ class HuggingFace:
         losses = LossSum()
         norms: list[Any] = []
 
-        class Fp8DebugCallback(TrainerCallback):  # type: ignore[misc]  # a class of a library without types
+        class HuggingFaceCallback(TrainerCallback):  # type: ignore[misc]  # a class of a library without types
             """Tells the recorder."""
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class HuggingFace:
             def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 recorder.finish()
 
-        callback = Fp8DebugCallback()
+        callback = HuggingFaceCallback()
         target.add_callback(callback)
         undo = [
             replace(target, "training_step", notifying(losses.add)),

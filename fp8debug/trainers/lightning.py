@@ -28,7 +28,7 @@ class Lightning:
         losses = LossSum()
         undo: list[Callable[[], None]] = []
 
-        class Fp8DebugCallback(Callback):  # type: ignore[misc]  # a class of a library without types
+        class LightningCallback(Callback):  # type: ignore[misc]  # a class of a library without types
             """Tells the recorder."""
 
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -67,7 +67,7 @@ class Lightning:
             return clipped
 
         listen = notifying(lambda norm: recorder.note(grad_norm=norm))
-        callback = Fp8DebugCallback()
+        callback = LightningCallback()
         target.callbacks.append(callback)
 
         def leave() -> None:
