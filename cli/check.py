@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+from collections.abc import Callable
+from functools import partial
 
 import click
 
 from fp8debug.checkpoints import CHECKS, CheckReport, TensorFinding, check_checkpoint
 from fp8debug.escaping import one_line
-from fp8debug.rules import Severity
 from fp8debug.rules.engine.config import load_settings
 
-from .console import print_table, progress, write_file
-from .output import MultilineCell, echo
-from .triage import FORMATS, SEVERITIES, names, split_codes
+from .console import print_table, progress
+from .finding_report import cause_cell, counted, end_with, report_options, split_codes, write_report
+from .output import echo
 
 
 @click.command("check")
 @click.argument("checkpoint")
 @click.option("--against", metavar="CHECKPOINT", help="Compare with this one: the BF16 original, or the master weights.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
-@click.option("-o", "--output", metavar="FILE", default="-", help="Write to FILE; stdout by default.")
-@click.option(
-    "--fail-on",
-    type=click.Choice([*SEVERITIES, "never"]),
-    help="Exit with 1 when a finding is at least that severe.  [default: warning]",
-)
+@report_options
 @click.option("--select", metavar="CODES", help="Only these, e.g. F21,F203.  [default: all]")
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--tensors", "wants_tensors", is_flag=True, help="Also list every quantized weight with its numbers.")
@@ -52,7 +45,6 @@ def command(
     the checkpoint can be read.
     """
     settings = load_settings(config).of_checkpoints(CHECKS)
-    limit = fail_on or settings.fail_on or "warning"
     with progress("checking") as show:
         report = check_checkpoint(
             checkpoint,
@@ -62,29 +54,19 @@ def command(
             thresholds=settings.thresholds,
             progress=show,
         )
-    if form != "table":
-        write_file(output, _rendered(report, form))
-    elif output == "-":
-        _print(report, wants_tensors=wants_tensors)
-    else:
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            _print(report, wants_tensors=wants_tensors)
-        write_file(output, text.getvalue())
-    if limit != "never" and report.reaches(Severity.parse(limit)):
-        ctx.exit(1)
+    write_report(report, form, output, partial(_print, report, wants_tensors=wants_tensors), _documents(report))
+    end_with(ctx, report, fail_on or settings.fail_on or "warning")
 
 
-def _rendered(report: CheckReport, form: str) -> str:
-    if form in ("json", "csv"):
-        return report.to_json() if form == "json" else report.to_csv()
+def _documents(report: CheckReport) -> dict[str, Callable[[], str]]:
     from fp8debug.reports import checkpoint
 
-    return {"github": checkpoint.to_github, "sarif": checkpoint.to_sarif, "html": checkpoint.to_html}[form](report)
+    forms = {"github": checkpoint.to_github, "sarif": checkpoint.to_sarif, "html": checkpoint.to_html}
+    return {form: partial(render, report) for form, render in forms.items()}
 
 
 def _print(report: CheckReport, *, wants_tensors: bool) -> None:
-    number = f"{len(report)} finding{'' if len(report) == 1 else 's'}"
-    echo(f"{one_line(report.checkpoint)}: {report.verdict}, {number}")
+    echo(f"{one_line(report.checkpoint)}: {counted(report)}")
     echo(one_line(report.summary))
     if report:
         echo()
@@ -101,6 +83,4 @@ def _print(report: CheckReport, *, wants_tensors: bool) -> None:
 
 
 def _row(finding: TensorFinding) -> list[object]:
-    text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
-    text += [f"also: {names(finding.also)}"] if finding.also else []
-    return [finding.code, str(finding.severity), finding.tensor or finding.file, MultilineCell("\n".join(text))]
+    return [finding.code, str(finding.severity), finding.tensor or finding.file, cause_cell(finding, also=finding.also)]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+from collections.abc import Callable
+from functools import partial
 
 import click
 
 from fp8debug.escaping import one_line
 from fp8debug.parity import ParityReport, compare_paths
 from fp8debug.parity.rules import PathFinding
-from fp8debug.rules import Severity
 
-from .console import print_table, progress, write_file
-from .output import MultilineCell, echo
-from .triage import FORMATS, SEVERITIES, names
+from .console import print_table, progress
+from .finding_report import cause_cell, counted, end_with, report_options, write_report
+from .output import echo
 
 
 @click.command("parity")
@@ -22,15 +21,7 @@ from .triage import FORMATS, SEVERITIES, names
 @click.argument("rollout")
 @click.option("--repeat", metavar="DUMP", help="A second dump of one path: what it differs by is noise.")
 @click.option("--names", "table", metavar="FILE", help="TOML table of names that the two stacks do not share.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
-@click.option("-o", "--output", metavar="FILE", default="-", help="Write to FILE; stdout by default.")
-@click.option(
-    "--fail-on",
-    type=click.Choice([*SEVERITIES, "never"]),
-    default="warning",
-    show_default=True,
-    help="Exit with 1 when a finding is at least that severe.",
-)
+@report_options
 @click.option("--modules", "wants_modules", is_flag=True, help="Also list every compared module with its numbers.")
 @click.pass_context
 def command(
@@ -41,7 +32,7 @@ def command(
     table: str | None,
     form: str,
     output: str,
-    fail_on: str,
+    fail_on: str | None,
     wants_modules: bool,
 ) -> None:
     """Name the first module at which TRAIN and ROLLOUT part given the input it got, and the cause.
@@ -52,29 +43,19 @@ def command(
     """
     with progress("comparing") as show:
         report = compare_paths(train, rollout, repeat, names=table, progress=show)
-    if form != "table":
-        write_file(output, _rendered(report, form))
-    elif output == "-":
-        _print(report, wants_modules=wants_modules)
-    else:
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            _print(report, wants_modules=wants_modules)
-        write_file(output, text.getvalue())
-    if fail_on != "never" and report.reaches(Severity.parse(fail_on)):
-        ctx.exit(1)
+    write_report(report, form, output, partial(_print, report, wants_modules=wants_modules), _documents(report))
+    end_with(ctx, report, fail_on or "warning")
 
 
-def _rendered(report: ParityReport, form: str) -> str:
-    if form in ("json", "csv"):
-        return report.to_json() if form == "json" else report.to_csv()
+def _documents(report: ParityReport) -> dict[str, Callable[[], str]]:
     from fp8debug.reports import parity
 
-    return {"github": parity.to_github, "sarif": parity.to_sarif, "html": parity.to_html}[form](report)
+    forms = {"github": parity.to_github, "sarif": parity.to_sarif, "html": parity.to_html}
+    return {form: partial(render, report) for form, render in forms.items()}
 
 
 def _print(report: ParityReport, *, wants_modules: bool) -> None:
-    number = f"{len(report)} finding{'' if len(report) == 1 else 's'}"
-    echo(f"{one_line(report.train)} and {one_line(report.rollout)}: {report.verdict}, {number}")
+    echo(f"{one_line(report.train)} and {one_line(report.rollout)}: {counted(report)}")
     echo(one_line(report.summary))
     for problem in report.problems:
         echo(f"not read: {problem}")
@@ -96,6 +77,4 @@ def _print(report: ParityReport, *, wants_modules: bool) -> None:
 
 
 def _row(finding: PathFinding) -> list[object]:
-    text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
-    text += [f"also: {names(finding.also)}"] if finding.also else []
-    return [finding.code, str(finding.severity), finding.module, MultilineCell("\n".join(text))]
+    return [finding.code, str(finding.severity), finding.module, cause_cell(finding, also=finding.also)]

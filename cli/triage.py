@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import click
 
 from fp8debug.escaping import one_line
-from fp8debug.rules import Finding, Findings, Severity, triage
+from fp8debug.rules import Finding, Findings, triage
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
 from fp8debug.rules.engine.config import load_settings
 from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
 
-from .console import cell, print_table, progress, write_file
+from .console import cell, print_table, progress
 from .engine_options import engine_options
-from .output import MultilineCell, echo
+from .finding_report import cause_cell, counted, end_with, report_options, split_codes, write_report
+from .output import echo
 
-SEVERITIES = [str(severity) for severity in reversed(Severity)]
-FORMATS = ["table", "json", "csv", "github", "sarif", "html"]
-#: Names of other modules, and differences from a baseline, that a table shows; JSON has them all.
-MAX_NAMES, MAX_DIFFERENCES = 4, 12
+#: Differences from a baseline that a table shows; JSON has them all.
+MAX_DIFFERENCES = 12
 
 
 @click.command("triage")
 @click.argument("run", nargs=-1, required=True)
 @click.option("--baseline", metavar="RUN", help="Compare loss and configuration with this run, usually one in BF16.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
-@click.option("-o", "--output", metavar="FILE", default="-", help="Write to FILE; stdout by default.")
-@click.option(
-    "--fail-on",
-    type=click.Choice([*SEVERITIES, "never"]),
-    help="Exit with 1 when a finding is at least that severe.  [default: warning]",
-)
+@report_options
 @click.option("--select", metavar="CODES", help="Only these, e.g. F10,F113.  [default: all]")
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
@@ -60,7 +52,6 @@ def command(
     counts as a warning; 2: usage; 3: the run cannot be read.
     """
     settings = load_settings(config)
-    limit = fail_on or settings.fail_on or "warning"
     opened = open_run(*run)
     against = open_run(baseline) if baseline else None
     with progress("judging") as report:
@@ -72,46 +63,35 @@ def command(
             thresholds=settings.thresholds,
             progress=report,
         )
-    if form != "table":
-        write_file(output, _rendered(opened, findings, form))
-    elif output == "-":
-        _print(findings)
-    else:
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            _print(findings)
-        write_file(output, text.getvalue())
+    write_report(findings, form, output, partial(_print, findings), _documents(opened, findings))
     for reason in dict.fromkeys(reason for _, reason in findings.skipped) if form == "table" else ():
         codes = ", ".join(code for code, why in findings.skipped if why == reason)
         echo(f"skipped {codes}: {reason}", err=True)
-    if limit != "never" and findings.reaches(Severity.parse(limit)):
-        ctx.exit(1)
+    end_with(ctx, findings, fail_on or settings.fail_on or "warning")
 
 
-def split_codes(text: str) -> list[str]:
-    """Return the codes of an option, which commas part."""
-    return [code.strip() for code in text.split(",") if code.strip()]
-
-
-def _rendered(run: Run, findings: Findings, form: str) -> str:
-    if form in ("json", "csv"):
-        return findings.to_json() if form == "json" else findings.to_csv()
-    if form == "github":
+def _documents(run: Run, findings: Findings) -> dict[str, Callable[[], str]]:
+    def to_github() -> str:
         from fp8debug.reports.github import to_github
 
         return to_github(findings)
-    if form == "sarif":
+
+    def to_sarif() -> str:
         from fp8debug.reports.sarif import to_sarif
 
         return to_sarif(findings)
-    from fp8debug.reports.page import to_html
 
-    return to_html(run, findings)
+    def to_html() -> str:
+        from fp8debug.reports.page import to_html
+
+        return to_html(run, findings)
+
+    return {"github": to_github, "sarif": to_sarif, "html": to_html}
 
 
 def _print(findings: Findings) -> None:
     first, last = findings.steps
-    number = f"{len(findings)} finding{'' if len(findings) == 1 else 's'}"
-    echo(f"{findings.run}: {findings.verdict}, {number}, steps {first} to {last}")
+    echo(f"{findings.run}: {counted(findings)}, steps {first} to {last}")
     if findings.classification is not None:
         echo(f"class: {findings.classification['title']}: {findings.classification['what']}")
         for line in findings.classification["evidence"]:
@@ -130,16 +110,9 @@ def _print(findings: Findings) -> None:
 
 def _row(finding: Finding) -> list[object]:
     site = " ".join(word for word in (finding.gemm, finding.tensor) if word)
-    text = [one_line(finding.message), f"cure: {one_line(finding.cure)}"]
-    text += [f"{title}: {names(found)}" for title, found in (("also", finding.also), ("victims", finding.victims)) if found]
     steps = "-".join(map(str, dict.fromkeys(finding.steps)))
-    return [finding.code, str(finding.severity), finding.module, site or None, steps, MultilineCell("\n".join(text))]
-
-
-def names(found: tuple[str, ...]) -> str:
-    """Return the first names, and how many more there are."""
-    more = len(found[MAX_NAMES:])
-    return ", ".join(map(one_line, found[:MAX_NAMES])) + (f" and {more} more" if more else "")
+    cause = cause_cell(finding, also=finding.also, victims=finding.victims)
+    return [finding.code, str(finding.severity), finding.module, site or None, steps, cause]
 
 
 def _print_baseline(baseline: Mapping[str, Any]) -> None:

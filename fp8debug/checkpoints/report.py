@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fp8debug.checkpoints.rules.base import Judged, JudgedWeight, TensorFinding
-from fp8debug.escaping import field
-from fp8debug.rules.base import Severity, finite
+from fp8debug.rules.base import finite
+from fp8debug.rules.engine.report import Report
 
 #: What each version of the JSON document changed. 1: first version; a new key makes no new version.
 JSON_SCHEMA = 1
@@ -22,7 +19,7 @@ CSV_COLUMNS = (
 )
 
 
-class CheckReport(list[TensorFinding]):
+class CheckReport(Report[TensorFinding]):
     """Findings about a checkpoint, errors first, with what was looked at and what was not.
 
     Args:
@@ -34,6 +31,8 @@ class CheckReport(list[TensorFinding]):
         skipped: (code, reason) of each rule that was not asked.
         thresholds: in force, by code.
     """
+
+    columns = CSV_COLUMNS
 
     def __init__(
         self,
@@ -50,15 +49,6 @@ class CheckReport(list[TensorFinding]):
         self.checkpoint, self.against, self.judged = checkpoint, against, judged
         self.not_judged, self.skipped = list(not_judged), list(skipped)
         self.thresholds = {code: dict(limits) for code, limits in thresholds.items()}
-
-    @property
-    def verdict(self) -> str:
-        """The highest severity, or ``ok``."""
-        return str(max(finding.severity for finding in self)) if self else "ok"
-
-    def reaches(self, severity: Severity) -> bool:
-        """Tell whether any finding is at least that severe."""
-        return any(finding.severity >= severity for finding in self)
 
     @property
     def layouts(self) -> dict[str, int]:
@@ -93,20 +83,6 @@ class CheckReport(list[TensorFinding]):
             "skipped": [{"code": code, "reason": reason} for code, reason in self.skipped],
             "thresholds": {code: {k: finite(v) for k, v in limits.items()} for code, limits in self.thresholds.items()},
         }
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as text; strict JSON, without NaN or Infinity."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-
-    def to_csv(self) -> str:
-        """Return one line per finding under the keys of the JSON; lists are joined by spaces."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(CSV_COLUMNS), lineterminator="\n")
-        writer.writeheader()
-        for finding in self:
-            values = finding.to_dict()
-            writer.writerow({k: field(" ".join(v) if isinstance(v, list) else v) for k, v in values.items()})
-        return text.getvalue()
 
 
 def _kind(one: JudgedWeight) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fp8debug.escaping import field
 from fp8debug.parity.measures import Measures
 from fp8debug.parity.rules import PathFinding
-from fp8debug.rules.base import Severity, finite
+from fp8debug.rules.base import finite
+from fp8debug.rules.engine.report import Report
 
 #: What each version of the JSON document changed. 1: first version; a new key makes no new version.
 JSON_SCHEMA = 1
@@ -20,7 +17,7 @@ CSV_COLUMNS = (
 )
 
 
-class ParityReport(list[PathFinding]):
+class ParityReport(Report[PathFinding]):
     """Findings, the culprit first, with every compared module.
 
     Args:
@@ -33,6 +30,8 @@ class ParityReport(list[PathFinding]):
         unmatched: modules of one path alone, with that path.
         problems: what could not be read.
     """
+
+    columns = CSV_COLUMNS
 
     def __init__(
         self,
@@ -50,15 +49,6 @@ class ParityReport(list[PathFinding]):
         self.train, self.rollout, self.repeat = train, rollout, repeat
         self.modules, self.metrics = list(modules), dict(metrics)
         self.unmatched, self.problems = list(unmatched), list(problems)
-
-    @property
-    def verdict(self) -> str:
-        """The highest severity, or ``ok``."""
-        return str(max(finding.severity for finding in self)) if self else "ok"
-
-    def reaches(self, severity: Severity) -> bool:
-        """Tell whether any finding is at least that severe."""
-        return any(finding.severity >= severity for finding in self)
 
     @property
     def summary(self) -> str:
@@ -83,20 +73,6 @@ class ParityReport(list[PathFinding]):
             "unmatched": [{"module": name, "path": path} for name, path in self.unmatched],
             "problems": self.problems,
         }
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as text; strict JSON."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-
-    def to_csv(self) -> str:
-        """Return one line per finding under the keys of the JSON."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(CSV_COLUMNS), lineterminator="\n")
-        writer.writeheader()
-        for finding in self:
-            values = finding.to_dict()
-            writer.writerow({k: field(" ".join(v) if isinstance(v, list) else v) for k, v in values.items()})
-        return text.getvalue()
 
 
 def row(one: Measures) -> dict[str, Any]:

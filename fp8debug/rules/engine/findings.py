@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fp8debug.escaping import field
 from fp8debug.rules.base import Finding, Severity, finite
 from fp8debug.rules.comparison.configuration import without_nonfinite
+from fp8debug.rules.engine.report import Report
 
 #: What each version of the JSON document changed. 1: first version (fp8debug 0.1); a new key makes no new version.
 JSON_SCHEMA = 1
 
 
-class Findings(list[Finding]):
+def _flat(finding: Finding) -> dict[str, Any]:
+    values = finding.to_dict()
+    first, last = values.pop("steps")
+    return {**values, "first_step": first, "last_step": last}
+
+
+#: The columns of the CSV.
+CSV_COLUMNS = tuple(_flat(Finding(code="", name="", severity=Severity.INFO, steps=(0, 0), message="", cure="")))
+
+
+class Findings(Report[Finding]):
     """Findings, the culprit first, with the rules that could not judge.
 
     Args:
@@ -29,6 +36,8 @@ class Findings(list[Finding]):
         thresholds: in force, by code of each rule that was asked.
         lost: what the run stopped recording before its end, as ``module``, ``rank``, ``step``, ``until`` and ``reason``.
     """
+
+    columns = CSV_COLUMNS
 
     def __init__(
         self,
@@ -52,14 +61,9 @@ class Findings(list[Finding]):
         self.thresholds = {code: dict(limits) for code, limits in (thresholds or {}).items()}
 
     @property
-    def verdict(self) -> str:
-        """The highest severity, at least ``warning`` where something was lost, or ``ok``."""
-        severities = [finding.severity for finding in self] + ([Severity.WARNING] if self.lost else [])
-        return str(max(severities)) if severities else "ok"
-
-    def reaches(self, severity: Severity) -> bool:
-        """Tell whether any finding is at least that severe; what was lost counts as a warning."""
-        return any(finding.severity >= severity for finding in self) or (bool(self.lost) and severity <= Severity.WARNING)
+    def severities(self) -> list[Severity]:
+        """The severity of every finding; what was lost counts as a warning."""
+        return super().severities + ([Severity.WARNING] if self.lost else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``triage --format json`` (docs/triage.md); ``baseline`` only where there is one."""
@@ -76,29 +80,6 @@ class Findings(list[Finding]):
         }
         return {**document, "baseline": without_nonfinite(self.baseline)} if self.baseline is not None else document
 
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as text; strict JSON, without NaN or Infinity."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-
-    def to_csv(self) -> str:
-        """Return one line per finding under the keys of the JSON; steps are two columns, lists are joined by spaces."""
-        keys = list(CSV_COLUMNS)
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=keys, lineterminator="\n")
-        writer.writeheader()
-        for finding in self:
-            writer.writerow(_flat(finding))
-        return text.getvalue()
-
-
-def _flat(finding: Finding) -> dict[str, Any]:
-    values = finding.to_dict()
-    first, last = values.pop("steps")
-    flat = {**values, "first_step": first, "last_step": last}
-    return {key: field(" ".join(map(str, value)) if isinstance(value, list) else value) for key, value in flat.items()}
-
-
-#: The columns of the CSV.
-CSV_COLUMNS = tuple(
-    _flat(Finding(code="", name="", severity=Severity.INFO, steps=(0, 0), message="", cure="")),
-)
+    def flat(self, finding: Finding) -> dict[str, Any]:
+        """Return the values of a finding's line by column; first and last step are two."""
+        return _flat(finding)
