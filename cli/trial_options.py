@@ -81,7 +81,7 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
     steps = options["steps"]
     if steps is None:
         first, last = run.steps_range
-        steps = min(last - first + 1, DEFAULT_STEPS)
+        steps = max(1, min(last - first + 1 - options.get("held", 0), DEFAULT_STEPS))  # the script may end where RUN did
     if options["last"] is not None and not 1 <= options["last"] <= steps:
         raise UsageError(f"--last must be between 1 and the {steps} steps of the window, got {options['last']}")
     return Script(

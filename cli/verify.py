@@ -21,6 +21,7 @@ from .trial_options import ScriptCommand, make_script, script_options, shares
 from .trial_progress import Trainings, announce
 
 HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
+INFERENCE_HEADER = ["weights of", "inference in", "loss", "own loss", "difference", "counts"]
 #: Verdicts with which a script of the user's may go on.
 FINE = ("closed", "nothing_to_close")
 
@@ -31,6 +32,14 @@ FINE = ("closed", "nothing_to_close")
 @click.option("--fallbacks", metavar="FILE", help="Fallback list to try [what `fp8debug fallback RUN` recommends].")
 @click.option("--budget", default="10%", show_default=True, help="Of that recommendation.")
 @click.option("--arms", metavar="NAMES", default=",".join(ARMS), show_default=True, help="Comma-separated; bf16 and fp8 always.")
+@click.option(
+    "--inference",
+    "held",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="After the window hold the trained weights for N steps and compare BF16 with FP8 inference.",
+)
 @click.option("--every", type=int, help="Record statistics every so many steps too [losses alone].")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def command(**options: Any) -> int:
@@ -54,7 +63,7 @@ def command(**options: Any) -> int:
         candidates = recommend(run, triage(run), parse_share(options["budget"]))
         if not candidates:
             warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
-    arms = arms_of(names, [entry.to_dict() for entry in candidates], positional_prior(run), script.recipe)
+    arms = arms_of(names, [entry.to_dict() for entry in candidates], positional_prior(run), script.recipe, options["held"])
     folder = Path(options["out"]) if options["out"] else run.path / "verify"
     trials = Trials(folder, script, fresh=options["fresh"])
     number = len(arms) * options["repeats"]
@@ -74,7 +83,7 @@ def command(**options: Any) -> int:
             report=report,
             **limits,
         )
-    for arm in found["arms"]:
+    for arm in [{**entry, "name": entry["arm"]} for entry in found["inference"]] + found["arms"]:
         if arm["problem"]:
             warn(f"arm {arm['name']}: {arm['problem']}")
             echo("".join(f"    {line}\n" for line in arm["stderr"].splitlines()), nl=False, err=True)
@@ -84,6 +93,10 @@ def command(**options: Any) -> int:
         rows = [_row(arm) for arm in found["arms"]]
         print_table(HEADER, rows, wrap=["arm", "what"], drop=["what", "trainings"], more="--format json")
         echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
+        if found["inference"]:
+            echo("")
+            print_table(INFERENCE_HEADER, [_inference_row(entry) for entry in found["inference"]])
+            echo("")
         for statement in found["statements"]:
             echo(statement)
     echo(f"Wrote {save_as}", err=True)
@@ -98,6 +111,11 @@ def _row(arm: dict[str, Any]) -> list[object]:
     share = None if arm["name"] in ("bf16", "fp8") else band(arm["share"])
     closed = None if arm["name"] in ("bf16", "fp8") else arm["closed"]
     return [arm["name"], arm["about"], arm["loss"], above, share, closed, trained]
+
+
+def _inference_row(entry: dict[str, Any]) -> list[object]:
+    counts = {True: "yes", False: "no"}.get(entry["counts"])
+    return [entry["weights"], entry["inference"], entry["loss"], entry["own_loss"], band(entry["above"]), counts]
 
 
 def band(found: dict[str, float | None] | None) -> str | None:

@@ -49,24 +49,34 @@ class Arm:
             and dequantizes each operand as the script has it, and runs the GEMMs in the model's own dtype.
         fallbacks: entries of a fallback list, applied to an ``fp8`` arm.
         recipe: what a model without FP8 modules is converted to; None leaves such a model to be an error.
+        held: steps after the window in which the weights stay as they were trained, for the loss of inference.
+        inference: ``bf16`` or ``fp8`` in those steps; None is what it was trained in.
 
     Raises:
-        UnknownNameError: no such compute.
+        UnknownNameError: no such compute, or no such inference.
+        UsageError: a negative number of held steps, or an inference without any.
     """
 
     name: str
     compute: str = "fp8"
     fallbacks: tuple[Mapping[str, Any], ...] = ()
     recipe: str | None = None
+    held: int = 0
+    inference: str | None = None
 
     def __post_init__(self) -> None:
         if self.compute not in COMPUTES:
             raise UnknownNameError("compute of an arm", self.compute, COMPUTES)
+        if self.inference not in (None, "bf16", "fp8"):
+            raise UnknownNameError("inference of an arm", self.inference, ("bf16", "fp8"))
+        if self.held < 0 or (self.inference is not None and not self.held):
+            raise UsageError(f"inference needs at least one step with the weights held, got {self.held}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         entries = [dict(entry) for entry in self.fallbacks]
-        return {"name": self.name, "compute": self.compute, "fallbacks": entries, "recipe": self.recipe}
+        values = {"name": self.name, "compute": self.compute, "fallbacks": entries, "recipe": self.recipe}
+        return {**values, "held": self.held, "inference": self.inference} if self.held else values
 
     @classmethod
     def read(cls, text: str) -> Arm:

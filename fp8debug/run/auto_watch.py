@@ -32,6 +32,7 @@ from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.run.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
+from fp8debug.run.held_weights import HeldWeights
 from fp8debug.run.loss_meter import LossMeter, untraced
 from fp8debug.trainers import loop_of
 from fp8debug.trainers.base import replace
@@ -261,6 +262,8 @@ class ArmWatch:
         self._root: nn.Module | None = None  # the module whose forward begins a step
         self._targets: list[nn.Module] = []
         self._first = self._num_watches = 0
+        self._held: HeldWeights | None = None
+        self._held_step = -1
         self._own_watch = attach.watch
 
     def start(self) -> None:
@@ -326,6 +329,8 @@ class ArmWatch:
 
     def _begin(self, module: nn.Module) -> None:
         roots = self._targets or roots_of(module)
+        if self._arm.held:
+            self._held = HeldWeights(self._arm, roots)
         applied = apply_arm(self._arm, roots, self._first)
         if self.watch is None:
             self._num_watches += 1
@@ -337,8 +342,17 @@ class ArmWatch:
     def _begin_step(self) -> None:
         assert self.watch is not None
         self.watch.begin_step()
-        if self._steps is not None and self.watch.current_step - self._first >= self._steps:
+        done = self.watch.current_step - self._first
+        if self._steps is None or done < self._steps:
+            return
+        if done >= self._steps + self._arm.held:
             raise SystemExit(0)
+        if self._held is not None and done != self._held_step:  # once a step, whatever the number of its micro-batches
+            self._held_step = done
+            try:
+                self._held.hold()
+            except Fp8DebugError as error:
+                _refuse(str(error))
 
 
 def trained_by(loss: Tensor) -> list[Tensor]:

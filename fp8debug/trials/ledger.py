@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Trial:
         problem: why it cannot be used, in one line; None when it can.
         stderr: last lines of its stderr, for a problem.
         reused: it was done before this call.
+        held_losses: of the steps after the window, in which the weights were held.
     """
 
     arm: str
@@ -52,6 +53,7 @@ class Trial:
     problem: str | None = None
     stderr: str = ""
     reused: bool = False
+    held_losses: tuple[float, ...] = ()
 
     @property
     def diverged(self) -> bool:
@@ -63,11 +65,12 @@ class Trial:
         return {
             "arm": self.arm,
             "repeat": self.repeat,
-            "losses": [loss if math.isfinite(loss) else str(loss) for loss in self.losses],
+            "losses": _finite_or_text(self.losses),
             "first_step": self.first_step,
             "seconds": round(self.seconds, 3),
             "problem": self.problem,
             "stderr": self.stderr,
+            **({"held_losses": _finite_or_text(self.held_losses)} if self.held_losses else {}),
         }
 
 
@@ -119,7 +122,7 @@ class Trials:
             document = read_json(path, self.folder)
             version, identity, trials = document["schema"], dict(document["identity"]), document["trials"]
             rows = trials.items() if version == SCHEMA else ()
-            known = {name: Trial(**{**values, "losses": _losses(values), "reused": True}) for name, values in rows}
+            known = {name: Trial(**{**values, **_losses(values), "reused": True}) for name, values in rows}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path} cannot be read ({error!r}); {way_out}") from None
         if version != SCHEMA:
@@ -173,25 +176,34 @@ def _renew(out: Path) -> None:
     aside.rename(out)
 
 
-def _losses(values: Mapping[str, Any]) -> tuple[float, ...]:
-    return tuple(float(loss) for loss in values["losses"])
+def _finite_or_text(losses: Sequence[float]) -> list[float | str]:
+    return [loss if math.isfinite(loss) else str(loss) for loss in losses]
+
+
+def _losses(values: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    return {key: tuple(map(float, values.get(key, ()))) for key in ("losses", "held_losses")}
 
 
 def read_trial(arm: Arm, repeat: int, out: Path, ending: Ending, script: Script) -> Trial:
     """Return what a training left in its folder, with the reason when it is of no use."""
     steps: list[int] = []
     losses: list[float] = []
+    held: list[float] = []
     problem = None
     try:
         rows = Run(out).sql("SELECT step, loss FROM steps ORDER BY step").to_pylist()
-        steps = [row["step"] for row in rows if row["loss"] is not None][: script.steps]
-        losses = [row["loss"] for row in rows if row["loss"] is not None][: script.steps]
+        steps = [row["step"] for row in rows if row["loss"] is not None]
+        losses = [row["loss"] for row in rows if row["loss"] is not None]
+        window = sum(step < steps[0] + script.steps for step in steps) if arm.held else script.steps
+        held, losses, steps = losses[window : window + arm.held] if arm.held else [], losses[:window], steps[:window]
         if not losses:
             problem = "no loss was recorded: the script calls neither loss.backward() on a scalar nor watch.step(loss=...)"
     except RunError as error:
         problem = "the script trained no model with a Linear: no forward ran with gradients on"
         if (out / "manifest.json").exists():
             problem = f"no step of it can be read: {error}"
+    if arm.held and losses and not held:
+        problem = f"the script ended after {len(losses)} steps, before any with held weights; lower --steps or let it run longer"
     if ending.timed_out:
         problem = f"stopped after {ending.seconds:.0f} s by --timeout, {len(losses)} of {script.steps} steps done"
     elif refused := next((line for line in ending.stderr.splitlines() if line.startswith(REFUSED)), ""):
@@ -205,6 +217,7 @@ def read_trial(arm: Arm, repeat: int, out: Path, ending: Ending, script: Script)
         arm=arm.name,
         repeat=repeat,
         losses=tuple(losses),
+        held_losses=tuple(held),
         first_step=steps[0] if steps else 0,
         seconds=ending.seconds,
         problem=problem,

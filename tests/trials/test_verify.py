@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from fp8debug.errors import UsageError
 from fp8debug.fallback import positional_prior
 from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
-from fp8debug.trials import arms_of, ledger, verify_run
-from fp8debug.trials.ledger import read_trial
+from fp8debug.trials import Script, arms_of, ledger, verify_run
+from fp8debug.trials.ledger import Trial, read_trial
 from fp8debug.trials.script import Ending
+from fp8debug.trials.verify import inference_gaps
 from tests.trials.laboratory import Laboratory, healthy, planted
 
 FAULTS = {
@@ -250,3 +252,59 @@ def test_a_training_killed_at_a_change_of_its_folder_can_be_done_again(
     assert trials.run(Arm(name="fp8"), 0).losses == first.losses
     assert [path.name for path in out.parent.iterdir() if path.is_dir()] == ["fp8-0"]
     trials.close()
+
+
+def held(arm: str, repeat: int, losses: list[float], problem: str | None = None) -> Trial:
+    return Trial(arm=arm, repeat=repeat, losses=(2.0,), held_losses=tuple(losses), problem=problem)
+
+
+def noisy(repeat: int, shift: float = 0.0) -> list[float]:
+    """Return losses of 16 batches that differ far more from each other than by the shift."""
+    return [3 + math.sin(17 * repeat + 5 * step) + shift + 1e-4 * math.cos(repeat + 3 * step) * bool(shift) for step in range(16)]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_inference_in_the_other_precision_is_judged_batch_by_batch(repeats: int) -> None:
+    done = [held("bf16", r, noisy(r)) for r in range(repeats)] + [held("fp8", r, noisy(r)) for r in range(repeats)]
+    done += [held("fp8_inference", r, noisy(r, 0.05)) for r in range(repeats)]
+    done += [held("bf16_inference", r, noisy(r, 0.001)) for r in range(repeats)]
+    sick, fine = inference_gaps(done)
+    assert (sick["weights"], sick["inference"], sick["counts"]) == ("BF16", "FP8", True)
+    assert sick["above"]["value"] == pytest.approx(0.05, abs=1e-3) and sick["loss"] - sick["own_loss"] == pytest.approx(
+        0.05, abs=1e-3
+    )
+    assert sick["statement"].startswith("FP8 inference of the weights that BF16 trained changes their loss by +0.05")
+    assert fine["counts"] is False and fine["statement"].endswith(": no difference that counts"), "below 0.25 % of the loss"
+
+
+def test_inference_that_fails_or_is_not_finite() -> None:
+    nan = float("nan")
+    (lost,) = inference_gaps([held("bf16", 0, [2.0, 2.0]), held("fp8_inference", 0, [2.0, nan])])
+    assert lost["counts"] is True and lost["loss"] is None and "has a loss that is not finite" in lost["statement"]
+    (both,) = inference_gaps([held("bf16", 0, [nan]), held("fp8_inference", 0, [2.0])])
+    assert both["counts"] is None and "cannot be judged" in both["statement"]
+    (failed,) = inference_gaps([held("bf16", 0, [2.0]), held("fp8_inference", 0, [], problem="the script failed")])
+    assert failed["problem"] == "the script failed" and failed["statement"] is None
+    assert inference_gaps([held("bf16", 0, [2.0]), held("fp8", 0, [2.0])]) == []
+
+
+def test_held_steps_bring_the_arms_of_inference(tmp_path: Path) -> None:
+    assert [arm.name for arm in arms_of([], [], [], None)] == ["bf16", "fp8"]
+    arms = arms_of([], [], [], None, held=8)
+    assert [(a.name, a.compute, a.held, a.inference) for a in arms] == [
+        ("bf16", "bf16", 8, None),
+        ("fp8", "fp8", 8, None),
+        ("fp8_inference", "bf16", 8, "fp8"),
+        ("bf16_inference", "fp8", 8, "bf16"),
+    ]
+    writer = RunWriter(tmp_path, manifest={"modules": []})
+    for step in range(6):
+        writer.steps({"step": step, "sampled": False, "loss": float(step)})
+    writer.close()
+    (tmp_path / "train.py").touch()
+    (tmp_path / "arm.json").touch()
+    ending, script = Ending(0, 1.0, False, ""), Script(path=tmp_path / "train.py", steps=4)
+    trial = read_trial(arms[2], 0, tmp_path, ending, script)
+    assert (trial.losses, trial.held_losses, trial.problem) == ((0.0, 1.0, 2.0, 3.0), (4.0, 5.0), None)
+    short = read_trial(arms[2], 0, tmp_path, ending, replace(script, steps=6))
+    assert short.problem == "the script ended after 6 steps, before any with held weights; lower --steps or let it run longer"
