@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,14 +92,12 @@ class Recorded:
         for tensor in self.tensors[key]:
             number = _rows_of(tensor)[0]
             with ExitStack() as stack:
-                reader = None if key == "indices" else PlainRows(tensor, stack)
-                whole = integers(tensor).reshape(-1, columns) if reader is None else None
+                read = _reader_of_integers(tensor, columns) if key == "indices" else PlainRows(tensor, stack).read
                 for first in range(0, number, _CHUNK):
                     last = min(number, first + _CHUNK)
                     places = np.nonzero((wanted >= start + first) & (wanted < start + last))[0]
                     if places.size:
-                        chunk = whole[first:last] if whole is not None else reader.read(first, last)  # type: ignore[union-attr]
-                        out[places] = chunk[wanted[places] - start - first]
+                        out[places] = read(first, last)[wanted[places] - start - first]
             start += number
         return out
 
@@ -263,6 +261,11 @@ def integers(tensor: Tensor) -> Array:
         raise ValueError(f"{tensor} holds no whole numbers")
     with ByteReader(tensor) as reader:
         return np.asarray(reader.read(0, tensor.num_bytes).view(_INTEGERS[tensor.dtype]).astype(np.int64))
+
+
+def _reader_of_integers(tensor: Tensor, columns: int) -> Callable[[int, int], Array]:
+    rows = integers(tensor).reshape(-1, columns)
+    return lambda first, last: rows[first:last]
 
 
 def floats(tensors: Iterable[Tensor]) -> Array:

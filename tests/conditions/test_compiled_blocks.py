@@ -8,7 +8,7 @@ import pickle
 import pickletools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,16 +22,12 @@ import fp8debug
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.linear import Fp8Linear
 from tests.adapters.linears import ScaledLinear
+from tests.conditions.compiled import COMPILES
 
 BLOCKS, WIDTH, STEPS = 12, 32, 4
 WHEN = ["before", "after", "running"]
 
-#: Dynamo makes an object of a user's autograd function, and reads the gradient of an intermediate tensor after a break.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = COMPILES
 
 
 class Block(nn.Module):
@@ -70,15 +66,6 @@ def net(kind: str) -> Net:
             config = float8.Float8LinearConfig(emulate=True)
         model = float8.convert_to_float8_training(model, config=config)
     return fp8debug.convert(model, "tensorwise_current") if kind == "native" else model  # type: ignore[return-value]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,14 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from fp8debug.kernels import linear_ops
+from tests.conditions.compiled import COMPILES
 
 BLOCKS, WIDTH, STEPS = 12, 32, 4
-#: Dynamo reads the gradient of an intermediate tensor; inductor uses what torch deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = COMPILES
 RECIPES = ["blockwise", "rowwise", "tensorwise_current", "mxfp8"]
 
 
@@ -45,15 +40,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = cast(Tensor, checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x))
         return x
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 class Trained:

@@ -16,15 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from tests.adapters.linears import ScaledLinear
+from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
 BLOCKS, WIDTH, STEPS = 12, 32, 4
-#: Dynamo reads the gradient of an intermediate tensor; inductor uses what torch deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = COMPILES
 
 
 class Block(nn.Module):
@@ -63,15 +59,6 @@ def net(kind: str, checkpointed: bool) -> Net:
         config = float8.Float8LinearConfig.from_recipe_name(kind.split()[1])
         model = float8.convert_to_float8_training(model, config=config)
     return cast(Net, fp8debug.convert(model, "rowwise")) if kind == "native" else model
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def train(

@@ -18,6 +18,18 @@ SICK = "blocks.3.mlp.gate"
 SICK_STEP = 240
 NUM_STEPS, EVERY = 600, 5
 SKIPPED = "lm_head"
+#: An address of each page, for runs that the tests serve.
+PAGES = {
+    "runs": "/",
+    "overview": "/?run=sick",
+    "heatmap": "/heatmap?run=sick",
+    "module": f"/module?run=sick&module={SICK}&step=300",
+    "ranks": "/ranks?run=ranks",
+    "findings": "/findings?run=sick",
+    "fallback": "/fallback?run=sick",
+    "compare": "/compare?run=sick&with=healthy",
+    "parity": "/parity?run=sick&with=healthy",
+}
 
 
 def gpt_modules(num_blocks: int = 6, width: int = 384) -> list[tuple[str, int, int]]:

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 browser_test = pytest.mark.browser
 
-PAGES = {
-    "runs": "/",
-    "overview": "/?run=sick",
-    "heatmap": "/heatmap?run=sick",
-    "module": f"/module?run=sick&module={samples.SICK}&step=300",
-    "ranks": "/ranks?run=ranks",
-    "findings": "/findings?run=sick",
-    "fallback": "/fallback?run=sick",
-    "compare": "/compare?run=sick&with=healthy",
-    "parity": "/parity?run=sick&with=healthy",
-}
 WIDTHS = (390, 768, 1024, 1256, 1600, 3840)
 HERE = Path(__file__).parents[1]
 #: Run in a page: the pieces of text, and the icons of plots, whose contrast is below WCAG 2.2 AA (1.4.3, 1.4.11).
@@ -95,9 +84,9 @@ def settle(page: Page, address: str) -> None:
 
 @browser_test
 @pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", samples.PAGES)
 def test_no_page_scrolls_sideways_and_its_head_is_whole(narrow_page: Page, site: str, name: str) -> None:
-    settle(narrow_page, site + PAGES[name])
+    settle(narrow_page, site + samples.PAGES[name])
     for width in WIDTHS:
         narrow_page.set_viewport_size({"width": width, "height": 900})
         narrow_page.wait_for_function(
@@ -151,7 +140,7 @@ def test_no_word_is_broken_to_fit_a_column(narrow_page: Page, site: str) -> None
 @browser_test
 @pytest.mark.parametrize("narrow_page", [(1256, "light"), (1256, "dark")], indirect=True, ids=["light", "dark"])
 def test_text_and_controls_have_enough_contrast(narrow_page: Page, site: str) -> None:
-    for name, address in PAGES.items():
+    for name, address in samples.PAGES.items():
         settle(narrow_page, site + address)
         assert narrow_page.evaluate(POOR) == [], f"too little contrast on {name}"
 
@@ -179,7 +168,7 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
         monkeypatch.setattr(overview, "SMALL_BYTES", 0)
     narrow_page.add_init_script(SHIFTS)
     with served(folder) as address:
-        for name, page in PAGES.items():
+        for name, page in samples.PAGES.items():
             settle(narrow_page, address + page)
             found = narrow_page.evaluate("window.shift")
             assert found["sum"] <= 0.1, f"{name} moves while it loads: {sorted(found['worst'], reverse=True)[:2]}"
@@ -188,11 +177,11 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
 @browser_test
 def test_every_page_has_its_own_title(clean_page: Page, site: str) -> None:
     titles = {}
-    for name, address in PAGES.items():
+    for name, address in samples.PAGES.items():
         go(clean_page, site + address)
         clean_page.wait_for_function("() => document.title.includes(' · ')")
         titles[name] = clean_page.title()
-    assert len(set(titles.values())) == len(PAGES)
+    assert len(set(titles.values())) == len(samples.PAGES)
     assert titles["heatmap"] == "Heatmap · sick · fp8debug" and titles["module"] == f"Module · {samples.SICK} · sick · fp8debug"
     clean_page.get_by_role("link", name="Fallback").click()
     clean_page.wait_for_function("() => document.title === 'Fallback · sick · fp8debug'")

@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 pytestmark = pytest.mark.browser
 
-PAGES = {
-    "runs": "/",
-    "overview": "/?run=sick",
-    "heatmap": "/heatmap?run=sick",
-    "module": f"/module?run=sick&module={samples.SICK}&step=300",
-    "ranks": "/ranks?run=ranks",
-    "findings": "/findings?run=sick",
-    "fallback": "/fallback?run=sick",
-    "compare": "/compare?run=sick&with=healthy",
-    "parity": "/parity?run=sick&with=healthy",
-}
 #: Run in the page: the plots that are drawn, and what their options and buttons say.
 DRAWN = "Array.from(document.querySelectorAll('.js-plotly-plot')).filter(plot => plot._context)"
 OPTIONS = f"{DRAWN}.map(({{_context: it}}) => [it.showSendToCloud, it.showEditInChartStudio, it.showLink, it.plotlyServerURL])"
@@ -54,11 +43,11 @@ def asked_for(page: Page, site: str) -> Iterator[list[str]]:
     assert abroad == [], "the browser asked another origin"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", samples.PAGES)
 def test_a_page_asks_its_own_server_only_and_no_button_of_a_plot_uploads_it(
     asked_for: list[str], clean_page: Page, site: str, name: str
 ) -> None:
-    go(clean_page, site + PAGES[name])
+    go(clean_page, site + samples.PAGES[name])
     if name == "runs":
         expect(clean_page.locator("#runs .ag-row").first).to_be_attached()
         return
