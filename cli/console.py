@@ -1,4 +1,4 @@
-"""What commands share: opening a run, tables for people, values for programs, files and progress."""
+"""Functions that commands share: opening a run, tables for people, values for programs, files and progress."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def write_file(path: str, text: str) -> None:
             half.write_text(text, encoding="utf-8")
             half.replace(target)
         finally:
-            with suppress(OSError, ValueError):  # what went wrong first is said
+            with suppress(OSError, ValueError):  # the first error is reported
                 half.unlink()
     except (OSError, ValueError) as error:  # a ValueError: the path has no name, or a NUL in it
         raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -23,7 +23,7 @@ MAX_NAMES = 4
 
 
 class Cause(Protocol):
-    """What findings of every command say of a cause."""
+    """Message and cure of a finding of any command."""
 
     @property
     def message(self) -> str:

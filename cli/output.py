@@ -1,4 +1,4 @@
-"""What commands print for people, made plain: a name from a run neither moves the cursor nor gives a CI runner commands."""
+"""Output of commands for people, escaped: a name from a run neither moves the cursor nor gives a CI runner commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``verify`` and ``bisect`` share: the options of a training script, and what RUN says where they are left open."""
+"""Options that ``verify`` and ``bisect`` share: those of a training script, and what RUN says where they are left open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``verify`` and ``bisect`` show of their trainings: the plan with its cost, and progress."""
+"""Display of the trainings of ``verify`` and ``bisect``: the plan with its cost, and progress."""
 
 from __future__ import annotations
 

@@ -530,7 +530,7 @@ def _why_no_linear(module: nn.Module) -> str | None:
 
 
 def _is_hooked_by_accelerate(linear: nn.Linear) -> bool:
-    """Tell whether accelerate (device_map, offloading) runs nn.Linear's forward from a forward of its own."""
+    """Return whether accelerate (device_map, offloading) runs nn.Linear's forward from a forward of its own."""
     own = linear.__dict__.get("_old_forward")
     return hasattr(linear, "_hf_hook") and getattr(own, "__func__", None) is nn.Linear.forward
 

@@ -1,4 +1,4 @@
-"""When a loss is a spike: beyond what the losses before it did, so that a descent, a bad batch and earlier spikes do not count.
+"""Detection of loss spikes: beyond what the losses before it did, so that a descent, a bad batch and earlier spikes do not count.
 
     excess = loss - median of the last half window
     noise  = 1.4826 median(abs(d - median(d))) / sqrt(2)          d: differences from step to step

@@ -30,7 +30,7 @@ HIGH_PRECISION = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How a tensor becomes FP8.
+    """Conversion of a tensor to FP8.
 
     Attributes:
         format: ``e4m3fn`` or ``e5m2``.
@@ -329,7 +329,7 @@ def _replaced(cast: Cast, changes: Mapping[str, Any]) -> Cast:
 
 
 def _has_one_scale(cast: Cast | None) -> bool:
-    """Tell whether a GEMM can apply the cast's scales to its finished sums."""
+    """Return whether a GEMM can apply the cast's scales to its finished sums."""
     return cast is not None and cast.granularity in ("tensorwise", "rowwise", "columnwise")
 
 

@@ -43,7 +43,7 @@ class Gemm(str, Enum):
 
 
 class TensorRole(str, Enum):
-    """What a tensor is to its GEMM: one of three operands or three results."""
+    """Role of a tensor in its GEMM: one of three operands or three results."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -57,7 +57,7 @@ class TensorRole(str, Enum):
 
 
 class Reference(str, Enum):
-    """What the actual tensor of an observation is compared with.
+    """Reference that the actual tensor of an observation is compared with.
 
     ``operand``: the high-precision tensor before its cast. ``shadow``: the same GEMM of the high-precision operands in
     BF16. ``exact``: the GEMM of the dequantized operands in FP32 or better.
@@ -99,7 +99,7 @@ CONTRACTS_ROWS: frozenset[tuple[Gemm, TensorRole]] = frozenset(
 
 
 class Site(NamedTuple):
-    """Where a statistic was taken: module FQN, GEMM and tensor."""
+    """Site of a statistic: module FQN, GEMM and tensor."""
 
     module: str
     gemm: Gemm

@@ -1,4 +1,4 @@
-"""Which Linears run in FP8, under which casts, and why the others do not: read from the run's manifest."""
+"""Coverage of FP8: which Linears run in it, under which casts, and why the others do not; read from the run's manifest."""
 
 from __future__ import annotations
 

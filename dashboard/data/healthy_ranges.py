@@ -1,4 +1,4 @@
-"""What healthy looks like, as colour: NUMERICS.md section 4 turned into one scale for every metric.
+"""Healthy ranges as colours: NUMERICS.md section 4 turned into one scale for every metric.
 
 ``severity`` maps a value to: 0 healthy, 1 the warn threshold, 2 the act threshold, 3 hopeless; below 0 lies what is *too good*
 or on the other side (an operand near 55 dB is not in FP8 at all; a scale far above its tensor). Values between two

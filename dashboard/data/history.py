@@ -1,4 +1,4 @@
-"""What one operand did over time, and what its dumps hold: exponents at every step, and the error of each tile."""
+"""History of one operand, and its dumps: exponents at every step, and the error of each tile."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class LargeRun(Run):
 
     @property
     def knows_modules(self) -> bool:
-        """Whether ``modules`` costs nothing."""
+        """True if ``modules`` costs nothing."""
         return self._modules is not None
 
     def _list_modules(self) -> None:

@@ -1,4 +1,4 @@
-"""What pages ask most of a large run, in memory: a few metrics in float32, one block of steps by modules for each site.
+"""Cache of a large run's commonest metrics, in memory: a few metrics in float32, one block of steps by modules for each site.
 
 Parquet is packed: to find one module in ten million rows every page of a column is unpacked. The first pages of a run are read
 from it all the same; :func:`build` takes seconds and runs in the background. Its answers are those of the views, which

@@ -39,7 +39,7 @@ COUNTS = frozenset(
 
 
 def has_nonfinite(run: Run) -> bool:
-    """Tell whether any tensor of a run holds NaN or Inf; asked once, answered for most runs by the statistics of the files."""
+    """Return whether any tensor of a run holds NaN or Inf; asked once, answered for most runs by the statistics of the files."""
     columns = [name for name in ("num_nan", "num_inf", "num_actual_nonfinite") if name in run.columns]
     asked = (f"SELECT 1 AS one FROM raw WHERE {name} > 0 LIMIT 1" for name in columns)
     return bool(run.memo("has nonfinite", lambda: any(run.sql(query).num_rows for query in asked)))

@@ -16,7 +16,7 @@ _NUMBERS = ("input_nmse", "output_nmse", "weight_nmse", "error_train", "error_ro
 
 
 def has_report(run: Path) -> bool:
-    """Tell whether a run's folder holds a report."""
+    """Return whether a run's folder holds a report."""
     return (run / FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""What data.py hands to figures.py: small frozen records of numpy arrays, so that a figure is tested without a run."""
+"""Records that queries hand to figures: small frozen records of numpy arrays, so that a figure is tested without a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where findings of one step begin: their codes, the worst severity and one line each for the hover text."""
+    """Marker of the step at which findings begin: their codes, the worst severity and one line each for the hover text."""
 
     step: int
     severity: str
@@ -86,7 +86,7 @@ class Heat:
 
 @dataclass(frozen=True, kw_only=True)
 class CastRange:
-    """Where a cast can put values, as log2 of the magnitude before the cast; min and max over its blocks.
+    """Range of a cast, as log2 of the magnitude before the cast; min and max over its blocks.
 
     Attributes:
         name: cast name.
@@ -160,7 +160,7 @@ class BlockMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Which Linears run in FP8.
+    """Coverage of a run's Linears by FP8.
 
     Attributes:
         num_linears: all that were found.

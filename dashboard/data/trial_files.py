@@ -1,4 +1,4 @@
-"""What ``fp8debug verify`` and ``bisect`` left in a run's folder; a missing file is None, a damaged one says so."""
+"""Files of ``fp8debug verify`` and ``bisect`` in a run's folder; a missing file is None, a damaged one says so."""
 
 from __future__ import annotations
 

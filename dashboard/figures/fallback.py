@@ -1,4 +1,4 @@
-"""What a budget buys: damage recovered against speed given back, and the losses of the trainings that proved a list."""
+"""Figures of a fallback budget: damage recovered against speed given back, and the losses of the trainings that proved a list."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def sites(traces: Sequence[StepSeries], metric: str, selected: tuple[str, str], 
 
 
 def _shows(trace: StepSeries) -> bool:
-    """Tell whether a line has anything to draw: values, or a gap that is NaN or infinite."""
+    """Return whether a line has anything to draw: values, or a gap that is NaN or infinite."""
     return bool(np.isfinite(trace.values).any() or (trace.states is not None and trace.states.any()))
 
 

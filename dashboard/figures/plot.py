@@ -53,7 +53,7 @@ class Figure:
         data: traces.
         layout: everything else.
         num: number of subplots.
-        told: (subplot, words) of what is said about gaps, once for all lines that have them.
+        told: (subplot, words) of the notes about gaps, once for all lines that have them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a page is: a layout for a view, and the parts of it that change when a setting or the run changes."""
+"""Interface of a page: a layout for a view, and the parts of it that change when a setting or the run changes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def others(view: View, run_view: RunView) -> list[str]:
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Tell whether a run is still to be compared, which reads the sites of both."""
+    """Return whether a run is still to be compared, which reads the sites of both."""
     return any(run_view.differences(name) is None for name in others(view, run_view))
 
 

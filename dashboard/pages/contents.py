@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """What is known of a page before its module is imported.
+    """Entry of a page, known before its module is imported.
 
     Attributes:
         title: what the navigation says.

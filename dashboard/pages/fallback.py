@@ -1,4 +1,4 @@
-"""What to take out of FP8, or into a better cast: candidates with reasons, what a budget buys, the file, and its proof."""
+"""Fallback page: modules to take out of FP8 or into a better cast, what a budget buys, the file, and its proof."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def damage(fallbacks: list[Fallback]) -> float | None:
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Tell whether triage or the curve is still to be computed."""
+    """Return whether triage or the curve is still to be computed."""
     return not run_view.is_triaged or not run_view.has_list(CURVE[-1] / 100, fill=True)
 
 

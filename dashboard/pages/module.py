@@ -286,7 +286,7 @@ def _history(view: View, run_view: RunView, module: str, step: int, lost: int) -
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Tell whether findings or the histograms of all steps are still to come."""
+    """Return whether findings or the histograms of all steps are still to come."""
     return not run_view.is_triaged or not run_view.is_cached(_key(view, chosen_module(view, run_view) or ""))
 
 

@@ -43,7 +43,7 @@ def _key(view: View, run_view: RunView) -> tuple[str, str | None]:
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Tell whether the paths are still to be compared."""
+    """Return whether the paths are still to be compared."""
     is_there = _other(view, run_view) is not None or parity_data.has_report(run_view.run.path)
     return is_there and not run_view.is_cached(_key(view, run_view))
 

@@ -51,7 +51,7 @@ def _key(view: View, run_view: RunView) -> tuple[str, str]:
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Tell whether the sites are still to be compared, which reads the whole run."""
+    """Return whether the sites are still to be compared, which reads the whole run."""
     return len(run_view.run.ranks) > 1 and not run_view.is_cached(_key(view, run_view))
 
 

@@ -202,7 +202,7 @@ def _failure(error: Exception) -> Component:
 
 
 def is_at(here: Here | None, asked: Asked | None) -> bool:
-    """Tell whether the page on screen was laid out for the place that the URL names, so that its parts may be redrawn."""
+    """Return whether the page on screen was laid out for the place that the URL names, so that its parts may be redrawn."""
     return here is not None and asked is not None and here["n"] == asked["n"]
 
 

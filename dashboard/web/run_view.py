@@ -38,7 +38,7 @@ _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What triage says, or that it is still at it.
+    """Result of triage, or its pending state.
 
     Attributes:
         known: what it found, the culprit first; None while nothing is known.
@@ -52,7 +52,7 @@ class Judgement:
 
     @property
     def findings(self) -> Findings:
-        """What is known, or no findings; imports the rules, for which the first page shall not wait."""
+        """Findings so far, or none; imports the rules, for which the first page shall not wait."""
         from fp8debug.rules.engine.findings import Findings
 
         return Findings() if self.known is None else self.known
@@ -137,7 +137,7 @@ class RunView:
         return self.size >= HUGE_BYTES
 
     def is_thin(self, *metrics: str) -> bool:
-        """Tell whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
+        """Return whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
         return self.is_huge and (self.metric_cache is None or not self.metric_cache.metrics.issuperset(metrics))
 
     def load_cache(self) -> None:
@@ -230,7 +230,7 @@ class RunView:
             return self._lists[budget, fill]
 
     def has_list(self, budget: float, *, fill: bool = False) -> bool:
-        """Tell whether the candidates within a budget are known."""
+        """Return whether the candidates within a budget are known."""
         return (budget, fill) in self._lists
 
     def cache(self, key: Any, compute: Callable[[], Any]) -> Any:
@@ -267,7 +267,7 @@ class RunView:
         return found
 
     def is_cached(self, key: Any) -> bool:
-        """Tell whether something was computed under a key."""
+        """Return whether something was computed under a key."""
         return key in self._kept
 
     def cached(self, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is shown for a view: head and page, what is live, and what a part of a page is to the browser.
+"""Screens of a view: head and page, what is live, and what a part of a page is to the browser.
 
 This module imports numpy, pyarrow and DuckDB; the app asks for it when a page is asked for.
 """
@@ -121,7 +121,7 @@ def page_of(view: View, source: ServedFolder) -> Component:
 
 
 def is_pending(view: View, source: ServedFolder) -> bool:
-    """Tell whether parts of a page wait for something that takes long."""
+    """Return whether parts of a page wait for something that takes long."""
     try:
         page = None if is_list(view, source) else PAGES.get(view.page)
         return page is not None and page.is_pending(view, source.open(view.run))
@@ -130,7 +130,7 @@ def is_pending(view: View, source: ServedFolder) -> bool:
 
 
 def is_list(view: View, source: ServedFolder) -> bool:
-    """Tell whether a view is the list of runs."""
+    """Return whether a view is the list of runs."""
     return source.is_folder and view.run is None and view.page in ("overview", "runs")
 
 

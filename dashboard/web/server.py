@@ -65,7 +65,7 @@ def listen(front: Front, host: str, port: int, token: str | None) -> tuple[BaseW
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:

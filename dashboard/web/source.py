@@ -1,4 +1,4 @@
-"""What is served: one run, or a folder of runs. Opens runs by name, never by path, and again when their files have grown."""
+"""Source of served runs, one or a folder. Opens runs by name, never by path, and again when their files have grown."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ServedFolder:
         run_view.load_cache()
 
     def is_triaged(self, name: str) -> bool:
-        """Tell whether a run's findings are known, so that asking for them costs nothing."""
+        """Return whether a run's findings are known, so that asking for them costs nothing."""
         found = self._opened.get(name)
         return found is not None and found.is_triaged
 
@@ -149,7 +149,7 @@ class ServedFolder:
         return True
 
     def _is_current(self, name: str) -> bool:
-        """Tell whether the findings of a run as its files are now are known."""
+        """Return whether the findings of a run as its files are now are known."""
         found = self._opened.get(name)
         return found is not None and found.is_triaged and found.stamp == file_stamp(self.path / name)
 
@@ -199,7 +199,7 @@ class ServedFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder looks like a run."""
+    """Return whether a folder looks like a run."""
     return (folder / "manifest.json").is_file() or any(folder.glob("rank=*"))
 
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlencode
 
 @dataclass(frozen=True)
 class View:
-    """What a URL asks for.
+    """Content of a URL.
 
     Attributes:
         page: ``overview``, ``heatmap``, ``module``, ``fallback`` or ``runs``.
@@ -34,7 +34,7 @@ class View:
 
     @property
     def place(self) -> tuple[str, str | None, str | None]:
-        """What decides the layout of a page; the other settings only decide what its figures show."""
+        """Settings that decide the layout of a page; the other settings only decide what its figures show."""
         return self.page, self.run, self.params.get("module")
 
 

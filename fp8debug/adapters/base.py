@@ -1,4 +1,4 @@
-"""What an adapter is: it finds the modules of one backend and gives each a Probe that is called with the tensors of its GEMMs."""
+"""Interface of an adapter: it finds the modules of one backend and gives each a Probe, called with the tensors of its GEMMs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fp8debug.recipes import Recipe
 
 
 class TrialInBf16(WhatIfProbe):
-    """What FP8 would do to an Fp8Linear, as long as it runs in BF16."""
+    """Record the effect that FP8 would have on an Fp8Linear that runs in BF16."""
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Leave it to the module's own probe from the moment it runs in FP8."""

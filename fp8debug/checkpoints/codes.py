@@ -129,7 +129,7 @@ def decoded(raw: Array, dtype: str) -> Array:
 
 
 def is_float(dtype: str) -> bool:
-    """Tell whether a type holds floating-point numbers of 16 bits or more."""
+    """Return whether a type holds floating-point numbers of 16 bits or more."""
     return dtype == "BF16" or dtype in _FLOATS
 
 

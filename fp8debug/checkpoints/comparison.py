@@ -1,4 +1,4 @@
-"""How a weight differs from its reference, and which single cause explains it.
+"""Difference of a weight from its reference, and the single cause that explains it.
 
 Notation as in :mod:`fp8debug.checkpoints.scan`. A weight whose ``refit`` reaches ``ideal`` has the right codes under wrong
 scales: then the scales that would be right, s * factor, are compared with the stored ones of other blocks.
@@ -179,7 +179,7 @@ def _db(signal: float, error: float) -> float | None:
 
 
 def is_wrong(against: Comparison, max_gain_error: float = 0.01) -> bool:
-    """Tell whether a weight is worse than its best cast, and than the cast under its own scales or off by a factor."""
+    """Return whether a weight is worse than its best cast, and than the cast under its own scales or off by a factor."""
     if against.sqnr_db is None or against.ideal_db is None or against.own_db is None:
         return False
     # Under scales far too small the cast clips as the weight does; there only the factor tells.
@@ -189,14 +189,14 @@ def is_wrong(against: Comparison, max_gain_error: float = 0.01) -> bool:
 
 
 def fits(against: Comparison, max_loss_db: float = 1.5) -> bool:
-    """Tell whether the codes fit the reference once each block has the right factor."""
+    """Return whether the codes fit the reference once each block has the right factor."""
     if against.refit_db is None or against.ideal_db is None:
         return False
     return against.refit_db >= min(against.ideal_db, 60) - max_loss_db
 
 
 def is_rounded_twice(against: Comparison, min_loss_db: float = 1.0, max_loss_db: float = 8.0, max_far_rate: float = 0.05) -> bool:
-    """Tell whether a second rounding explains the error: every element within one code, no block far off."""
+    """Return whether a second rounding explains the error: every element within one code, no block far off."""
     if against.sqnr_db is None or against.own_db is None or against.ideal_db is None or (is_wrong(against) and fits(against)):
         return False
     lost = against.own_db - against.sqnr_db
@@ -204,5 +204,5 @@ def is_rounded_twice(against: Comparison, min_loss_db: float = 1.0, max_loss_db:
 
 
 def explains(against: Comparison) -> bool:
-    """Tell whether wrong scales or a second rounding explain the error."""
+    """Return whether wrong scales or a second rounding explain the error."""
     return (is_wrong(against) and fits(against)) or is_rounded_twice(against)

@@ -19,7 +19,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def is_scale(name: str) -> bool:
-    """Tell whether a name is that of an activation's scale."""
+    """Return whether a name is that of an activation's scale."""
     return name.rpartition(".")[2] in ACTIVATION_SCALES
 
 
@@ -30,7 +30,7 @@ def scaled_by(name: str) -> str | None:
 
 
 def may_have_scale(weight: str, names: Collection[str]) -> bool:
-    """Tell whether a scale of a weight is among names."""
+    """Return whether a scale of a weight is among names."""
     return any(weight + ending in names for ending in SCALE_ENDINGS)
 
 

@@ -27,7 +27,7 @@ class CheckReport(Report[TensorFinding]):
         checkpoint: what the user called it.
         against: the same of the reference.
         judged: the facts.
-        not_judged: tensors that nothing was said about, each with the reason.
+        not_judged: tensors that were not judged, each with the reason.
         skipped: (code, reason) of each rule that was not asked.
         thresholds: in force, by code.
     """

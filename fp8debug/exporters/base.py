@@ -1,4 +1,4 @@
-"""What an exporter is: a fallback list in one stack's own format; a new one is one file.
+"""Interface of an exporter: a fallback list in one stack's own format; a new one is one file.
 
 What a format cannot say is never dropped in silence: ``notes`` has one sentence for each kind of it, which the command line
 prints on stderr and the file holds as comments where its format has comments.

@@ -1,4 +1,4 @@
-"""What should leave its cast: candidates (``recommend``), their list as a file, and its application to a model (``apply``).
+"""Fallback: modules to leave their cast (``recommend``), their list as a file, and its application to a model (``apply``).
 
 Importing this package loads neither torch nor DuckDB: a training machine that can only record can still apply a list.
 """

@@ -22,7 +22,7 @@ from fp8debug.types import parse_share
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """When a module goes to BF16 by itself; given to ``fp8debug.watch(..., guard=...)``.
+    """Conditions under which a module goes to BF16 automatically; passed to ``fp8debug.watch(..., guard=...)``.
 
     A sampled step is evidence against a module when one of its running FP8 casts or GEMMs made a NaN or Inf out of finite
     numbers, or when an operand clipped: above 0.1 % of its elements under current scaling, above 1 % under delayed or static
@@ -65,7 +65,7 @@ class Verdict(NamedTuple):
 
 
 class Evidence:
-    """What a guard has seen of one run.
+    """Evidence that a guard has gathered in one run.
 
     Args:
         guard: when it fires.

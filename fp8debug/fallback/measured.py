@@ -1,4 +1,4 @@
-"""What a run says of its GEMMs for the policy: their casts, their share of the FLOPs, and the errors of their results."""
+"""Measurements of a run's GEMMs for the policy: their casts, their share of the FLOPs, and the errors of their results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def changed(cast: Cast, changes: Mapping[str, Any]) -> Cast:
 
 
 def is_same(a: Cast, b: Cast) -> bool:
-    """Tell whether two casts are one but for the direction in which their GEMMs contract."""
+    """Return whether two casts are one but for the direction in which their GEMMs contract."""
     return b in (a, replace(a, granularity=TRANSPOSED[a.granularity]))
 
 

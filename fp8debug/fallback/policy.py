@@ -250,6 +250,6 @@ def positional_prior(run: Run) -> list[str]:
 
 
 def _has_cure(site: Finding) -> bool:
-    """Tell whether a finding is about the cast of an operand that harms the run."""
+    """Return whether a finding is about the cast of an operand that harms the run."""
     is_site = bool(site.module and site.gemm and site.tensor) and site.code in RULES
     return is_site and RULES.get(site.code).is_harmful and site.severity > Severity.INFO

@@ -31,11 +31,11 @@ class Span(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it holds in some steps only."""
+        """True if it holds in some steps only."""
         return self.from_step is not None or self.until_step is not None
 
     def holds(self, step: int) -> bool:
-        """Tell whether it holds at a step."""
+        """Return whether it holds at a step."""
         return (self.from_step or 0) <= step and (self.until_step is None or step < self.until_step)
 
     def change(self, recipe: Recipe) -> Recipe:

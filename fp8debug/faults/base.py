@@ -55,7 +55,7 @@ class Fault:
 
 @dataclass
 class Target:
-    """Where a fault goes: the model, the module, from which step on, with which options."""
+    """Target of a fault: the model, the module, from which step on, with which options."""
 
     model: nn.Module
     module: nn.Module
@@ -66,7 +66,7 @@ class Target:
 
     @property
     def active(self) -> bool:
-        """Whether the step under way is one at which the fault acts."""
+        """True if the step under way is one at which the fault acts."""
         return self.clock.step >= self.step
 
     @property
@@ -194,7 +194,7 @@ def _check_option(fault: Fault, name: str, value: Any) -> None:
 
 
 class Layer:
-    """What a fault puts over an Fp8Linear's ``distortion`` or ``summation``; faults may lie over each other, and go in any order.
+    """Layer that a fault puts over an Fp8Linear's ``distortion`` or ``summation``; they stack, and are removed in any order.
 
     Args:
         linear: the module.

@@ -30,7 +30,7 @@ _DAMAGE, _ROWS = Damage(), Rows()
 
 
 class OutputError(NamedTuple):
-    """What fprop keeps of its output until the gradient is known: of the rows that the exact GEMM has, in their whole width.
+    """Part of fprop's output that is kept until the gradient is known: of the rows that the exact GEMM has, in their whole width.
 
     Attributes:
         error: actual minus shadow; None where ``pair`` holds both.

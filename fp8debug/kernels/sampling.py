@@ -1,4 +1,4 @@
-"""Which part of a GEMM's result is compared with the shadow and the exact GEMM; the same on every device.
+"""Sample of a GEMM's result that is compared with the shadow and the exact GEMM; the same on every device.
 
 Rows of the output (fprop, dgrad) or columns of the input (wgrad) are sampled, and of the result's other dimension, where it is
 wide, a share: of every ``SHARE_BLOCK`` neighbours a group of ``SHARE_GROUP``.
@@ -27,7 +27,7 @@ _HASH, _BITS = 2654435761, 32
 
 
 class Sample(NamedTuple):
-    """What of a result is compared.
+    """Sampled rows and columns of a result.
 
     Attributes:
         lines: int64, which rows of the output or columns of the input; None is all.

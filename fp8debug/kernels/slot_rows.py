@@ -1,4 +1,4 @@
-"""Where kernels leave what they found of one tensor: rows of 24 words of device memory.
+"""Results of kernels for one tensor: rows of 24 words of device memory.
 
 A :class:`RowLayout` says how the slots of one kind of observation lie in a row. The rows of a step are joined to the table
 together.
@@ -49,7 +49,7 @@ class SlotGroup(NamedTuple):
 
 
 class RowLayout:
-    """How the slots of one kind of observation lie in a row.
+    """Layout of the slots of one kind of observation in a row.
 
     Args:
         groups: see :class:`SlotGroup`.

@@ -1,4 +1,4 @@
-"""What a metric is: what one tensor contributes (slots), how contributions join (merge), and what is derived when read.
+"""Interface of a metric: what one tensor contributes (slots), how contributions join (merge), and what is derived when read.
 
 A metric's author writes ``slots``, ``partial()`` and ``derived``. The same merge rule then serves microbatches, ranks and
 steps, and one property test holds it for every metric: ``merge(partial(a), partial(b)) == partial(cat(a, b))``.
@@ -242,11 +242,11 @@ class Metric(Protocol):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """What is stored."""
+        """Slots that are stored."""
 
     @property
     def derived(self) -> Mapping[str, Derived]:
-        """What is computed when read, by column name."""
+        """Values that are computed when read, by column name."""
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Return what one non-empty tensor contributes to each slot, as tensors on its device, without synchronizing."""

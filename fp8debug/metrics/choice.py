@@ -1,4 +1,4 @@
-"""Whether a GEMM's error changes which column of a row is largest: what it does to a router."""
+"""Changes of the largest column of a row by a GEMM's error: the effect on a router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many elements a tensor has, and how many of them are zero, NaN or Inf before the cast."""
+"""Counts of a tensor's elements, and of those that are zero, NaN or Inf before the cast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How faithfully a weight's gradient is summed over the microbatches of a step."""
+"""Error of the sum of a weight's gradients over the microbatches of a step."""
 
 from __future__ import annotations
 

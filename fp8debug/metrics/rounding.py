@@ -1,4 +1,4 @@
-"""What the cast does at both ends of the format: underflow to zero, subnormals, saturation at the maximum."""
+"""Effects of the cast at both ends of the format: underflow to zero, subnormals, saturation at the maximum."""
 
 from __future__ import annotations
 

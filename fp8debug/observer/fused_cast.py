@@ -16,7 +16,7 @@ from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, Reference, TensorRol
 
 
 class RecordedCasts(NamedTuple):
-    """What is recorded of an operand.
+    """Casts of an operand that are recorded, and their rows.
 
     Attributes:
         cast: the running one; None where it is read in high precision.
@@ -30,7 +30,7 @@ class RecordedCasts(NamedTuple):
 
 
 class CastRecorder(StepState):
-    """What quantizes the operands of a module.
+    """Quantize the operands of a module, and record their casts in the same pass.
 
     Args:
         observer: where they are recorded.

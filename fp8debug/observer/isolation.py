@@ -40,12 +40,12 @@ class StepState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step that it was last called in has ended."""
+        """True if the step that it was last called in has ended."""
         return self._step_count != self.observer.step_count
 
     @property
     def given_up(self) -> bool:
-        """Whether the sample of this step has ended."""
+        """True if the sample of this step has ended."""
         return self._gave_up == self.observer.step_count
 
     def begin_step(self) -> None:
@@ -58,7 +58,7 @@ class StepState:
         """Forget the step that it was last called in."""
 
     def give_up(self, reason: str) -> None:
-        """End the sample of this step, for want of memory or because it cannot be taken; the first time is said aloud."""
+        """End the sample of this step, for want of memory or because it cannot be taken; the first time is printed."""
         self._gave_up = self.observer.step_count
         self.observer.modules_given_up.add(self.module)
         self.observer.report(self.module, f"not recorded in full at step {self.observer.step}: {reason}", not self._told)

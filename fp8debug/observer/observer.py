@@ -31,11 +31,11 @@ MAX_STEPS = 4
 
 
 class Releasable(Protocol):
-    """What holds something of a step."""
+    """Holder of state of one step."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the step that it holds something of has ended."""
+        """True if the step that it holds something of has ended."""
         ...
 
     def forget(self) -> None:
@@ -89,7 +89,7 @@ Extremes = tuple[Tensor, Tensor]
 
 
 class RowKey(NamedTuple):
-    """What one row of a step describes, but for the module."""
+    """Key of a row within a module."""
 
     gemm: Gemm
     tensor: TensorRole
@@ -109,7 +109,7 @@ class RowInfo(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is sampled.
+    """Sampling settings of a run.
 
     Attributes:
         every: a step is sampled when its number is a multiple.
@@ -226,17 +226,17 @@ class Observer:
 
     @property
     def takes_pass(self) -> bool:
-        """Whether the forward pass under way is of the kind that is recorded: with gradients, or for inference without."""
+        """True if the forward pass under way is of the kind that is recorded: with gradients, or for inference without."""
         return torch.is_grad_enabled() is not self.settings.inference
 
     @property
     def has_rows(self) -> bool:
-        """Whether the step under way has recorded anything."""
+        """True if the step under way has recorded anything."""
         return bool(self._filled)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the step under way has recorded a GEMM of the backward pass."""
+        """True if the step under way has recorded a GEMM of the backward pass."""
         rows = (info for _, filled in self._filled.values() for info in filled.values())
         return any(info.key.gemm is not Gemm.FPROP for info in rows)
 

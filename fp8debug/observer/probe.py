@@ -1,4 +1,4 @@
-"""What is recorded at a GEMM: operands beside their FP8 twins, results beside the shadow and the exact GEMM.
+"""Recording of one module's GEMMs: operands beside their FP8 twins, results beside the shadow and the exact GEMM.
 
 An adapter calls a module's Probe with the tensors of each of its GEMMs. The shadow and exact GEMMs run on sampled rows (fprop,
 dgrad) or columns of the input (wgrad), chosen by the step number, and where the result is wide on a share of its other dimension;

@@ -1,4 +1,4 @@
-"""What a probe sees of a tensor beyond its first read in a step: in the backward pass, a second read, a sum over microbatches."""
+"""Rechecks of a tensor after its first read in a step: a second read in the backward pass, a sum over microbatches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WhatIfSlots = dict[str, Slots]
 
 @dataclass
 class SavedForBackward:
-    """What a sampled forward pass keeps for its backward: sampled rows and columns, never a whole tensor.
+    """Part of a sampled forward pass that is kept for its backward: sampled rows and columns, never a whole tensor.
 
     Attributes:
         output: fprop's error.

@@ -1,4 +1,4 @@
-"""Which rows of a table a module's observations go to."""
+"""Allocation of a table's rows to a module's observations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8debug.observer.sharding import ShardLayout
 
 
 class RowGroup(NamedTuple):
-    """Where what some keys name is recorded, as long as the module's place in the step and its layout stay."""
+    """Rows of some keys, valid as long as the module's place in the step and its layout stay."""
 
     keys: tuple[RowKey, ...]
     rows: list[int]

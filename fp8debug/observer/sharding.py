@@ -23,7 +23,7 @@ from fp8debug.types import TensorRole
 
 
 class TensorShard(NamedTuple):
-    """What a rank's tensor is of the logical one.
+    """Part of the logical tensor that a rank holds.
 
     Attributes:
         replicated: other ranks may hold the same piece.

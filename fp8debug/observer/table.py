@@ -22,7 +22,7 @@ from fp8debug.observer.host_copy import new_event
 
 Group = tuple[str, str]  # (kind, merge rule)
 #: Rows that are joined together, by kernels and by torch ops: what a hook or the end of a step takes for them must stay far below
-#: a millisecond, with torch ops a few. Of the former twice as limit wait where no hook asks that has little to do itself.
+#: a millisecond, with torch ops a few. Of the former twice as many wait where no hook asks that has little to do itself.
 MAX_JOINED, MAX_WAITING = 128, 64
 #: Rows for which it is worth the launches to join them before the end of the step does.
 MIN_JOINED = 32
@@ -36,7 +36,7 @@ _REDUCTION = {"sum": "sum", "max": "amax", "min": "amin"}
 
 
 class SlotPlace(NamedTuple):
-    """Where a slot lies: its group, and its columns in that group's tensor."""
+    """Location of a slot: its group, and its columns in that group's tensor."""
 
     group: Group
     start: int
@@ -44,7 +44,7 @@ class SlotPlace(NamedTuple):
 
 
 def layout() -> tuple[dict[str, SlotPlace], dict[Group, int]]:
-    """Return where each slot of the metrics registered so far lies, and how limit columns each group has."""
+    """Return where each slot of the metrics registered so far lies, and how many columns each group has."""
     places: dict[str, SlotPlace] = {}
     widths: dict[Group, int] = {}
     merged = Slot(name="num_tensors", merge="sum", kind="int64", unit="1", doc="observations merged into the row")
@@ -57,7 +57,7 @@ def layout() -> tuple[dict[str, SlotPlace], dict[Group, int]]:
 
 
 class GroupSpan(NamedTuple):
-    """Where a group lies in a table's memory: its first byte, the bytes of a number, and how limit numbers a row has."""
+    """Location of a group in a table's memory: its first byte, the bytes of a number, and the numbers of a row."""
 
     begin: int
     itemsize: int
@@ -65,7 +65,7 @@ class GroupSpan(NamedTuple):
 
 
 class TableLayout:
-    """How a table lies in memory.
+    """Memory layout of a table.
 
     Args:
         num_rows: capacity.
@@ -134,8 +134,8 @@ class Table:
 
     @property
     def value_counts(self) -> Any:
-        """What works out limit casts at once (``kernels/gpu/describe/value_counts.py``); done by the time their rows are
-        joined."""
+        """Counts of values, from which many casts are computed at once (``kernels/gpu/describe/value_counts.py``), at the latest
+        when their rows are joined."""
         if self._value_counts is None:
             self._value_counts = new_value_counts(self.device)
         return self._value_counts

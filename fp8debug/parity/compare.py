@@ -246,7 +246,7 @@ def _weight(m: Measures, modules: Sequence[Measures], quiet: Measures | None) ->
 
 
 def _casts_too(m: Measures) -> bool:
-    """Tell whether training casts the weight when it multiplies, where the rollout holds it cast: the same in both."""
+    """Return whether training casts the weight when it multiplies, where the rollout holds it cast: the same in both."""
     first, second = m.error
     return (
         m.weight_is_fp8 == (False, True)

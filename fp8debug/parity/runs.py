@@ -24,7 +24,7 @@ _COLUMNS = "module, tensor, reference, cast_name, actual, call_index, numel, ama
 
 
 def is_run(path: str | Path) -> bool:
-    """Tell whether a folder is a recorded run."""
+    """Return whether a folder is a recorded run."""
     return (Path(path) / "manifest.json").is_file()
 
 

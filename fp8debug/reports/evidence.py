@@ -58,7 +58,7 @@ def _finite(column: str) -> str:
 
 
 def _moves(values: Sequence[float | None]) -> bool:
-    """Tell whether values spread by more than ``MIN_SPREAD`` of the largest, or become NaN."""
+    """Return whether values spread by more than ``MIN_SPREAD`` of the largest, or become NaN."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if any(value is not None and not math.isfinite(value) for value in values):
         return True
@@ -79,7 +79,7 @@ def _chart(finding: Finding, rows: Sequence[dict[str, Any]], column: str, agains
 
 
 def _is_accused(finding: Finding, rows: Sequence[dict[str, Any]], column: str) -> bool:
-    """Tell whether a column is the one whose value the finding states."""
+    """Return whether a column is the one whose value the finding states."""
     if finding.value is None:
         return False
     values = [row[column] for row in rows if row[column] is not None]

@@ -1,4 +1,4 @@
-"""What a rule is (Run -> Findings), what it finds, and the registry: a new rule is one file with one class.
+"""Interface of a rule (Run -> Findings), its findings, and the registry: a new rule is one file with one class.
 
 A rule's docstring is its manual page (``fp8debug explain F101``) and has the five ``SECTIONS``; its thresholds are its
 dataclass fields, each with its source in the docstring. A rule accuses; what to do about it is for ``recommend()``.
@@ -26,7 +26,7 @@ SECTIONS = ("What it detects", "Why it matters", "Example", "Cure", "Thresholds"
 
 
 class Severity(str, Enum):
-    """How bad a finding is; it equals its name, and is ordered as listed here."""
+    """Severity of a finding; it equals its name, and is ordered as listed here."""
 
     INFO = "info"
     WARNING = "warning"
@@ -230,7 +230,7 @@ class Rule(Documented):
         return None
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Tell whether a finding of this rule holds beside those of the other rules."""
+        """Return whether a finding of this rule holds beside those of the other rules."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Which of the three classes of an FP8 training problem a run shows; the question to ask before any layer is looked at.
+"""Classification of an FP8 training problem into three classes; it comes before any layer is examined.
 
 (a) The loss spikes: FP8's doing, or not. (b) It diverges: at once and everywhere (software, flags, learning rate,
 warm-up), after a change of the configuration, or numerically, with an origin. (c) It is fine, and if downstream metrics

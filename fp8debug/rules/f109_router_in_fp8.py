@@ -87,7 +87,7 @@ class RouterInFp8(Rule):
                     yield fqn, num
 
     def _leads(self, fqn: str, group: Group, inputs: Inputs) -> bool:
-        """Tell whether a module of one block with a group is called before it and reads what its members share."""
+        """Return whether a module of one block with a group is called before it and reads what its members share."""
         if fqn in group.members.values() or not fqn.startswith(group.holder + "." if group.holder else ""):
             return False
         steps = [values for values in inputs.values() if fqn in values and any(m in values for m in group.members.values())]

@@ -133,7 +133,7 @@ def _patterns(run: Run, key: str) -> list[str]:
 
 
 def _is_edge_left_out(group: Group, fqn: str, precision: Mapping[str, bool]) -> bool:
-    """Tell whether a module's whole block is in high precision, as all are from there to one end of the numbered list."""
+    """Return whether a module's whole block is in high precision, as all are from there to one end of the numbered list."""
     blocks = [f"{group.prefix}.{number}.".lstrip(".") for number in group.members]
     place = list(group.members.values()).index(fqn)
     in_fp8 = [any(is_fp8 for name, is_fp8 in precision.items() if f"{name}.".startswith(block)) for block in blocks]

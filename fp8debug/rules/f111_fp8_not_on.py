@@ -138,7 +138,7 @@ class Fp8NotOn(Rule):
         return trace.finding(self, severity, message, value=sqnr_db, threshold=self.min_sqnr_db, unit="dB")
 
     def _is_proof(self, row: dict[str, Any]) -> bool:
-        """Tell whether values are many, and the error too small for all of them but the outliers."""
+        """Return whether values are many, and the error too small for all of them but the outliers."""
         histogram = row["log2_hist"]
         if histogram is None:
             spread, crest = row["range_log2"], row["amax"] / row["rms"]

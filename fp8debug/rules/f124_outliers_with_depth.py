@@ -82,7 +82,7 @@ class OutliersWithDepth(Rule):
         return found
 
     def _may_be_wide(self, run: Run) -> bool:
-        """Tell whether any level may reach the limit.
+        """Return whether any level may reach the limit.
 
         A level is the median of the later half of a module's steps, so that it is below the limit where more than half of those
         are: the last quarter tells. Where a module lacks one of these steps, or has two rows at a step, all are read.

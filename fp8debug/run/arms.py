@@ -41,7 +41,7 @@ COMPUTES = ("bf16", "fp8", "fp8_tensors")
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """How one training of an experiment differs from the script as it is.
+    """Difference of one training of an experiment from the unmodified script.
 
     Attributes:
         name: what it is called in folders and tables.

@@ -1,4 +1,4 @@
-"""Which operands are dumped, and at which steps: the strings of ``watch(dump=...)``.
+"""Selection of operands and steps to dump: the strings of ``watch(dump=...)``.
 
     SELECTOR = SITES [@STEPS]                          blocks.*.down:fprop:input@100:200:10
     SITES    = MODULE [:GEMM [:TENSOR]]                globs; what is left out is *
@@ -75,11 +75,11 @@ class Selector:
         )
 
     def takes_site(self, module: str, gemm: str, tensor: str) -> bool:
-        """Tell whether a site is among its sites."""
+        """Return whether a site is among its sites."""
         return fnmatchcase(module, self.module) and self.gemm in ("*", gemm) and self.tensor in ("*", tensor)
 
     def takes_step(self, step: int) -> bool:
-        """Tell whether a step is among its steps."""
+        """Return whether a step is among its steps."""
         first = self.first or 0
         return step >= first and (self.end is None or step < self.end) and (step - first) % self.every == 0
 

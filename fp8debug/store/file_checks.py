@@ -1,4 +1,4 @@
-"""What a file may be before a byte of it is believed: kind, place, size, depth, and what a Parquet footer may claim.
+"""Checks of a file before its content is used: kind, place, size, depth, and what a Parquet footer may claim.
 
 A run's folder may come from anywhere. Each limit here is far beyond what a recording needs and far below what harms a reader, and
 is looked at before the thing itself is read.
@@ -184,7 +184,7 @@ def places(metadata: pq.FileMetaData) -> dict[str, int]:
 
 
 def has_long_text(metadata: pq.FileMetaData, path: Path, schema: pa.Schema) -> bool:
-    """Tell whether a string is longer than ``MAX_TEXT``, by reading the columns that are large enough to hold one."""
+    """Return whether a string is longer than ``MAX_TEXT``, by reading the columns that are large enough to hold one."""
     at = places(metadata)
     texts = [name for name in schema.names if name in at and _is_text(schema.field(name).type)]
     for group in range(metadata.num_row_groups):

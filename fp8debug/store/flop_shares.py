@@ -34,7 +34,7 @@ class Rest(NamedTuple):
 
 
 class GemmShares(NamedTuple):
-    """What the FLOPs of all forward GEMMs of a model are made of, as counted in one step.
+    """Shares of the FLOPs of a model's forward GEMMs, as counted in one step.
 
     Attributes:
         fp8: share in FP8, in [0, 1].

@@ -1,4 +1,4 @@
-"""Where a run lies: a local folder, or object storage that fsspec reaches (``s3://``, ``gs://``, ``az://``), which is only read.
+"""Location of a run: a local folder, or object storage that fsspec reaches (``s3://``, ``gs://``, ``az://``), which is only read.
 
 A run in object storage is listed once when it is opened; what exists, how large it is and what a glob finds is answered from that
 list, so that 1024 ranks cost some requests and not thousands.
@@ -70,15 +70,15 @@ class ObjectPath(PosixPath):
         return (address for address in self._listed() if address.startswith(prefix))
 
     def exists(self, **_: Any) -> bool:
-        """Tell whether it is an object, or a folder that holds some."""
+        """Return whether it is an object, or a folder that holds some."""
         return self.is_file() or self.is_dir()
 
     def is_file(self, **_: Any) -> bool:
-        """Tell whether it is an object."""
+        """Return whether it is an object."""
         return str(self) in self._listed()
 
     def is_dir(self, **_: Any) -> bool:
-        """Tell whether objects lie below it."""
+        """Return whether objects lie below it."""
         return next(self._below(), None) is not None
 
     def is_symlink(self) -> bool:
@@ -159,7 +159,7 @@ class ObjectPath(PosixPath):
 
 
 def is_remote(path: str | Path) -> bool:
-    """Tell whether a path is an address, ``protocol://...``; one that went through ``Path`` has lost a slash."""
+    """Return whether a path is an address, ``protocol://...``; one that went through ``Path`` has lost a slash."""
     protocol, colon, rest = str(path).partition(":/")
     return bool(colon) and rest[:1] not in ("", ":") and protocol.isascii() and protocol.isalnum() and len(protocol) > 1
 

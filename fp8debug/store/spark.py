@@ -159,7 +159,7 @@ class _OnSpark(Run):
             return self._query(query, params)
 
     def _are_here(self, query: str) -> bool:
-        """Tell whether the driver has, or now has, all tables that a query names."""
+        """Return whether the driver has, or now has, all tables that a query names."""
         names = set(re.findall(r"\b(?:FROM|JOIN)\s+(\w+)", query, re.IGNORECASE))
         names -= set(re.findall(r"\b(\w+)\s+AS\s*\(\s*SELECT\b", query, re.IGNORECASE))
         return bool(names) and names <= self._here | self._fetchable and all(map(self._is_here, names))

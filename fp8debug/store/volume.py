@@ -1,4 +1,4 @@
-"""How much a run will write: rows of a sampled step times bytes of a row, and the ``every`` that keeps a budget.
+"""Volume that a run will write: rows of a sampled step times bytes of a row, and the ``every`` that keeps a budget.
 
 What is chosen hangs on the model and the options alone, never on what was written so far: all ranks sample the same steps.
 """
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Volume:
-    """What a run is going to write.
+    """Expected size of a run.
 
     Attributes:
         rows_per_step: rows of ``stats`` of a sampled step on one rank.

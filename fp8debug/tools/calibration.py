@@ -40,7 +40,7 @@ _MAX_SLOPE = 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a cast does to an operand over the window.
+    """Statistics of a cast of an operand over the window.
 
     Attributes:
         cast: its name.
@@ -58,7 +58,7 @@ class Expected:
 
     @property
     def problem(self) -> str:
-        """Why the cast is not to be proposed; empty when it is fine."""
+        """Reason why the cast is not proposed; empty when it is fine."""
         if self.clip_rate > MAX_CLIP_RATE:
             return f"{self.clip_rate:.2g} of the elements clip"
         if self.underflow_rate > MAX_UNDERFLOW_RATE:

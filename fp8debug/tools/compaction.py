@@ -28,7 +28,7 @@ from fp8debug.store.write.rewrite import check_is_over, discard, finish, hold, s
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What of a run's statistics is kept.
+    """Statistics of a run that are kept.
 
     Attributes:
         every: one sampled step in so many.
@@ -50,7 +50,7 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True)
 class Compaction:
-    """What thinning did, or would do.
+    """Result of thinning, done or planned.
 
     Attributes:
         every: one sampled step in so many was kept; 1 when nothing could go without changing what triage says.

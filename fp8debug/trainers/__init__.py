@@ -1,4 +1,4 @@
-"""Where steps and losses come from: importing the package registers the loops, every file of this folder one."""
+"""Sources of steps and losses: importing the package registers the loops, every file of this folder one."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""What a loop is: somebody else's trainer, which says when training begins and what each step's loss, norm and rate are."""
+"""Interface of a loop: somebody else's trainer, which says when training begins and what each step's loss, norm and rate are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8debug.registry import Registry
 
 
 class LoopRecorder(Protocol):
-    """What a loop tells. Nothing here raises while training runs."""
+    """Recorder of a loop's steps. Nothing here raises while training runs."""
 
     def begin(self, models: Sequence[nn.Module], first_step: int = 0) -> None:
         """Watch the prepared model, or its chunks, from the step of that number on."""

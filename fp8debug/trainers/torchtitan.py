@@ -26,7 +26,7 @@ class TorchTitan:
         """Wrap ``train``, ``train_step`` and ``forward_backward_step``; the loss is this rank's, summed over the microbatches.
 
         Where it is divided by the tokens of all ranks it is multiplied by their number, so that its mean is the whole loss; a
-        number that is not known is said.
+        number that is not known is reported.
 
         Raises:
             AttachError: CUDA graphs are on, inside which nothing of ours would run.

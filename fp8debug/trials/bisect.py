@@ -48,7 +48,7 @@ class NoGapError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPlan:
-    """What a search will cost.
+    """Cost of a search.
 
     Attributes:
         num_modules: modules in FP8.

@@ -1,4 +1,4 @@
-"""How far FP8 trains above BF16, and what share of that gap an arm closes, each with its noise.
+"""Gap of FP8's loss above BF16's, and the share of it that an arm closes, each with its noise.
 
     gap     g   = L_fp8 - L_bf16                    L: mean loss of the last steps of the window
     share   s   = (L_fp8 - L_arm) / (L_fp8 - L_bf16)
@@ -98,7 +98,7 @@ class ArmGap:
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """What the losses say.
+    """Conclusions from the losses.
 
     Attributes:
         verdict: ``gap``, ``diverged`` (FP8 does, BF16 does not), ``nothing_to_close``, ``bf16_diverged`` or ``incomplete``

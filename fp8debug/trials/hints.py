@@ -1,4 +1,4 @@
-"""What a recorded run suggests to a search: the modules that triage names, and the damage by module."""
+"""Hints of a recorded run for a search: the modules that triage names, and the damage by module."""
 
 from __future__ import annotations
 

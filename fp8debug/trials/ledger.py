@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        """Whether some loss was NaN or infinite."""
+        """True if some loss was NaN or infinite."""
         return not all(map(math.isfinite, self.losses))
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Trials:
         self._known |= known
 
     def known(self, arm: Arm, repeat: int) -> bool:
-        """Tell whether a training was done already, so that :meth:`run` costs nothing."""
+        """Return whether a training was done already, so that :meth:`run` costs nothing."""
         trial = self._known.get(self._key(arm, repeat))
         return trial is not None and trial.problem is None
 

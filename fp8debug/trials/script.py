@@ -23,7 +23,7 @@ TAIL_LINES = 12
 
 
 class Ending(NamedTuple):
-    """How a training process ended: exit code, seconds it ran, whether its time was up, the last lines of its stderr."""
+    """End of a training process: exit code, seconds it ran, whether its time was up, the last lines of its stderr."""
 
     returncode: int
     seconds: float

@@ -41,7 +41,7 @@ class SeenGroupedGemm(NamedTuple):
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the program has written to its operands or its result since it was held."""
+        """True if the program has written to its operands or its result since it was held."""
         now = zip((self.first, self.second, self.result), self.versions, strict=False)
         return any(version is not None and x._version != version for x, version in now)
 

@@ -24,7 +24,7 @@ _FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 @dataclass
 class SavedGroupedGemm:
-    """What the backward pass of one grouped GEMM needs: its input and weight as the autograd function saved them."""
+    """Tensors that the backward pass of one grouped GEMM needs: its input and weight as the autograd function saved them."""
 
     x: Tensor
     weight: Tensor

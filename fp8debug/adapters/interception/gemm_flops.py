@@ -224,7 +224,7 @@ class GemmCounter:
 
     @property
     def note(self) -> str | None:
-        """What the counts lack, None where nothing is known to be missing."""
+        """Reason why the counts are incomplete; None where nothing is known to be missing."""
         return "GEMMs inside code under torch.compile are counted in part" if is_compile_in_use() else None
 
     def _see_ours(self, module: Fp8Linear, flops: int) -> None:

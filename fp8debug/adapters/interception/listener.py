@@ -80,7 +80,7 @@ class SeenGemm(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether an operand is quantized."""
+        """True if an operand is quantized."""
         return self.first.scale_inv is not None or self.second.scale_inv is not None
 
     def t(self) -> SeenGemm:
@@ -136,7 +136,7 @@ class Follower(Protocol):
 
     @property
     def is_followed(self) -> bool:
-        """Whether :meth:`before_op` is to be called."""
+        """True if :meth:`before_op` is to be called."""
         ...
 
     def before_op(self) -> None:
@@ -149,7 +149,7 @@ class Follower(Protocol):
 
 
 class Scope(NamedTuple):
-    """Who listens to the ops that run now: ``on_gemm`` is told every GEMM; None where they are known not to be recorded."""
+    """Recorder of the ops that run now: ``on_gemm`` takes every GEMM; None where they are known not to be recorded."""
 
     owner: object
     call: object
@@ -189,7 +189,7 @@ class Listener(TorchDispatchMode):
 
     @property
     def scopes(self) -> list[Scope]:
-        """Who listens on this thread, the innermost last."""
+        """Scopes open on this thread, the innermost last."""
         if not hasattr(self._local, "scopes"):
             self._local.scopes = []
             self._stacks.append(self._local.scopes)
@@ -198,7 +198,7 @@ class Listener(TorchDispatchMode):
 
     @property
     def _depth(self) -> int:
-        """How many custom ops run on this thread, one inside the other."""
+        """Number of custom ops that run on this thread, one inside the other."""
         return getattr(self._local, "depth", 0)
 
     @contextmanager
@@ -406,7 +406,7 @@ class OtherGemms(Follower, Protocol):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the forward passes of sampled steps are to be followed."""
+        """True if the forward passes of sampled steps are to be followed."""
         ...
 
     def begin(self) -> None:

@@ -267,7 +267,7 @@ class _Waiting:
 
 
 class OutsideGemms:
-    """What a watch makes of the GEMMs in a forward pass that no watched module ran.
+    """Record the GEMMs of a forward pass that no watched module ran.
 
     Args:
         matrices: parameters that no other candidate holds.
@@ -307,7 +307,7 @@ class OutsideGemms:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether forward passes of sampled steps are to be followed."""
+        """True if forward passes of sampled steps are to be followed."""
         return self._intercepts or self._has_found or not self._has_looked
 
     def begin(self) -> None:
@@ -316,7 +316,7 @@ class OutsideGemms:
 
     @property
     def is_followed(self) -> bool:
-        """Whether something waits for the next op that autograd records."""
+        """True if something waits for the next op that autograd records."""
         return bool(self._waiting or self._origins)
 
     def before_op(self) -> None:

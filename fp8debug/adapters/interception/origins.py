@@ -90,7 +90,7 @@ class Origins:
         self._weights: dict[int, _TracedTensor] = {}  # images of parameters, which may be cast long before their GEMM
 
     def __bool__(self) -> bool:
-        """Whether the inside of a function is known."""
+        """True if the inside of a function is known."""
         return bool(self._known)
 
     def leave_function(self) -> None:

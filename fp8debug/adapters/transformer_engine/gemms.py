@@ -73,7 +73,7 @@ class Gemms:
 
     @property
     def calls(self) -> list[TeGemmObserver | None]:
-        """Which calls run on this thread, the innermost last; None for one that is not observed."""
+        """Calls that run on this thread, the innermost last; None for one that is not observed."""
         if not hasattr(self._local, "calls"):
             self._local.calls = []
             self._stacks.append(self._local.calls)

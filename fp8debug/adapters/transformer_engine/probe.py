@@ -27,7 +27,7 @@ def recipe_in_force(module: Any) -> Any:
 
 @dataclass
 class SavedLinear:
-    """What the backward pass of one Linear needs, and what was observed of it."""
+    """Tensors that the backward pass of one Linear needs, and its observations."""
 
     weight: Tensor
     kept: SavedForBackward | None

@@ -1,4 +1,4 @@
-"""What ``watch()`` is given, checked before anything is touched: a mistake is one line."""
+"""Arguments of ``watch()``, checked before the model is changed: a mistake is one line."""
 
 from __future__ import annotations
 

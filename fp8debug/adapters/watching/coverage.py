@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def fp8(self) -> bool:
-        """Whether the module runs in FP8 now, as far as is known; one that no sampled step called does not."""
+        """True if the module runs in FP8 now, as far as is known; one that no sampled step called does not."""
         return self.ran_fp8 or (self.not_run is None and self.recipe() is not None)
 
     def recipe(self) -> Recipe | None:
@@ -71,17 +71,17 @@ class Candidate:
 
     @property
     def state(self) -> tuple[bool, tuple[int | None, int | None]]:
-        """Whether the module runs in FP8 now, and its (out_features, in_features), which a lazy one has after its first call."""
+        """True if the module runs in FP8 now, and its (out_features, in_features), which a lazy one has after its first call."""
         return self.fp8, _features(self.module)
 
     @property
     def is_intercepted(self) -> bool:
-        """Whether only its GEMMs tell if it runs in FP8."""
+        """True if only its GEMMs tell if it runs in FP8."""
         return self.adapter is not None and self.adapter.is_intercepted
 
     @property
     def why_not_recorded(self) -> str | None:
-        """Why nothing of the module is recorded; None where something is, as far as that is known."""
+        """Reason why nothing of the module is recorded; None where something is, as far as that is known."""
         return self.reason or (NOT_RECORDED if self.is_compiled else None)
 
     def describe(self, index: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a watch is going to write, from the modules that it found; said at the start, and kept within a budget."""
+"""Disk space that a watch will need, by the modules that it found; printed at the start, and kept within a budget."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class _Held:
 
 @dataclass
 class _Site:
-    """What concerns one site: its selectors, and how often it was observed in the step under way."""
+    """Dump state of one site: its selectors, and how often it was observed in the step under way."""
 
     selectors: list[Selector]
     step: int = -1
@@ -83,7 +83,7 @@ class _Site:
 
 @dataclass(frozen=True, kw_only=True)
 class DumpLimits:
-    """What dumps may take.
+    """Limits of dumps: bytes, files and time.
 
     Attributes:
         disk_bytes: of one rank's files; the oldest are deleted, those of a finding last.

@@ -1,4 +1,4 @@
-"""What the job runs on: versions, device, the environment variables that change FP8 numerics, the commit, the rank."""
+"""Environment of the job: versions, device, the environment variables that change FP8 numerics, the commit, the rank."""
 
 from __future__ import annotations
 

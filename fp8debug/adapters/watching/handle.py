@@ -161,7 +161,7 @@ class Watch:
         self._undo.append(after_any_optimizer(self._record_update))
 
     def _attach(self, candidate: Candidate) -> None:
-        """Have an adapter watch a module; one that it fails at is left out, and that is said."""
+        """Have an adapter watch a module; one that it fails at is left out, and reported."""
         if candidate.reason is not None or candidate.adapter is None:
             return
         try:

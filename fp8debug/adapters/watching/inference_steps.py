@@ -32,7 +32,7 @@ class InferenceSteps:
 
     @property
     def has_pass(self) -> bool:
-        """Whether anything was called in the step under way."""
+        """True if anything was called in the step under way."""
         return bool(self._called or self._first is not None)
 
     def follow(self) -> Callable[[], None]:

@@ -73,7 +73,7 @@ class _Weight(NamedTuple):
 
 
 class _Formula(NamedTuple):
-    """What an optimizer does with the weights of a group; numbers that a program keeps on its device stay there."""
+    """Update formula of a parameter group; numbers that a program keeps on its device stay there."""
 
     kind: str  #: adam, sgd or empty where it is not known
     lr: Any

@@ -1,4 +1,4 @@
-"""What changes a watched model while it trains: every recipe that moves becomes an event, and a guard moves some itself."""
+"""Recipe changes during training: each becomes an event, and a guard makes some itself."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RecipeChanges:
 
     @property
     def has_guard(self) -> bool:
-        """Whether something in here may change a recipe by itself."""
+        """True if something in here may change a recipe by itself."""
         return self._evidence is not None
 
     def judge_step(self, step: int, columns: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks of a large job record from the beginning, and the others, which keep quiet until they see something wrong."""
+"""Recording ranks of a large job, and standby ranks, which record from the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StandbyWriter(RunWriter):
 
     @property
     def stopped(self) -> str | None:  # type: ignore[override]  # of the writer, once there is one
-        """Why recording stopped, or None."""
+        """Reason why recording stopped, or None."""
         return None if self._writer is None else self._writer.stopped
 
     def steps(self, row: Any, *, once: bool = False) -> Any:

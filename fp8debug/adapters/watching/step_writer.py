@@ -1,4 +1,4 @@
-"""What becomes of a finished step: its rows and events, made in the writer's thread, so that training does not wait for them.
+"""Writing of finished steps: rows and events, made in the writer's thread, so that training does not wait for them.
 
 A guard or a dump decides by the rows what training does next; with either they are made at once, which keeps a run the same
 from one time to the next.
@@ -44,7 +44,7 @@ class StepWriter:
 
     @property
     def decides(self) -> bool:
-        """Whether what training does next hangs on the rows."""
+        """True if what training does next hangs on the rows."""
         return self._dumper is not None or self._changes.has_guard
 
     def __call__(self, finished: FinishedStep) -> None:
@@ -103,7 +103,7 @@ class StepWriter:
 
 @dataclass
 class _Progress:
-    """How much of a step was handed to the writer: after an exception of the program, the rest is, and nothing twice.
+    """Progress of one step's hand-over to the writer: after an exception of the program, the rest follows, and nothing twice.
 
     Attributes:
         rows: of the tables, made so far.

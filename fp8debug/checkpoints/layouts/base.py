@@ -173,7 +173,7 @@ def _block_structures(config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def declares_pow2(checkpoint: Checkpoint) -> bool:
-    """Tell whether the configuration says that scales are powers of two (DeepSeek's ``scale_fmt``)."""
+    """Return whether the configuration says that scales are powers of two (DeepSeek's ``scale_fmt``)."""
     return str((checkpoint.quantization or {}).get("scale_fmt", "")).lower() in ("ue8m0", "e8m0")
 
 
@@ -195,7 +195,7 @@ def scale_format_of(tensor: Tensor, *, bytes_are: str | None = None) -> str | No
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How scales of some shape fit a weight.
+    """Fit of a scale's shape to a weight.
 
     Attributes:
         block: rows and columns that share a scale.

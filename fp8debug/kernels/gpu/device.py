@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""What all Triton kernels share: loads four columns wide, exact FP8 rounding, scales from amaxes.
+"""Functions that all Triton kernels share: loads four columns wide, exact FP8 rounding, scales from amaxes.
 
 A *quad* is four neighbouring columns of one row, held as four FP32 tensors x0..x3; its FP8 codes are one 32-bit word.
 Conversion is one helper with two paths: the hardware's (cvt, where ``NATIVE``), and integer arithmetic for the

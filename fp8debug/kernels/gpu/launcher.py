@@ -1,4 +1,4 @@
-"""How kernels are started at little cost to the host: Triton's own way of choosing a compiled kernel takes tens of microseconds.
+"""Launching kernels at little cost to the host: Triton's own way of choosing a compiled kernel takes tens of microseconds.
 
 ``launch`` chooses by what Triton specializes on, and hands the arguments to what Triton compiled for the first such call. A
 ``Kernel`` belongs to one plan, whose sizes and alignments never change: it takes addresses in place of tensors, which spares

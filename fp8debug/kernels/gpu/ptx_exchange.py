@@ -101,7 +101,7 @@ def tell_sums() -> str:
 def hear_sums() -> str:
     """$2 the number of a tile -> both sums of its block, in one of the warps; in the others, and of no tile, zeros.
 
-    What ``tell_sums`` left of a tile may be read once the ends of the tile after the next were heard.
+    What ``tell_sums`` left of a tile may be read once the ends of the tile after the next were read.
     """
     text = ["{ .reg .b32 a, b, t, x, y; .reg .pred p; mov.b32 x, 0; mov.b32 y, 0; mov.u32 t, %tid.x; shr.u32 b, t, 5;"]
     text.append(" xor.b32 b, b, $2; and.b32 b, b, 0x8000000F; setp.ne.u32 p, b, 0; @p bra FP8DEBUG_OTHERS; and.b32 b, $2, 3;")

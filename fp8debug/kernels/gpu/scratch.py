@@ -35,7 +35,7 @@ Task = tuple[list[int], Callable[[Any], None]]
 
 
 class HasTasks(Protocol):
-    """What has work to be started with that of others."""
+    """Owner of work that is started together with that of others."""
 
     def tasks(self) -> list[Task]:
         """Return what to start."""

@@ -141,7 +141,7 @@ def gap_of(differences: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def is_gap(gap: float | None, error: float | None, loss: float) -> bool:
-    """Tell whether a gap lies beyond the noise, in either direction."""
+    """Return whether a gap lies beyond the noise, in either direction."""
     return gap is not None and error is not None and abs(gap) > max(MIN_ERRORS * error, MIN_SHARE * abs(loss))
 
 

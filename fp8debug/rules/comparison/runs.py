@@ -23,7 +23,7 @@ LOSS_KEYS = ("steps", "baseline_loss", "loss", "loss_gap", "loss_gap_error", "di
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """What two runs have in common and what not.
+    """Similarities and differences of two runs.
 
     Attributes:
         names: of the runs.
@@ -51,7 +51,7 @@ class Differences:
 
     @property
     def differ(self) -> bool:
-        """Tell whether loss, modules or a site differ beyond the noise."""
+        """Return whether loss, modules or a site differ beyond the noise."""
         is_same = self.loss["nonfinite_at"][0] == self.loss["nonfinite_at"][1]
         return self.loss["diverges_at"] is not None or not is_same or any(self.only) or self.first is not None
 

@@ -33,7 +33,7 @@ CHECK = "check"
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings:
-    """What a project asks for; None where it says nothing.
+    """Settings of a project; None where it sets nothing.
 
     Attributes:
         path: the file; None when there is none.

@@ -1,4 +1,4 @@
-"""Which rules are asked, and with which thresholds."""
+"""Selection of rules and their thresholds."""
 
 from __future__ import annotations
 

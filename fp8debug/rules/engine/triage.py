@@ -203,7 +203,7 @@ def _is_culprit(rules: Mapping[str, Rule], finding: Finding) -> bool:
 
 
 def _may_cause(culprit: Finding, finding: Finding, sampled: Sequence[int]) -> bool:
-    """Tell whether a finding in another module begins after a culprit: in time, or in the same step by execution."""
+    """Return whether a finding in another module begins after a culprit: in time, or in the same step by execution."""
     if culprit.module == finding.module or finding.steps[0] < culprit.steps[0]:
         return False
     soon = sum(culprit.steps[0] < step <= finding.steps[0] for step in sampled)

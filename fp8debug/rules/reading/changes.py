@@ -1,4 +1,4 @@
-"""What of a run's configuration changed while it ran: casts of modules, a resume, a recipe, a jump of the learning rate."""
+"""Configuration changes during a run: casts of modules, a resume, a recipe, a jump of the learning rate."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Trend:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """When a limit is met.
+    """Step at which a trend meets a limit.
 
     Attributes:
         steps: from the last step, by the slope.
@@ -78,7 +78,7 @@ class Forecast:
     trend: Trend
 
     def within(self, horizon: float) -> bool:
-        """Tell whether it is met, even at the slowest, within a share of the steps that the trend was seen for."""
+        """Return whether it is met, even at the slowest, within a share of the steps that the trend was seen for."""
         return 0 < self.latest <= horizon * (self.trend.last - self.trend.first)
 
     @property

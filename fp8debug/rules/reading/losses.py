@@ -1,4 +1,4 @@
-"""Where a loss leaves its course: spikes, a level that rises and stays, and the first value that is not finite.
+"""Anomalies of a loss: spikes, a level that rises and stays, and the first value that is not finite.
 
 A clean loss falls, wanders, and has bad batches: a step counts only beyond what those before it did (see ``spikes``).
 """

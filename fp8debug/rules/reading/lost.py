@@ -1,4 +1,4 @@
-"""What a run did not record, or stopped recording before its end: no rule judges it, so that it is never called healthy."""
+"""Gaps of a recording, up to its end or from the beginning: no rule judges it, so that it is never called healthy."""
 
 from __future__ import annotations
 

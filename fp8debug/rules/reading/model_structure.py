@@ -140,7 +140,7 @@ def _telling(run: Run, rows: Mapping[str, set[int]]) -> list[str]:
 
 
 def is_routed(group: Group, inputs: Inputs) -> bool:
-    """Tell whether its members share the tokens among them: at half of the steps those called see different numbers.
+    """Return whether its members share the tokens among them: at half of the steps those called see different numbers.
 
     A layer that is dropped at random is called with all rows or not at all, and is none.
     """

@@ -1,4 +1,4 @@
-"""What moved before the loss did: statistics of running casts that left their own past in the sampled steps up to a step.
+"""Movements before the loss: statistics of running casts that left their own past in the sampled steps up to a step.
 
 Only what ran before the loss counts: the forward pass of that step and everything before it. The backward pass of the
 step answers to the loss, and so do all later steps.
@@ -56,7 +56,7 @@ class Movement:
 
 @dataclass(frozen=True, kw_only=True)
 class Movements:
-    """What was looked at, and what moved.
+    """Statistics that were examined, and those that moved.
 
     Attributes:
         steps: the sampled steps just before, the last one included; empty where there was no past to compare with.

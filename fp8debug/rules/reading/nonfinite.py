@@ -41,7 +41,7 @@ MAX_RESULT = 3e38
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteOrigin:
-    """Where the first NaN or Inf appeared.
+    """Origin of the first NaN or Inf.
 
     Attributes:
         kind: ``cast`` (finite before it), ``gemm`` (a result of finite operands), ``weight`` (the weight held it when the
@@ -128,7 +128,7 @@ def _sick_steps(run: Run) -> set[int]:
 
 
 def _follows(step: int, sick_steps: set[int]) -> bool:
-    """Tell whether the loss is not finite at a step or just after it."""
+    """Return whether the loss is not finite at a step or just after it."""
     return any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
 
 
@@ -206,7 +206,7 @@ def _sick_ranks(run: Run, row: Mapping[str, Any]) -> list[int]:
 
 
 def is_after(origin: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Tell whether a row may suffer from an origin: of a later step, or computed after it in the same pass, or the origin itself.
+    """Return whether a row may suffer from an origin: a later step, computed after it in the same pass, or the origin itself.
 
     The backward pass of a loss that is NaN reaches layers whose forward pass came before the origin: they are no victims of it in
     that step.

@@ -43,7 +43,7 @@ class LargeUpdates:
 
     @property
     def is_own(self) -> bool:
-        """Whether the optimizer made them, whatever the gradients were: one that divides by the gradients' size."""
+        """True if the optimizer made them, whatever the gradients were: one that divides by the gradients' size."""
         return self.cause != "gradient"
 
     @property
@@ -63,7 +63,7 @@ class LargeUpdates:
 
     @property
     def cure(self) -> str:
-        """What helps, by the cause."""
+        """Remedies by cause."""
         return {
             "moments": "keep the second moment in FP32, or with a scale per block and an eps above its smallest step; no"
             " cast of a GEMM helps",

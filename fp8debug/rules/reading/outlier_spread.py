@@ -1,4 +1,4 @@
-"""How far the largest values of a tensor lie above the ordinary ones, by its histogram of exponents."""
+"""Distance of a tensor's largest values from its ordinary ones, by its histogram of exponents."""
 
 from __future__ import annotations
 

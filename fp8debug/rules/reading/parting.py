@@ -27,7 +27,7 @@ SAME = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where two passes part.
+    """First difference of two passes.
 
     Attributes:
         module: FQN; None where no module stands out.
@@ -125,7 +125,7 @@ def _part(measures: Mapping[str, float | None]) -> str:
 
 
 def _is_scale(measures: Mapping[str, float | None], part: str) -> bool:
-    """Tell whether a part is one factor."""
+    """Return whether a part is one factor."""
     value, gain = measures[part] or 0.0, measures[f"{part}_gain"]
     return gain is not None and abs(gain - 1) > MAX_GAIN and value - (gain - 1) ** 2 < SHAPE * value
 

@@ -1,4 +1,4 @@
-"""Which rows a rule asks for, and what one rank at least shows in each of them before ranks are joined.
+"""Prefilters of rules: the rows that a rule asks for, and a condition on single ranks that each of them implies.
 
 A row that is bad when joined had something bad in it before. Sums of ranks: ``sum(a) > limit * sum(b)`` needs one rank with
 ``a > limit * b``, since otherwise the sums would obey the limit too; likewise ``abs(sum(a)) > limit * sum(b)``. A largest
@@ -142,7 +142,7 @@ _SITES = [*((str(gemm), str(tensor)) for gemm, tensor in OPERAND_SITES), *((str(
 
 @dataclass
 class _Screened:
-    """What was looked for, by predicate, and which of it there may be: the others have no rows."""
+    """Predicates that were searched for, and those that may have rows."""
 
     looks: dict[str, Look] = field(default_factory=dict)
     found: set[str] = field(default_factory=set)
@@ -180,7 +180,7 @@ def screen(run: Run, looks: Iterable[Look]) -> None:
 
 
 def may_have(run: Run, look: Look) -> bool:
-    """Tell whether there may be rows that a look asks for."""
+    """Return whether there may be rows that a look asks for."""
     screened = run.memo("screened", _Screened)
     return look.rows not in screened.looks or look.rows in screened.found
 
@@ -230,7 +230,7 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def has_cast(run: Run, which: str) -> bool:
-    """Tell whether a cast was recorded for which a predicate holds."""
+    """Return whether a cast was recorded for which a predicate holds."""
     query = f"SELECT 1 AS one FROM raw WHERE {which} LIMIT 1"
     return bool(run.memo(f"has cast {which}", lambda: run.sql(query).num_rows > 0))
 

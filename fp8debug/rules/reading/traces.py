@@ -1,4 +1,4 @@
-"""How rules read a run: the rows of running casts that look bad, gathered per site in step order.
+"""Reading of a run by rules: the rows of running casts that look bad, gathered per site in step order.
 
 A row whose reference holds a NaN or Inf is left out: its tensor came in sick, so nothing it shows is its own fault.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def has_fp8(run: Run) -> bool:
-    """Tell whether any operand ran in FP8; nearly always one did at the first sampled step."""
+    """Return whether any operand ran in FP8; nearly always one did at the first sampled step."""
     query = f"SELECT 1 AS one FROM sites WHERE {RUNNING}"
     first = f"{query} AND step = {min(run.sampled_steps, default=0)} LIMIT 1"
     return run.memo("has fp8", lambda: any(run.sql(text).num_rows for text in (first, f"{query} LIMIT 1")))
 
 
 def is_inference(run: Run) -> bool:
-    """Tell whether a run is of passes without gradients."""
+    """Return whether a run is of passes without gradients."""
     return run.manifest.get("inference") is True
 
 
@@ -85,7 +85,7 @@ class Trace:
         return replace(self, rows=rows) if rows else None
 
     def lasting(self, min_steps: int, warmup: int = 0) -> bool:
-        """Tell whether it is bad at ``min_steps`` sampled steps after the warm-up and at half since the first one."""
+        """Return whether it is bad at ``min_steps`` sampled steps after the warm-up and at half since the first one."""
         settled: int = sum(row["step"] >= self.start + warmup for row in self.rows)
         since = sum(step >= self.rows[0]["step"] for step in self.sampled)
         return settled >= min_steps and 2 * len(self.rows) >= since

@@ -23,7 +23,7 @@ OUTGROWN_COSINE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLimits:
-    """When a weight is off, and when its rows are of two kinds; the rules' manual pages say where each comes from."""
+    """Thresholds for a wrong weight, and for rows of two kinds; the rules' manual pages say where each comes from."""
 
     max_sqnr_db: float
     max_own_scale_sqnr_db: float
@@ -100,7 +100,7 @@ def _lasts(trace: Trace, limits: WeightLimits) -> bool:
 
 
 def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
-    """Tell whether the values are at fault, not the scales.
+    """Return whether the values are at fault, not the scales.
 
     Scales of a stale weight are outgrown later than its values are wrong, or the weight has grown in its own direction; scales
     of other blocks make it longer, too large in some more than too small in others.
@@ -111,13 +111,13 @@ def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
 
 
 def _are_mixed(row: dict[str, Any], limits: WeightLimits) -> bool:
-    """Tell whether some rows are right and the others of another place."""
+    """Return whether some rows are right and the others of another place."""
     bad, good = row["bad_row_rate"], row["good_row_rate"]
     return bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8
 
 
 def _has_noise_of_e5m2(trace: Trace) -> bool:
-    """Tell whether it is E5M2 that is measured: the same SQNR at every step under the tensor's own scale."""
+    """Return whether it is E5M2 that is measured: the same SQNR at every step under the tensor's own scale."""
     return all(abs(row["sqnr_db"] - _E5M2_DB) < _STEADY_DB and (row["headroom"] or 1) <= 1.002 for row in trace.rows)
 
 

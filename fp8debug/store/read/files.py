@@ -1,4 +1,4 @@
-"""Which files of a run directory hold rows that count: parts and streams of every rank; unreadable ones are named."""
+"""Files of a run directory with valid rows: parts and streams of every rank; unreadable ones are named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunFile:
 
 @dataclass
 class RunFiles:
-    """What lies in a run directory.
+    """Files of a run directory.
 
     Attributes:
         manifest: the run's manifest, empty when it is missing.
@@ -245,7 +245,7 @@ def _first_step(metadata: pq.FileMetaData) -> int | None:
 
 
 def _is_whole(metadata: pq.FileMetaData, table: str) -> bool:
-    """Tell whether the footer says that no row lacks a key, and none has a negative step."""
+    """Return whether the footer says that no row lacks a key, and none has a negative step."""
     at = places(metadata)
     if not at.keys() >= set(needed(table)):
         return False

@@ -119,7 +119,7 @@ def _word(kind: type) -> str:
 
 
 def _are_casts(casts: Any, good: set[str]) -> bool:
-    """Tell whether these are casts; ``good`` holds those that were seen to be, as text: hundreds of modules share a few."""
+    """Return whether these are casts; ``good`` holds those that were seen to be, as text: hundreds of modules share a few."""
     try:
         for cast in casts.values() if casts is not None else ():
             text = repr(cast)

@@ -304,7 +304,7 @@ class Run:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of statistics were recorded, those of all ranks."""
+        """Number of rows of statistics that were recorded, those of all ranks."""
         return int(self.memo("num_rows", lambda: self.sql("SELECT count(*) AS num FROM raw").to_pylist()[0]["num"]))
 
     @property
@@ -314,7 +314,7 @@ class Run:
         return list(self.memo("sampled_steps", lambda: self.sql(query)["step"].to_pylist()))
 
     def has(self, column: str) -> bool:
-        """Tell whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
+        """Return whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
         views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats"), "ranks": "sites"}
         if column not in views:
             return False

@@ -1,4 +1,4 @@
-"""Reads an Arrow IPC stream that may be damaged: whole batches count, message by message, and what is lost is said.
+"""Reads an Arrow IPC stream that may be damaged: whole batches count, message by message, and losses are reported.
 
     FF FF FF FF | length of the metadata, int32 | metadata, a flatbuffer | body
 

@@ -36,7 +36,7 @@ _PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Where the engines differ: how they write a list, its i-th element, and types."""
+    """Differences of the engines: how they write a list, its i-th element, and types."""
 
     array: Callable[[Iterable[str]], str]
     element: Callable[[str, int], str]
@@ -52,7 +52,7 @@ SPARK = Dialect(
 
 
 def is_plain(name: str) -> bool:
-    """Tell whether a column's name can stand in SQL without quotes, as all of ours do."""
+    """Return whether a column's name can stand in SQL without quotes, as all of ours do."""
     return _PLAIN_NAME.fullmatch(name) is not None
 
 

@@ -30,7 +30,7 @@ _HELD: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who holds a lock.
+    """Owner of a lock.
 
     Attributes:
         host: name of the machine.

@@ -43,12 +43,12 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread is there."""
+        """True if the thread is there."""
         return self._thread.is_alive()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a job."""
+        """True if the caller is a job."""
         return threading.current_thread() is self._thread
 
     def put(self, job: Job) -> None:

@@ -86,7 +86,7 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[RowLayout, SlotRo
 
 
 class _Cut(NamedTuple):
-    """How a tensor is cut: tiles of ``rows`` and ``blocks`` times ``width`` columns; see ``foreign_kernel``, for pieces too."""
+    """Tiling of a tensor: tiles of ``rows`` and ``blocks`` times ``width`` columns; see ``foreign_kernel``, for pieces too."""
 
     kind: int
     rows: int

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""What both passes over an operand beside given codes share: codes as numbers, what is reduced over a block, a program's part."""
+"""Functions of both passes over an operand beside foreign codes: numbers, what is reduced over a block, a program's part."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def counts_at(table, magnitude):
 
 @triton.jit
 def effects(magnitude, positive, negative, scale, inv, e5m2):
-    """What a cast does to magnitudes, FP64 of their shape; ``positive`` and ``negative`` say how often each is there.
+    """Effect of a cast on magnitudes, FP64 of their shape; ``positive`` and ``negative`` are the counts of each.
 
     Counts made nonfinite, of underflow, of subnormal codes, saturated; sums x, x^2, y^2, xy, err, err^2; the largest abs err.
     """

@@ -42,7 +42,7 @@ from fp8debug.recipes import Cast
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What ``split_kernel`` works on: a table, zero between launches, and parts."""
+    """Memory that ``split_kernel`` works on: a table, zero between launches, and parts."""
 
     table: Tensor
     parts: Tensor

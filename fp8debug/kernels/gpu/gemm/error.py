@@ -1,4 +1,4 @@
-"""What is recorded of a GEMM's result on the GPU, in two launches; importable only where Triton is.
+"""Statistics of a GEMM's result on the GPU, in two launches; importable only where Triton is.
 
 The twin of ``reference.statistics`` for results, for the slots named in ``error_kernel``, which lie in a row of ``slot_rows``.
 The rows are filled by the next ``scratch.flush``.
@@ -48,7 +48,7 @@ class _ErrorPlan(NamedTuple):
 
 
 class _Comparison(NamedTuple):
-    """How a result is compared: its products, then the kernel that reads them; ``numbers`` are its sizes.
+    """Comparison of a result: its products, then the kernel that reads them; ``numbers`` are its sizes.
 
     Attributes:
         error: shape and dtype of actual minus shadow.

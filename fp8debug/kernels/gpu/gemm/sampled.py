@@ -135,7 +135,7 @@ def _bits(data: Tensor) -> Tensor:
 
 
 class Products(NamedTuple):
-    """How a sample is multiplied, and how what comes of it lies: ``[splits, ...]`` of FP32 to be added up.
+    """Multiplication of a sample, and layout of its products: ``[splits, ...]`` of FP32 to be added up.
 
     Attributes:
         wide: where the shadow of the exact lines and the whole other dimension begins; 0 where it is not wanted.

@@ -31,7 +31,7 @@ def tell_ends(v, number):
 
 @triton.jit
 def with_noise_of(found, number):
-    """What a thread has found, with the sums of a tile whose number may be negative: then with none."""
+    """Running statistics of a thread, with the sums of a tile whose number may be negative: then with none."""
     signal, noise = tl.inline_asm_elementwise(
         HEAR_SUMS, "=f,=f,r", [number], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
     )  # fmt: skip

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 # ^ Triton ships no types, and a kernel's arguments are known to its own compiler only.
-"""What the fast passes do with the 32 elements of a thread, on the GPU: BF16, blocks of four threads or of a program.
+"""Work of the fast passes on the 32 elements of a thread, on the GPU: BF16, blocks of four threads or of a program.
 
 What is done with the elements is PTX (``ptx``), what is done once a block is written here. A program is ``[R, 4]``
 threads; thread (r, l) holds elements ``32 h + 8 l`` and the next 7 of line r, h = 0..3.
@@ -141,7 +141,7 @@ def described(v, scale, at, inv, few, rest, E5M2: tl.constexpr, STORE: tl.conste
 
 @triton.jit
 def nothing_yet(R: tl.constexpr):
-    """What a thread has found about a cast before its first elements."""
+    """Statistics of a cast in one thread before its first elements."""
     none = tl.zeros([R, 4], tl.int32)
     real = none.to(tl.float32)
     wide = none.to(tl.float64)
@@ -262,7 +262,7 @@ def cast_words(
 
 @triton.jit
 def with_noise(found, signal, noise):
-    """What a thread has found, with sums of x^2 and err^2 of a block."""
+    """Running statistics of a thread, with sums of x^2 and err^2 of a block."""
     (sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e) = found
     nmse = tl.maximum(nmse, about(noise, tl.maximum(signal, 1.0e-37)))
     return sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e
@@ -276,7 +276,7 @@ def in_line(v):
 
 @triton.jit
 def all_found(found, SPEC: tl.constexpr, COPIES: tl.constexpr):
-    """What a program has found about a cast, of ``COPIES`` threads a block: counts, sums and maxima as ``summary`` does."""
+    """Statistics of a cast in one program, of ``COPIES`` threads a block: counts, sums and maxima as ``summary`` does."""
     (sx, sx2, sy2, se, se2, emax, head, log2m, nmse, span, amin, small, seen, zeros, subnormal, blocks, log2e) = found
     f64: tl.constexpr = tl.float64
     real = (zeros * 0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Which tensors and casts the fast kernel takes, and its launches; what does not change between two of them is kept in a plan."""
+"""Tensors and casts that the fast kernel takes, and its launches; what does not change between two of them is kept in a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Forms = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[tuple[
 
 
 class Shape(NamedTuple):
-    """How the fast kernel is cut for one kind of cast; measured on an H200, see docs/lab/performance.md.
+    """Tile sizes of the fast kernel for one kind of cast; measured on an H200, see docs/lab/performance.md.
 
     Attributes:
         rows: of a tile.
@@ -96,7 +96,7 @@ def is_fast(x: Tensor, job: Job) -> bool:
 
 
 class FastPlan:
-    """How 2-D tensors of one shape and layout are quantized or described under one cast.
+    """Plan by which 2-D tensors of one shape and layout are quantized or described under one cast.
 
     Args:
         x: such a tensor.

@@ -48,7 +48,7 @@ from fp8debug.recipes import Cast
 
 
 class TilePlan:
-    """How a 2-D tensor of one shape and layout is quantized under one cast whose scales its tiles know alone.
+    """Plan by which 2-D tensors of one shape and layout are quantized under a cast whose scales lie within tiles.
 
     Args:
         x: such a tensor.

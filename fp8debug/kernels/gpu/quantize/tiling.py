@@ -40,7 +40,7 @@ OPERAND = RowLayout(
 
 
 class Statistics(NamedTuple):
-    """What the statistics of some casts of one tensor came to, on its device; row c is cast c.
+    """Statistics of some casts of one tensor, on its device; row c is cast c.
 
     Attributes:
         counts: int64 ``[casts, len(COUNTS)]``.
@@ -162,7 +162,7 @@ def num_sms(device: torch.device) -> int:
 
 
 class Grid(NamedTuple):
-    """How a tensor ``[rows, columns]`` is cut and loaded."""
+    """Tiling and loading of a tensor ``[rows, columns]``."""
 
     x: Tensor
     rows: int

@@ -40,7 +40,7 @@ IN_TAKE = tl.constexpr(",".join(["=r"] * 16) + ",r,r")
 
 @triton.jit
 def put_at(r, t):
-    """Where in the tile, in bytes, lane t of a warp has a row of eight words stored: row t % 8 of the transpose of words t / 8.
+    """Offset in the tile, in bytes, where lane t of a warp stores eight words: row t % 8 of the transpose of words t / 8.
 
     That is column 8 (t / 2 % 4) + 2 (t / 8) + t % 2, of which r is one of the warp's rows.
     """
@@ -49,7 +49,7 @@ def put_at(r, t):
 
 @triton.jit
 def take_at(column, lane):
-    """Where in the tile, in bytes, a thread's first words of a column lie."""
+    """Offset in the tile, in bytes, of a thread's first words of a column."""
     return column * 256 + ((lane ^ ((column & 1) << 2) ^ (column >> 3 & 3)) << 4)
 
 
@@ -127,7 +127,7 @@ def two_way_tiles(
 
 @triton.jit
 def either(first, a, b):
-    """What a thread has found about one of two casts, as ``nothing_yet`` orders it; the tensor's own is known to the first."""
+    """Running statistics of one of two casts in a thread, as ``nothing_yet`` orders it; the tensor's own are the first's."""
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, a16 = a
     _, _, b2, b3, b4, b5, b6, b7, b8, b9, _, b11, b12, b13, b14, b15, b16 = b
     return (

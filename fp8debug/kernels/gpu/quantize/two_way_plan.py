@@ -1,4 +1,4 @@
-"""Which pairs of casts are made from one read of a tensor, and the launches that make them."""
+"""Pairs of casts that are made from one read of a tensor, and the launches that make them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _two_way_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> Two
 
 
 class TwoWayPlan:
-    """How 2-D tensors of one shape and layout are quantized along rows and columns from one read.
+    """Plan by which 2-D tensors of one shape and layout are quantized along rows and columns from one read.
 
     Args:
         x: such a tensor.
