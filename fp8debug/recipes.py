@@ -15,13 +15,16 @@ from typing import Any
 from zlib import crc32
 
 from fp8debug.errors import UnknownNameError, UsageError
-from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED
+from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS, TRANSPOSED, Gaussian, gaussian
 from fp8debug.registry import Registry
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, TensorRole
 
 SCALINGS = ("current", "delayed", "static")
-SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor")
+SCALE_ROUNDINGS = ("none", "pow2_ceil", "pow2_floor", "pow2_amax_ceil", "pow2_even")
 ALGOS = ("max", "most_recent")
+TENSOR_SCALES = ("none", "tensor", "row")
+ROUNDINGS = ("nearest", "stochastic")
+HADAMARDS = (0, 16)
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _MAX_HISTORY = 2**20
 #: An operand without a cast in ``Recipe.plan``.
@@ -30,20 +33,32 @@ HIGH_PRECISION = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """Conversion of a tensor to FP8.
+    """Conversion of a tensor to FP8, FP6 or FP4.
 
     Attributes:
-        format: ``e4m3fn`` or ``e5m2``.
+        format: of the data, one of :data:`~fp8debug.formats.FORMATS`.
         granularity: region that shares a scale, rows x columns of the tensor as it is stored.
         scaling: ``current`` (scale from this tensor's amax), ``delayed`` (from the amaxes of earlier calls; tensorwise
             only) or ``static`` (given).
         scale_rounding: ``none`` keeps the FP32 scale; ``pow2_ceil`` rounds scale_inv up to a power of two, so nothing
-            clips; ``pow2_floor`` is the OCP MX text and clips where amax / 2^floor(log2 amax) > 1.75 (E4M3).
+            clips; ``pow2_floor`` is the OCP MX text (1.0, section 6.3) and clips where amax / 2^floor(log2 amax) > 1.75
+            (E4M3). torchao calls these two RCEIL and FLOOR, and has two more: ``pow2_amax_ceil`` (CEIL) rounds the amax up
+            to a power of two and takes FLOOR's scale; ``pow2_even`` (EVEN) rounds it to the format's mantissa before.
         amax_eps: lower bound of the amax before the scale is formed, in the units of the tensor.
         history: delayed only, number of amaxes kept (1024 is Transformer Engine's default).
         algo: delayed only, which amax of the history counts.
         margin: delayed only, the scale is divided by 2^margin.
         scale_inv: static only, the decode factor.
+        scale_format: what a block's scale_inv is stored in: ``fp32``; ``e8m0``, a power of two, rounded as ``scale_rounding``
+            says, up by default; ``e4m3fn``, rounded to nearest (NVFP4, arXiv 2509.25149).
+        tensor_scale: second level of an ``e4m3fn`` scale, in FP32: ``none``, ``tensor``, or ``row``, one for each line along
+            which the blocks lie.
+        rounding: of the data, ``nearest`` (even) or ``stochastic``.
+        seed: stochastic only, of the random numbers; equal tensors under equal casts give equal data.
+        hadamard: 16 transforms groups of 16 elements along the blocks before the cast, by a Hadamard matrix with fixed random
+            signs; 0 does not. :func:`~fp8debug.dequantize` undoes it, and so does a GEMM of two such operands.
+        four_over_six: the better of two scales per block, one that maps its amax to the format's max and one to two thirds of
+            that, by the sum of absolute errors ("Four Over Six", arXiv 2512.02010, and Transformer Engine's default).
 
     Raises:
         UsageError: a value that no kernel can use.
@@ -58,6 +73,12 @@ class Cast:
     algo: str = "max"
     margin: int = 0
     scale_inv: float | None = None
+    scale_format: str = "fp32"
+    tensor_scale: str = "none"
+    rounding: str = "nearest"
+    seed: int = 0
+    hadamard: int = 0
+    four_over_six: bool = False
 
     @cached_property
     def _hash(self) -> int:
@@ -73,12 +94,17 @@ class Cast:
         _known("scaling", self.scaling, SCALINGS)
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("algo", self.algo, ALGOS)
+        _known("scale_format", self.scale_format, SCALE_FORMATS)
+        _known("tensor_scale", self.tensor_scale, TENSOR_SCALES)
+        _known("rounding", self.rounding, ROUNDINGS)
         # A NumPy or torch scalar would print differently, and the printed cast is its name.
         for name, number, wanted in (
             ("amax_eps", float, "a number"),
             ("history", index, "a whole number"),
             ("margin", index, "a whole number"),
             ("scale_inv", _optional, "a number"),
+            ("seed", index, "a whole number"),
+            ("hadamard", index, "a whole number"),
         ):
             try:
                 object.__setattr__(self, name, number(getattr(self, name)))
@@ -98,6 +124,63 @@ class Cast:
                 raise UsageError(f"static scaling needs scale_inv=, between 2^-127 and FP32's max, got {self.scale_inv}")
         elif self.scale_inv is not None:
             raise UsageError(f"scale_inv is for scaling='static', not {self.scaling!r}")
+        self._check_scale_format()
+        if not 0 <= self.seed < 2**64 or (self.seed and self.rounding != "stochastic"):
+            raise UsageError(f"seed is for rounding='stochastic', from 0 to 2^64 - 1, got {self.seed} with {self.rounding!r}")
+        if self.hadamard not in HADAMARDS:
+            raise UsageError(f"hadamard is {' or '.join(map(str, HADAMARDS))}, got {self.hadamard}")
+        if self.hadamard and self.line is None:
+            raise UsageError(f"hadamard needs blocks of one row or column, such as '1x16', got {self.granularity!r}")
+
+    def _check_scale_format(self) -> None:
+        stored = SCALE_FORMATS[self.scale_format]
+        if stored is not None and self.scaling != "current":
+            raise UsageError(f"scale_format={self.scale_format!r} needs scaling 'current', got {self.scaling!r}")
+        if stored is not None and stored.scale_only and self.scale_rounding == "none":
+            object.__setattr__(self, "scale_rounding", "pow2_ceil")
+        elif stored is not None and not stored.scale_only and self.scale_rounding != "none":
+            raise UsageError(f"scale_format={self.scale_format!r} is rounded to nearest, not {self.scale_rounding!r}")
+        if (stored is None or stored.scale_only) and (self.tensor_scale != "none" or self.four_over_six):
+            option = "four_over_six" if self.four_over_six else "tensor_scale"
+            raise UsageError(f"{option} needs a scale_format with a mantissa, such as 'e4m3fn', got {self.scale_format!r}")
+        if self.tensor_scale == "row" and self.line is None:
+            raise UsageError(f"tensor_scale='row' needs blocks of one row or column, such as '1x16', got {self.granularity!r}")
+        fmt = FORMATS[self.format]
+        if self.four_over_six and fmt.max * 2 / 3 not in {fmt.value(code) for code in range(1 << fmt.bits)}:
+            raise UsageError(f"four_over_six needs a format that has two thirds of its largest value, got {self.format!r}")
+
+    @property
+    def line(self) -> int | None:
+        """Dimension along which the blocks lie: 1 for one row, 0 for one column, None for other shapes."""
+        rows, columns = GRANULARITIES[self.granularity]
+        return None if rows != 1 and columns != 1 else int(rows == 1)
+
+    @property
+    def gaussian(self) -> Gaussian:
+        """Expected losses of Gaussian data under current scaling, in closed form (``formats.gaussian``)."""
+        rows, columns = GRANULARITIES[self.granularity]
+        stored = SCALE_FORMATS[self.scale_format]
+        rounding = self.scale_rounding if stored is None or stored.scale_only else self.scale_format
+        if rows is None or columns is None:  # a row or a tensor: its length changes little
+            return gaussian(FORMATS[self.format], 2**16 if rows == columns else 2**12, rounding, self.rounding == "stochastic")
+        return gaussian(FORMATS[self.format], rows * columns, rounding, self.rounding == "stochastic")
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it is FP8 as Hopper has it, which the Triton kernels take: OCP formats of 8 bits, rounded to nearest.
+
+        With scales in FP32, or powers of two rounded up or as OCP MX says, of whole tensors, rows, or 32 elements and more.
+        """
+        fmt, stored = FORMATS[self.format], SCALE_FORMATS[self.scale_format]
+        return (
+            fmt.bits == 8
+            and not fmt.is_unsigned_zero
+            and (stored is None or stored.scale_only)
+            and self.scale_rounding in SCALE_ROUNDINGS[:3]
+            and self.rounding == "nearest"
+            and not self.hadamard
+            and not {2, 4, 8, 16} & set(GRANULARITIES[self.granularity])
+        )
 
     def __str__(self) -> str:
         """Return the name under which the cast is stored as ``cast_name``: what has the same name quantizes alike."""
@@ -109,7 +192,12 @@ class Cast:
             scaling = f"static({self.scale_inv!r})"
         rounding = "" if self.scale_rounding == "none" else f" {self.scale_rounding}"
         eps = f" eps={self.amax_eps!r}" if self.amax_eps else ""
-        return f"{self.format} {self.granularity} {scaling}{rounding}{eps}"
+        more = "" if self.scale_format == "fp32" else f" scale={self.scale_format}"
+        more += "" if self.tensor_scale == "none" else f" tensor_scale={self.tensor_scale}"
+        more += "" if self.rounding == "nearest" else f" {self.rounding}({self.seed})" if self.seed else f" {self.rounding}"
+        more += f" hadamard={self.hadamard}" if self.hadamard else ""
+        more += " four_over_six" if self.four_over_six else ""
+        return f"{self.format} {self.granularity} {scaling}{rounding}{eps}{more}"
 
     @classmethod
     def parse(cls, name: str) -> Cast:
@@ -129,8 +217,7 @@ class Cast:
             elif scaling == "static":
                 values["scale_inv"] = float(inner)
             for word in rest:
-                is_eps = word.startswith("eps=")
-                values["amax_eps" if is_eps else "scale_rounding"] = float(word[4:]) if is_eps else word
+                values.update(_parsed_option(word))
             return cls(**values)
         except ValueError as error:
             detail = f": {error}" if isinstance(error, UsageError) else ""
@@ -157,6 +244,22 @@ class Cast:
             raise
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"not a cast: {error} in {str(dict(values))[:80]}") from None
+
+
+def _parsed_option(word: str) -> dict[str, Any]:
+    """Return what a word of a cast's name after its scaling says, as fields of a cast."""
+    key, equals, value = word.partition("=")
+    if equals:
+        return {
+            "eps": lambda: {"amax_eps": float(value)},
+            "scale": lambda: {"scale_format": value},
+            "tensor_scale": lambda: {"tensor_scale": value},
+            "hadamard": lambda: {"hadamard": int(value)},
+        }.get(key, lambda: {"scale_rounding": word})()
+    rounding, _, seed = word.removesuffix(")").partition("(")
+    if rounding in ROUNDINGS:
+        return {"rounding": rounding, **({"seed": int(seed)} if seed else {})}
+    return {"four_over_six": True} if word == "four_over_six" else {"scale_rounding": word}
 
 
 def _optional(number: Any) -> float | None:
@@ -367,10 +470,28 @@ def _uniform(name: str, default: Cast, **exceptions: Cast) -> Recipe:
     return Recipe(name, {key: exceptions.get(key[1].value, default) for key in OPERAND_SITES})
 
 
+def _nvfp4() -> Recipe:
+    """Return NVFP4 as NVIDIA trains in it (arXiv 2509.25149, section 4, and Transformer Engine's ``NVFP4BlockScaling``).
+
+    1x16 blocks with E4M3 scales under one FP32 scale per tensor; 16x16 for weights, so that fprop and dgrad read the same
+    numbers; stochastic rounding of grad_output; a random Hadamard transform on both operands of wgrad.
+    """
+    tile = Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn", tensor_scale="tensor")
+    casts = dict.fromkeys(OPERAND_SITES, tile)
+    for gemm, tensor in OPERAND_SITES:
+        changes: dict[str, Any] = {"granularity": "16x16"} if tensor is TensorRole.WEIGHT else {}
+        changes |= {"rounding": "stochastic"} if tensor is TensorRole.GRAD_OUTPUT else {}
+        changes |= {"hadamard": 16} if gemm is Gemm.WGRAD else {}
+        casts[gemm, tensor] = replace(tile, **changes)
+    return Recipe("nvfp4", casts)
+
+
 RECIPES: Registry[Recipe] = Registry("recipe")
 
 _TILE = Cast(granularity="1x128")
 _BLOCK = Cast(granularity="128x128")
+_MX = Cast(granularity="1x32", scale_rounding="pow2_ceil")
+_MXFP4 = replace(_MX, format="e2m1fn", scale_format="e8m0")
 _TILE_POW2, _BLOCK_POW2 = (replace(cast, scale_rounding="pow2_ceil") for cast in (_TILE, _BLOCK))
 for _recipe in (
     Recipe("bf16", dict.fromkeys(OPERAND_SITES)),
@@ -385,7 +506,14 @@ for _recipe in (
     _uniform("tensorwise_delayed", Cast(scaling="delayed"), grad_output=Cast(format="e5m2", scaling="delayed")),
     _uniform("rowwise", Cast(granularity="rowwise")),
     # OCP MX block, scales rounded up as arXiv 2506.08027 recommends for training.
-    _uniform("mxfp8", Cast(granularity="1x32", scale_rounding="pow2_ceil")),
+    _uniform("mxfp8", _MX),
+    # The same with E2M3, E3M2 and E2M1 (OCP MX 1.0, section 5.2); FP4 gradients are rounded at random (arXiv 2502.20586).
+    _uniform("mxfp6_e2m3", replace(_MX, format="e2m3fn", scale_format="e8m0")),
+    _uniform("mxfp6_e3m2", replace(_MX, format="e3m2fn", scale_format="e8m0")),
+    _uniform("mxfp4", _MXFP4, grad_output=replace(_MXFP4, rounding="stochastic")),
+    _nvfp4(),
+    # MI300's FP8 under one scale per tensor: E4M3 forward, E5M2 backward, as Transformer Engine on ROCm.
+    _uniform("tensorwise_fnuz", Cast(format="e4m3fnuz"), grad_output=Cast(format="e5m2fnuz")),
 ):
     RECIPES.add(_recipe.name, _recipe)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from fp8debug import errors
 from fp8debug.formats import FORMATS
 from fp8debug.metrics import derived_columns, slots
-from fp8debug.recipes import SCALE_ROUNDINGS, SCALINGS
+from fp8debug.recipes import SCALE_ROUNDINGS, SCALINGS, Cast
 from fp8debug.rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -46,9 +47,11 @@ def test_every_column_is_defined() -> None:
 def test_every_format_and_cast_option_is_defined() -> None:
     text = (DOCS / "numerics.md").read_text(encoding="utf-8")
     for fmt in FORMATS.values():
-        largest = f"{fmt.max:.0f}" if fmt.max < 1e6 else "2^127"
+        largest = f"{fmt.max:g}" if fmt.max < 1e6 else "2^127"
         sqnr = f"{fmt.gaussian_sqnr_db} dB" if fmt.gaussian_sqnr_db else "-"
         assert re.search(rf"^\| {fmt.name}\b[^|]*\| {re.escape(largest)} \|.*\| {sqnr} \|$", text, re.MULTILINE), fmt.name
+    fields = [f.name for f in dataclasses.fields(Cast)]
+    assert [name for name in fields[fields.index("scale_format") :] if f"{name}" not in text] == []
     assert [word for word in (*SCALINGS, *SCALE_ROUNDINGS) if not re.search(rf"^\| {word}\b", text, re.MULTILINE)] == []
 
 

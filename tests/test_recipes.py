@@ -104,11 +104,11 @@ def test_names_of_casts(cast: Cast, name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": "e4m3"}, "unknown format 'e4m3': did you mean 'e4m3fn' or 'e5m2'?"),
+        ({"format": "e4m3"}, "unknown format 'e4m3': did you mean 'e4m3fn' or 'e4m3fnuz' or 'e2m3fn'?"),
         ({"format": "e8m0"}, "unknown format 'e8m0': did you mean 'e5m2'?"),
-        ({"granularity": "1x12"}, "unknown granularity '1x12': did you mean '1x128' or '1x32' or '128x128'?"),
+        ({"granularity": "1x12"}, "unknown granularity '1x12': did you mean '1x128' or '1x32' or '1x16'?"),
         ({"scaling": "currant"}, "unknown scaling 'currant': did you mean 'current'?"),
-        ({"scale_rounding": "pow2"}, "unknown scale_rounding 'pow2': did you mean 'pow2_ceil' or 'pow2_floor'?"),
+        ({"scale_rounding": "pow2"}, "unknown scale_rounding 'pow2': did you mean 'pow2_even' or 'pow2_ceil' or 'pow2_floor'?"),
         ({"algo": "mean"}, "unknown algo 'mean': did you mean 'max'?"),
         ({"amax_eps": -1e-12}, "amax_eps must be finite in FP32 and >= 0, got -1e-12"),
         ({"amax_eps": float("nan")}, "amax_eps must be finite in FP32 and >= 0, got nan"),
@@ -201,7 +201,7 @@ def test_casts_are_values() -> None:
 def test_built_in_recipes() -> None:
     assert list_recipes() == [
         *("bf16", "blockwise", "blockwise_pow2", "blockwise_e8m0", "tensorwise_current", "tensorwise_delayed"),
-        *("rowwise", "mxfp8"),
+        *("rowwise", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "tensorwise_fnuz"),
     ]
     for name in list_recipes():
         assert get_recipe(name).name == name

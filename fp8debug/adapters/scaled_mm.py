@@ -22,6 +22,7 @@ from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import DECODERS, SCALED, GemmOperand, SeenGemm
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.formats import GRANULARITIES, block_shape
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
@@ -41,7 +42,7 @@ def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -
     Raises:
         ValueError: no scaling that we know has decode factors of that shape or type.
     """
-    if data.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if data.dtype not in FORMAT_OF:
         raise ValueError(f"its data are in {data.dtype}")
     if scale_inv.numel() == 1:
         scale_inv = scale_inv.reshape(1, 1)

@@ -17,6 +17,7 @@ from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERANDS, Gemm, TensorRole
@@ -49,7 +50,7 @@ def _cast(config: Any, pow2: bool) -> Cast | None:
     if config.scaling_type.value != "dynamic":
         return None
     return Cast(
-        format={torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}[config.target_dtype],
+        format=FORMAT_OF[config.target_dtype],
         granularity={"tensorwise": "tensorwise", "axiswise": "rowwise"}[config.scaling_granularity.value],
         scale_rounding="pow2_ceil" if pow2 else "none",
         amax_eps=AMAX_EPS,

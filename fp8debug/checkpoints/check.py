@@ -139,7 +139,7 @@ def _without_scale(tensor: Tensor) -> Weight:
         name=tensor.name.removesuffix("_packed"),
         layout="none",
         data=tensor,
-        format="e2m1" if is_fp4 else OF_DTYPE[tensor.dtype],
+        format="e2m1fn" if is_fp4 else OF_DTYPE[tensor.dtype],
         is_packed=is_fp4,
         batch=batch,
         rows=rows,

@@ -22,16 +22,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp8debug.checkpoints.codes import CODE_FORMATS, decoded, is_float, rounded, spacing, table, unpacked
+from fp8debug.checkpoints.codes import decoded, is_float, rounded, spacing, table, unpacked
 from fp8debug.checkpoints.comparison import Comparison, Sums
 from fp8debug.checkpoints.files import ByteReader, Tensor
 from fp8debug.checkpoints.layouts import Weight
+from fp8debug.formats import FORMATS
 from fp8debug.store.locations import why
 
 Array = np.ndarray[Any, Any]
 
 #: Elements that one worker holds at a time: some 40 bytes each where a reference is compared.
 CHUNK = 1 << 20
+#: Format of codes that files hold as if they were values.
+_CODES = "e4m3fn"
 #: Blocks whose scales and factors are kept to recognize a shifted or transposed grid.
 MAX_KEPT_BLOCKS = 1 << 18
 
@@ -235,20 +238,20 @@ class _Scan:
             with np.errstate(over="ignore", invalid="ignore"):
                 self._scales = (self._stored * np.float32(self._factor)).astype(np.float32)
         self._reference = reference(stack) if reference is not None and self._scales is not None else None
-        fmt = CODE_FORMATS[weight.format]
+        fmt = FORMATS[weight.format]
         values = table(weight.format)
-        self._half = fmt.num_codes // 2
+        self._half = 1 << (fmt.bits - 1)
         magnitude = np.abs(values)
         self._is_finite = np.isfinite(magnitude)
         finite = np.where(self._is_finite, magnitude, 0)
         self._square = finite**2
         #: Rank of each code's magnitude: 0 for zero, NaN and Inf.
-        self._rank = np.where(self._is_finite, np.arange(fmt.num_codes) % self._half, 0).astype(np.uint8)
+        self._rank = np.where(self._is_finite, np.arange(1 << fmt.bits) % self._half, 0).astype(np.uint8)
         self._top = int(self._rank.max())
 
     def facts(self) -> WeightFacts:
-        weight, fmt = self._weight, CODE_FORMATS[self._weight.format]
-        counts = np.zeros(fmt.num_codes, np.int64)
+        weight, fmt = self._weight, FORMATS[self._weight.format]
+        counts = np.zeros(1 << fmt.bits, np.int64)
         digest = hashlib.blake2b(digest_size=16)
         sum2, num_blocks, num_at_top, num_zero_scale = 0.0, 0, 0, 0
         sums = Sums(weight.format) if self._reference is not None else None
@@ -262,7 +265,7 @@ class _Scan:
                 for start, stop in _chunks(weight, first, last):
                     at = matrix * weight.rows
                     codes = read_codes(weight, self._reader, at + start, at + stop)
-                    counts += np.bincount(codes.ravel(), minlength=fmt.num_codes)
+                    counts += np.bincount(codes.ravel(), minlength=1 << fmt.bits)
                     digest.update(np.ascontiguousarray(codes).data)
                     largest = _blocked(np.maximum, self._rank[codes], weight)
                     energy = _blocked(np.add, self._square[codes], weight)
@@ -298,7 +301,7 @@ class _Scan:
             found = _blocked(np.maximum, np.where(np.isfinite(x), x, 0), weight)
             amax = found if amax is None else np.maximum(amax, found)
         assert amax is not None
-        return np.where(amax > 0, amax / np.float32(CODE_FORMATS[weight.format].max), 1).astype(np.float32)
+        return np.where(amax > 0, amax / np.float32(FORMATS[weight.format].max), 1).astype(np.float32)
 
     def _compared(self, matrix: int, start: int, codes: Array, ideal: Array, first: int) -> dict[str, Array]:
         assert self._reference is not None and self._scales is not None
@@ -426,7 +429,7 @@ def _plain_facts(tensor: Tensor, rows: PlainRows, other: RowSource | None, stack
         num_nonpositive += int((y <= 0).sum())
         amax = max(amax, float(np.abs(finite).max(initial=0)))
         sum2 += float(np.square(finite, dtype=np.float64).sum())
-        is_on_grid = is_on_grid and bool((rounded(finite, "e4m3fn") == finite).all())
+        is_on_grid = is_on_grid and bool((rounded(finite, _CODES) == finite).all())
         if other is not None:
             x = other.read(first, min(first + height, num_rows))
             same = (x == y) | (np.isnan(x) & np.isnan(y))

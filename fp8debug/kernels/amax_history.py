@@ -121,7 +121,7 @@ class AmaxHistory(ReferenceAmaxHistory):
     """``ReferenceAmaxHistory``, on a GPU by one kernel a call and to the same last bit."""
 
     def _of_earlier(self, amax: Tensor, put: bool) -> Tensor:
-        if not takes_kernels(amax) or self._amaxes.device != amax.device:
+        if not self.cast.is_plain or not takes_kernels(amax) or self._amaxes.device != amax.device:
             return super()._of_earlier(amax, put)
         with on_device(amax):
             found: Tensor = twin("amax_history").next_scale_inv(

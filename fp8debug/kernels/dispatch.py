@@ -131,7 +131,11 @@ def quantize_observed(
 
 def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> Any:
     """Return how tensors like this one are quantized, where that is known by now; it makes (data, scale_inv), and slots."""
-    return None if not may_plan(x) else twin("quantize.tile_plan").plan_of(x, cast, _layout(contracts_rows), statistics)
+    return (
+        None
+        if not may_plan(x) or not cast.is_plain
+        else twin("quantize.tile_plan").plan_of(x, cast, _layout(contracts_rows), statistics)
+    )
 
 
 def may_plan(x: Tensor) -> bool:
@@ -170,7 +174,7 @@ def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = Non
         q: FP8 data and scale_inv, each laid out in any way.
         found: slots that were filled in the pass of the cast; None where the codes are not ours.
     """
-    if found is None and source.x.numel() and takes_kernels(source.x):
+    if found is None and source.x.numel() and cast.is_plain and takes_kernels(source.x):
         with on_device(source.x):
             found = twin("describe.foreign_codes").describe(source, cast, q)
     if found is None:
@@ -281,7 +285,8 @@ def gemm(
             if first.dtype == second.dtype == dtype and dtype in (torch.bfloat16, torch.float16):
                 return _matmul(which, first, second)
         else:
-            if isinstance(first, tuple) and isinstance(second, tuple) and not fast_accum and why_no_twins() is None:
+            if _are_plain(first, second) and not fast_accum and why_no_twins() is None:
+                assert isinstance(first, tuple) and isinstance(second, tuple)
                 prepared = twin("gemm.gemm").prepared(which, first, second, dtype)
                 if prepared is not None:
                     with on_device(first[0].data):
@@ -321,6 +326,8 @@ def _matmul(which: Gemm, first: Tensor, second: Tensor) -> Tensor:
 def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str | None:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return "one operand is not quantized"
+    if not _are_plain(first, second):
+        return "it is emulated: no GEMM of ours has operands of this format, or scales of this kind"
     if first[0].data.element_size() > 1 or second[0].data.element_size() > 1:
         return f"the data are {first[0].data.dtype} and {second[0].data.dtype}, not FP8"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -330,6 +337,10 @@ def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str
     if why_no_twins() is None and not twin("gemm.gemm").supports(first[1], second[1]):
         return "no FP8 GEMM has scales of this granularity"
     return why_no_twins()
+
+
+def _are_plain(first: Operand, second: Operand) -> bool:
+    return isinstance(first, tuple) and isinstance(second, tuple) and first[1].is_plain and second[1].is_plain
 
 
 def _described(operand: Operand) -> str:
@@ -348,7 +359,7 @@ def _why_not(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> str | No
     reason = why_no_twins()
     if reason is None and _capability(x.device.index) < (8, 9):
         reason = "the GPU is older than Ada and has no FP8"
-    if reason is None and not twin("quantize.quantize").supports(x, cast, scale_inv):
+    if reason is None and not (cast.is_plain and twin("quantize.quantize").supports(x, cast, scale_inv)):
         reason = "no kernel takes it"
     return reason
 

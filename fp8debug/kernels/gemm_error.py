@@ -79,6 +79,7 @@ def compare_result(
     elif bias is not None:
         bias = bias.detach().reshape(-1).expand(result.shape[1]).contiguous()
     is_read = (result is None or result.dtype in FLOATS) and (bias is None or type(bias) is Tensor)
+    is_read = is_read and all(isinstance(o, Tensor) or o[1].is_plain for o in operands)
     if is_read and takes_kernels(a) and a.numel() and b.numel():
         actual = result.detach() if result is not None and result.requires_grad else result
         results, whole = twin("gemm.error"), not is_wide(which, high_precision, sample)
@@ -180,7 +181,7 @@ def weight_rows(weight: Tensor, operand: Operand, rows: Tensor | None) -> Slots:
         return {}
     if isinstance(operand, tuple) and rows is not None and takes_kernels(weight):
         (data, scale_inv), cast = operand
-        if data.dtype in FP8_DTYPES and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if cast.is_plain and data.dtype in FP8_DTYPES and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
             block = block_shape(cast.granularity, *weight.shape)
             with on_device(weight):
                 slots: Slots = twin("gemm.error").row_slots(weight, data, scale_inv, block, rows)
@@ -245,8 +246,10 @@ def values_of(operand: Operand, dim: int = 0, index: Tensor | slice | None = Non
     if isinstance(operand, Tensor):
         return operand.detach().index_select(dim, index).float()
     (data, scale_inv), cast = operand
+    if cast.hadamard:
+        return dequantize(*operand).index_select(dim, index)
     block = block_shape(cast.granularity, *data.shape)
-    if takes_kernels(data) and data.dtype in FP8_DTYPES:
+    if takes_kernels(data) and cast.is_plain and data.dtype in FP8_DTYPES:
         with on_device(data):
             found: Tensor = twin("gemm.sampled").dequantize_lines(data, scale_inv, block, dim, index)
             return found

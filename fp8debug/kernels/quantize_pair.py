@@ -32,7 +32,8 @@ def quantize_pair(
     Returns:
         x for the first GEMM and for the second, or None where no kernel makes both at once.
     """
-    plan = twin("quantize.two_way_plan").two_way_plan_of(x, across, down, observed) if may_plan(x) else None
+    takes = across.is_plain and down.is_plain and may_plan(x)
+    plan = twin("quantize.two_way_plan").two_way_plan_of(x, across, down, observed) if takes else None
     if plan is None:
         return None
     with on_device(x):

@@ -6,7 +6,16 @@
     scale_inv = 1 / scale                                                   x ~= data * scale_inv
 
 A block whose amax is 0 takes scale_inv = 1. NaN stays NaN; Inf stays Inf where the format has one (E5M2) and becomes NaN
-where not (E4M3), so that it can never pass for a large finite value.
+where not (E4M3), so that it can never pass for a large finite value. FP4 and FP6 have no code for NaN either: their data are in
+E4M3's dtype, which holds all of their values, and keep it.
+
+Scales in two levels (NVFP4, arXiv 2509.25149, and Transformer Engine's ``custom_recipes``), m the format's max, s the scale
+format's (448), t the tensor's amax, all in FP32:
+
+    g         = s * m / t, the largest finite FP32 where that is Inf, 1 where t is 0 or there is no second level
+    d         = round_to_scale_format(clamp(a * (g * (1 / m)), -s, s))
+    scale_inv = d * (1 / g)
+    data      = round_to_format(clamp(x * min(1 / scale_inv, largest finite), -m, m))
 
 What a short accumulator makes of a GEMM, in plain torch: the specification of ``fast_accum``, and a fault for any device.
 
@@ -18,14 +27,15 @@ about 14 bits, hence sums that leave the tensor core every 128 elements).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
-from fp8debug.formats import FORMATS, Format, block_shape
+from fp8debug.formats import FORMATS, OF_TORCH_DTYPE, SCALE_FORMATS, Format, block_shape
+from fp8debug.kernels.rounding import hadamard, uniform
 from fp8debug.metrics import METRICS, Metric, Pair, Source, derive
 from fp8debug.metrics.base import blocked, spread
 from fp8debug.recipes import Cast
@@ -34,6 +44,9 @@ from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 FLOAT32_MAX = torch.finfo(torch.float32).max
 #: DeepSeek-V3 section 3.3.2: partial sums leave the tensor core every 128 elements of the contracted dimension.
 PROMOTION = 128
+
+#: Formats by the dtypes of torch that hold their codes, one to a byte.
+FORMAT_OF: dict[torch.dtype, str] = {getattr(torch, f.torch_dtype): f.name for f in OF_TORCH_DTYPE.values() if not f.scale_only}
 
 #: An operand of a GEMM: quantized with its cast, or high precision.
 Operand = tuple[Quantized, Cast] | Tensor
@@ -57,20 +70,41 @@ def quantize(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> Quantize
     _check_cast(cast)
     if scale_inv is not None and (not isinstance(scale_inv, Tensor) or scale_inv.numel() != 1):
         raise UsageError(f"scale_inv is a tensor with one number, got {scale_inv!r}")
+    source = as_cast_reads(source, cast)
     rows, columns = source.value.shape
     block = block_shape(cast.granularity, rows, columns)
     if scale_inv is None and cast.scaling == "static":
         assert cast.scale_inv is not None
         scale_inv = source.value.new_full((), cast.scale_inv)
     if scale_inv is None:
-        scale, inverse = scale_of(block_amax(source, cast), cast)
+        scale, inverse = block_scales(source, cast)
     else:
         grid = (-(-rows // block[0]), -(-columns // block[1]))
         inverse = scale_inv.to(source.value.device, torch.float32).reshape(1, 1).expand(grid).contiguous()
         scale = inverse.reciprocal().clamp(max=FLOAT32_MAX)
     scaled = source.value * spread(scale, *block, rows, columns)
     inf = None if source.nonfinite is None else source.value.isinf()
-    return Quantized(round_to_format(scaled, FORMATS[cast.format], inf).reshape(x.shape), inverse)
+    noise = uniform(source.value, cast.seed) if cast.rounding == "stochastic" else None
+    return Quantized(round_to_format(scaled, FORMATS[cast.format], inf, noise).reshape(x.shape), inverse)
+
+
+def as_cast_reads(source: Source, cast: Cast) -> Source:
+    """Return the tensor that is cast: the transformed one where the cast has a Hadamard transform."""
+    if not cast.hadamard:
+        return source
+    assert cast.line is not None
+    return Source(hadamard(source.value, cast.line))
+
+
+#: Largest E4M3 scale of a block under ``four_over_six``, 1.5 times which E4M3 has (arXiv 2512.02010; Transformer Engine).
+_FOUR_OVER_SIX_MAX = 256.0
+#: Mantissa in [0.5, 1) from which an amax counts as the next power of two, by the rounding that takes its exponent: never
+#: (OCP MX 1.0, section 6.3), when it is no power of two, and when it rounds up in the format's mantissa (torchao's EVEN).
+_AMAX_ROUNDINGS: dict[str, Callable[[Format], float]] = {
+    "pow2_floor": lambda fmt: 1.0,
+    "pow2_amax_ceil": lambda fmt: 0.5 + 2.0**-24,
+    "pow2_even": lambda fmt: 1 - 2.0 ** -(fmt.mantissa_bits + 2),
+}
 
 
 def block_amax(source: Source, cast: Cast) -> Tensor:
@@ -82,15 +116,65 @@ def block_amax(source: Source, cast: Cast) -> Tensor:
     return grid.amax((1, 3))
 
 
+def block_scales(source: Source, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Return (scale, scale_inv) of each block under current scaling, FP32 ``[block rows, block columns]``.
+
+    Args:
+        source: as the cast reads it.
+        cast: how.
+    """
+    amax = block_amax(source, cast)
+    stored = SCALE_FORMATS[cast.scale_format]
+    if stored is None or stored.scale_only:
+        return scale_of(amax, cast)
+    bound = _FOUR_OVER_SIX_MAX if cast.four_over_six else stored.max
+    zero, fmt = amax == 0, FORMATS[cast.format]
+    a = amax.clamp(min=cast.amax_eps)
+    encode = _tensor_scale(amax, cast, bound * fmt.max)
+    if not cast.four_over_six:
+        # Not a / max * encode: Transformer Engine's kernels fold 1 / max into the tensor's scale.
+        return _stored_scale(a * (encode * torch.full_like(encode, fmt.max).reciprocal()), encode, stored, zero)
+    base = torch.div(a, fmt.max) * encode
+    six, four = (_stored_scale(base * factor, encode, stored, zero) for factor in (1.0, 1.5))
+    take_four = _absolute_error(source, cast, four) < _absolute_error(source, cast, six)
+    return torch.where(take_four, four[0], six[0]), torch.where(take_four, four[1], six[1])
+
+
+def _tensor_scale(amax: Tensor, cast: Cast, largest: float) -> Tensor:
+    """Return the second level as a factor on the data, FP32, broadcastable to the grid of blocks."""
+    if cast.tensor_scale == "none" or not amax.numel():
+        return amax.new_ones(1, 1)
+    top = amax.amax().reshape(1, 1) if cast.tensor_scale == "tensor" else amax.amax(cast.line, keepdim=True)
+    return (torch.full_like(top, largest) / top).clamp(max=FLOAT32_MAX).masked_fill(top == 0, 1.0)
+
+
+def _stored_scale(decode: Tensor, encode: Tensor, stored: Format, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (scale, scale_inv) of blocks whose decode factor is rounded to a scale format."""
+    rounded = round_to_format(decode.clamp(max=FLOAT32_MAX), stored).float()
+    inverse = (rounded * encode.reciprocal()).masked_fill(zero, 1.0)
+    return inverse.reciprocal().clamp(max=FLOAT32_MAX), inverse
+
+
+def _absolute_error(source: Source, cast: Cast, scales: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the sum of absolute errors of each block under these scales, rounded to nearest; FP64 over the grid."""
+    block, shape = block_shape(cast.granularity, *source.value.shape), source.value.shape
+    scale, inverse = (spread(t, *block, *shape) for t in scales)
+    y = round_to_format(source.value * scale, FORMATS[cast.format]).double() * inverse
+    return blocked((y - source.x64).abs().nan_to_num(0.0, 0.0), block, 0.0).sum((1, 3))
+
+
 def scale_of(amax: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     """Return (scale, scale_inv) in FP32 for blocks of that amax; powers of two come from exponent bits, not from log2."""
     fmt = FORMATS[cast.format]
     a = amax.clamp(min=cast.amax_eps)
     zero = amax == 0
     a = a.masked_fill(zero, 1.0)
-    if cast.scale_rounding == "pow2_floor":
-        exponent = (fmt.emax + 1 - a.frexp().exponent).clamp(max=127)
-        scale = power_of_2(exponent, a.dtype)
+    if cast.scale_rounding in _AMAX_ROUNDINGS:
+        # Exact: a mantissa in [0.5, 1) that reaches the bound takes the next power of two.
+        mantissa, exponent = a.frexp()
+        bound = _AMAX_ROUNDINGS[cast.scale_rounding](fmt)
+        exponent = exponent + (mantissa >= bound).to(exponent.dtype)
+        scale = power_of_2((fmt.emax + 1 - exponent).clamp(max=127), a.dtype)
     else:
         # Not fmt.max / a: torch computes number / tensor as reciprocal times number, which rounds twice.
         scale = (torch.full_like(a, fmt.max) / a).clamp(max=FLOAT32_MAX)
@@ -112,24 +196,46 @@ def power_of_2(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.pow(2.0, exponent.to(dtype))
 
 
-def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None) -> Tensor:
-    """Round to nearest even after an explicit clamp; torch's own cast of values beyond max changed between releases.
+def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+    """Round to nearest even or at random, after an explicit clamp: torch's cast of values beyond max changed between releases.
 
     Args:
         scaled: FP32; a finite x times its scale may be Inf here, and saturates like any other.
         fmt: format of the result.
         inf: bool, where x itself is infinite; None is nowhere.
+        noise: FP32 in [0, 1): rounds away from 0 where the distance to the value below, in units of the spacing, exceeds it.
+
+    Returns:
+        values of the format in its ``data_dtype``.
     """
-    data = scaled.clamp(-fmt.max, fmt.max).to(getattr(torch, fmt.torch_dtype))
+    dtype = getattr(torch, fmt.data_dtype)
+    clamped = scaled.clamp(-fmt.max, fmt.max)
+    data = (clamped if noise is None and fmt.bits == 8 else _on_grid(clamped, fmt, noise)).to(dtype)
     if inf is None:
         return data
     code = data.view(torch.uint8)
-    special = 0x7C if fmt.has_inf else 0x7F
-    return torch.where(inf, (scaled.signbit().to(torch.uint8) << 7) | special, code).view(data.dtype)
+    own = fmt if fmt.bits == 8 else OF_TORCH_DTYPE[fmt.data_dtype]
+    if own.inf_code is None and own.is_unsigned_zero:
+        return code.masked_fill(inf, own.nan_code or 0).view(dtype)
+    special = own.nan_code if own.inf_code is None else own.inf_code
+    return torch.where(inf, (scaled.signbit().to(torch.uint8) << 7) | special, code).view(dtype)
+
+
+def _on_grid(clamped: Tensor, fmt: Format, noise: Tensor | None) -> Tensor:
+    """Round FP32 values within +-max to those of a format; NaN stays."""
+    exponent = (clamped.frexp().exponent - 1).clamp(min=1 - fmt.bias) - fmt.mantissa_bits
+    spacing = power_of_2(exponent, clamped.dtype)
+    units = clamped / spacing
+    if noise is None:
+        return units.round() * spacing
+    magnitude = units.abs()
+    below = magnitude.floor()
+    above = (magnitude - below > noise).to(units.dtype)
+    return ((below + above) * spacing).copysign(clamped)
 
 
 def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return data * scale_inv, multiplied in FP32 and rounded to ``dtype``; shape of ``q.data``.
+    """Return data * scale_inv, multiplied in FP32, its Hadamard transform undone, and rounded to ``dtype``; shape of ``q.data``.
 
     Raises:
         UsageError: q is not what :func:`quantize` returns, cast no Cast, or dtype no torch.dtype.
@@ -148,7 +254,11 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     grid = [-(-extent // size) for extent, size in zip(flat.shape, block, strict=True)]
     if flat.numel() and list(q.scale_inv.shape) != grid:
         raise UsageError(f"data {list(data.shape)} under {cast} has scale_inv {grid}, got {list(q.scale_inv.shape)}")
-    return (flat * spread(q.scale_inv, *block, *flat.shape)).reshape(data.shape).to(dtype)
+    values = flat * spread(q.scale_inv, *block, *flat.shape)
+    if cast.hadamard:
+        assert cast.line is not None
+        values = hadamard(values, cast.line, undo=True)
+    return values.reshape(data.shape).to(dtype)
 
 
 def gemm(
@@ -157,7 +267,8 @@ def gemm(
     """One GEMM of a Linear (see ``types``) from quantized or high-precision operands.
 
     FP8 products are summed over ``PROMOTION`` elements of the contracted dimension (fewer where a scale's block is
-    smaller), multiplied by both scales and added to the accumulator: the accumulation is exact up to its dtype.
+    smaller), multiplied by both scales and added to the accumulator: the accumulation is exact up to its dtype. Operands with
+    blocks of less than 32 elements are dequantized first, in that dtype.
 
     Args:
         which: fprop takes (input, weight), dgrad (grad_output, weight), wgrad (grad_output, input), each 2-D.
@@ -171,9 +282,13 @@ def gemm(
     """
     accumulate = accumulate or torch.float32
     roles = OPERANDS[which]
+    first, second = _with_one_transform(first, second)
     a, a_scale, a_block = _contracting_last(first, (which, roles[0]) in CONTRACTS_ROWS)
     b, b_scale, b_block = _contracting_last(second, (which, roles[1]) in CONTRACTS_ROWS)
     length = a.shape[1]
+    if min(a_block[1], b_block[1]) < _MIN_STEP and length > _MIN_STEP:
+        a, b = (_dequantized(v, s, block, accumulate) for v, s, block in ((a, a_scale, a_block), (b, b_scale, b_block)))
+        a_scale, b_scale, a_block, b_block = None, None, (1, length), (1, length)
     step = min(a_block[1], b_block[1], length)
     step = length if step == length else min(step, PROMOTION)
     total = a.new_zeros(a.shape[0], b.shape[0], dtype=accumulate)
@@ -187,6 +302,26 @@ def gemm(
             part = part * spread(column, b_block[0], 1, b.shape[0], 1).t()
         total += part
     return total.to(dtype)
+
+
+#: Blocks of fewer elements of the contracted dimension are not summed one by one: as many small GEMMs take too long.
+_MIN_STEP = 32
+
+
+def _with_one_transform(first: Operand, second: Operand) -> tuple[Operand, Operand]:
+    """Return operands that are both transformed alike, so that their product is that of the originals, or neither of them."""
+    transforms = [(o[1].hadamard, o[1].line) if isinstance(o, tuple) and o[1].hadamard else None for o in (first, second)]
+    if transforms[0] is not None and transforms[1] is not None:
+        return first, second
+    first, second = (
+        dequantize(*o) if isinstance(o, tuple) and t is not None else o for o, t in zip((first, second), transforms, strict=True)
+    )
+    return first, second
+
+
+def _dequantized(values: Tensor, scale_inv: Tensor | None, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    values = values.to(dtype)
+    return values if scale_inv is None else values * spread(scale_inv.to(dtype), *block, *values.shape)
 
 
 def _contracting_last(operand: Operand, rows_contract: bool) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
@@ -222,7 +357,7 @@ def operand_pair(x: Tensor | Source, cast: Cast, q: Quantized) -> Pair:
     """Return the observation of an operand: the tensor and its dequantized twin."""
     source = x if isinstance(x, Source) else Source(x)
     y = dequantize(q, cast).reshape(source.x.shape)
-    return Pair(source=source, y=y, quantized=q, cast=cast)
+    return Pair(source=source, y=y, quantized=q, cast=cast, read=as_cast_reads(source, cast) if cast.hadamard else None)
 
 
 def measure(x: Tensor, cast: Cast, amax_history: Sequence[float] = ()) -> dict[str, object]:

@@ -125,6 +125,7 @@ class Pair:
         kind: empty, or what else than an operand or a result it is, for the metric of that: ``reread``, ``first_sum`` or
             ``later_sum``.
         whole_rows: False where columns were left out.
+        read: the transformed reference, where the cast has a Hadamard transform; ``y`` has it undone.
     """
 
     source: Source
@@ -134,6 +135,12 @@ class Pair:
     grad: Tensor | None = None
     kind: str = ""
     whole_rows: bool = True
+    read: Source | None = None
+
+    @property
+    def as_read(self) -> Source:
+        """The reference as the cast and its GEMM read it: transformed where the cast has a Hadamard transform."""
+        return self.source if self.read is None else self.read
 
     @property
     def format_max(self) -> float:
@@ -156,8 +163,8 @@ class Pair:
 
     @cached_property
     def scaled(self) -> Tensor:
-        """FP32 ``abs(x) / scale_inv``, 0 where x is not finite."""
-        return self.source.magnitude / self.spread_scale_inv
+        """FP32 ``abs(x) / scale_inv`` of what the cast reads, 0 where that is not finite."""
+        return self.as_read.magnitude / self.spread_scale_inv
 
     @cached_property
     def spread_scale_inv(self) -> Tensor:
@@ -196,6 +203,16 @@ class Pair:
     def error64(self) -> Tensor:
         """y - x in FP64, 0 where a side is not finite."""
         return self.y64 - self.x64
+
+    @cached_property
+    def block_sides(self) -> tuple[Tensor, Tensor]:
+        """Reference and error in FP64 as the cast reads them, 0 where a side is not finite."""
+        if self.read is None:
+            return self.x64, self.error64
+        y = self.data * self.spread_scale_inv
+        invalid = ~(y.isfinite() & self.read.value.isfinite())
+        x = blanked(self.read.x64, invalid)
+        return x, blanked(y.double(), invalid) - x
 
     def sum_per_block(self, values: Tensor) -> Tensor:
         """Sum ``[rows, columns]`` over each block of the cast: ``[grid rows, grid columns]``."""

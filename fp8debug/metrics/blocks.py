@@ -33,9 +33,9 @@ class Blocks:
 
     def partial(self, pair: Pair) -> dict[str, Tensor]:
         """Reduce over blocks; each slot FP32 ``[]``."""
-        x, error = pair.x64, pair.error64
+        x, error = pair.block_sides
         signal, noise = pair.sum_per_block(x * x), pair.sum_per_block(error * error)
-        amax, amin = pair.source.block_extremes(pair.block)
+        amax, amin = pair.as_read.block_extremes(pair.block)
         nmse = (noise / signal).masked_fill(signal == 0, -math.inf)
         span = (amax.double() / amin.double()).log2().masked_fill(amax == 0, -math.inf)
         return {"worst_block_nmse": nmse.amax().float(), "max_block_range_log2": span.amax().float()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, SCALE_FORMATS
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class Rounding:
         """Count; each slot int64 ``[]``."""
         assert pair.cast is not None
         fmt = FORMATS[pair.cast.format]
-        data, magnitude = pair.data.abs(), pair.source.magnitude
+        data, magnitude = pair.data.abs(), pair.as_read.magnitude
+        if SCALE_FORMATS[pair.cast.scale_format] is not None:
+            data = data * (pair.spread_scale_inv != 0)  # a block whose stored scale underflows is 0, whatever its codes
         below_normal = (data < fmt.min_normal) & (magnitude > 0)
         num_below = below_normal.count_nonzero()
         num_underflow = (below_normal & (data == 0)).count_nonzero()

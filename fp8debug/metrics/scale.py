@@ -17,8 +17,8 @@ class Scale:
     """Over the blocks with a nonzero amax, but ``num_blocks`` and ``num_zero_blocks``; a zero block's scale_inv says nothing.
 
     A block counts in ``num_eps_blocks`` when its amax lies below amax eps, or is so small that max / amax is not finite
-    (Transformer Engine's rule); a zero block counts in ``num_zero_blocks`` alone. ``headroom`` is the largest
-    ``abs(x) / scale_inv / max``: 1 under current scaling, above 1 where a delayed or static scale clips.
+    (Transformer Engine's rule), or its stored scale underflows to 0. A zero block counts in ``num_zero_blocks`` alone.
+    ``headroom`` is the largest ``abs(x) / scale_inv / max``: 1 under current scaling with FP32 scales, above 1 where one clips.
     """
 
     name = "scale"
@@ -70,22 +70,23 @@ class Scale:
         """Reduce over blocks; counts int64 ``[]``, extremes FP32 ``[]``, the sum FP64 ``[]``."""
         assert pair.quantized is not None and pair.cast is not None
         scale_inv = pair.quantized.scale_inv
-        amax, _ = pair.source.block_extremes(pair.block)
+        amax, _ = pair.as_read.block_extremes(pair.block)
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
+        scaled_blocks = nonzero & (scale_inv > 0)  # an E4M3 scale may underflow
         scaled = amax / scale_inv  # the largest of a block: a zero block's may be 0 / 0
-        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf()
+        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | ~scaled_blocks
         if pair.cast.scaling != "current":
             lifted = lifted & False
         return {
             "scale_inv_min": scale_inv.masked_fill(~nonzero, math.inf).amin(),
             "scale_inv_max": scale_inv.masked_fill(~nonzero, -math.inf).amax(),
-            "scale_inv_sum_log2": scale_inv.double().log2().masked_fill(~nonzero, 0.0).sum(),
+            "scale_inv_sum_log2": scale_inv.double().log2().masked_fill(~scaled_blocks, 0.0).sum(),
             "num_blocks": nonzero.sum().new_full((), amax.numel()),
             "num_zero_blocks": (~nonzero).sum(),
             "num_eps_blocks": (nonzero & lifted).sum(),
             # Infinity would read as "no data".
-            "headroom": (scaled.masked_fill(~nonzero, -math.inf).amax() / pair.format_max).clamp(max=FLOAT32_MAX),
+            "headroom": (scaled.masked_fill(~scaled_blocks, -math.inf).amax() / pair.format_max).clamp(max=FLOAT32_MAX),
         }
 
 

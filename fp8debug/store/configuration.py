@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8debug.errors import UsageError
+from fp8debug.formats import format_named
 from fp8debug.recipes import Cast
 from fp8debug.types import OPERAND_SITES, plain_name
 
@@ -16,8 +17,7 @@ MAX_SITES = 3
 _ONLY = {"history": "delayed", "algo": "delayed", "margin": "delayed", "scale_inv": "static"}
 #: Entries of ``environment`` that cannot change numerics.
 _IRRELEVANT = ("python", "platform")
-#: Formats and scalings by the names that ``quantization_config`` uses.
-_FORMATS = {"e4m3": "e4m3fn", "e4m3fn": "e4m3fn", "e5m2": "e5m2"}
+#: Scalings by the names that ``quantization_config`` uses.
 _SCALINGS = {"dynamic": "current", "static": "static"}
 
 
@@ -99,8 +99,8 @@ def declared_differences(quantization: Mapping[str, Any], now: Mapping[str, Any]
     if quantization.get("quant_method") != "fp8":
         return []
     declared: dict[str, dict[str, str]] = {"fprop.weight": {}, "fprop.input": {}}
-    if (fmt := _FORMATS.get(str(quantization.get("fmt")))) is not None:
-        declared["fprop.weight"]["format"] = fmt
+    if (fmt := format_named(str(quantization.get("fmt")))) is not None:
+        declared["fprop.weight"]["format"] = fmt.name
     block = quantization.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2:
         declared["fprop.weight"]["granularity"] = f"{block[0]}x{block[1]}"

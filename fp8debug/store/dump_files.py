@@ -47,7 +47,8 @@ _FLOATS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "I32": np.dtype("<i4"),
 }
-_FP8 = {"F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2"}
+#: Data of 4 and 6 bits lie in E4M3's bytes (``Format.data_dtype``).
+_FP8 = {f.safetensors_dtype: f for f in FORMATS.values() if f.bits == 8 and not f.scale_only}
 _ITEM_BYTES = {**{name: kind.itemsize for name, kind in _FLOATS.items()}, **dict.fromkeys(_FP8, 1), "BF16": 2}
 
 
@@ -286,16 +287,9 @@ def dumps_at(path: str) -> list[Dump]:
 
 
 @cache
-def _table(name: str) -> Array:
-    """Return the 256 values of an FP8 format by code, FP32."""
-    fmt: Format = FORMATS[name]
-    codes = np.arange(256)
-    exponent, mantissa = (codes & 127) >> fmt.mantissa_bits, codes & ((1 << fmt.mantissa_bits) - 1)
-    normal = np.ldexp(1 + mantissa / (1 << fmt.mantissa_bits), exponent - fmt.bias)
-    values = np.where(exponent == 0, mantissa * fmt.min_subnormal, normal)
-    beyond = values > fmt.max
-    values[beyond] = np.where(fmt.has_inf & (mantissa[beyond] == 0), np.inf, np.nan)
-    return np.where(codes > 127, -values, values).astype(np.float32)
+def _table(fmt: Format) -> Array:
+    """Return the 256 values of a format by code, FP32."""
+    return np.array([fmt.value(code) for code in range(256)], np.float32)
 
 
 def decoded(raw: Array, dtype: str) -> Array:

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
-from fp8debug.formats import block_shape
-from fp8debug.kernels.reference import all_values, measure, operand_pair, statistics
+from fp8debug.formats import FORMATS, block_shape
+from fp8debug.kernels.reference import FORMAT_OF, all_values, measure, operand_pair, statistics
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast, get_recipe, list_recipes
 from fp8debug.store.dump_files import Dump, open_dump
 from fp8debug.types import Gemm, Quantized, TensorRole
 
 _DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **{FORMATS[name].safetensors_dtype: dtype for dtype, name in FORMAT_OF.items()},
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,

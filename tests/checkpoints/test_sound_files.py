@@ -37,7 +37,7 @@ def test_a_sound_file(tmp_path: Path, layout: str, shape: tuple[int, int]) -> No
         found = one.comparison
         assert found is not None and found.sqnr_db is not None and found.gain is not None
         assert found.gain == pytest.approx(1, abs=0.02)
-        assert found.sqnr_db > (14 if one.weight.format == "e2m1" else 28), one.weight.name
+        assert found.sqnr_db > (14 if one.weight.format == "e2m1fn" else 28), one.weight.name
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "nvfp4", "engine_2d"])

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.interception.listener import DECODERS, version_of
+from fp8debug.kernels.reference import FORMAT_OF
 
 _ROWWISE = 1  # torch.nn.functional.ScalingType.RowWise
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class SeenGroupedGemm(NamedTuple):
@@ -52,7 +52,7 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
         raise ValueError(f"a grouped GEMM of {first.dim()}-D by {second.dim()}-D without offsets, or with a bias, is not read")
     experts = offs.shape[0]
     lines = first.shape[0] * (experts if second.dim() == 2 else 1), second.shape[-1] * experts
-    if first.dtype not in _FP8 or any(s.dtype is not torch.float32 for s in scales):
+    if first.dtype not in FORMAT_OF or any(s.dtype is not torch.float32 for s in scales):
         raise ValueError(f"a grouped GEMM of {first.dtype} with scales in {scales[0].dtype} is not read")
     if (scales[0].numel(), scales[1].numel()) != lines:
         raise ValueError(f"scales {[list(s.shape) for s in scales]} of a grouped GEMM are not of rows")

@@ -12,14 +12,13 @@ from fp8debug.adapters.grouped.gemms import SeenGroupedGemm, by_expert, contract
 from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, SubLinearProbe, record_tokens
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer, RowKey
 from fp8debug.observer.rechecks import WhatIfSlots
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
-
-_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
 @dataclass
@@ -116,7 +115,7 @@ class GroupProbe(SubLinearProbe):
         name: str = "rowwise",
     ) -> None:
         """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
-        cast = same_cast(format=_FORMATS[codes.dtype], granularity="rowwise")
+        cast = same_cast(format=FORMAT_OF[codes.dtype], granularity="rowwise")
         named = same_cast(format=cast.format, granularity=name)
         CASTS.setdefault(self.sublinear, {})[site] = named
         q = Quantized(codes, scales.reshape(-1, 1).contiguous())

@@ -17,6 +17,7 @@ from fp8debug.adapters.interception.sublinears import CALLED, TRIED, first_repor
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
@@ -32,7 +33,6 @@ from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
 #: Modules that a watch listens to, by whether it records inference.
 _INTERCEPTED: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
-_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
 def _gone() -> None:
@@ -372,7 +372,7 @@ class InterceptingProbe(Probe):
     def _as_operand(self, which: Gemm, role: TensorRole, side: GemmOperand) -> Operand:
         if side.scale_inv is None:
             return side.values
-        cast = self._cast_of(which, role, _FORMATS[side.values.dtype], side.granularity)
+        cast = self._cast_of(which, role, FORMAT_OF[side.values.dtype], side.granularity)
         return Quantized(side.values, side.scale_inv.float()), cast
 
     def report_once(self, text: str) -> None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from fp8debug.kernels.reference import FORMAT_OF
+
 _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Nodes of a graph between a weight as it is read and its parameter.
 _MAX_STEPS = 16
 #: Ops whose result stands for their first argument; composite ops are those that a custom op runs inside.
@@ -161,7 +162,7 @@ class Origins:
             if self._of(x) is not None and self._state(x)[0] is not None:
                 continue  # its inside was seen
             whole = {id(o.x): o for y in operands if y.numel() == x.numel() and (o := self._state(y)[0]) is not None}
-            if x.dtype in _FP8 and len(whole) == 1:
+            if x.dtype in FORMAT_OF and len(whole) == 1:
                 (origin,) = whole.values()
                 self._note(x, origin._replace(is_turned=None), False)
             else:

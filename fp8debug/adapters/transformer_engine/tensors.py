@@ -23,10 +23,10 @@ from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.recipes import Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_FORMATS = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 _BLOCK, _MX_BLOCK = 128, 32
 _KNOWN_DTYPES: dict[Any, torch.dtype] = {}  # by the library's own
 _NAMES: dict[type, frozenset[str]] = {}
@@ -87,7 +87,7 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
     """
     tensor = unwrapped(tensor, granularity in ("128x1", "32x1"))
     quantizer = getattr(tensor, "_quantizer", None)
-    number_format = _FORMATS[_dtype(tensor)]
+    number_format = FORMAT_OF[_dtype(tensor)]
     is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))
     if granularity == "tensorwise" and is_delayed:
         algo = getattr(recipe, "amax_compute_algo", "max")

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
+from fp8debug.formats import FORMATS
 from fp8debug.interruptions import is_ours
-from fp8debug.kernels.reference import Operand
+from fp8debug.kernels.reference import FORMAT_OF, Operand, as_cast_reads
 from fp8debug.loss_spikes import SpikeDetector
+from fp8debug.metrics import Source
 from fp8debug.store import dump_files
 from fp8debug.store.dump_selectors import ON_FINDING, Selector
 from fp8debug.types import Gemm, TensorRole
@@ -35,8 +37,7 @@ from fp8debug.types import Gemm, TensorRole
 CLOSE_TIMEOUT_S = 120.0
 
 _SAFETENSORS_NAMES = {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+    **{dtype: FORMATS[name].safetensors_dtype for dtype, name in FORMAT_OF.items()},
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -297,7 +298,10 @@ class Dumper:
         tile = (dump_files.TILE, dump_files.TILE)
         if held.cast is not None:
             tile = dump_files.tile_of(held.cast.granularity)
-            pairs = [(_raw(tensors[name]), _SAFETENSORS_NAMES[tensors[name].dtype]) for name in ("reference", "data")]
+            read = tensors["reference"]
+            if held.cast.hadamard:
+                read = as_cast_reads(Source(read), held.cast).value.contiguous()
+            pairs = [(_raw(t), _SAFETENSORS_NAMES[t.dtype]) for t in (read, tensors["data"])]
             scale_inv = tensors["scale_inv"].numpy()
             maps = dump_files.block_errors(pairs[0], pairs[1], scale_inv, held.cast.granularity, shape)
             tensors |= {name: torch.from_numpy(values) for name, values in maps.items()}

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fp8debug.checkpoints.codes import CODE_FORMATS, OF_DTYPE, decoded, e8m0, is_float, table
+from fp8debug.checkpoints.codes import OF_DTYPE, decoded, is_float, table
 from fp8debug.checkpoints.files import Checkpoint, Tensor
+from fp8debug.formats import FORMATS, format_named
 from fp8debug.registry import Registry
 
 Array = np.ndarray[Any, Any]
@@ -103,8 +104,6 @@ class Weight:
 
 
 def _numbers(raw: Array, dtype: str, scale_format: str) -> Array:
-    if scale_format == "e8m0":
-        return e8m0(raw)
     if scale_format != "float":
         return table(scale_format)[raw]
     with np.errstate(over="ignore"):
@@ -174,7 +173,8 @@ def _block_structures(config: Mapping[str, Any]) -> Iterator[Any]:
 
 def declares_pow2(checkpoint: Checkpoint) -> bool:
     """Return whether the configuration says that scales are powers of two (DeepSeek's ``scale_fmt``)."""
-    return str((checkpoint.quantization or {}).get("scale_fmt", "")).lower() in ("ue8m0", "e8m0")
+    declared = format_named(str((checkpoint.quantization or {}).get("scale_fmt", "")).lower().removeprefix("u"))
+    return declared is not None and declared.scale_only
 
 
 def scale_format_of(tensor: Tensor, *, bytes_are: str | None = None) -> str | None:
@@ -302,7 +302,7 @@ def weight_of(
     """
     codes = number_format or format_of(data, checkpoint)
     assert codes is not None
-    is_packed = CODE_FORMATS[codes].bits == 4 and data.dtype != "F4"
+    is_packed = FORMATS[codes].bits == 4 and data.dtype != "F4"
     batch, rows, columns = extent(data.shape, is_packed=is_packed)
     kind = scale_format_of(scale, bytes_are=bytes_are) if scale is not None else None
     if scale is None:

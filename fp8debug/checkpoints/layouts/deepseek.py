@@ -39,7 +39,7 @@ class DeepSeek(Layout):
                 checkpoint,
                 data,
                 scale,
-                number_format="e2m1" if is_fp4 else None,
+                number_format="e2m1fn" if is_fp4 else None,
                 blocks=candidates,
                 bytes_are="e8m0",
                 is_declared=declared is not None and not is_fp4,

@@ -41,7 +41,7 @@ class Mx(Layout):
                 _flat(data) if name.endswith("_blocks") else data,
                 scale,
                 name=stem,
-                number_format="e2m1" if is_fp4 else None,
+                number_format="e2m1fn" if is_fp4 else None,
                 blocks=((1, 32),),
                 bytes_are="e8m0",
             )

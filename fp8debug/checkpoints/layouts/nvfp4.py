@@ -36,7 +36,7 @@ class NvFp4(Layout):
                 data,
                 scale,
                 name=stem,
-                number_format="e2m1",
+                number_format="e2m1fn",
                 blocks=((1, 16),),
                 tensor_scale=second or divisor,
                 tensor_scale_as="multiplier" if second is not None else "divisor",

@@ -51,7 +51,7 @@ class TorchAoLayout(Layout):
             data,
             parts["scale"],
             name=name,
-            number_format="e2m1" if is_fp4 else None,
+            number_format="e2m1fn" if is_fp4 else None,
             blocks=(block,),
             bytes_are="e8m0" if kind == "MXTensor" else "e4m3fn",
             tensor_scale=parts["per_tensor_scale"],

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fp8debug.checkpoints.codes import OF_DTYPE
 from fp8debug.checkpoints.files import Checkpoint, Tensor
 from fp8debug.checkpoints.layouts.base import LAYOUTS, Block, Layout, Weight, extent, weight_of
+from fp8debug.formats import FORMATS
 
 _ROWWISE = ("_rowwise_data", "_rowwise_scale_inv")
 #: Read by Transformer Engine beside the row-wise copy: a second copy for the other GEMMs, and amaxes.
@@ -44,7 +45,7 @@ class TransformerEngineLayout(Layout):
         _, rows, columns = extent(data.shape)
         codes = OF_DTYPE.get(data.dtype) or _declared_format(checkpoint, data)
         if amax is not None:
-            codes, columns = "e2m1", 2 * columns
+            codes, columns = "e2m1fn", 2 * columns
         weight = weight_of(
             self.name,
             checkpoint,
@@ -82,7 +83,8 @@ def _padded(number: int, multiple: int) -> int:
 
 def _declared_format(checkpoint: Checkpoint, data: Tensor) -> str:
     said = checkpoint.metadata.get(data.file.name, {}).get("fp8_dtype", "")
-    return "e5m2" if "e5m2" in said.lower() else "e4m3fn"
+    found = (f.name for f in FORMATS.values() if f.name.removesuffix("fn") in said.lower())
+    return next(found, "e4m3fn")
 
 
 LAYOUTS.add(TransformerEngineLayout.name, TransformerEngineLayout())

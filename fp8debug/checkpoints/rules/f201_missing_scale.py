@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fp8debug.checkpoints.codes import CODE_FORMATS
 from fp8debug.checkpoints.names import may_have_scale
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -48,11 +48,11 @@ class MissingScale(FileRule):
         for weight, facts in judged.weights:
             if weight.scale is not None or may_have_scale(weight.name, judged.checkpoint.elsewhere):
                 continue
-            largest = CODE_FORMATS[weight.format].max
+            largest = FORMATS[weight.format].max
             reached = facts.amax_code / largest
             if facts.problem is None and facts.numel and not facts.amax_code:
                 continue
-            if facts.problem is None and reached < self.min_amax_share and weight.format != "e2m1":
+            if facts.problem is None and reached < self.min_amax_share and FORMATS[weight.format].bits == 8:
                 codes = f"codes up to {facts.amax_code:g} of {largest:g}, {facts.num_zero / max(1, facts.numel):.2%} of them zero"
                 text = f"the weight was cast to {weight.format} without a scale: {codes}"
                 yield self.of_weight(weight, Severity.INFO, text, value=reached, threshold=self.min_amax_share)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, options
+from fp8debug.formats import FORMATS, format_named
 from fp8debug.rules.base import Severity
 
 
@@ -49,15 +50,16 @@ class ConfigurationDiffers(FileRule):
         excluded = options(
             config, "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "modules_to_not_quantize"
         )
-        declared = str((config or {}).get("fmt", "")).lower()
+        declared = format_named(str((config or {}).get("fmt", "")))
         for weight in scaled:
             module = weight.name.removesuffix(".weight")
             hit = next((pattern for pattern in excluded if _excludes(pattern, module)), None)
             if hit is not None:
                 text = f"the configuration excludes the module ({hit}), and the file holds {weight.format} codes of it"
                 yield self.of_weight(weight, Severity.ERROR, text)
-            if declared in ("e4m3", "e5m2") and weight.format in ("e4m3fn", "e5m2") and not weight.format.startswith(declared):
-                text = f"the configuration declares {declared}, and the weight has {weight.format} codes"
+            fmt = FORMATS[weight.format]
+            if declared is not None and declared.bits == fmt.bits and declared.exponent_bits != fmt.exponent_bits:
+                text = f"the configuration declares {declared.name.removesuffix('fn')}, and the weight has {weight.format} codes"
                 yield self.of_weight(weight, Severity.ERROR, text)
 
 

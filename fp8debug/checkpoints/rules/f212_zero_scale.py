@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fp8debug.checkpoints.names import is_scale
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -41,7 +42,8 @@ class ZeroScale(FileRule):
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights and activation scales with such scales."""
         for weight, facts in judged.weights:
-            limit = self.max_underflow_rate if weight.scale_format == "e4m3fn" else 0.0
+            stored = FORMATS.get(weight.scale_format)
+            limit = self.max_underflow_rate if stored is not None and not stored.scale_only else 0.0
             rate = facts.num_scale_zero / max(1, facts.num_scales)
             if facts.num_scale_negative:
                 text = f"{facts.num_scale_negative} of {facts.num_scales} scales are negative"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -47,7 +48,7 @@ class ConstantScale(FileRule):
             is_equal = facts.scale_min is not None and facts.scale_min == facts.scale_max
             share = facts.num_at_top / max(1, facts.num_blocks)
             if (
-                weight.format == "e2m1"
+                FORMATS[weight.format].bits < 8
                 or not is_equal
                 or facts.num_blocks < self.min_blocks
                 or facts.num_scales < self.min_blocks

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fp8debug.checkpoints.comparison import Comparison, fits, is_wrong
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -56,7 +57,7 @@ class ScaleRoundedAfterCast(FileRule):
                     )
                 continue
             share = facts.num_at_top / max(1, facts.num_blocks)
-            if weight.format == "e2m1" or facts.num_blocks < self.min_blocks or facts.num_scales < self.min_blocks:
+            if FORMATS[weight.format].bits < 8 or facts.num_blocks < self.min_blocks or facts.num_scales < self.min_blocks:
                 continue
             are_pow2 = facts.num_scale_pow2 == facts.num_scales
             if (

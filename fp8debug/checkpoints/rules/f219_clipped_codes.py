@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -47,7 +48,7 @@ class ClippedCodes(FileRule):
         for weight, facts in judged.weights:
             beyond = facts.num_top - facts.num_at_top
             rate = beyond / max(1, facts.numel)
-            if weight.format == "e2m1" or facts.num_distinct <= 8 or facts.problem is not None:
+            if FORMATS[weight.format].bits < 8 or facts.num_distinct <= 8 or facts.problem is not None:
                 continue
             if rate >= self.min_rate and beyond >= max(self.min_count, self.min_ratio * facts.num_next):
                 times = f"{beyond / max(1, facts.num_next):.3g} times as many as at the next"

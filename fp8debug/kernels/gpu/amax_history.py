@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8debug.kernels.gpu.device import INF, scale_of
 from fp8debug.kernels.gpu.launcher import launch
-from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS
+from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, is_e5m2
 from fp8debug.recipes import Cast
 
 #: Amaxes that are loaded at once.
@@ -66,7 +66,7 @@ def next_scale_inv(cast: Cast, amax: Tensor, ring: Tensor, scale_inv: Tensor, nu
     found = torch.empty_like(scale_inv)
     arguments = amax, ring, scale_inv, found, known_at, put_at, float(cast.amax_eps), 2.0**-cast.margin
     chunk = min(CHUNK, triton.next_power_of_2(length))
-    constants = length, chunk, cast.algo == "max", cast.format == "e5m2", ROUNDINGS[cast.scale_rounding]
+    constants = length, chunk, cast.algo == "max", bool(is_e5m2(cast)), ROUNDINGS[cast.scale_rounding]
     launch(history_kernel, (1,), arguments, constants, num_warps=1)
     return found
 

@@ -19,7 +19,7 @@ from fp8debug.kernels.gpu.describe.foreign_common import NUM_COLUMNS
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, keep_plan
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
-from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_native, num_sms
+from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import FOREIGN, pool
 from fp8debug.kernels.slot_rows import RowLayout, SlotRow
 from fp8debug.metrics.base import Source
@@ -119,7 +119,7 @@ def _plan(x: Tensor, data: Tensor, scale_inv: Tensor, cast: Cast) -> _ForeignPla
     strides = (*x.stride()[turn], *data.stride()[turn], *scale_inv.stride()[turn])
     sizes = rows, columns, cut.units, cut.across, cut.height, cut.steps
     numbers = *sizes, *strides, x.numel(), grid[0] * grid[1], lift_below
-    constants = cut.kind, cast.format == "e5m2", cut.rows, cut.blocks, cut.width, is_native(x.device), cut.pieces, cut.shares
+    constants = cut.kind, bool(is_e5m2(cast)), cut.rows, cut.blocks, cut.width, is_native(x.device), cut.pieces, cut.shares
     types = x.dtype, torch.int8, torch.float32, torch.float64, *[None] * len(numbers)
     kernel = Kernel(
         tg.foreign_cast_kernel, x.device.index, types, constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False

@@ -19,7 +19,7 @@ from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.gpu.describe import value_counts_kernel as tb
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan
-from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_hopper, is_native, num_sms
+from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_hopper, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import Task, current_stream, start
 from fp8debug.kernels.slot_rows import ROW_WORDS, RowLayout, SlotRow
 from fp8debug.metrics.histogram import NUM_BINS
@@ -44,7 +44,7 @@ def takes(x: Tensor, casts: Iterable[Cast]) -> bool:
 
 
 def _is_plain(cast: Cast) -> bool:
-    return cast.granularity == "tensorwise" and cast.history <= MAX_HISTORY
+    return cast.is_plain and cast.granularity == "tensorwise" and cast.history <= MAX_HISTORY
 
 
 def _fits(x: Tensor) -> bool:
@@ -65,7 +65,7 @@ def _parts(cast: Cast) -> tuple[list[int], list[float], int]:
     delayed = tb.SCALING_MAX if cast.algo == "max" else tb.SCALING_RECENT
     margin = 2.0**-cast.margin if cast.scaling == "delayed" else 1.0
     reals = [float(cast.amax_eps), margin, cast.scale_inv or 0.0]
-    return [int(cast.format == "e5m2"), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
+    return [is_e5m2(cast), _ROUNDINGS[cast.scale_rounding]], reals, scalings.get(cast.scaling, delayed).value
 
 
 class _CastState:

@@ -32,6 +32,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     Statistics,
     contiguous_copies,
     empty_statistics,
+    is_e5m2,
     tile_of,
     together,
 )
@@ -76,7 +77,7 @@ def observe_counted(x: Tensor, jobs: list[Job], histogram: bool, plan: FastPlan,
         given.append(words if scale is None else scale.detach().to(x.device, torch.float32).reshape(1))
         epsilons.append(float(job.cast.amax_eps))
         source = ts.CURRENT if scale is None else ts.GIVEN
-        specs.append((source.value, int(job.cast.format == "e5m2"), ROUNDINGS[job.cast.scale_rounding]))
+        specs.append((source.value, is_e5m2(job.cast), ROUNDINGS[job.cast.scale_rounding]))
     missing = ts.MAX_CASTS - len(others)
     memory = _memory(x.device)
     arguments = (

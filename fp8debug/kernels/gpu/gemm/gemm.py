@@ -31,7 +31,7 @@ from fp8debug.formats import TRANSPOSED
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import eager
 from fp8debug.kernels.gpu.quantize.quantize import parse
-from fp8debug.kernels.gpu.quantize.tiling import num_sms
+from fp8debug.kernels.gpu.quantize.tiling import is_e5m2, num_sms
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
@@ -374,7 +374,7 @@ def fastest(
     roles = OPERANDS[which]
     a, _, a_kind = _turned(*first, (which, roles[0]) in CONTRACTS_ROWS)
     b, _, b_kind = _turned(*second, (which, roles[1]) in CONTRACTS_ROWS)
-    if {first[1].format, second[1].format} == {"e5m2"} or dtype not in CUBLAS_DTYPES or not (a.numel() and b.numel()):
+    if (is_e5m2(first[1]) and is_e5m2(second[1])) or dtype not in CUBLAS_DTYPES or not (a.numel() and b.numel()):
         return "triton"
     if a_kind == b_kind and a_kind in _LINES:
         takes = not any(size % 16 for size in (*a.shape, *b.shape))

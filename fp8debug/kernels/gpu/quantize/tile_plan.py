@@ -34,6 +34,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
     Statistics,
     cut,
     empty_statistics,
+    is_e5m2,
     is_hopper,
     is_native,
     kind_of,
@@ -220,7 +221,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
         arguments += [data, scale_inv, memory, float(cast.amax_eps), margin]
         clips = source == tc.FROM_SCALE_INV.value or cast.scale_rounding == "pow2_floor" or margin > 1.0
         out = {"": 0, "rows": 1, "columns": 2}[job.out]
-        e5m2 = int(cast.format == "e5m2")
+        e5m2 = is_e5m2(cast)
         specs.append((kind, source, e5m2, ROUNDINGS[cast.scale_rounding], out, int(job.statistics), int(clips)))
         memories.append(memory)
     native = is_native(device)

@@ -199,6 +199,11 @@ def cut(x: Tensor, tile: Tile, transposed: bool, busy: int) -> Grid:
     return Grid(x, rows, columns, stride, tile, num_tiles, tile_rows, tile_columns, programs, load, even)
 
 
+def is_e5m2(cast: Cast) -> int:
+    """Return 1 for the data format of two mantissa bits, 0 for E4M3: the kernels know these two."""
+    return int(FORMATS[cast.format].mantissa_bits == 2)
+
+
 def kind_of(cast: Cast) -> int:
     """Return which part of a tile shares a scale under a cast."""
     across, down = GRANULARITIES[cast.granularity][::-1]

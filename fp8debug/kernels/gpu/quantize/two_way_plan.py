@@ -13,7 +13,7 @@ from fp8debug.kernels.gpu.quantize.fast_plan import GROUP, MAX_PROGRAMS, MAX_TIL
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED
 from fp8debug.kernels.gpu.quantize.tile_cast import FROM_TILE, KIND_ROW
 from fp8debug.kernels.gpu.quantize.tile_kernel import OUT_ROWS, OUT_TURNED
-from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, new_outputs, num_sms
+from fp8debug.kernels.gpu.quantize.tiling import ROUNDINGS, Job, is_e5m2, new_outputs, num_sms
 from fp8debug.kernels.gpu.quantize.two_way_kernel import two_way_kernel
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
 from fp8debug.kernels.gpu.tickets import tickets
@@ -91,7 +91,7 @@ class TwoWayPlan:
         self._statistics = statistics = jobs[0].statistics
         self._size = (programs + GROUP) * 32
         specs = [
-            (KIND_ROW.value, FROM_TILE.value, int(job.cast.format == "e5m2"), ROUNDINGS[job.cast.scale_rounding], out.value,
+            (KIND_ROW.value, FROM_TILE.value, is_e5m2(job.cast), ROUNDINGS[job.cast.scale_rounding], out.value,
              int(statistics), 0)
             for job, out in zip(jobs, (OUT_ROWS, OUT_TURNED), strict=True)
         ]  # fmt: skip
