@@ -306,15 +306,15 @@ def _scaled_amax(fmt: Format, scale_rounding: str, phase: float) -> float:
         case "none":
             return fmt.max
         case "pow2_ceil":
-            return fmt.max * 2.0**-phase
+            return float(fmt.max * 2.0**-phase)
         case "pow2_floor":
-            return 2.0 ** (fmt.emax + phase)
+            return float(2.0 ** (fmt.emax + phase))
         case "pow2_amax_ceil":
-            return 2.0 ** (fmt.emax + phase - 1)
+            return float(2.0 ** (fmt.emax + phase - 1))
         case "pow2_even":
-            return 2.0 ** (fmt.emax + phase - (2.0**phase >= 2 - 2.0 ** -(fmt.mantissa_bits + 1)))
+            return float(2.0 ** (fmt.emax + phase - (2.0**phase >= 2 - 2.0 ** -(fmt.mantissa_bits + 1))))
     steps = 2.0 ** FORMATS[scale_rounding].mantissa_bits
-    return fmt.max * 2.0**phase / (round(2.0**phase * steps) / steps)
+    return float(fmt.max * 2.0**phase / (round(2.0**phase * steps) / steps))
 
 
 @cache

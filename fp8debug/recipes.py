@@ -249,13 +249,15 @@ class Cast:
 def _parsed_option(word: str) -> dict[str, Any]:
     """Return what a word of a cast's name after its scaling says, as fields of a cast."""
     key, equals, value = word.partition("=")
-    if equals:
-        return {
-            "eps": lambda: {"amax_eps": float(value)},
-            "scale": lambda: {"scale_format": value},
-            "tensor_scale": lambda: {"tensor_scale": value},
-            "hadamard": lambda: {"hadamard": int(value)},
-        }.get(key, lambda: {"scale_rounding": word})()
+    match key:
+        case "eps":
+            return {"amax_eps": float(value)}
+        case "scale":
+            return {"scale_format": value}
+        case "hadamard" if equals:
+            return {"hadamard": int(value)}
+        case "tensor_scale":
+            return {"tensor_scale": value}
     rounding, _, seed = word.removesuffix(")").partition("(")
     if rounding in ROUNDINGS:
         return {"rounding": rounding, **({"seed": int(seed)} if seed else {})}
@@ -477,7 +479,7 @@ def _nvfp4() -> Recipe:
     numbers; stochastic rounding of grad_output; a random Hadamard transform on both operands of wgrad.
     """
     tile = Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn", tensor_scale="tensor")
-    casts = dict.fromkeys(OPERAND_SITES, tile)
+    casts: dict[tuple[Gemm, TensorRole], Cast | None] = {}
     for gemm, tensor in OPERAND_SITES:
         changes: dict[str, Any] = {"granularity": "16x16"} if tensor is TensorRole.WEIGHT else {}
         changes |= {"rounding": "stochastic"} if tensor is TensorRole.GRAD_OUTPUT else {}

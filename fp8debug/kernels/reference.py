@@ -17,6 +17,11 @@ format's (448), t the tensor's amax, all in FP32:
     scale_inv = d * (1 / g)
     data      = round_to_format(clamp(x * min(1 / scale_inv, largest finite), -m, m))
 
+Stochastic rounding draws from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): a function of
+a counter, the place of an element, and of a key, the cast's seed and a checksum of the tensor. So nothing has a state: the
+global generators are neither read nor advanced, a recomputed tensor is rounded as it was before, eager and compiled code agree,
+and two tensors that differ are rounded independently.
+
 What a short accumulator makes of a GEMM, in plain torch: the specification of ``fast_accum``, and a fault for any device.
 
 A tensor core of Hopper adds 32 FP8 products to its accumulator at a time: it aligns all of them to the largest exponent among
@@ -29,13 +34,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, OF_TORCH_DTYPE, SCALE_FORMATS, Format, block_shape
-from fp8debug.kernels.rounding import hadamard, uniform
 from fp8debug.metrics import METRICS, Metric, Pair, Source, derive
 from fp8debug.metrics.base import blocked, spread
 from fp8debug.recipes import Cast
@@ -144,7 +149,11 @@ def _tensor_scale(amax: Tensor, cast: Cast, largest: float) -> Tensor:
     """Return the second level as a factor on the data, FP32, broadcastable to the grid of blocks."""
     if cast.tensor_scale == "none" or not amax.numel():
         return amax.new_ones(1, 1)
-    top = amax.amax().reshape(1, 1) if cast.tensor_scale == "tensor" else amax.amax(cast.line, keepdim=True)
+    if cast.tensor_scale == "tensor":
+        top = amax.amax().reshape(1, 1)
+    else:
+        assert cast.line is not None
+        top = amax.amax(cast.line, keepdim=True)
     return (torch.full_like(top, largest) / top).clamp(max=FLOAT32_MAX).masked_fill(top == 0, 1.0)
 
 
@@ -214,10 +223,11 @@ def round_to_format(scaled: Tensor, fmt: Format, inf: Tensor | None = None, nois
     if inf is None:
         return data
     code = data.view(torch.uint8)
-    own = fmt if fmt.bits == 8 else OF_TORCH_DTYPE[fmt.data_dtype]
-    if own.inf_code is None and own.is_unsigned_zero:
-        return code.masked_fill(inf, own.nan_code or 0).view(dtype)
+    own = OF_TORCH_DTYPE[fmt.data_dtype]
     special = own.nan_code if own.inf_code is None else own.inf_code
+    assert special is not None
+    if own.is_unsigned_zero:
+        return code.masked_fill(inf, special).view(dtype)
     return torch.where(inf, (scaled.signbit().to(torch.uint8) << 7) | special, code).view(dtype)
 
 
@@ -321,7 +331,9 @@ def _with_one_transform(first: Operand, second: Operand) -> tuple[Operand, Opera
 
 def _dequantized(values: Tensor, scale_inv: Tensor | None, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     values = values.to(dtype)
-    return values if scale_inv is None else values * spread(scale_inv.to(dtype), *block, *values.shape)
+    if scale_inv is None or not values.numel():
+        return values
+    return values * spread(scale_inv.to(dtype), *block, *values.shape)
 
 
 def _contracting_last(operand: Operand, rows_contract: bool) -> tuple[Tensor, Tensor | None, tuple[int, int]]:
@@ -479,3 +491,84 @@ def _product(a: Tensor, b: Tensor, bits: int) -> Tensor:
         cut = (terms / unit[..., None]).trunc_().sum(-1) + (total / unit).trunc_()
         total = cut * unit
     return total
+
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_NUM_ROUNDS = 10
+#: Bits of a random number: as many as an FP32 mantissa has.
+_RANDOM_BITS = 24
+#: Size of the transform, and its random signs, fixed in Transformer Engine for NVFP4 (``get_wgrad_sign_vector``).
+HADAMARD = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def philox(counter: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
+    """Return four random words for each counter, int64 ``[len(counter), 4]``, each below 2^32.
+
+    Args:
+        counter: int64 ``[n]``, the low two words of the counter; the others are 0.
+        key: int64 ``[]``, two words below 2^32.
+    """
+    c0, c1 = counter & _MASK, counter >> 32
+    c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = key
+    for _ in range(_NUM_ROUNDS):
+        # The product of two words fills 64 bits; a signed shift, masked, gives its upper half all the same.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return torch.stack((c0, c1, c2, c3), 1)
+
+
+def uniform(x: Tensor, seed: int) -> Tensor:
+    """Return a random number in [0, 1) for each element, multiples of 2^-24, which the tensor's bits and the seed decide.
+
+    Args:
+        x: FP32, any shape.
+        seed: below 2^64.
+
+    Returns:
+        FP32 of x's shape.
+    """
+    bits = x.contiguous().view(torch.int32).reshape(-1).long()
+    place = torch.arange(bits.numel(), dtype=torch.int64, device=x.device)
+    checksum = (bits * (2 * place + 1)).sum()
+    key = (checksum ^ seed & _MASK) & _MASK, (checksum >> 32 ^ seed >> 32) & _MASK
+    words = philox(place[: -(-bits.numel() // 4)], key).reshape(-1)[: bits.numel()]
+    numbers: Tensor = (words >> (32 - _RANDOM_BITS)).float() * 2.0**-_RANDOM_BITS
+    return numbers.reshape(x.shape)
+
+
+@cache
+def _matrix(device: torch.device) -> Tensor:
+    """Return diag(signs) @ H / 4 in FP64, H by Sylvester's construction: orthogonal."""
+    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while len(h) < HADAMARD:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor(SIGNS, dtype=torch.float64, device="cpu")
+    matrix: Tensor = signs[:, None] * h * HADAMARD**-0.5
+    return matrix.to(device)
+
+
+def hadamard(x: Tensor, dim: int, *, undo: bool = False) -> Tensor:
+    """Transform groups of 16 neighbours along a dimension: x' = x diag(signs) H / 4; those after the last whole group stay.
+
+    The matrix is orthogonal, so that two operands transformed along the dimension that their GEMM contracts have the same
+    product (arXiv 2509.25149, section 4.3). Sums are in FP64 and rounded to FP32 once. A NaN or Inf spreads over its group.
+
+    Args:
+        x: FP32 ``[rows, columns]``.
+        dim: 0 or 1.
+        undo: the inverse.
+    """
+    whole = x.shape[dim] // HADAMARD * HADAMARD
+    if not whole or not x.numel():
+        return x
+    matrix = _matrix(x.device)
+    part = x.narrow(dim, 0, whole).double()
+    part = part.t() if dim == 0 else part
+    groups = part.reshape(-1, HADAMARD) @ (matrix.t() if undo else matrix)
+    made = groups.reshape(part.shape).float()
+    made = made.t() if dim == 0 else made
+    return made if whole == x.shape[dim] else torch.cat([made, x.narrow(dim, whole, x.shape[dim] - whole)], dim)

@@ -222,7 +222,7 @@ def run_rows(run: fp8debug.Run, step: int) -> list[dict[str, Any]]:
         (["measure", "NIX"], "NIX does not exist; give a file below RUN/dumps"),
         (["measure", "NIX*"], "no dump at NIX*; they lie below RUN/dumps of a run that was recorded with dump="),
         (["measure", "RUN/manifest.json"], "RUN/manifest.json is no dump of fp8debug: no safetensors header"),
-        (["measure", "DUMP", "--cast", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8'?"),
+        (["measure", "DUMP", "--cast", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8' or 'mxfp4' or 'mxfp6_e3m2'?"),
         (["measure", "DUMP", "--cast", "e4m3 1x128"], "'e4m3 1x128 current' is the name of no cast: unknown format 'e4m3'"),
         (["measure", "DUMP", "--columns", "sqnr"], "unknown column 'sqnr': did you mean 'sqnr_db'?"),
         (["calibrate", "RUN", "--percentile", "0"], "percentile must be above 0 and at most 100, got 0.0"),
