@@ -177,9 +177,8 @@ def test_a_plain_script_is_verified_from_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     code, _, err = finish(start(tmp_path, "run", "--arm", "bf16", "--steps", "9", "--every", "4", "--out", "run", "train.py"))
     assert code == 0, err
-    words = ("--arms", "fp8", "--repeats", "1", "--format", "json", "--steps", "6", "--inference", "4", "--script", "train.py")
-    words = (*words, "--steps", "--lr")
-    code, out, err = finish(start(tmp_path, "verify", "run", *words))
+    own = ("--arms", "fp8", "--repeats", "1", "--format", "json", "--steps", "6", "--inference", "4")
+    code, out, err = finish(start(tmp_path, "verify", "run", *own, "--script", "train.py", "--steps", "--lr"))
     found = json.loads(out)
     assert code in (0, 1) and found["verdict"] in ("nothing_to_close", "no_candidates"), err
     assert [len(arm["losses"][0]) for arm in found["arms"]] == [6, 6] and found["gap"]["value"] is not None
@@ -189,11 +188,11 @@ def test_a_plain_script_is_verified_from_end_to_end(tmp_path: Path) -> None:
     assert arm["recipe"] == "blockwise" and arm["applied"] == {"fp8": 2, "linears": 2}
     ledger = json.loads((tmp_path / "run" / "verify" / "trials.json").read_text())["trials"]
     trials = {trial["arm"]: trial for trial in ledger.values()}
-    for name, own in (("fp8_inference", "bf16"), ("bf16_inference", "fp8")):
-        assert trials[name]["losses"] == trials[own]["losses"], "weights that were trained alike"
-        assert len(trials[name]["held_losses"]) == len(trials[own]["held_losses"]) == 4
-        assert trials[name]["held_losses"] != trials[own]["held_losses"]
-        assert trials[name]["held_losses"] == pytest.approx(trials[own]["held_losses"], rel=0.05)
+    for name, weights in (("fp8_inference", "bf16"), ("bf16_inference", "fp8")):
+        assert trials[name]["losses"] == trials[weights]["losses"], "weights that were trained alike"
+        assert len(trials[name]["held_losses"]) == len(trials[weights]["held_losses"]) == 4
+        assert trials[name]["held_losses"] != trials[weights]["held_losses"]
+        assert trials[name]["held_losses"] == pytest.approx(trials[weights]["held_losses"], rel=0.05)
     assert [(entry["weights"], entry["inference"]) for entry in found["inference"]] == [("BF16", "FP8"), ("FP8", "BF16")]
     assert (tmp_path / "run" / "verify" / "fp8-0" / "stdout.txt").read_text() == "['--steps', '--lr']\n"
     assert json.loads((tmp_path / "run" / "verify.json").read_text()) == found
