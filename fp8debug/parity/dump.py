@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ _INTEGERS: Mapping[str, Any] = {
     "BOOL": np.bool_,
 }
 _PARAMETER = re.compile(r"(?:weight|bias|eps|qweight)\w*|\w*scale\w*|_\w+")
+#: A tensor of all experts' weights [experts, outputs, inputs], or of their biases or scales: as engines, transformers and
+#: torchtitan name them in the module of the experts.
+_OF_EXPERTS = re.compile(r"(w1|w2|w3|w13|(?:gate|up|down|gate_up)_proj)(?:_(weight\w*|bias|\w*scale\w*))?")
 #: Execution order of a decoder's modules by name, for files that do not say theirs.
 _ROLES = (
     *(
@@ -74,6 +77,12 @@ class Recorded:
     def num_rows(self, key: str) -> int:
         """Return the rows of all passes; 0 where nothing was recorded."""
         return sum(_rows_of(tensor)[0] for tensor in self.tensors.get(key, ()))
+
+    @property
+    def num_outputs(self) -> int:
+        """Features of an output: of the recorded ones, else of the weight; 0 where neither is known."""
+        weight = self.stored.get("weight")
+        return self.num_columns("output") or (weight.shape[0] if weight is not None and len(weight.shape) == 2 else 0)
 
     def num_columns(self, key: str) -> int:
         """Return the features of a row; 0 where nothing was recorded, or passes differ."""
@@ -207,16 +216,50 @@ def open_dump(path: str | Path) -> PathDump:
             dump.problems.append(f"{file.name} cannot be read: {one_line(str(error))}")
             continue
         dump.problems += [f"{file.name}: {one_line(f.tensor or '')} {f.reason}" for f in faults]
-        ordered &= metadata.get("format") == "fp8debug-parity"
+        is_ours = metadata.get("format") == "fp8debug-parity"
+        ordered &= is_ours
         by_name = {tensor.name: tensor for tensor in tensors}
         _take_tokens(dump, file, by_name)
         for name, tensor in by_name.items():
-            _take(dump, name, tensor, metadata.get("kind", ""))
+            _take(dump, name, tensor, metadata.get("kind", ""), is_ours)
     if not dump.modules and not dump.given:
         raise RunError(f"{path} holds no tensor of a module" + (f": {dump.problems[0]}" if dump.problems else ""))
     if not ordered:
         dump.modules = {name: dump.modules[name] for name in sorted(dump.modules, key=execution)}
+    dump.modules = _split_experts(dump.modules)
     return dump
+
+
+def _split_experts(modules: Mapping[str, Recorded]) -> dict[str, Recorded]:
+    """Return modules with one for each expert whose weights lie in one tensor, before the module that holds the tensor.
+
+    Weights of the same numbers in another module for each expert, as training may have them, are so compared one by one.
+    """
+    found: dict[str, Recorded] = {}
+    for name, module in modules.items():
+        parts = {key: match.groups() for key in module.stored if (match := _OF_EXPERTS.fullmatch(key))}
+        for key, (base, rest) in parts.items():
+            tensor = module.stored[key]
+            if len(tensor.shape) != 3 or rest not in (None, "weight", "weight_packed"):
+                continue
+            for number in range(tensor.shape[0]):
+                expert, stored = f"{name}.{number}.{base}", {}
+                for other, (other_base, other_rest) in parts.items():
+                    one = module.stored[other]
+                    if other_base == base and one.shape[:1] == tensor.shape[:1]:
+                        kind = other_rest or "weight"
+                        kind = f"weight_{kind}" if kind.startswith("scale") else kind
+                        stored[kind] = _entry(one, number, f"{expert}.{kind}")
+                found.setdefault(expert, Recorded(expert, "expert")).stored = stored
+        found[name] = module
+    return found
+
+
+def _entry(tensor: Tensor, number: int, name: str) -> Tensor:
+    """Return one entry of the first dimension, which is a piece of the file, under a name; a number as [1]."""
+    size = tensor.num_bytes // tensor.shape[0]
+    start = tensor.start + number * size
+    return replace(tensor, name=name, shape=tensor.shape[1:] or (1,), start=start, stop=start + size)
 
 
 def _take_tokens(dump: PathDump, file: Path, by_name: dict[str, Tensor]) -> None:
@@ -231,12 +274,13 @@ def _take_tokens(dump: PathDump, file: Path, by_name: dict[str, Tensor]) -> None
     dump.tokens.append((arrays["tokens"], arrays.get("positions"), arrays.get("mask")))
 
 
-def _take(dump: PathDump, name: str, tensor: Tensor, kind: str) -> None:
+def _take(dump: PathDump, name: str, tensor: Tensor, kind: str, is_ours: bool) -> None:
     if name in GLOBALS:
         dump.given.setdefault(name, []).append(tensor)
         return
     above, _, last = name.rpartition(".")
-    is_stored = _PARAMETER.fullmatch(last) is not None or len(tensor.shape) < 2  # a buffer
+    is_of_experts = above.endswith("experts") and _OF_EXPERTS.fullmatch(last) is not None
+    is_stored = is_ours or is_of_experts or _PARAMETER.fullmatch(last) is not None or len(tensor.shape) < 2  # a buffer
     if not above or not (last in ACTIVATIONS or is_stored):
         above, last = name, "output"  # plain files: the module's name alone
     if last in ACTIVATIONS and (len(tensor.shape) < 2 or (last != "indices" and not is_float(tensor.dtype))):

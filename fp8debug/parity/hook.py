@@ -141,6 +141,10 @@ class PathRecorder:
             is_view = weight.shape[0] == weight.shape[1] and weight.t().is_contiguous() and not weight.is_contiguous()
             if (tuple(weight.shape) == turned and turned[0] != turned[1]) or is_view:
                 stored["weight"] = weight.t()
+        for key, value in stored.items() if "input" in found else ():  # of all experts, as [experts, outputs, inputs]
+            place = 2 if key.startswith(("w2", "down")) else 1
+            if value.dim() == 3 and value.shape[place] == found["input"].shape[1] != value.shape[3 - place]:
+                stored[key] = value.transpose(1, 2)
         epsilon = next((v for n in EPSILONS if isinstance(v := getattr(module, n, None), float)), None)
         if epsilon is not None:
             stored["eps"] = torch.tensor([epsilon], dtype=torch.float64, device="cpu")

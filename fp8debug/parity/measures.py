@@ -116,7 +116,10 @@ def measure_module(
     slices = _slice(ours, theirs, first, second, True), _slice(theirs, ours, second, first, False)
     sides = [_side(dump, piece, part, None if picked is None else picked[i], len(slices) and counts[i])
              for i, (dump, piece, part) in enumerate(zip((ours, theirs), (first, second), slices, strict=True))]  # fmt: skip
-    found: dict[str, Any] = {"num_rows": counts, "kind": modules[0].kind or modules[1].kind}
+    called = tuple(
+        count if module.tensors else counts[1 - i] for i, (module, count) in enumerate(zip(modules, counts, strict=True))
+    )
+    found: dict[str, Any] = {"num_rows": called, "kind": modules[0].kind or modules[1].kind}
     found["bad"] = tuple(
         path for path, side in zip(("training", "rollout"), sides, strict=True)
         if side.y is not None and side.y.size and not np.isfinite(side.y).all()
@@ -163,7 +166,7 @@ def _slice(dump: PathDump, other: PathDump, piece: ModuleOutput, opposite: Modul
     """Return the outputs of a module that belong to a part of it."""
     if piece.place is None:
         return slice(None)
-    sizes = [other.modules[name].num_columns("output") for name in piece.of]
+    sizes = [other.modules[name].num_outputs for name in piece.of]
     start = sum(sizes[: piece.place])
     return slice(start, start + sizes[piece.place])
 

@@ -17,6 +17,9 @@ else:
 
 #: Additions of wrappers to names.
 _WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|\.base_layer(?=\.|$))")
+#: An expert's Linear as some stacks number it, and its name in the others.
+_OF_EXPERT = re.compile(r"(\bexperts\.\d+\.)(w1|w2|w3|w13)$")
+_EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "w13": "gate_up_proj"}
 #: Last part of a joined module -> the parts that it joins, in the order of their outputs.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -72,7 +75,7 @@ class Names:
         name = _WRAPPERS.sub("", name)
         for pattern, replacement in self.rename:
             name = re.sub(pattern, replacement, name)
-        return name
+        return _OF_EXPERT.sub(lambda match: match[1] + _EXPERT_NAMES[match[2]], name)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the names of the modules that one joins; none for one that joins none."""
@@ -109,7 +112,7 @@ def matched(
         take, give = shift
         table = {give + name[len(take) :] if name.startswith(take) else name: value for name, value in table.items()}
     split = {part: (whole, place, names.parts(whole)) for whole in table for place, part in enumerate(names.parts(whole))}
-    present = {name for name, _ in mine}
+    by_bare = dict(mine)
     found: list[tuple[str, ModuleOutput, ModuleOutput]] = []
     used: set[str] = set()
     for name, own in mine:
@@ -121,9 +124,8 @@ def matched(
             for place, part in enumerate(parts):
                 found.append((part, ModuleOutput(own, place, tuple(table[p] for p in parts)), ModuleOutput(table[part])))
             used.update(parts)
-        elif name in split and all(part in present for part in split[name][2]):
+        elif name in split and all(part in by_bare for part in split[name][2]):
             whole, place, of = split[name]
-            by_bare = dict(mine)
             found.append((own, ModuleOutput(own), ModuleOutput(table[whole], place, tuple(by_bare[p] for p in of))))
             used.add(whole)
     done = {piece.module for _, piece, _ in found}

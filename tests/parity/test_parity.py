@@ -125,6 +125,92 @@ def test_names_of_joined_modules_and_a_table_of_the_user(tmp_path: Path) -> None
             Names.read(tmp_path / "names.toml")
 
 
+def _experts(folder: Path, joined: str, change: Any = None, fp8: bool = False) -> Path:
+    """Write a layer of four experts (16 -> 24 -> 16): a module for each Linear, or one module as an engine has it."""
+    generator = torch.Generator().manual_seed(5)
+    weights = {
+        f"{n}.{key}": torch.randn(*size, generator=generator)
+        for n in range(4)
+        for key, size in (("gate_proj", (24, 16)), ("up_proj", (24, 16)), ("down_proj", (16, 24)))
+    }
+    x = torch.randn(6, 16, generator=generator)
+    if change is not None:
+        change(weights)
+    above = "model.layers.0.mlp.experts"
+    tensors = {f"{above}.{key}.weight": weight for key, weight in weights.items()} if not joined else {}
+    if joined:
+        first, second = joined.split()
+        w13 = torch.stack([torch.cat([weights[f"{n}.gate_proj"], weights[f"{n}.up_proj"]]) for n in range(4)])
+        w2 = torch.stack([weights[f"{n}.down_proj"] for n in range(4)])
+        tensors = {f"{above}.{first}": w13, f"{above}.{second}": w2}
+        if fp8:
+            scales = {
+                f"{above}.{name}_scale": w.abs().amax((1, 2), keepdim=True) / 448 for name, w in ((first, w13), (second, w2))
+            }
+            tensors = {key: (w / scales[f"{key}_scale"]).to(torch.float8_e4m3fn) for key, w in tensors.items()}
+            tensors |= {key: scale.reshape(4) for key, scale in scales.items()}
+    norm = {"model.layers.0.input_layernorm.output": x}
+    save_file({**norm, **tensors, "tokens": torch.arange(6)}, folder / f"{len(list(folder.iterdir()))}.safetensors")
+    return max(folder.iterdir())
+
+
+@pytest.mark.parametrize("joined", ["w13_weight w2_weight", "gate_up_proj down_proj"])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("place", ["2.up_proj", "3.down_proj"])
+def test_experts_in_one_tensor_are_compared_with_their_linears(joined: str, fp8: bool, place: str, tmp_path: Path) -> None:
+    apart = _experts(tmp_path, "")
+    equal = compare_paths(apart, _experts(tmp_path, joined, fp8=fp8))
+    assert {f.code for f in equal} <= ({"F303"} if fp8 else set())  # the rollout's FP8 weights, of all modules alike
+    assert len([m for m in equal.modules if m.weight is not None]) == 12 and {side for _, side in equal.unmatched} <= {"rollout"}
+
+    def stale(weights: dict[str, torch.Tensor]) -> None:
+        weights[place] += 0.5 * torch.randn(weights[place].shape, generator=torch.Generator().manual_seed(1))
+
+    (finding, *_) = compare_paths(apart, _experts(tmp_path, joined, stale, fp8))
+    assert (finding.code, finding.module) == ("F301", f"model.layers.0.mlp.experts.{place}")
+    (finding, *_) = compare_paths(_experts(tmp_path, joined), _experts(tmp_path, "w13_weight w2_weight", stale, fp8))
+    number, _, linear = place.partition(".")
+    name = joined.split()[linear == "down_proj"].removesuffix("_weight")
+    assert (finding.code, finding.module) == ("F301", f"model.layers.0.mlp.experts.{number}.{name}")
+
+
+def test_an_expert_of_transformers_that_is_stale_is_named(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao, which it imports
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        kinds = transformers.MixtralForCausalLM, transformers.MixtralConfig
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    torch.manual_seed(0)
+    model = kinds[0](kinds[1](**sizes, num_key_value_heads=2, num_local_experts=4)).eval()
+    batch = {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
+    record_path(model, batch, tmp_path / "train")
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    with torch.no_grad():
+        experts.down_proj[2] *= 1.5
+    record_path(model, batch, tmp_path / "rollout")
+    (finding, *_) = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert (finding.code, finding.module) == ("F302", "model.layers.1.mlp.experts.2.down_proj")
+
+
+def test_the_hook_writes_experts_as_outputs_by_inputs(tmp_path: Path) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(2, 16, 48))  # used as x @ W
+            self.down_proj = nn.Parameter(torch.randn(2, 24, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = (x @ self.gate_up_proj[0]).chunk(2, -1)
+            return nn.functional.silu(gate) * up @ self.down_proj[0]
+
+    experts = Experts()
+    model = nn.Sequential(nn.Embedding(9, 16), experts)
+    record_path(model, torch.arange(6)[None], tmp_path / "dump")
+    stored = {key: value for file in (tmp_path / "dump").iterdir() for key, value in load_file(file).items()}
+    assert torch.equal(stored["1.gate_up_proj"], experts.gate_up_proj.transpose(1, 2))
+    assert torch.equal(stored["1.down_proj"], experts.down_proj.transpose(1, 2))
+
+
 def test_metrics_are_those_of_the_definitions(tmp_path: Path) -> None:
     a = torch.tensor([float("nan"), -1.0, -2.0, -0.5])
     save_file({"m": torch.ones(4, 2), "tokens": torch.arange(4), "logprobs": a}, tmp_path / "a.safetensors")
