@@ -8,10 +8,11 @@ are off all the same, training and inference differ. The division is that of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import Finding, Rule, Severity
+from fp8debug.rules.reading.bf16_verdict import Bf16Verdict, bf16_verdict
 from fp8debug.rules.reading.changes import Change, changes_of
 from fp8debug.rules.reading.losses import divergence, first_nonfinite, nonfinite, read_losses, spikes
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
@@ -51,6 +52,7 @@ class Classification:
         step: at which the loss left its course; None when it did not.
         module: the origin; None when no layer is to blame.
         code: of the finding at the origin.
+        bf16: whether BF16 would have left its course too; None where the loss did not.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Classification:
     step: int | None = None
     module: str | None = None
     code: str | None = None
+    bf16: Bf16Verdict | None = None
 
     @property
     def title(self) -> str:
@@ -77,6 +80,7 @@ class Classification:
             "step": self.step,
             "module": self.module,
             "code": self.code,
+            "bf16": asdict(self.bf16) if self.bf16 else None,
         }
 
 
@@ -116,9 +120,6 @@ def since(finding: Finding) -> str:
 def number_of(findings: Sequence[Finding]) -> str:
     """Return how many there are."""
     return f"{len(findings) or 'no'} finding{'' if len(findings) == 1 else 's'}"
-
-
-pass
 
 
 #: Steps from the first within which a divergence is "at once"; and the share of the modules that is "everywhere".
@@ -202,6 +203,16 @@ def with_lost(classification: Classification, lost: Sequence[Lost]) -> Classific
     elif cause == "not-fp8" and (classification.step is None or lost[0].step <= classification.step):
         what, cause = f"{what}, or at what was not recorded", "undecided"
     return replace(classification, cause=cause, what=f"{what}; {in_one_sentence(lost)}")
+
+
+def with_bf16(
+    run: Run, classification: Classification, findings: Sequence[Finding], comparison: Mapping[str, Any] | None
+) -> Classification:
+    """Return the class of a run whose loss left its course, with whether BF16 would have left it too."""
+    if classification.step is None or classification.kind not in ("loss-spike", "divergence"):
+        return classification
+    found = bf16_verdict(run, classification.step, classification.cause, findings, comparison)
+    return replace(classification, bf16=found, evidence=(*classification.evidence, found.words))
 
 
 def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Classification:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS
+from fp8debug.rules.reading.losses import departures
 from fp8debug.run.arms import Arm
 from fp8debug.trials.gap import (
     CLOSED,
@@ -129,6 +130,23 @@ def verify_run(
             failed.add(arm.name)
         written(complete=number == len(plan) - 1)
     return written(complete=True)
+
+
+def _courses(done: Sequence[Trial]) -> list[str]:
+    """Return one clause where a loss of FP8 leaves its course (spikes, rises for good, NaN): whether one of BF16 does too."""
+    steps: dict[str, list[int | None]] = {"bf16": [], "fp8": []}
+    for trial in done:
+        if trial.problem is None and trial.arm in steps:
+            numbers = range(trial.first_step, trial.first_step + len(trial.losses))
+            steps[trial.arm].append(next(iter(departures(numbers, trial.losses)), None))
+    left = {arm: [step for step in found if step is not None] for arm, found in steps.items()}
+    if not left["fp8"] or not steps["bf16"]:
+        return []
+    counts = {arm: f"{len(left[arm])} of {len(found)} repeats" for arm, found in steps.items()}
+    what = f"the loss of FP8 leaves its course in {counts['fp8']}, first at step {min(left['fp8'])}"
+    if left["bf16"]:
+        return [f"{what}; that of BF16 in {counts['bf16']}, first at step {min(left['bf16'])}: it would have left it without FP8"]
+    return [f"{what}; that of BF16 in none of {len(steps['bf16'])}: FP8's doing"]
 
 
 def _curves(trials: Sequence[Trial]) -> dict[str, dict[int, Sequence[float]]]:
@@ -267,7 +285,7 @@ def verdict_of(found: Assessment, arms: set[str], failed: set[str], *, complete:
 
 def statements(found: Assessment, done: Sequence[Trial], steps: int) -> list[str]:
     """Return what there is to say, the gap first."""
-    said = [sentence(found)]
+    said = [sentence(found), *_courses(done)]
     candidates, tensors = found.arms.get("candidates"), found.arms.get("fp8_tensors")
     if candidates and candidates.closed:
         said.append({"yes": "the candidates close it", "partly": "the candidates close a part of it"}.get(

@@ -101,13 +101,21 @@ def test_a_spike_of_the_data(tmp_path: Path) -> None:
     found = classified(tmp_path, steps={55: {"loss": 6.0}})
     assert (found["title"], found["cause"], found["step"]) == ("(a) loss spike", "not-fp8", 55)
     assert found["what"].endswith("Not FP8's doing: look at the batch and the learning rate")
-    assert found["evidence"] == ["nothing moved before it: no cast's statistics left their past at the sampled steps 40 and 50"]
+    assert found["evidence"] == [
+        "nothing moved before it: no cast's statistics left their past at the sampled steps 40 and 50",
+        "would BF16 have left its course too? undecided: no baseline in BF16, and the gradients' noise before it was not"
+        " recorded; fp8debug verify trains both",
+    ]
 
 
 def test_a_spike_of_a_sick_cast(tmp_path: Path) -> None:
     found = classified(tmp_path, **FIRES["F101"], steps={55: {"loss": 6.0}})
     assert (found["class"], found["cause"], found["module"], found["code"]) == ("loss-spike", "fp8", CULPRIT, "F101")
-    assert found["evidence"] == [f"before it moved: {CULPRIT} fprop input: clipping 0 -> 0.76 at step 40"]
+    assert found["evidence"] == [
+        f"before it moved: {CULPRIT} fprop input: clipping 0 -> 0.76 at step 40",
+        "would BF16 have left its course too? unlikely: a cast or GEMM of FP8 is at the origin:"
+        f" {CULPRIT} (F101 stale-scale-saturation) was at fault before",
+    ]
 
 
 def test_a_spike_after_a_cast_that_moved_within_its_limits_is_not_decided(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from fp8debug.fallback import positional_prior
 from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import Script, arms_of, ledger, verify_run
+from fp8debug.trials.gap import assess
 from fp8debug.trials.ledger import Trial, read_trial
 from fp8debug.trials.script import Ending
-from fp8debug.trials.verify import inference_gaps
+from fp8debug.trials.verify import inference_gaps, statements
 from tests.trials.laboratory import Laboratory, healthy, planted
 
 FAULTS = {
@@ -308,3 +309,28 @@ def test_held_steps_bring_the_arms_of_inference(tmp_path: Path) -> None:
     assert (trial.losses, trial.held_losses, trial.problem) == ((0.0, 1.0, 2.0, 3.0), (4.0, 5.0), None)
     short = read_trial(arms[2], 0, tmp_path, ending, replace(script, steps=6))
     assert short.problem == "the script ended after 6 steps, before any with held weights; lower --steps or let it run longer"
+
+
+def course(arm: str, repeat: int, *, spikes_at: int | None = None) -> Trial:
+    """Return a training whose loss falls, and spikes at a step."""
+    losses = [3.0 - 0.01 * step + (5.0 if step == spikes_at else 0.0) for step in range(100, 160)]
+    return Trial(arm=arm, repeat=repeat, losses=tuple(losses), first_step=100)
+
+
+def said(*trials: Trial) -> list[str]:
+    curves: dict[str, dict[int, Any]] = {}
+    for trial in trials:
+        curves.setdefault(trial.arm, {})[trial.repeat] = trial.losses
+    return statements(assess(curves, None), trials, 60)
+
+
+def test_a_spike_that_bf16_has_too_is_not_fp8s_doing() -> None:
+    sick = [course("fp8", repeat, spikes_at=140 + repeat) for repeat in range(2)]
+    both = said(*sick, course("bf16", 0, spikes_at=141), course("bf16", 1))
+    assert both[1] == (
+        "the loss of FP8 leaves its course in 2 of 2 repeats, first at step 140; that of BF16 in 1 of 2 repeats, first at step"
+        " 141: it would have left it without FP8"
+    )
+    alone = said(*sick, course("bf16", 0), course("bf16", 1))
+    assert alone[1].endswith("first at step 140; that of BF16 in none of 2: FP8's doing")
+    assert not any("course" in line for line in said(course("fp8", 0), course("bf16", 0, spikes_at=141)))

@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from fp8debug.rules.reading.changes import in_force
-from fp8debug.rules.reading.losses import read_losses
+from fp8debug.rules.reading.losses import departures, read_losses
+from fp8debug.rules.reading.traces import has_fp8
 from fp8debug.store.read.run import Run
 
 #: Losses are compared by the median of as many common steps, so that one batch does not decide. No published basis.
@@ -32,6 +33,8 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
         ``loss_gap``: the difference, positive where the run is worse, infinite where one of the two is NaN or Inf, None where
         both are; ``loss_gap_error``: its standard error, from the losses' differences step by step, None beside an infinite gap.
         ``diverges_at``: the first step from which on the gap exceeds the noise until the end, None when it does not.
+        ``has_fp8``: whether the baseline runs in FP8. ``baseline_leaves_at``: steps at which its loss spikes, rises for good or
+        is no longer finite.
         ``nonfinite_at``: of the baseline and of the run the first step whose loss is NaN or Inf, None where all are finite.
         ``configuration``: ``{key: [baseline's value, run's value]}`` of what differs.
     """
@@ -50,6 +53,8 @@ def compare(run: Run, baseline: Run) -> dict[str, Any]:
         "loss_gap": gap,
         "loss_gap_error": error,
         "diverges_at": since,
+        "has_fp8": has_fp8(baseline),
+        "baseline_leaves_at": departures(*read_losses(baseline)),
         "nonfinite_at": [next((s for s in sorted(of) if not math.isfinite(of[s])), None) for of in (theirs, ours)],
         "configuration": {
             key: [theirs_in_force.get(key), ours_in_force.get(key)]

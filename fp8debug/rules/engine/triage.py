@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8debug.errors import RunError, UsageError
 from fp8debug.rules.base import Finding, Rule, Severity
-from fp8debug.rules.classification import classify, with_lost
+from fp8debug.rules.classification import classify, with_bf16, with_lost
 from fp8debug.rules.comparison.configuration import compare
 from fp8debug.rules.engine.findings import Findings
 from fp8debug.rules.engine.selection import Thresholds, chosen, configured
@@ -93,13 +93,14 @@ def triage(
     standing = [f for f in ordered if rules[f.code].holds_beside(f, [o for o in ordered if o is not f], run)]
     standing.sort(key=lambda f: (f.order, f.code))
     lost = losses_of(run)
+    classification = with_lost(classify(run, standing, rules, comparison, sum(map(bool, reasons.values()))), lost)
     return Findings(
         [finding for finding in standing if finding.code in wanted],
         run=run.name,
         steps=run.steps_range,
         skipped=skipped,
         baseline=comparison,
-        classification=with_lost(classify(run, standing, rules, comparison, sum(map(bool, reasons.values()))), lost).to_dict(),
+        classification=with_bf16(run, classification, standing, comparison).to_dict(),
         lost=[one.to_dict() for one in lost],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )

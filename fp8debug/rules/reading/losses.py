@@ -136,6 +136,14 @@ def spikes(steps: Sequence[int], losses: Sequence[float], **thresholds: float) -
             yield Spike(step=step, loss=loss, usual=found.usual, noise=found.noise, limit=found.limit)
 
 
+def departures(steps: Sequence[int], losses: Sequence[float]) -> list[int]:
+    """Return the steps at which losses leave their course: spikes, a rise for good, the first that is NaN or Inf."""
+    sick = first_nonfinite(losses)
+    found = [spike.step for spike in spikes(steps[:sick], losses[:sick])]
+    rise = divergence(steps[:sick], losses[:sick])
+    return sorted({*found, *([rise.step] if rise else []), *([steps[sick]] if sick is not None else [])})
+
+
 def divergence(steps: Sequence[int], losses: Sequence[float]) -> Divergence | None:
     """Return where finite losses rose for good, by the median of ``LEVEL`` steps; None where they did not."""
     if len(losses) < 2 * LEVEL:

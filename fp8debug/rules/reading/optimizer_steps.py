@@ -96,6 +96,12 @@ def _large_updates(run: Run, max_ratio: float) -> LargeUpdates | None:
     )
 
 
+def largest_ratio(run: Run) -> float | None:
+    """Return the largest update of a run over its weight, both as RMS; None where no update was recorded."""
+    rows = run.sql("SELECT * FROM updates WHERE num_sampled > 0").to_pylist()
+    return max(map(_ratio, rows), default=None)
+
+
 def _ratio(row: Mapping[str, Any]) -> float:
     """Return the RMS of an update over that of its weight, or over an ordinary weight's where the weight is smaller."""
     if row["sum_update2"] is None or row["sum_weight2"] is None:

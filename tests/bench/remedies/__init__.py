@@ -1,0 +1,1 @@
+"""Cures of findings, applied to the faults that ``inject`` plants."""

@@ -1,0 +1,121 @@
+"""The cures that are applied, and those that no program can apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug import Cast
+from tests.bench.remedies.bench import Setting, Trial, deep, mixture
+
+SUMS = Setting(micro=4)
+#: Updates of 1e-4 round away in BF16 weights of 0.1, whose spacing is 5e-4.
+SMALL_RATE = Setting(steps=60, lr=1e-4, dtype=torch.bfloat16)
+
+
+def _in_bf16(module: str, *gemms: str) -> Callable[[nn.Module], None]:
+    """Return a change that runs GEMMs of a module in BF16, all by default, as ``overrides={FQN: None}`` does."""
+
+    def change(model: nn.Module) -> None:
+        fp8debug.apply(model, [{"module": module, "gemms": list(gemms or ("fprop", "dgrad", "wgrad"))}])
+
+    return change
+
+
+def _convert(model: nn.Module) -> None:
+    """Convert the module that a filter missed."""
+    fp8debug.convert(model, "blockwise", {"head": None})
+
+
+def _load_scales(model: nn.Module) -> None:
+    """Load the scales with the codes: dequantize what the loader left as codes."""
+    linear: Any = model.get_submodule("blocks.1.down")
+    cast = Cast(granularity="128x128")
+    scales: list[Tensor] = []
+
+    def multiply(_: nn.Module, args: object) -> None:
+        with torch.no_grad():
+            if linear.weight.abs().max() == 448.0:
+                rows = scales[-1].repeat_interleave(128, 0)[: linear.out_features]
+                linear.weight.mul_(rows.repeat_interleave(128, 1)[:, : linear.in_features])
+            scales[:] = [fp8debug.quantize(linear.weight.detach(), cast).scale_inv]
+
+    with torch.no_grad():
+        multiply(linear, ())
+    linear.register_forward_pre_hook(multiply)
+
+
+TRIALS: tuple[Trial, ...] = (
+    Trial(fault="stale_scale", code="F101", cure="scaling=current", recommended=True, situation=True),
+    Trial(fault="stale_history", code="F102", cure="scaling=current", recommended=True, situation=True),
+    Trial(fault="zero_tile", code="F103", cure="amax_eps", recommended=True, situation=True),
+    Trial(fault="e8m0_floor", code="F104", cure="pow2_ceil", recipe="blockwise_pow2", recommended=True),
+    Trial(
+        fault="swiglu_outlier", code="F105", cure="1x128", recipe="tensorwise_current", options={"spacing": 1000},
+        recommended=True, situation=True,
+    ),
+    Trial(fault="swiglu_outlier", code="F105", cure="BF16 for fprop", recommended=True, situation=True),
+    Trial(fault="uneven_tokens", code="F106", cure="1x128", recommended=True, situation=True),
+    Trial(fault="double_quantization", code="F107", cure="BF16 for wgrad", change=_in_bf16("blocks.1.down", "wgrad")),
+    Trial(fault="short_accumulator", code="F108", cure="BF16 for the GEMM", recommended=True),
+    Trial(
+        fault="router_in_fp8", code="F109", cure="overrides", build=mixture, module="layers.0.moe.select", at=0,
+        change=_in_bf16("layers.0.moe.select"),
+    ),
+    Trial(fault="unasked_fp8", code="F110", cure="overrides", module="head", at=0, change=_in_bf16("head")),
+    Trial(fault="unconverted", code="F110", cure="convert", at=0, change=_convert),
+    Trial(fault="stale_weight", code="F112", cure="BF16 for the module", change=_in_bf16("blocks.1.down")),
+    Trial(fault="wrong_scale", code="F113", cure="BF16", recommended=True),
+    Trial(fault="recompute_scale", code="F115", cure="BF16 for wgrad", recommended=True),
+    Trial(fault="padding_rows", code="F117", cure="1x128", recommended=True),
+    Trial(fault="clustered_weights", code="F118", cure="scale_rounding=none", recommended=True, situation=True),
+    Trial(fault="scale_grid", code="F119", cure="BF16 for the GEMM", recommended=True),
+    Trial(fault="wrong_format", code="F120", cure="e4m3fn", recommended=True),
+    Trial(fault="fp8_gather", code="F121", cure="BF16 for the module", recommended=True),
+    Trial(
+        fault="stale_inference", code="F122", cure="serve in the training's recipe", setting=Setting(serves="bf16"),
+        cured=Setting(serves="fp8"),
+    ),
+    Trial(
+        fault="bf16_gradient_sum", code="F123", cure="sums in FP32", setting=SUMS, cured=replace(SUMS, sums_in_fp32=True),
+    ),
+    Trial(
+        fault="depth_outliers", code="F124", cure="1x128", build=deep, module="layers.2", recipe="tensorwise_current",
+        recommended=True, situation=True, options={"spacing": 1000},
+    ),
+    Trial(
+        fault="moment_underflow", code="F127", cure="eps above the smallest step", cured=Setting(eps=1e-3),
+    ),
+    Trial(
+        fault="lr_too_high", code="F127", cure="lower learning rate", module=None, at=0,
+        cured=Setting(lr=Setting().lr / 300),
+    ),
+    Trial(fault="unwritten_rows", code="F128", cure="BF16 for the GEMM", recommended=True),
+    Trial(fault="wrong_signs", code="F128", cure="BF16 for the GEMM", recommended=True),
+    Trial(fault="raw_codes", code="F133", cure="load the scales", change=_load_scales),
+    Trial(
+        fault="lost_microbatches", code="F134", cure="sums outside weight.grad", setting=SUMS,
+        cured=replace(SUMS, sums_in_fp32=True),
+    ),
+    Trial(
+        fault=None, code="F135", cure="FP32 masters", module=None, setting=SMALL_RATE,
+        reference=replace(SMALL_RATE, masters=True), cured=replace(SMALL_RATE, masters=True),
+    ),
+    Trial(fault="rounded_weights", code="F137", cure="the cast that holds them", recipe="blockwise_pow2", recommended=True),
+)  # fmt: skip
+
+#: Code -> why no program can apply the cure.
+BY_HAND: dict[str, str] = {
+    "F111": "the FP8 path hands BF16 through: its flag, dimensions or device are outside the model",
+    "F114": "the process group of the amax reduction is the launcher's",
+    "F116": "the router's balance is trained, and tokens are dropped by the dispatcher",
+    "F125": "the batch and the learning rate are the program's; what the finding claims is that FP8 is not at fault",
+    "F126": "the gradient that overflows has a cause in the model, which has to be found",
+    "F143": "the loss function that loses the gradient is the program's",
+    "F144": "settings of a resume, no fault to plant; the same flags are the cure (tests/rules/test_settings_of_a_resume.py)",
+}
