@@ -288,7 +288,7 @@ def _new(x: Tensor, cast: Cast, contracts_rows: bool) -> Quantized:
     rows, columns = x.shape
     block = block_shape(cast.granularity, rows, columns)
     grid = -(-rows // block[0]), -(-columns // block[1])
-    data = x.new_empty(x.shape, dtype=getattr(torch, FORMATS[cast.format].torch_dtype))
+    data = x.new_empty(x.shape, dtype=getattr(torch, FORMATS[cast.format].data_dtype))
     return Quantized(data, x.new_empty(grid, dtype=torch.float32))
 
 

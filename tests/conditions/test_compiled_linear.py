@@ -18,7 +18,7 @@ from tests.conditions.compiled import COMPILES
 
 BLOCKS, WIDTH, STEPS = 12, 32, 4
 pytestmark = COMPILES
-RECIPES = ["blockwise", "rowwise", "tensorwise_current", "mxfp8"]
+RECIPES = ["blockwise", "rowwise", "tensorwise_current", "mxfp8", "nvfp4"]
 
 
 class Block(nn.Module):

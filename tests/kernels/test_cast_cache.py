@@ -26,7 +26,7 @@ from tests.adapters.linears import CHECKPOINTS
 from tests.recording.models import rows_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-RECIPES = ["blockwise", "blockwise_pow2", "tensorwise_current", "tensorwise_delayed", "rowwise", "mxfp8"]
+RECIPES = ["blockwise", "blockwise_pow2", "tensorwise_current", "tensorwise_delayed", "rowwise", "mxfp8", "nvfp4", "mxfp4"]
 
 
 class Attention(nn.Module):

@@ -248,7 +248,7 @@ def new_outputs(x: Tensor, cast: Cast, out: str) -> tuple[Tensor, Tensor]:
     """
     columns = x.shape[-1] if x.dim() else 1
     rows = x.numel() // max(columns, 1)
-    dtype = getattr(torch, FORMATS[cast.format].torch_dtype)
+    dtype = getattr(torch, FORMATS[cast.format].data_dtype)
     block = block_shape(cast.granularity, rows, columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     if out == "columns":
