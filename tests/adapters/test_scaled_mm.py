@@ -53,6 +53,20 @@ def test_all_three_gemms_and_the_training_as_it_was(tmp_path: Path, options: dic
     assert not run.sql("SELECT * FROM events").to_pylist()
 
 
+def test_shapes_that_fit_both_ways_are_read_as_in_other_modules(tmp_path: Path) -> None:
+    """As many tokens as outputs, or a square weight: the transposed GEMM has the same shapes."""
+    torch.manual_seed(0)
+    num_tokens = batch(0).shape[0] * batch(0).shape[1]
+    net = nn.Sequential(ScaledLinear(64, 96), ScaledLinear(96, num_tokens), ScaledLinear(num_tokens, num_tokens)).bfloat16()
+    for linear in net:
+        cast(Any, linear).turned = True
+    run = record(tmp_path / "run", net, steps=1)
+    for row in rows(run, "reference = 'operand'"):
+        is_gradient = row["tensor"] == "grad_output"
+        assert row["cast_name"].startswith("e5m2" if is_gradient else "e4m3fn"), row
+        assert row["sqnr_db"] > (24 if is_gradient else 30), row
+
+
 def test_recorded_operands_are_those_of_the_reference(tmp_path: Path) -> None:
     net = model(rowwise=True)
     weight = net.get_parameter("0.weight").detach().clone()

@@ -1,4 +1,4 @@
-"""Do the cures help? ``python tests/bench/cures.py [--only GLOB] [--markdown]`` applies each rule's cure to its fault.
+"""Do the cures help? ``python tests/bench/cures.py [--only GLOB...] [--markdown]`` applies each rule's cure to its fault.
 
 For each trial of ``tests/bench/remedies``: the fault planted in a small model that trains, the finding's cure applied to it,
 and the same training without the fault (for a situation that stays, such as an outlier: the same in BF16). One line for each
@@ -47,7 +47,7 @@ def row(trial: Trial, outcome: Outcome) -> str:
 def main() -> None:
     """Print a line for each trial, then what is done by hand."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="glob over FAULT/CURE")
+    parser.add_argument("--only", default=["*"], nargs="+", metavar="GLOB", help="globs over FAULT/CURE")
     parser.add_argument("--markdown", action="store_true", help="print the rows of the table in docs/triage.md")
     parser.add_argument("--verbose", action="store_true", help="print the cure that the finding proposes")
     options = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
     if not options.markdown:
         print(f"{'code fault/cure':50} loss without, with, cured          SQNR, dB: the same")
     for trial in TRIALS:
-        if not fnmatch(trial.name, options.only):
+        if not any(fnmatch(trial.name, glob) for glob in options.only):
             continue
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
             outcome = tried(trial, Path(folder))

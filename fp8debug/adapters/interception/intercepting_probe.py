@@ -105,6 +105,7 @@ class InterceptingProbe(Probe):
         self._copies = False  # whether the program was seen to overwrite operands: from the next step on they are copied
         self._reported: set[str] = set()
         self._trial = trial
+        self._kind: type[nn.Module] | None = None
 
     def install(self, module: nn.Module) -> Callable[[], None]:
         """Observe the module's calls and return what ends it.
@@ -116,6 +117,7 @@ class InterceptingProbe(Probe):
         if module in watched:
             raise AttachError(f"{self.module} is watched already; close the first watch before attaching another")
         watched.add(module)
+        self._kind = type(module)
         CALLED.discard(module)  # by an earlier watch
         self.layout = layout_by_marks(module, stored(module, "weight"))
         end = observe_calls(module, self)
@@ -227,12 +229,14 @@ class InterceptingProbe(Probe):
                 return
         flat = call.as_quantized(x)
         detached = call.weight = weight.detach()
-        fits = [f for h in gemms if (f := fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
+        fits = [f for h in gemms if (f := self._fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
         if not fits:
             self.give_up(f"{gemms[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
             return
         if len(gemms) > 1:
             self.report_once(f"recorded by one of {len(gemms)} FP8 GEMMs of its forward pass")
+        for gemm in gemms:
+            self._note_orientation(Gemm.FPROP, gemm, flat.shape[0], detached)
         version = call.arguments.get(id(x))
         overwritten = fits[0].overwritten() or ("input" if version is not None and x._version != version else None)
         if overwritten is not None:
@@ -284,16 +288,17 @@ class InterceptingProbe(Probe):
         if call not in self._unfinished or grad_output is None or weight is None:
             return
         tokens = grad_output.shape[0]
-        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := fitting(w, gemm, tokens, weight)) is not None}
+        fits = {w: f for w in (Gemm.DGRAD, Gemm.WGRAD) if (f := self._fitting(w, gemm, tokens, weight)) is not None}
         if gemm.which is not None:
             fits = {w: f for w, f in fits.items() if w is gemm.which}
         elif len(fits) == 2:
             held = gemm.held()
-            call.unsure.append({w: f for w in fits if (f := fitting(w, held, tokens, weight)) is not None})
+            call.unsure.append({w: f for w in fits if (f := self._fitting(w, held, tokens, weight)) is not None})
             return
         elif not fits and gemm.is_fp8:
             self.report_once(f"not recorded in full: {gemm} in its backward pass is neither dgrad nor wgrad")
         for which, fit in fits.items():
+            self._note_orientation(which, gemm, tokens, weight)
             self._record_backward(call, which, fit)
 
     @isolated
@@ -362,6 +367,24 @@ class InterceptingProbe(Probe):
             for which in sorted(call.wanted - call.recorded):
                 self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
 
+    def _fitting(self, which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
+        """Return the GEMM as :func:`fitting` does; where its shapes fit both ways, as it ran in other modules of the class.
+
+        Values would tell, but to read them is to wait for the device. A wgrad of which nothing is known is turned with fprop.
+        """
+        as_is, turned = readings(which, gemm, tokens, weight)
+        if as_is is None or turned is None:
+            return as_is or turned
+        known = self._listener.is_turned
+        like_fprop = which is Gemm.WGRAD and known.get((self._kind, Gemm.FPROP), False)
+        return turned if known.get((self._kind, which), like_fprop) else as_is
+
+    def _note_orientation(self, which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> None:
+        """Note whether this class of modules runs a GEMM transposed, where its shapes tell."""
+        as_is, turned = readings(which, gemm, tokens, weight)
+        if (as_is is None) is not (turned is None):
+            self._listener.is_turned[self._kind, which] = as_is is None
+
     def _product(self, which: Gemm, gemm: SeenGemm) -> Product:
         """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
         first, second = OPERANDS[which]
@@ -402,20 +425,25 @@ def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
     return found
 
 
-def fitting(which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
-    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not.
+def readings(which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> tuple[SeenGemm | None, SeenGemm | None]:
+    """Return the GEMM as it is and transposed, each where its shapes are those of ``which``, else None.
 
     A bias is a Linear's in fprop alone, where it is added to every row of the output.
     """
     (n, k), m = weight.shape, tokens
     first, second = {Gemm.FPROP: ((m, k), (k, n)), Gemm.DGRAD: ((m, n), (n, k)), Gemm.WGRAD: ((n, m), (m, k))}[which]
     if gemm.bias is not None and which is not Gemm.FPROP:
-        return None
+        return None, None
     left, right = gemm.first.values.shape, gemm.second.values.shape
-    if left == first and right == second:
-        return gemm
+    as_is = gemm if left == first and right == second else None
     is_turned = gemm.bias is None and right[::-1] == first and left[::-1] == second
-    return gemm.t() if is_turned else None
+    return as_is, gemm.t() if is_turned else None
+
+
+def fitting(which: Gemm, gemm: SeenGemm, tokens: int, weight: Tensor) -> SeenGemm | None:
+    """Return the GEMM, transposed where it ran so, if its shapes are those of ``which``; None if they are not."""
+    as_is, turned = readings(which, gemm, tokens, weight)
+    return as_is or turned
 
 
 def weak_view(x: Tensor) -> Callable[[], Tensor | None]:

@@ -181,6 +181,8 @@ class Listener(TorchDispatchMode):
         self.unowned_gemms: Counter[str] = Counter()
         #: Counts the FLOPs of a forward pass, in one sampled step.
         self.counter: GemmCounter | None = None
+        #: Whether modules of a class run a GEMM transposed, ``weight @ input.T``; of those whose shapes tell.
+        self.is_turned: dict[tuple[type[nn.Module] | None, Gemm], bool] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -20,7 +20,7 @@ from tests.recording.moe import Routed
 AT, EVERY = 9, 3
 #: Losses at the end that are compared; by how much a cured loss may lie above what training is without the fault: FP8's own
 #: noise on this bench is below 1 %.
-LAST, MAX_GAP = 6, 0.03
+LAST, MAX_GAP = 6, 0.01
 #: By how much a site may be noisier than without the fault, dB.
 MAX_DEFICIT_DB = 1.5
 
