@@ -1,4 +1,4 @@
-# make demo | test | lint | types | docs | site | audit. One environment serves all, in which `demo` installs what a user would
+# make demo | test | test-floor | test-newest | lint | types | docs | site | audit. One environment serves all, in which `demo` installs what a user would
 # and the others what a developer needs; the second call installs nothing.
 #   PYTHON=python3.12   interpreter of the environment
 #   VENV=.venv          where it lies
@@ -19,7 +19,13 @@ SITE_STAMP := $(VENV)/.fp8debug-docs
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 
-.PHONY: demo test lint types docs site audit clean
+# make test-floor and test-newest, environments of their own: the oldest versions that pyproject.toml allows, and the newest that
+# install. No part of CI; PIP_ARGS is for another index, such as that of builds for a CPU.
+PIP_ARGS ?=
+FLOOR_TESTS ?= tests/test_formats.py tests/test_recipes.py tests/test_linear.py tests/test_registry.py tests/metrics tests/kernels \
+	tests/observer tests/store tests/recording tests/rules
+
+.PHONY: demo test test-floor test-newest lint types docs site audit clean
 
 demo: $(USER_STAMP)
 	$(BIN)/python examples/demo.py
@@ -28,6 +34,16 @@ demo: $(USER_STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m 'browser or alone' -o testpaths='tests/dashboard tests/tools/test_speed.py' $(PYTEST_ARGS) $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+
+test-floor: $(STAMP)
+	test -x build/floor/bin/fp8debug || { $(PYTHON) -m venv build/floor && build/floor/bin/python -m pip --disable-pip-version-check \
+		install --quiet $(PIP_ARGS) $$($(BIN)/python scripts/floors.py) && build/floor/bin/python -m pip install --quiet --no-deps -e .; }
+	build/floor/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS)
+
+test-newest:
+	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
+	build/newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade $(PIP_ARGS) -e '.[dev]'
+	build/newest/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS) tests/adapters
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fp8debug.errors import AttachError
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.registry import Registry
 
 #: A cast of these attributes, the same object every time: what is known of a cast at a site is found by its identity.
 same_cast = lru_cache(maxsize=1024)(Cast)
+
+
+#: Oldest versions of other libraries that are read, by distribution: Transformer Engine's ``QuantizedTensorStorage`` came with
+#: 2.9, torchao's ``Float8TrainingTensor`` with 0.13. pyproject.toml has the same.
+FLOORS = {"transformer-engine": "2.9", "torchao": "0.13"}
+
+
+@cache
+def require_floor(adapter: str) -> None:
+    """Refuse a library that is older than the oldest that is read; one without metadata, built in place, is taken as it is.
+
+    Args:
+        adapter: name of an adapter; those of no other library need none.
+
+    Raises:
+        AttachError: it is older.
+    """
+    distribution = adapter.replace("_", "-")
+    if distribution not in FLOORS:
+        return
+    try:
+        installed = version(distribution)
+    except PackageNotFoundError:
+        return
+    floor = FLOORS[distribution]
+    if _numbers(installed) < _numbers(floor):
+        way_out = f"pip install '{distribution}>={floor}'"
+        raise AttachError(f"{distribution} {installed} is older than {floor}, the oldest that fp8debug reads: {way_out}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 class Adapter(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims
+from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims, require_floor
 from fp8debug.adapters.interception.sublinears import TRIED, SubLinear, kind_of_sublinear, stacks_of, sublinears_of
 from fp8debug.adapters.watching.compiled import NOT_RECORDED
 from fp8debug.adapters.watching.pipeline import layers_before, name_in_model
@@ -207,7 +207,7 @@ def candidates_of(roots: Sequence[nn.Module], *, may_be_none: bool = False) -> l
     """Return every module with a 2-D weight named like a Linear's, in order of definition, adapters assigned.
 
     Raises:
-        AttachError: there is none, and there must be one.
+        AttachError: there is none, and there must be one; or a module's library is older than the oldest that is read.
     """
     found: list[Candidate] = []
     by_weight: dict[int, str] = {}
@@ -217,6 +217,8 @@ def candidates_of(roots: Sequence[nn.Module], *, may_be_none: bool = False) -> l
             adapter = next((a for a in ADAPTERS if a.matches(module)), None)
             if adapter is None and not isinstance(module, nn.Linear):
                 continue
+            if adapter is not None:
+                require_floor(adapter.name)
             fqn = names[id(module)] or type(module).__name__
             reason = None
             if adapter is None:

@@ -1,0 +1,31 @@
+"""Print the oldest versions that pyproject.toml allows, as requirements for pip, for ``make test-floor``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+#: What the selected tests need beside the package, at any version.
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ml-dtypes")
+ROOT = Path(__file__).parents[1]
+
+
+def floors(requirements: list[str]) -> list[str]:
+    """Return requirements without a marker with their lower bound pinned: ``numpy>=1.26`` is ``numpy==1.26.*``."""
+    pinned = []
+    for requirement in requirements:
+        found = re.fullmatch(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", requirement)
+        if found is not None:
+            name, version = found.groups()
+            pinned.append(f"{name}=={version}" + (".*" if version.count(".") < 2 else ""))
+    return pinned
+
+
+if __name__ == "__main__":
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    print(*floors([*project["dependencies"], *project["optional-dependencies"]["dumps"]]), *TOOLS)
