@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.gpu.device import INTERPRETED
 
-_COMPILED: dict[Any, Any] = {}
+P = TypeVar("P")
 _INT32_MAX = 2**31 - 1
 #: Plans of one kind that are kept: shapes times casts of a model.
 MAX_PLANS = 4096
@@ -29,6 +29,31 @@ _KNOWN = ("3.4", "3.5", "3.6", "3.7")
 _DIRECT = ("3.6",)
 #: The driver's numbers of what a function may ask for, and of the share of a multiprocessor's memory that is not its cache.
 _MAX_DYNAMIC, _CARVEOUT = 8, 9
+
+
+class PlanCache(dict[Any, P], Generic[P]):
+    """Plans by all that they depend on; a program that makes more than ``MAX_PLANS`` starts over.
+
+    A key may name an object, such as a cast, by its ``id()``, which costs less than its hash, if :meth:`keep` gets the object: as
+    long as the plan is here, no other object has that id.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: dict[Any, tuple[object, ...]] = {}
+
+    def keep(self, key: Any, plan: P, *named: object) -> P:
+        """Keep a plan, with the objects that its key names by their ids, and return it."""
+        if len(self) >= MAX_PLANS:
+            self.clear()
+            self._named.clear()
+        if named:
+            self._named[key] = named
+        self[key] = plan
+        return plan
+
+
+_COMPILED: PlanCache[Any] = PlanCache()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...], **options: Any) -> Any:
@@ -50,7 +75,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
     key = (id(kernel), torch.cuda.current_device(), *map(_kind, arguments), constants, *options.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
-        compiled = _COMPILED[key] = kernel[grid](*arguments, *constants, **options)
+        compiled = _COMPILED.keep(key, kernel[grid](*arguments, *constants, **options), kernel)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
     return compiled
@@ -63,14 +88,6 @@ def _kind(value: Any) -> Any:
     if type(value) is int:
         return 1 if value == 1 else (value % 16 == 0, -_INT32_MAX <= value <= _INT32_MAX)
     return type(value)
-
-
-def keep_plan(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
-    """Keep a plan and return it; a program that makes more than ``MAX_PLANS`` starts over."""
-    if len(plans) == MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
 
 
 class _Pointer:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8debug.kernels.gpu.launcher import Kernel, address, eager
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address, eager
 from fp8debug.kernels.gpu.scratch import HasTasks, current_stream, discard, flush, num_losses
 from fp8debug.kernels.slot_rows import RowLayout
 
@@ -165,7 +165,7 @@ def number_kernel(value, host):
 
 #: Words of a program.
 BLOCK = 1024
-_NUMBERS: dict[Any, Kernel] = {}
+_NUMBERS: PlanCache[Kernel] = PlanCache()
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -203,6 +203,7 @@ def send_number(value: Tensor, host: Tensor) -> bool:
     key = value.device.index, value.dtype, value.data_ptr() % 16, host.data_ptr() % 16
     kernel = _NUMBERS.get(key)
     if kernel is None:
-        kernel = _NUMBERS[key] = Kernel(number_kernel, value.device.index, (value.dtype, torch.float64), (), num_warps=1)
+        new = Kernel(number_kernel, value.device.index, (value.dtype, torch.float64), (), num_warps=1)
+        kernel = _NUMBERS.keep(key, new)
     kernel((1, 1, 1), address(value), address(host))
     return True

@@ -7,7 +7,7 @@ filled by the next ``scratch.flush``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from fp8debug.formats import FORMATS, GRANULARITIES, TRANSPOSED, block_shape
 from fp8debug.kernels.gpu.describe import foreign_kernel as tg
 from fp8debug.kernels.gpu.describe.foreign_common import NUM_COLUMNS
 from fp8debug.kernels.gpu.device import INTERPRETED
-from fp8debug.kernels.gpu.launcher import Kernel, keep_plan
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import FOREIGN, pool
@@ -44,8 +44,7 @@ class _ForeignPlan(NamedTuple):
     item: tuple[int, ...]
 
 
-#: With the cast, by whose identity it is found.
-_PLANS: dict[Any, tuple[Cast, _ForeignPlan | None]] = {}
+_PLANS: PlanCache[_ForeignPlan | None] = PlanCache()
 _PLAIN = Tensor, nn.Parameter
 
 
@@ -73,12 +72,12 @@ def describe(source: Source, cast: Cast, q: Quantized) -> dict[RowLayout, SlotRo
         id(cast), shape, x.stride(), data.stride(), scale_inv.shape, scale_inv.stride(), x.dtype, data.dtype, scale_inv.dtype,
         x_at & 15, data_at & 15, scale_at & 15, x.get_device(), data.get_device(), scale_inv.get_device(),
     )  # fmt: skip
-    found = _PLANS.get(key)
-    if found is None:
-        found = keep_plan(_PLANS, key, (cast, _plan(x, data, scale_inv, cast)))
-    plan = found[1]
+    plan = _PLANS.get(key)
     if plan is None:
-        return None
+        if key not in _PLANS:
+            plan = _PLANS.keep(key, _plan(x, data, scale_inv, cast), cast)
+        if plan is None:
+            return None
     parts, (row,) = pool(x.device).defer(FOREIGN, plan.programs * NUM_COLUMNS, plan.item)
     at = (x, data.view(torch.int8), scale_inv) if INTERPRETED else (x_at, data_at, scale_at)
     plan.kernel((plan.programs, 1, 1), *at, parts, *plan.numbers)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8debug.kernels.dispatch import on_device
 from fp8debug.kernels.gpu.describe import value_counts_kernel as tb
 from fp8debug.kernels.gpu.device import INTERPRETED
-from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_hopper, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import Task, current_stream, start
 from fp8debug.kernels.slot_rows import ROW_WORDS, RowLayout, SlotRow
@@ -94,7 +94,7 @@ class ValueCounts:
         self._tables = torch.zeros(MAX_TABLES, tb.TABLE.value, dtype=torch.int32, device=device)
         self._histories = torch.zeros(0, 2, dtype=torch.float32, device=device)
         self._entries: dict[object, _CastState] = {}  # by place and cast
-        self._known: dict[int, tuple[Mapping[str, Cast], object, list[_CastState]]] = {}  # by identity of the mapping
+        self._known: PlanCache[tuple[object, list[_CastState]]] = PlanCache()  # by the identity of the mapping of casts
         self._num_histories = 0
         self._seen: dict[object, int] = {}
         self._storages: list[Any] = []  # weak references to those that were counted: no other has their addresses
@@ -149,13 +149,13 @@ class ValueCounts:
             next :meth:`flush`.
         """
         known = self._known.get(id(casts))
-        if known is None or known[0] is not casts or known[1] != place:
+        if known is None or known[0] != place:
             entries = [self._entry(cast, place) for cast in casts.values()]
-            known = keep_plan(self._known, id(casts), (casts, place, entries))
-        table = self._count(x, known[2])
+            known = self._known.keep(id(casts), (place, entries), casts)
+        table = self._count(x, known[1])
         numel, words, item, found = self._numels[table], self._words, self._num_items, {}
         address = self._first_word + 8 * ROW_WORDS * item
-        for name, entry in zip(casts, known[2], strict=True):
+        for name, entry in zip(casts, known[1], strict=True):
             calls = entry.num_calls
             if entry.row is not None:
                 entry.num_calls += 1

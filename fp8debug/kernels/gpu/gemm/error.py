@@ -6,7 +6,7 @@ The rows are filled by the next ``scratch.flush``.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.gemm import error_kernel as tr
 from fp8debug.kernels.gpu.gemm.sampled import Products, layout_of, products_of
-from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address
 from fp8debug.kernels.gpu.scratch import RESULTS, pool
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import Sample, num_exact
@@ -65,8 +65,8 @@ class _Comparison(NamedTuple):
     rest: tuple[int, int]
 
 
-_PLANS: dict[Any, _ErrorPlan] = {}
-_COMPARISONS: dict[Any, _Comparison | None] = {}
+_PLANS: PlanCache[_ErrorPlan] = PlanCache()
+_COMPARISONS: PlanCache[_Comparison | None] = PlanCache()
 
 
 def compare(
@@ -105,7 +105,7 @@ def compare(
     plan = _COMPARISONS.get(key)
     if plan is None:
         if key not in _COMPARISONS:
-            plan = keep_plan(_COMPARISONS, key, _comparison(which, high, operands, actual, sample, bias, keep))
+            plan = _COMPARISONS.keep(key, _comparison(which, high, operands, actual, sample, bias, keep))
         if plan is None:
             return None
     products = plan.products(which, high, operands, sample)
@@ -188,7 +188,7 @@ def row_slots(x: Tensor, data: Tensor, scale_inv: Tensor, block: tuple[int, int]
         types = x.dtype, torch.int64, torch.int8, torch.float32, torch.float64, *[None] * 9
         constants = data.dtype is torch.float8_e5m2, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.rows_kernel, x.device.index, types, constants, num_warps=4)
-        plan = keep_plan(_PLANS, key, _ErrorPlan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
+        plan = _PLANS.keep(key, _ErrorPlan(kernel, (samples, 1, 1), samples * tr.NUM_COLUMNS))
     parts, (row,) = pool(x.device).defer(RESULTS, plan.parts, (samples, tr.ROWS.value))
     codes = data.view(torch.int8) if INTERPRETED else data.data_ptr()
     plan.kernel(
@@ -215,7 +215,7 @@ def damage(error: Tensor, grad: Tensor, index: Tensor | None = None) -> Found:
         types = error.dtype, grad.dtype, error.dtype if index is None else torch.int64, torch.float64, None, None, None
         constants = index is not None, 64 if INTERPRETED else 1024
         kernel = Kernel(tr.damage_kernel, error.device.index, types, constants, num_warps=4)
-        plan = keep_plan(_PLANS, key, _ErrorPlan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
+        plan = _PLANS.keep(key, _ErrorPlan(kernel, (rows, 1, 1), rows * tr.NUM_COLUMNS))
     parts, (row,) = pool(error.device).defer(RESULTS, plan.parts, (rows, tr.SUMMED.value))
     plan.kernel(
         plan.grid, address(error), address(grad.detach() if INTERPRETED else grad),

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fp8debug.errors import UsageError
 from fp8debug.formats import TRANSPOSED
 from fp8debug.kernels.gpu.device import INTERPRETED
-from fp8debug.kernels.gpu.launcher import eager
+from fp8debug.kernels.gpu.launcher import PlanCache, eager
 from fp8debug.kernels.gpu.quantize.quantize import parse
 from fp8debug.kernels.gpu.quantize.tiling import is_e5m2, num_sms
 from fp8debug.recipes import Cast
@@ -306,7 +306,6 @@ class _Prepared:
         self._kinds = [_turned(*o, t)[2] for o, t in zip((first, second), self._turned, strict=True)]
         self._recipes = [_recipes()[kind] for kind in self._kinds]
         self._dtype = dtype
-        self.casts = first[1], second[1]  # kept, so that no other cast has their identity
 
     def __call__(self, first: Quantized, second: Quantized) -> Tensor:
         """Return the product."""
@@ -324,9 +323,7 @@ class _Prepared:
         return product
 
 
-_PREPARED: dict[Any, _Prepared] = {}
-#: GEMMs that are kept; a program with more starts over.
-MAX_PREPARED = 4096
+_PREPARED: PlanCache[_Prepared] = PlanCache()
 
 
 def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> Any:
@@ -346,9 +343,8 @@ def prepare(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized,
     a, b = ((q.data.t() if (which, role) in CONTRACTS_ROWS else q.data)
             for (q, _), role in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
     if backend == "cublas" and all(_aligned(data) is data for data in (a, b)):
-        if len(_PREPARED) == MAX_PREPARED:
-            _PREPARED.clear()
-        _PREPARED[_layout_of(which, first, second, dtype)] = _Prepared(which, first, second, dtype)
+        plan = _Prepared(which, first, second, dtype)
+        _PREPARED.keep(_layout_of(which, first, second, dtype), plan, first[1], second[1])
 
 
 def supports(a: Cast | str, b: Cast | str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8debug.formats import TRANSPOSED
 from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.gemm import sampled_kernel as ts
-from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan, launch
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address, launch
 from fp8debug.kernels.gpu.quantize.tiling import is_native, num_sms
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import Sample
@@ -118,7 +118,7 @@ def columns_of(x: Tensor, index: Tensor, size: int = 1) -> Tensor:
         bits = _BITS[x.element_size()]
         types = bits, torch.int64, bits, None, None, None, None
         kernel = Kernel(ts.columns_kernel, x.device.index, types, (size, *_COLUMNS_BLOCK), num_warps=4)
-        keep_plan(_GATHERS, key, kernel)
+        _GATHERS.keep(key, kernel)
     down, across = _COLUMNS_BLOCK
     rows, samples = out.shape
     at = (
@@ -197,7 +197,7 @@ class Products(NamedTuple):
         return shadow.bfloat16().float(), exact
 
 
-_GATHERS: dict[Any, Kernel] = {}
+_GATHERS: PlanCache[Kernel] = PlanCache()
 _BITS = {2: torch.int16, 4: torch.int32}
 #: Rows and samples of a program that gathers columns.
 _COLUMNS_BLOCK = (8, 32) if INTERPRETED else (8, 256)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8debug.formats import FORMATS, TRANSPOSED, block_shape
 from fp8debug.kernels.gpu import device as common
-from fp8debug.kernels.gpu.launcher import Kernel, address, keep_plan, launch
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address, launch
 from fp8debug.kernels.gpu.quantize import statistics as ts
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
 from fp8debug.kernels.gpu.quantize import tile_kernel as tt
@@ -98,7 +98,7 @@ class TilePlan:
             self._second = Kernel(ts.reduce_kernel, device, types, (chunk, False), num_warps=8)
 
     def __call__(self, x: Tensor, deferred: bool = False) -> tuple[tuple[Tensor, Tensor] | None, SlotRow | None]:
-        """Return (data, scale_inv) of a tensor, and its row of ``slot_rows`` as ``OPERAND`` says; ``defer``: filled by a
+        """Return (data, scale_inv) of a tensor, and its row of ``slot_rows`` as ``OPERAND`` says; ``deferred``: filled by a
         flush."""
         if self._must_copy:
             x = x.detach().contiguous()
@@ -137,16 +137,16 @@ def _item(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[int, ...]:
     return (programs, numel, padding, blocks, grid, rounding, *bits)
 
 
-_PLANS: dict[Any, TilePlan | FastPlan] = {}
-#: The same by the identity of the cast, which is kept with its plan, so that no other can have it.
-_BY_IDENTITY: dict[Any, tuple[Cast, TilePlan | FastPlan]] = {}
+_PLANS: PlanCache[TilePlan | FastPlan] = PlanCache()
+#: The same by the identity of the cast.
+_BY_IDENTITY: PlanCache[TilePlan | FastPlan] = PlanCache()
 
 
 def _fast(key: Any, x: Tensor, job: Job) -> FastPlan | None:
     """Return the fast kernel's plan for tensors like this one, and keep it; None where it takes none."""
     plan = fast_plan(x, job)
     if plan is not None:
-        keep_plan(_PLANS, key, plan)
+        _PLANS.keep(key, plan)
     return plan
 
 
@@ -166,13 +166,10 @@ def _key(x: Tensor, job: Job) -> Any:
 def plan_of(x: Tensor, cast: Cast, out: str, statistics: bool) -> TilePlan | FastPlan | None:
     """Return how a tensor is quantized, once :func:`run` has quantized one like it; None before, and where there is no plan."""
     key = id(cast), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, out, statistics
-    found = _BY_IDENTITY.get(key)
-    if found is None:
-        plan = _PLANS.get(_key(x, Job(cast, out, statistics)))
-        if plan is None:
-            return None
-        found = keep_plan(_BY_IDENTITY, key, (cast, plan))
-    return found[1]
+    plan = _BY_IDENTITY.get(key)
+    if plan is None and (plan := _PLANS.get(_key(x, Job(cast, out, statistics)))) is not None:
+        _BY_IDENTITY.keep(key, plan, cast)
+    return plan
 
 
 def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple[Tensor, Tensor]], Statistics | None]:
@@ -246,7 +243,7 @@ def run(x: Tensor, jobs: list[Job], histogram: bool = False) -> tuple[list[tuple
     if plannable and specs[0][0] < tc.KIND_TENSOR.value and specs[0][1] == tc.FROM_TILE.value:
         if x.dim() == 2:
             casts = float(arguments[3]), float(arguments[4])
-            keep_plan(_PLANS, key, TilePlan(x, grid, outputs.get(0), casts, constants, options, reduction))
+            _PLANS.keep(key, TilePlan(x, grid, outputs.get(0), casts, constants, options, reduction))
     return list(outputs.values()), found
 
 

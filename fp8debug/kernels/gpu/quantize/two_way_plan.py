@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.gpu.launcher import Kernel, can_share, keep_plan
+from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, can_share
 from fp8debug.kernels.gpu.ptx_exchange import SHARED
 from fp8debug.kernels.gpu.quantize.fast_plan import GROUP, MAX_PROGRAMS, MAX_TILES, forms_of, is_fast, new_made
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED
@@ -32,9 +30,9 @@ CARVEOUT = {False: 20, True: 38}
 #: What is made of a tensor: data and scale_inv along its rows, and along its columns, stored transposed.
 Pair = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-_PLANS: dict[Any, TwoWayPlan | None] = {}
-#: The same by the identity of the casts, which are kept with their plan, so that no others can have it.
-_BY_IDENTITY: dict[Any, tuple[Cast, Cast, TwoWayPlan | None]] = {}
+_PLANS: PlanCache[TwoWayPlan | None] = PlanCache()
+#: The same by the identity of the casts.
+_BY_IDENTITY: PlanCache[TwoWayPlan | None] = PlanCache()
 
 
 def two_way_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> TwoWayPlan | None:
@@ -47,13 +45,12 @@ def two_way_plan_of(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> T
         statistics: whether the slots of both casts are filled.
     """
     key = id(rows), id(columns), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, statistics
-    found = _BY_IDENTITY.get(key)
-    if found is None:
+    plan = _BY_IDENTITY.get(key)
+    if plan is None and key not in _BY_IDENTITY:
         same = rows, columns, *key[2:]
-        if same not in _PLANS:
-            keep_plan(_PLANS, same, _two_way_plan(x, rows, columns, statistics))
-        found = keep_plan(_BY_IDENTITY, key, (rows, columns, _PLANS[same]))
-    return found[2]
+        plan = _PLANS[same] if same in _PLANS else _PLANS.keep(same, _two_way_plan(x, rows, columns, statistics))
+        _BY_IDENTITY.keep(key, plan, rows, columns)
+    return plan
 
 
 def _two_way_plan(x: Tensor, rows: Cast, columns: Cast, statistics: bool) -> TwoWayPlan | None:

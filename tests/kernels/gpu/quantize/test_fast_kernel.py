@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fp8debug.kernels.gpu.describe.what_if import observe
+from fp8debug.kernels.gpu.launcher import PlanCache
 from fp8debug.kernels.gpu.quantize import fast_plan, tile_plan, tiling
 from fp8debug.kernels.gpu.quantize.quantize import quantize
 from fp8debug.kernels.gpu.quantize.statistics import FINISHED, reduce_kernel
@@ -46,7 +47,7 @@ def test_equals_the_reference_and_the_general_kernel(
     check(x, cast, layout=layout)
     assert_same_slots(observe(x, [cast]).slots(), x, cast, quantized(x, cast))
     monkeypatch.setattr(tile_plan, "_fast", lambda *_: None)
-    monkeypatch.setattr(tile_plan, "_PLANS", {})
+    monkeypatch.setattr(tile_plan, "_PLANS", PlanCache())
     check(x, cast, layout=layout)
 
 
