@@ -29,8 +29,7 @@ from fp8debug.errors import NoMatchError, UsageError
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.cast_cache import CastCache, cached_casts, clear
-from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, has_gemm_layout, quantize
-from fp8debug.kernels.quantize_pair import quantize_pair
+from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, has_gemm_layout, quantize, quantize_pair
 from fp8debug.kernels.torch_state import is_batched, is_transformed, unseen
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.errors import UsageError
-from fp8debug.kernels.dispatch import on_device, takes_kernels, twin
+from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.dispatch import on_device, takes_kernels
 from fp8debug.kernels.reference import scale_of
 from fp8debug.recipes import Cast
 
@@ -124,7 +125,4 @@ class AmaxHistory(ReferenceAmaxHistory):
         if not self.cast.is_plain or not takes_kernels(amax) or self._amaxes.device != amax.device:
             return super()._of_earlier(amax, put)
         with on_device(amax):
-            found: Tensor = twin("amax_history").next_scale_inv(
-                self.cast, amax, self._amaxes, self._scale_inv, self.num_calls, put=put
-            )
-            return found
+            return gpu().next_scale_inv(self.cast, amax, self._amaxes, self._scale_inv, self.num_calls, put=put)

@@ -1,6 +1,6 @@
-"""The kernels that the rest of the package calls: the Triton twins for tensors on a GPU, ``reference`` for all others.
+"""The kernels that the rest of the package calls: the Triton backend for tensors on a GPU, ``reference`` for all others.
 
-Triton is loaded at the first tensor on a GPU, not before. Where a twin cannot take a tensor, a cast or a GEMM, the reference
+Triton is loaded at the first tensor on a GPU, not before. Where the backend cannot take a tensor, a cast or a GEMM, the reference
 does it by plain torch ops, far slower, and says so once a reason on stderr, naming the first site that met it.
 """
 
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8debug.kernels import reference
+from fp8debug.kernels.backend import gpu, why_no_kernels
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, short_gemm, statistics
 from fp8debug.kernels.slot_rows import RowLayout
 from fp8debug.metrics import Metric, Pair, Source
@@ -25,7 +25,16 @@ from fp8debug.metrics.histogram import Histogram
 from fp8debug.recipes import Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
+if TYPE_CHECKING:
+    from fp8debug.kernels.gpu.describe.value_counts import ValueCounts
+    from fp8debug.kernels.gpu.quantize.fast_plan import FastPlan
+    from fp8debug.kernels.gpu.quantize.tile_plan import TilePlan
+    from fp8debug.kernels.gpu.quantize.tiling import Statistics
+    from fp8debug.kernels.gpu.quantize.two_way_plan import TwoWayPlan
+    from fp8debug.kernels.gpu.step_end import Joiner
+
 __all__ = [
+    "CastWithSlots",
     "Operand",
     "Slots",
     "countable",
@@ -43,15 +52,17 @@ __all__ = [
     "operand_pair",
     "quantize",
     "quantize_observed",
+    "quantize_pair",
     "statistics",
     "takes_kernels",
-    "twin",
     "unfilled",
 ]
 
 #: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``, or all
 #: that a kernel filled by their layout in a row of ``slot_rows``.
-Slots = dict[Any, Tensor]
+Slots = dict[Any, Any]
+#: A quantized tensor with the slots of its cast, where they were asked for.
+CastWithSlots = tuple[Quantized, Slots | None]
 #: Where a tensor belongs, for warnings: (module, gemm, tensor), or as much of it as is known.
 Where = Sequence[str]
 _HERE = nullcontext()
@@ -80,12 +91,11 @@ def quantize(
     if isinstance(x, Tensor) and x.is_cuda and isinstance(cast, Cast):
         if scale_inv is None and (plan := _plan(x, cast, contracts_rows, False)) is not None:
             with on_device(x):
-                return Quantized(*plan(x)[0])
+                return _made(plan(x)[0])
         if not _takes(x, cast, scale_inv, where):
             return reference.quantize(x, cast, scale_inv)
         with on_device(x):
-            q: Quantized = twin("quantize.quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
-            return q
+            return gpu().quantize(x, cast, scale_inv, layout=_layout(contracts_rows))[0]
     return reference.quantize(x, cast, scale_inv)
 
 
@@ -97,7 +107,7 @@ def quantize_observed(
     contracts_rows: bool = False,
     where: Where = (),
     deferred: bool = False,
-    value_counts: Any = None,
+    value_counts: ValueCounts | None = None,
     casts: Collection[Cast] = (),
 ) -> tuple[Quantized, Slots | None]:
     """Quantize a tensor, the same to the last bit, and fill the slots of the cast in the same pass where a kernel can.
@@ -117,30 +127,73 @@ def quantize_observed(
     """
     if scale_inv is None and (plan := _plan(x, cast, contracts_rows, True)) is not None:
         with on_device(x):
-            found = (
-                value_counts.count_alongside(x, casts, partial(plan.counting, x, deferred)) if casts and plan.counting else None
-            )
+            found = _counted(value_counts, x, casts, plan.counting, deferred)
             made, row = found or plan(x, deferred)
-        return Quantized(*made), {twin("quantize.tiling").OPERAND: row}
+        return _made(made), {gpu().OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
-            q, found = twin("quantize.quantize").quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
-            return q, _packed(found, 0)
+            q, filled = gpu().quantize(x, cast, scale_inv, layout=_layout(contracts_rows), statistics=True)
+            return q, None if filled is None else _packed(filled, 0)
     return reference.quantize(x, cast, scale_inv), None
 
 
-def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> Any:
+def quantize_pair(
+    x: Tensor,
+    across: Cast,
+    down: Cast,
+    *,
+    observed: bool = False,
+    value_counts: ValueCounts | None = None,
+    casts: Collection[Cast] = (),
+) -> tuple[CastWithSlots, CastWithSlots] | None:
+    """Quantize a tensor as :func:`quantize` does it twice, to the last bit.
+
+    Args:
+        x: BF16 ``[rows, columns]``.
+        across: how, for the GEMM that contracts the columns.
+        down: how, for the one that contracts the rows; stored transposed.
+        observed: the slots of both casts too, filled as late as when they are joined to a table.
+        value_counts: from :func:`new_value_counts`, which is to count the tensor in the same pass.
+        casts: what will be wanted of the counts.
+
+    Returns:
+        x for the first GEMM and for the second, or None where no kernel makes both at once.
+    """
+    takes = across.is_plain and down.is_plain and may_plan(x)
+    plan = gpu().two_way_plan_of(x, across, down, observed) if takes else None
+    if plan is None:
+        return None
+    with on_device(x):
+        found = _counted(value_counts, x, casts, plan.counting, observed)
+        (first, second), rows = found or plan(x, observed)
+    if rows is None:
+        return (Quantized(*first), None), (Quantized(*second), None)
+    layout = gpu().OPERAND
+    return (Quantized(*first), {layout: rows[0]}), (Quantized(*second), {layout: rows[1]})
+
+
+def _counted(
+    value_counts: ValueCounts | None, x: Tensor, casts: Collection[Cast], plan: FastPlan | TwoWayPlan | None, deferred: bool
+) -> Any:
+    """Quantize a tensor by a plan that counts its values too, where these are wanted and were not counted; else return None."""
+    if not casts or value_counts is None or plan is None:
+        return None
+    return value_counts.count_alongside(x, casts, partial(plan, x, deferred))
+
+
+def _made(tensors: tuple[Tensor, Tensor] | None) -> Quantized:
+    assert tensors is not None  # a plan for a job with an output
+    return Quantized(*tensors)
+
+
+def _plan(x: Tensor, cast: Cast, contracts_rows: bool, statistics: bool) -> TilePlan | FastPlan | None:
     """Return how tensors like this one are quantized, where that is known by now; it makes (data, scale_inv), and slots."""
-    return (
-        None
-        if not may_plan(x) or not cast.is_plain
-        else twin("quantize.tile_plan").plan_of(x, cast, _layout(contracts_rows), statistics)
-    )
+    return gpu().plan_of(x, cast, _layout(contracts_rows), statistics) if may_plan(x) and cast.is_plain else None
 
 
 def may_plan(x: Tensor) -> bool:
     """Return whether a kernel may be started on x as a plan for tensors like it says."""
-    return x.is_cuda and x.dim() == 2 and why_no_twins() is None and bool(twin("launcher").eager(x))
+    return x.is_cuda and x.dim() == 2 and why_no_kernels() is None and gpu().eager(x)
 
 
 def observe(
@@ -157,7 +210,7 @@ def observe(
     x = source.x
     if x.is_cuda and x.numel() and all(_takes(x, c, s) for c, s in zip(casts, scale_invs, strict=True)):
         with on_device(x):
-            found = twin("describe.what_if").observe(x, casts, scale_invs, histogram=histogram)
+            found = gpu().observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]
     return [
         statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
@@ -176,7 +229,7 @@ def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = Non
     """
     if found is None and source.x.numel() and cast.is_plain and takes_kernels(source.x):
         with on_device(source.x):
-            found = twin("describe.foreign_codes").describe(source, cast, q)
+            found = gpu().describe(source, cast, q)
     if found is None:
         return statistics(operand_pair(source, cast, q), "log2_hist")
     left = unfilled(found, source)
@@ -190,22 +243,22 @@ def takes_kernels(x: Tensor) -> bool:
 
 @cache
 def _has_kernels(index: int) -> bool:
-    return why_no_twins() is None and _capability(index) >= (8, 9)
+    return why_no_kernels() is None and _capability(index) >= (8, 9)
 
 
 def countable(x: Tensor, casts: Iterable[Cast]) -> bool:
     """Return whether these casts can be worked out from counts of the tensor's values, by :func:`new_value_counts`."""
-    return takes_kernels(x) and bool(twin("describe.value_counts").takes(x, casts))
+    return takes_kernels(x) and gpu().counts_suffice(x, casts)
 
 
-def new_value_counts(device: torch.device) -> Any:
+def new_value_counts(device: torch.device) -> ValueCounts:
     """Return what counts tensors and works out casts of them, for one device."""
-    return twin("describe.value_counts").ValueCounts(device)
+    return gpu().new_value_counts(device)
 
 
-def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Any:
+def new_joiner(state: Mapping[tuple[str, str], Tensor], columns: Mapping[str, int]) -> Joiner:
     """Return what joins rows of ``slot_rows`` to a table's state on a GPU (``kernels/gpu/step_end.py``)."""
-    return twin("step_end").Joiner(state, columns)
+    return gpu().new_joiner(state, columns)
 
 
 def unfilled(slots: Slots, source: Source) -> list[Metric]:
@@ -226,14 +279,14 @@ def _covered(layout: RowLayout) -> frozenset[str]:
     return layout.names | {"log2_hist"}
 
 
-def _packed(found: Any, cast: int) -> Slots:
+def _packed(found: Statistics, cast: int) -> Slots:
     """Return one cast's statistics as they lie in memory: joining them to a table takes a launch a kind, not a slot."""
-    names = twin("quantize.statistics")
+    counts, sums, maxima, minima = (group.names for group in gpu().OPERAND.groups)
     slots: Slots = {
-        names.COUNTS: found.counts[cast],
-        names.SUMS: found.sums[cast],
-        names.MAXIMA: found.maxima[cast],
-        names.MINIMA: found.minima[cast],
+        counts: found.counts[cast],
+        sums: found.sums[cast],
+        maxima: found.maxima[cast],
+        minima: found.minima[cast],
     }
     return {**slots, "log2_hist": found.log2_hist} if found.log2_hist.numel() else slots
 
@@ -251,8 +304,7 @@ def finite_amax(x: Tensor) -> Tensor:
     """Return the largest finite magnitude of a tensor, FP32 ``[]``, 0 for an empty one."""
     if x.is_cuda and x.numel() and _why_not(x, Cast()) is None:
         with on_device(x):
-            amax: Tensor = twin("quantize.quantize").largest(x)
-            return amax
+            return gpu().finite_amax(x)
     return reference.finite_amax(x)
 
 
@@ -285,20 +337,19 @@ def gemm(
             if first.dtype == second.dtype == dtype and dtype in (torch.bfloat16, torch.float16):
                 return _matmul(which, first, second)
         else:
-            if _are_plain(first, second) and not fast_accum and why_no_twins() is None:
+            if _are_plain(first, second) and not fast_accum and why_no_kernels() is None:
                 assert isinstance(first, tuple) and isinstance(second, tuple)
-                prepared = twin("gemm.gemm").prepared(which, first, second, dtype)
+                prepared = gpu().prepared(which, first, second, dtype)
                 if prepared is not None:
                     with on_device(first[0].data):
-                        again: Tensor = prepared(first[0], second[0])
-                        return again
+                        return prepared(first[0], second[0])
             reason = _why_no_fp8_gemm(first, second, dtype)
             if reason is None:
-                own = twin("gemm.gemm")
-                with on_device(_first_tensor(first)):
-                    backend = own.fastest(which, first, second, dtype, fast_accum)
-                    product: Tensor = own.gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
-                    own.prepare(which, first, second, dtype, backend)
+                assert isinstance(first, tuple) and isinstance(second, tuple)  # else there is a reason
+                with on_device(first[0].data):
+                    backend = gpu().fastest(which, first, second, dtype, fast_accum)
+                    product = gpu().gemm(which, first, second, dtype=dtype, backend=backend, fast_accum=fast_accum)
+                    gpu().prepare(which, first, second, dtype, backend)
                     return product
             text = f"{which} of {_described(first)} by {_described(second)} runs in plain torch ops, slowly: {reason}"
             _say(text, where)
@@ -334,9 +385,9 @@ def _why_no_fp8_gemm(first: Operand, second: Operand, dtype: torch.dtype) -> str
         return f"no FP8 GEMM has a result in {dtype}"
     if _capability(first[0].data.device.index) < (9, 0):
         return "the GPU is older than Hopper"
-    if why_no_twins() is None and not twin("gemm.gemm").supports(first[1], second[1]):
+    if why_no_kernels() is None and not gpu().takes_scales(first[1], second[1]):
         return "no FP8 GEMM has scales of this granularity"
-    return why_no_twins()
+    return why_no_kernels()
 
 
 def _are_plain(first: Operand, second: Operand) -> bool:
@@ -356,10 +407,10 @@ def _takes(x: Tensor, cast: Cast, scale_inv: Tensor | None = None, where: Where 
 
 
 def _why_not(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> str | None:
-    reason = why_no_twins()
+    reason = why_no_kernels()
     if reason is None and _capability(x.device.index) < (8, 9):
         reason = "the GPU is older than Ada and has no FP8"
-    if reason is None and not (cast.is_plain and twin("quantize.quantize").supports(x, cast, scale_inv)):
+    if reason is None and not (cast.is_plain and gpu().takes_cast(x, cast, scale_inv)):
         reason = "no kernel takes it"
     return reason
 
@@ -367,24 +418,6 @@ def _why_not(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> str | No
 @cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
-
-
-@cache
-def why_no_twins() -> str | None:
-    """Return why no kernel of ours runs; None where they do."""
-    if torch.version.hip:
-        return "the kernels are written for GPUs of NVIDIA"
-    try:
-        import_module("triton")
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
-    return None
-
-
-@cache
-def twin(name: str) -> Any:
-    """Return a module of ``kernels/gpu``, which needs Triton, by its path there."""
-    return import_module(f"fp8debug.kernels.gpu.{name}")
 
 
 def _say(text: str, where: Where = ()) -> None:

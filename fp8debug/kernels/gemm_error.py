@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.formats import block_shape
-from fp8debug.kernels.dispatch import Operand, Slots, dequantize, gemm, on_device, takes_kernels, twin
+from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.dispatch import Operand, Slots, dequantize, gemm, on_device, takes_kernels
 from fp8debug.kernels.reference import statistics
 from fp8debug.kernels.sampling import Sample, num_exact
 from fp8debug.metrics import Pair, Source
@@ -82,18 +83,20 @@ def compare_result(
     is_read = is_read and all(isinstance(o, Tensor) or o[1].is_plain for o in operands)
     if is_read and takes_kernels(a) and a.numel() and b.numel():
         actual = result.detach() if result is not None and result.requires_grad else result
-        results, whole = twin("gemm.error"), not is_wide(which, high_precision, sample)
+        whole = not is_wide(which, high_precision, sample)
         width = a.shape[1] if which is Gemm.WGRAD else b.shape[int(which is Gemm.DGRAD)]
-        more = uncovered(results.FILLED, width, operand=False, whole_rows=whole)
+        more = uncovered(gpu().RESULT_SLOTS, width, operand=False, whole_rows=whole)
         with on_device(a):
-            found = results.compare(which, high_precision, operands, actual, sample, bias=bias, keep=keep, tell=bool(more))
+            found = gpu().compare(which, high_precision, operands, actual, sample, bias=bias, keep=keep, tell=bool(more))
         if found is not None:
-            (shadow, *exact), error, products = found
+            described, error, products = found
+            slots_of: list[Slots] = [*described]
             if products is not None:
                 pairs = _paired(which, products, result, sample, bias, whole=whole)
-                for slots, pair in zip((shadow, *exact), pairs, strict=False):
-                    slots.update({} if pair is None else statistics(pair, only=more))
-            return Compared(shadow, exact[0] if exact else None, OutputError(error, None, sample.lines))
+                for slots, pair in zip(slots_of, pairs, strict=False):
+                    if pair is not None:
+                        slots.update(statistics(pair, only=more))
+            return Compared(slots_of[0], slots_of[1] if len(slots_of) > 1 else None, OutputError(error, None, sample.lines))
     pair, against = _pairs(which, high_precision, operands, result, sample, bias)
     few = len(pair.y) if against is None or which is Gemm.WGRAD else len(against.y)
     kept = Pair(source=Source(pair.source.x[:few]), y=pair.y[:few].clone())  # a view of an FP32 result, whose memory is reused
@@ -170,8 +173,7 @@ def sampled_columns(x: Tensor, sample: Sample) -> Tensor:
         return x.clone()
     if takes_kernels(x) and x.dtype in FLOATS:
         with on_device(x):
-            found: Tensor = twin("gemm.sampled").columns_of(x, sample.lines, sample.size)
-            return found
+            return gpu().columns_of(x, sample.lines, sample.size)
     return x.index_select(1, sample.lines)
 
 
@@ -184,8 +186,7 @@ def weight_rows(weight: Tensor, operand: Operand, rows: Tensor | None) -> Slots:
         if cast.is_plain and data.dtype in FP8_DTYPES and weight.dtype in (torch.bfloat16, torch.float16, torch.float32):
             block = block_shape(cast.granularity, *weight.shape)
             with on_device(weight):
-                slots: Slots = twin("gemm.error").row_slots(weight, data, scale_inv, block, rows)
-                return slots
+                return gpu().row_slots(weight, data, scale_inv, block, rows)
     picked, read = weight.detach() if rows is None else weight.detach()[rows], values_of(operand, 0, rows)
     return _ROWS.partial(Pair(source=Source(picked), y=read))
 
@@ -194,8 +195,7 @@ def damage_of(kept: OutputError, grad_output: Tensor) -> Slots:
     """Return the slots of fprop's output that its gradient ``[M, N]`` fills."""
     if kept.error is not None:
         with on_device(kept.error):
-            slots: Slots = twin("gemm.error").damage(kept.error, grad_output, kept.lines)
-            return slots
+            return gpu().damage(kept.error, grad_output, kept.lines)
     pair = kept.pair
     if pair is None or not pair.y.numel():
         return {}
@@ -251,8 +251,7 @@ def values_of(operand: Operand, dim: int = 0, index: Tensor | slice | None = Non
     block = block_shape(cast.granularity, *data.shape)
     if takes_kernels(data) and cast.is_plain and data.dtype in FP8_DTYPES:
         with on_device(data):
-            found: Tensor = twin("gemm.sampled").dequantize_lines(data, scale_inv, block, dim, index)
-            return found
+            return gpu().dequantize_lines(data, scale_inv, block, dim, index)
     if scale_inv.shape[dim] > 1:
         scale_inv = scale_inv.index_select(dim, index // block[dim])
     codes = data.view(torch.uint8) if data.element_size() == 1 else data  # a fault's data are in BF16

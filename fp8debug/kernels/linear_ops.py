@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, block_shape
-from fp8debug.kernels.dispatch import Operand, gemm, quantize, twin
-from fp8debug.kernels.quantize_pair import quantize_pair
+from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.dispatch import Operand, gemm, quantize, quantize_pair
 from fp8debug.recipes import HIGH_PRECISION, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
 
@@ -284,7 +284,7 @@ def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, p
 def _new(x: Tensor, cast: Cast, contracts_rows: bool) -> Quantized:
     """Return memory for a quantized tensor, laid out as ``dispatch.quantize`` lays it out on the device."""
     if x.is_cuda:
-        return Quantized(*twin("quantize.tiling").new_outputs(x, cast, "columns" if contracts_rows else "rows"))
+        return Quantized(*gpu().new_outputs(x, cast, "columns" if contracts_rows else "rows"))
     rows, columns = x.shape
     block = block_shape(cast.granularity, rows, columns)
     grid = -(-rows // block[0]), -(-columns // block[1])
@@ -303,7 +303,7 @@ def _laid_out(q: Quantized, x: Tensor, cast: Cast | None, contracts_rows: bool) 
 @lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, int], is_cuda: bool, cast: Cast, contracts_rows: bool) -> tuple[tuple[int, ...], ...]:
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    made = twin("quantize.tiling").new_outputs(x, cast, "columns" if contracts_rows else "rows") if is_cuda else None
+    made = gpu().new_outputs(x, cast, "columns" if contracts_rows else "rows") if is_cuda else None
     return tuple(t.stride() for t in made or _new(x, cast, contracts_rows))
 
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import Slots, quantize, quantize_observed, takes_kernels
-from fp8debug.kernels.quantize_pair import CastWithSlots, quantize_pair
+from fp8debug.kernels.dispatch import CastWithSlots, Slots, quantize, quantize_observed, quantize_pair, takes_kernels
 from fp8debug.kernels.torch_state import foreign_mode_active
 from fp8debug.observer.isolation import StepState, isolated
 from fp8debug.observer.observer import Observer, RowKey

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.dispatch import on_device, takes_kernels, twin
+from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.dispatch import on_device, takes_kernels
 
 
 class HostCopy:
@@ -44,7 +45,7 @@ class HostScalar(HostCopy):
             self._host, self._done = _pinned_buffer((), torch.float64)
             self._kept.append(self._host)
         with on_device(value):
-            if not (takes_kernels(value) and twin("step_end").send_number(value, self._host)):
+            if not (takes_kernels(value) and gpu().send_number(value, self._host)):
                 self._host.copy_(value.detach().view(()), non_blocking=True)
             self._done.record()
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8debug.interruptions import is_ours
-from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels, twin
+from fp8debug.kernels.backend import gpu
+from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels
 from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotRow
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
@@ -130,7 +131,7 @@ class Table:
         columns = {name: place.start for name, place in self.layout.places.items()}
         has_kernels = takes_kernels(self._all)
         self._joiner = new_joiner(self._state, columns) if has_kernels else None
-        self._send = twin("step_end").StateSender(self._all, self._neutral) if has_kernels else self._copy
+        self._send = gpu().new_sender(self._all, self._neutral) if has_kernels else self._copy
 
     @property
     def value_counts(self) -> Any:

@@ -15,9 +15,8 @@ from torch import Tensor
 import fp8debug
 from fp8debug import linear
 from fp8debug.errors import UsageError
-from fp8debug.kernels import quantize_pair
-from fp8debug.kernels.dispatch import quantize
-from fp8debug.kernels.quantize_pair import CastWithSlots
+from fp8debug.kernels import dispatch
+from fp8debug.kernels.dispatch import CastWithSlots, quantize
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer import fused_cast
 from fp8debug.recipes import Cast
@@ -112,7 +111,7 @@ def without_pairs() -> Iterator[None]:
 def noted() -> Iterator[list[tuple[bool, Quantized]]]:
     """Collect what pairs a GPU makes, and whether observed."""
     made: list[tuple[bool, Quantized]] = []
-    own = quantize_pair.quantize_pair
+    own = dispatch.quantize_pair
 
     def pair(x: Tensor, across: Cast, down: Cast, **options: Any) -> tuple[CastWithSlots, CastWithSlots] | None:
         found = own(x, across, down, **options)

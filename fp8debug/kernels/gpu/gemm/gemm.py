@@ -298,7 +298,7 @@ def _cublas(
     return result
 
 
-class _Prepared:
+class PreparedGemm:
     """A GEMM by cuBLAS for operands of one layout, for which nothing has to be asked any more."""
 
     def __init__(self, which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> None:
@@ -323,7 +323,7 @@ class _Prepared:
         return product
 
 
-_PREPARED: PlanCache[_Prepared] = PlanCache()
+_PREPARED: PlanCache[PreparedGemm] = PlanCache()
 
 
 def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> Any:
@@ -333,7 +333,9 @@ def _layout_of(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantiz
     return (which, casts, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device, dtype, aligned)
 
 
-def prepared(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> _Prepared | None:
+def prepared(
+    which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype
+) -> PreparedGemm | None:
     """Return what :func:`prepare` made for operands like these."""
     return _PREPARED.get(_layout_of(which, first, second, dtype))
 
@@ -343,7 +345,7 @@ def prepare(which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized,
     a, b = ((q.data.t() if (which, role) in CONTRACTS_ROWS else q.data)
             for (q, _), role in zip((first, second), OPERANDS[which], strict=True))  # fmt: skip
     if backend == "cublas" and all(_aligned(data) is data for data in (a, b)):
-        plan = _Prepared(which, first, second, dtype)
+        plan = PreparedGemm(which, first, second, dtype)
         _PREPARED.keep(_layout_of(which, first, second, dtype), plan, first[1], second[1])
 
 

@@ -168,7 +168,7 @@ def test_a_promoted_gemm_of_the_same_operands_leaves_fast_accum_alone(recipe: st
     monkeypatch.setattr("fp8debug.kernels.gpu.gemm.gemm.ROWWISE_PRODUCTS", 0)
     monkeypatch.setattr(dispatch, "_first_tensor", lambda _: SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(dispatch, "_capability", lambda _: (9, 0))
-    monkeypatch.setattr(dispatch, "why_no_twins", lambda: None)
+    monkeypatch.setattr(dispatch, "why_no_kernels", lambda: None)
     monkeypatch.setattr(dispatch, "on_device", lambda _: nullcontext())
     for which in Gemm:
         products.clear()
