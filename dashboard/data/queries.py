@@ -168,13 +168,13 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     return " AND ".join(conditions), values
 
 
-def _keys(narrow: MetricCache, site: str, cast: str) -> list[Key]:
+def _keys(cache: MetricCache, site: str, cast: str) -> list[Key]:
     """Return the sites of a table in memory that :func:`where` chooses."""
     gemm, _, tensor = site.partition(".")
     many = {"operands": "operand", "results": "shadow", "exact": "exact"}
     reference = many.get(site) or ("operand" if tensor in OPERANDS else "shadow")
     chosen = []
-    for key in narrow.keys:
+    for key in cache.keys:
         is_cast = key[4] == (cast == "running") if cast in ("running", "what-if") else key[2] == cast
         if is_cast and key[3] == reference and (site in many or key[:2] == (gemm, tensor)):
             chosen.append(key)
@@ -187,7 +187,7 @@ def heat(
     site: str = "operands",
     cast: str = "running",
     steps: tuple[int | None, int | None] = (None, None),
-    narrow: MetricCache | None = None,
+    cache: MetricCache | None = None,
     is_thin: bool = False,
 ) -> Heat:
     """Return one metric over modules and steps; a cell of several steps or sites holds the worst of them.
@@ -198,7 +198,7 @@ def heat(
         site: see ``where``.
         cast: see ``where``.
         steps: first and last step to show; the cells get finer as the range gets shorter.
-        narrow: the run's table in memory, which answers if it has the metric.
+        cache: the run's table in memory, which answers if it has the metric.
         is_thin: else read some of many steps, see ``spans.step_condition``.
 
     Raises:
@@ -215,8 +215,8 @@ def heat(
         )
     first, last = shown
     width = width_of(run, "raw", first, last, MAX_CELLS)
-    if narrow is not None and name in narrow.metrics:
-        names, cells, grid, kinds, found = narrow.heat(name, _keys(narrow, site, cast), first, last, width)
+    if cache is not None and name in cache.metrics:
+        names, cells, grid, kinds, found = cache.heat(name, _keys(cache, site, cast), first, last, width)
         return Heat(
             metric=metric,
             unit=unit,
@@ -303,7 +303,7 @@ def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | No
 
 
 def several_traces(
-    run: Run, module: str, names: Sequence[str], narrow: MetricCache | None = None, is_thin: bool = False
+    run: Run, module: str, names: Sequence[str], cache: MetricCache | None = None, is_thin: bool = False
 ) -> dict[str, list[StepSeries]]:
     """Return several metrics of one module over steps in one pass over the run, as ``module_traces`` does.
 
@@ -311,7 +311,7 @@ def several_traces(
         run: the run.
         module: FQN.
         names: columns of ``sites``.
-        narrow: the run's table in memory, which answers if it has all of them.
+        cache: the run's table in memory, which answers if it has all of them.
         is_thin: else read some of many steps, see ``spans.step_condition``.
 
     Raises:
@@ -321,8 +321,8 @@ def several_traces(
     if shown is None:
         return {name: [] for name in wanted}
     width = width_of(run, "raw", *shown, MAX_POINTS)
-    if narrow is not None and narrow.metrics.issuperset(wanted):
-        return {name: [_trace(*line, width > 1) for line in narrow.lines(module, name, shown[0], width)] for name in wanted}
+    if cache is not None and cache.metrics.issuperset(wanted):
+        return {name: [_trace(*line, width > 1) for line in cache.lines(module, name, shown[0], width)] for name in wanted}
     columns = {n: value_sql(run, n) for n in wanted}
     values = ", ".join(f"avg({c}) AS {n}_avg, min({c}) AS {n}_min, max({c}) AS {n}_max" for n, c in columns.items())
     state = f"max({STATE_SQL})" if any(state_sql(run, n) == STATE_SQL for n in wanted) else str(FINITE)
@@ -390,10 +390,10 @@ def _trace(key: Key, steps: Ints, values: Floats, low: Floats, high: Floats, fou
     )
 
 
-def sampled_steps(run: Run, module: str, narrow: MetricCache | None = None, is_thin: bool = False) -> list[int]:
+def sampled_steps(run: Run, module: str, cache: MetricCache | None = None, is_thin: bool = False) -> list[int]:
     """Return the steps at which the module has statistics; those of the whole run where that would take too long to find."""
-    if narrow is not None:
-        return narrow.steps(module)
+    if cache is not None:
+        return cache.steps(module)
     if is_thin:
         return [step for step in run.sampled_steps if step is not None]
     found = _rows(run, "SELECT DISTINCT step FROM raw WHERE module = ? AND step IS NOT NULL ORDER BY step", [module])

@@ -95,7 +95,7 @@ class RunView:
         beside: opens another run of the same folder by its name.
         verdicts: shared with the earlier and later states of the files.
         is_superseded: the files have changed since.
-        narrow: the table in memory that answers for a large run once it was read.
+        metric_cache: the table in memory that answers for a large run once it was read.
     """
 
     run: Run
@@ -106,7 +106,7 @@ class RunView:
     beside: Callable[[str], RunView] | None = None
     verdicts: Verdicts = field(default_factory=Verdicts)
     is_superseded: bool = False
-    narrow: MetricCache | None = None
+    metric_cache: MetricCache | None = None
     _second_connection: Run | None = None
     _loading_cache: threading.Thread | None = None
     _solving: threading.Lock = field(default_factory=threading.Lock)

@@ -51,7 +51,7 @@ def test_a_heatmap_is_the_same(
 ) -> None:
     run, table = both
     monkeypatch.setattr(queries, "MAX_CELLS", cells)
-    slow, fast = queries.heat(run, metric, site, cast), queries.heat(run, metric, site, cast, narrow=table)
+    slow, fast = queries.heat(run, metric, site, cast), queries.heat(run, metric, site, cast, cache=table)
     assert fast.modules == slow.modules and fast.steps_per_cell == slow.steps_per_cell
     np.testing.assert_array_equal(fast.steps, slow.steps)
     np.testing.assert_allclose(fast.values, slow.values, rtol=1e-6)
@@ -89,7 +89,7 @@ def test_steps_of_a_module_and_of_none(both: tuple[Run, MetricCache]) -> None:
 def test_a_metric_that_is_not_kept_is_read_from_the_files(both: tuple[Run, MetricCache]) -> None:
     run, table = both
     assert "mse" not in table.metrics
-    assert np.isfinite(queries.heat(run, "mse", narrow=table).values).any()
+    assert np.isfinite(queries.heat(run, "mse", cache=table).values).any()
 
 
 def test_a_run_that_is_too_large_is_left_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

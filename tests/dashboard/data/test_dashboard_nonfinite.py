@@ -102,7 +102,7 @@ def test_the_table_in_memory_knows_the_same_states(run: Run, metric: str, cells:
     monkeypatch.setattr(queries, "MAX_POINTS", cells)
     table = metric_cache.build(run.path)
     assert table is not None and metric in table.metrics
-    slow, fast = queries.heat(run, metric), queries.heat(run, metric, narrow=table)
+    slow, fast = queries.heat(run, metric), queries.heat(run, metric, cache=table)
     for name in ("steps", "states", "kinds"):
         np.testing.assert_array_equal(getattr(fast, name), getattr(slow, name))
     np.testing.assert_allclose(fast.values, slow.values, rtol=1e-6)
