@@ -11,6 +11,7 @@ from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.rules.reading.lost import losses_of
 from fp8debug.store.flop_shares import Rest, gemm_shares
+from fp8debug.store.module_names import folded
 
 from .console import open_run, print_table, to_csv, to_json
 from .output import echo
@@ -38,7 +39,7 @@ WITH recorded AS (
   SELECT count(DISTINCT step) AS times FROM sites WHERE actual
 )
 SELECT fqn AS module, kind, coalesce(fp8, false) AS fp8, coalesce(requested, 'not requested') AS requested,
-  round(100.0 * flops_per_token / sum(flops_per_token) OVER (), 2) || ' %' AS flops,
+  flops_per_token / sum(flops_per_token) OVER () AS flops,
   round(fprop / times, 2) || '/' || round(coalesce(dgrad, 0) / times, 2) || '/' || round(coalesce(wgrad, 0) / times, 2) AS gemms,
   casts, CASE WHEN NOT coalesce(fp8, false) THEN coalesce(reason, 'no reason recorded') WHEN NOT coalesce(observed, false)
   THEN coalesce(reason, 'not observed')
@@ -63,10 +64,12 @@ SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
 @click.command("coverage")
 @click.argument("run")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
-def command(run: str, form: str) -> None:
+@click.option("--each", is_flag=True, help="A line for each module.  [default: one for layers that are alike]")
+def command(run: str, form: str, each: bool) -> None:
     """List the Linears of RUN: whether each runs in FP8, its share of the FLOPs of all GEMMs, its casts, and why not.
 
-    GEMMs outside the Linears follow: attention, other modules, weights that a function multiplies by.
+    GEMMs outside the Linears follow: attention, other modules, weights that a function multiplies by. Layers that are alike in
+    all but their number and their FLOPs are one line of the table, blocks.{0..15}.attn.q, with the FLOPs of all of them.
     """
     opened = open_run(run)
     if not opened.manifest.get("modules"):
@@ -81,8 +84,12 @@ def command(run: str, form: str) -> None:
     shares = gemm_shares(opened.modules, opened.gemms)
     if shares is not None:
         for row in rows:
-            row["flops"] = _percent(shares.modules.get(row["module"], 0.0))
+            row["flops"] = shares.modules.get(row["module"], 0.0)
         rows += [_row_of_rest(rest) for rest in shares.rest]
+    if form == "table" and not each:
+        rows = _folded(rows)
+    for row in rows:
+        row["flops"] = None if row["flops"] is None else _percent(row["flops"])
     if form != "table":
         click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
         return
@@ -106,10 +113,20 @@ def command(run: str, form: str) -> None:
         echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
 
 
+def _folded(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for modules that differ in a layer's number and their FLOPs alone."""
+    alike = [tuple(str(row[name]) for name in COLUMNS if name not in ("module", "flops")) for row in rows]
+    found = []
+    for pattern, places in folded([row["module"] for row in rows], alike):
+        flops = [rows[place]["flops"] for place in places if rows[place]["flops"] is not None]
+        found.append({**rows[places[0]], "module": pattern, "flops": sum(flops) if flops else None})
+    return found
+
+
 def _row_of_rest(rest: Rest) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(COLUMNS)
     in_fp8 = " in FP8, " in rest.reason
-    return {**row, "module": rest.fqn, "kind": rest.kind, "fp8": in_fp8, "flops": _percent(rest.share), "reason": rest.reason}
+    return {**row, "module": rest.fqn, "kind": rest.kind, "fp8": in_fp8, "flops": rest.share, "reason": rest.reason}
 
 
 def _summary(rest: Sequence[Rest], most: int = 4) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -10,6 +11,7 @@ from fp8debug.exporters import EXPORTERS, Exporter
 from fp8debug.exporters.json import FOLKLORE
 from fp8debug.fallback import Fallback, positional_prior, recommend, scheduled
 from fp8debug.rules import triage
+from fp8debug.store.module_names import folded
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import cost_basis
 from fp8debug.types import parse_share
@@ -50,7 +52,7 @@ def command(
         _write(exporter, opened, fallbacks, output)
         return
     if fallbacks:
-        rows = [_row(fallback) for fallback in fallbacks]
+        rows = _rows(fallbacks)
         print_table(HEADER, rows, wrap=["module", "cheaper", "run in", "reasons"], drop=["cheaper"], more="--to json")
         spent = sum(fallback.cost for fallback in fallbacks)
         beyond = f", more than the budget of {share:.1%}: errors are cured whatever it is" if spent > share + 1e-9 else ""
@@ -75,9 +77,21 @@ def _write(exporter: Exporter, run: Run, fallbacks: list[Fallback], output: str)
         write_file(str(path.with_name(path.stem + part + path.suffix)) if part else output, text)
 
 
+def _rows(fallbacks: Sequence[Fallback]) -> list[list[object]]:
+    """Return a row for each entry; entries that differ in a layer's number, cost and damage alone are one, with the sums."""
+    rows = [_row(fallback) for fallback in fallbacks]
+    found = []
+    for pattern, places in folded([one.module for one in fallbacks], [tuple(row[1:6]) for row in rows]):
+        chosen = [fallbacks[place] for place in places]
+        damages = [one.damage for one in chosen if one.damage is not None]
+        numbers = [f"{sum(one.cost for one in chosen):.1%}", cell(sum(damages) if damages else None)]
+        cheaper = ", ".join(dict.fromkeys(one.cheaper for one in chosen if one.cheaper)) or None
+        found.append([pattern, *rows[places[0]][1:6], *numbers, cheaper])
+    return found
+
+
 def _row(fallback: Fallback) -> list[object]:
     gemms = " ".join(fallback.gemms)
     tensor = "all" if fallback.tensor == "*" else fallback.tensor
     cast = str(fallback.cast) if fallback.cast else "bf16"
-    why, cost = " ".join(fallback.reasons), f"{fallback.cost:.1%}"
-    return [fallback.module, gemms, tensor, cast, fallback.span(), why, cost, cell(fallback.damage), fallback.cheaper]
+    return [fallback.module, gemms, tensor, cast, fallback.span(), " ".join(fallback.reasons)]

@@ -12,6 +12,7 @@ import click
 from fp8debug.escaping import one_line
 from fp8debug.rules import Severity
 from fp8debug.rules.engine.report import Report
+from fp8debug.store.module_names import folded
 
 from .console import write_file
 from .output import MultilineCell
@@ -91,5 +92,6 @@ def split_codes(text: str) -> list[str]:
 
 
 def _names(found: tuple[str, ...]) -> str:
-    more = len(found[MAX_NAMES:])
-    return ", ".join(map(one_line, found[:MAX_NAMES])) + (f" and {more} more" if more else "")
+    groups = folded(found)
+    more = sum(len(places) for _, places in groups[MAX_NAMES:])
+    return ", ".join(one_line(pattern) for pattern, _ in groups[:MAX_NAMES]) + (f" and {more} more" if more else "")
