@@ -20,7 +20,7 @@ HEADER = [
 @click.option("-o", "--output", metavar="FILE", help="Write the scales as JSON; - is stdout, instead of the table.")
 @click.option("--percentile", default=99.9, show_default=True, help="Of the amaxes over the sampled steps.")
 @click.option("--margin", default=1.0, show_default=True, help="Factor on scale_inv; 2 leaves room for one binade of growth.")
-@click.option("--steps", metavar="A:B", help="Steps from A to before B; either side may be empty.")
+@click.option("--steps", metavar="A:B", help="Steps from A to before B, either side may be empty; or one step.")
 def command(run: str, output: str | None, percentile: float, margin: float, steps: str | None) -> None:
     """Turn a window of RUN into static tensorwise scales.
 

@@ -242,11 +242,12 @@ def cell(value: object) -> str:
     return str(value) if isinstance(value, MultilineCell) else one_line(str(value))
 
 
-def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return CSV with a header; no data is an empty field."""
+def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, header: bool = True) -> str:
+    """Return CSV, with a header or the rows alone; no data is an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+    if header:
+        writer.writerow(columns)
     writer.writerows([field(row[column]) for column in columns] for row in rows)
     return text.getvalue()
 

@@ -23,7 +23,7 @@ MAX_DIFFERENCES = 20
 @click.argument("first")
 @click.argument("second", nargs=-1, required=True)
 @click.option("--module", metavar="GLOB", default="*", show_default=True, help="Modules by name, e.g. 'blocks.3.*'.")
-@click.option("--steps", metavar="A:B", help="Steps from A to before B; either side may be empty.")
+@click.option("--steps", metavar="A:B", help="Steps from A to before B, either side may be empty; or one step.")
 @click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Sites of a table; 0 for all.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when the runs differ beyond the noise.")

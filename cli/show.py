@@ -8,7 +8,11 @@ from typing import Any
 
 import click
 
+from fp8debug.errors import UsageError
+from fp8debug.store.read.run import Run, StepRange, parse_steps
+
 from .console import open_run, print_table, to_csv, to_json, warn
+from .following import follow
 
 #: What stands before the statistics in every row.
 KEYS = ["step", "module", "gemm", "tensor", "reference", "actual", "cast_name"]
@@ -26,12 +30,13 @@ SPARE_STATISTICS = ["cosine", "gain", "overflow_rate", "underflow_rate"]
 @click.option("--module", metavar="GLOB", default="*", help="Modules by name, e.g. 'blocks.3.*'.")
 @click.option("--gemm", metavar="GEMM", help="fprop, dgrad or wgrad.")
 @click.option("--tensor", metavar="TENSOR", help="input, weight, grad_output, output, grad_input or grad_weight.")
-@click.option("--steps", metavar="A:B", help="Steps from A to before B; either side may be empty.")
+@click.option("--steps", metavar="A:B", help="Steps from A to before B, either side may be empty; or one step.")
 @click.option("--reference", metavar="NAME", help="operand, shadow or exact.")
 @click.option("--actual/--what-if", default=None, help="Only casts that ran, or only those that did not.")
 @click.option("--columns", metavar="A,B", help="Statistics to print; all keys stand before them.")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Rows of a table; 0 for all.")
+@click.option("--follow", "is_followed", is_flag=True, help="Print each step of a live run as it comes, until the run ends.")
 def command(
     run: str,
     module: str,
@@ -43,36 +48,67 @@ def command(
     columns: str | None,
     form: str,
     limit: int,
+    is_followed: bool,
 ) -> None:
     """Print what RUN recorded, one row per step, site, cast and reference; ranks are merged.
 
     A dash, an empty field or null is "not recorded" or "no data", never 0. Of a tensor that holds NaN or Inf the table says NaN
     or Inf; amax in CSV and JSON is that of its finite elements, and empty or null where it has none.
     """
-    opened = open_run(run)
     asked = STATISTICS if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
-    names = list(dict.fromkeys([*KEYS, *asked]))
-    wanted = list(dict.fromkeys([*names, *(name for name in COUNTS if opened.has(name))]))
-    table = opened.table(wanted, module=module, gemm=gemm, tensor=tensor, steps=steps, reference=reference, actual=actual)
-    if not table.num_rows:
-        warn("no recorded row matches")
-    if form == "table":
-        rows = (table.slice(0, min(limit, table.num_rows)) if limit else table).to_pylist()
-        if columns is None and any(_nonfinite(row) for row in rows):
+    selected = {"module": module, "gemm": gemm, "tensor": tensor, "reference": reference, "actual": actual}
+    shown = _Shown(asked, is_own_choice=columns is not None, form=form, limit=limit, selected=selected)
+    if not is_followed:
+        shown.show(open_run(run), steps)
+        return
+    if form == "json":
+        raise UsageError("--follow prints a table or CSV: a JSON array ends with its run")
+    first, end = parse_steps(steps)
+
+    def step_by_step(opened: Run, new: list[int]) -> None:
+        for step in new:
+            if (first or 0) <= step and (end is None or step < end):
+                shown.show(opened, (step, step + 1))
+
+    follow([run], step_by_step)
+
+
+class _Shown:
+    """How recorded rows are printed.
+
+    Args:
+        asked: the statistics.
+        is_own_choice: whether the user named them.
+        form: ``table``, ``csv`` or ``json``.
+        limit: rows of a table; 0 for all.
+        selected: arguments of :meth:`Run.table` that select rows.
+    """
+
+    def __init__(self, asked: list[str], *, is_own_choice: bool, form: str, limit: int, selected: Mapping[str, Any]) -> None:
+        self._asked, self._is_own_choice = asked, is_own_choice
+        self._form, self._limit, self._selected = form, limit, selected
+        self._has_header = False
+
+    def show(self, opened: Run, steps: StepRange | None) -> None:
+        """Print the rows of some steps; a second call goes on with the CSV of the first."""
+        names = list(dict.fromkeys([*KEYS, *self._asked]))
+        wanted = list(dict.fromkeys([*names, *(name for name in COUNTS if opened.has(name))]))
+        table = opened.table(wanted, steps=steps, **self._selected)
+        if not table.num_rows:
+            warn("no recorded row matches")
+        if self._form != "table":
+            found = [{name: _recorded(name, row) for name in names} for row in table.to_pylist()]
+            click.echo(to_json(found) if self._form == "json" else to_csv(names, found, header=not self._has_header), nl=False)
+            self._has_header = True
+            return
+        rows = (table.slice(0, min(self._limit, table.num_rows)) if self._limit else table).to_pylist()
+        if not self._is_own_choice and any(_nonfinite(row) for row in rows):
             names += [name for name in COUNTS[:2] if name in wanted]
         cells = [[_shown(name, row) for name in names] for row in rows]
-        print_table(
-            names,
-            cells,
-            wrap=["module", "cast_name"],
-            drop=_dropped(rows, asked, is_own_choice=columns is not None),
-            more="--columns",
-        )
+        dropped = _dropped(rows, self._asked, is_own_choice=self._is_own_choice)
+        print_table(names, cells, wrap=["module", "cast_name"], drop=dropped, more="--columns")
         if len(rows) < table.num_rows:
             warn(f"the first {len(rows)} of {table.num_rows} rows; --limit 0 prints all")
-    else:
-        found = [{name: _recorded(name, row) for name in names} for row in table.to_pylist()]
-        click.echo(to_csv(names, found) if form == "csv" else to_json(found), nl=False)
 
 
 def _nonfinite(row: Mapping[str, Any]) -> int:

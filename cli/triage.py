@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import click
 
+from fp8debug.errors import UsageError
 from fp8debug.escaping import one_line
 from fp8debug.rules import Finding, Findings, triage
 from fp8debug.rules.comparison.configuration import configuration_words, gap_words
@@ -16,8 +17,10 @@ from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
 
 from .console import cell, print_table, progress
+from .console import open_run as duckdb_run
 from .engine_options import engine_options
 from .finding_report import cause_cell, counted, end_with, report_options, split_codes, write_report
+from .following import follow
 from .output import echo
 
 #: Differences from a baseline that a table shows; JSON has them all.
@@ -31,6 +34,7 @@ MAX_DIFFERENCES = 12
 @click.option("--select", metavar="CODES", help="Only these, e.g. F10,F113.  [default: all]")
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
+@click.option("--follow", "is_followed", is_flag=True, help="Judge a live run as it grows, until it ends; then as without.")
 @engine_options
 @click.pass_context
 def command(
@@ -43,6 +47,7 @@ def command(
     select: str | None,
     ignore: str | None,
     config: str | None,
+    is_followed: bool,
     open_run: Callable[..., Run],
 ) -> None:
     """Judge RUN by every rule: the class of the problem, the sick layer and the cause, the culprit first.
@@ -52,22 +57,42 @@ def command(
     counts as a warning; 2: usage; 3: the run cannot be read.
     """
     settings = load_settings(config)
-    opened = open_run(*run)
     against = open_run(baseline) if baseline else None
+    judge = partial(
+        triage,
+        baseline=against,
+        select=(settings.select or ["F"]) if select is None else split_codes(select),
+        ignore=(settings.ignore or []) if ignore is None else split_codes(ignore),
+        thresholds=settings.thresholds,
+    )
+    if is_followed:
+        if open_run is not duckdb_run:
+            raise UsageError("--follow reads with DuckDB: leave out --engine spark")
+        _follow(run, judge)
+    opened = open_run(*run)
     with progress("judging") as report:
-        findings = triage(
-            opened,
-            against,
-            select=(settings.select or ["F"]) if select is None else split_codes(select),
-            ignore=(settings.ignore or []) if ignore is None else split_codes(ignore),
-            thresholds=settings.thresholds,
-            progress=report,
-        )
+        findings = judge(opened, progress=report)
     write_report(findings, form, output, partial(_print, findings), _documents(opened, findings))
     for reason in dict.fromkeys(reason for _, reason in findings.skipped) if form == "table" else ():
         codes = ", ".join(code for code, why in findings.skipped if why == reason)
         echo(f"skipped {codes}: {reason}", err=True)
     end_with(ctx, findings, fail_on or settings.fail_on or "warning")
+
+
+def _follow(paths: Sequence[str], judge: Callable[[Run], Findings]) -> None:
+    """Print on stderr each finding at the step after which it is first made, until the run ends."""
+    known: set[tuple[str | None, ...]] = set()
+
+    def show(opened: Run, steps: list[int]) -> None:
+        findings = judge(opened)
+        new = [f for f in findings if (f.code, f.module, f.gemm, f.tensor) not in known]
+        known.update((f.code, f.module, f.gemm, f.tensor) for f in new)
+        echo(f"step {steps[-1]}: {findings.verdict}" + (f", {len(new)} new" if new else ""), err=True)
+        for finding in new:
+            site = " ".join(word for word in (finding.module, finding.gemm, finding.tensor) if word)
+            echo(f"  {finding.code} {finding.severity} {one_line(site)}: {one_line(finding.message)}", err=True)
+
+    follow(paths, show)
 
 
 def _documents(run: Run, findings: Findings) -> dict[str, Callable[[], str]]:

@@ -122,7 +122,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, line: str, c
             " or 'blocks.1.mlp.down'?",
         ),
         ("show RUNS/sick --gemm fprob", "error: unknown gemm 'fprob': did you mean 'fprop'?"),
-        ("show RUNS/sick --steps 3-4", "error: steps must be a range like 100:200, 100: or :200, got '3-4'"),
+        ("show RUNS/sick --steps 3-4", "error: steps must be a step like 100 or a range like 100:200, 100: or :200, got '3-4'"),
         ("fallback RUNS/sick --to jsn", "error: unknown exporter 'jsn': did you mean 'json'?"),
         ("fallback RUNS/sick --budget 20x", "error: expected a share such as 10% or 0.1, got '20x'"),
         ("fallback RUNS/sick -o list.json", "error: -o needs --to NAME, the format of the file"),

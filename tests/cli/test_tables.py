@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import math
 import os
 import pty
@@ -133,6 +134,38 @@ def test_every_table_fits(
     (start,) = [place for place, line in enumerate(lines) if line.split()[:1] and line.split()[0] in heads]
     table = list(itertools.takewhile(lambda line: line and not line.startswith("+"), lines[start:]))
     assert len(table) > 1 and max(map(len, table)) <= width
+
+
+MODULES = [(f"blocks.{i}.{name}", 256, 256) for i in range(16) for name in ("attn.q_proj", "mlp.down")] + [("head", 256, 64)]
+
+
+def test_layers_that_are_alike_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fp8debug_cli.main import status
+
+    monkeypatch.setenv("COLUMNS", "160")
+    sick = [
+        Override(module=f"blocks.{i}.mlp.down", gemm="fprop", tensor="input", slots={"gain": 2.0, "sqnr_db": 1.0})
+        for i in (3, 4, 5)
+    ]
+    recipes: dict[str, Any] = {"head": None, "blocks.7.mlp.down": None}
+    write(tmp_path / "run", Plan(num_steps=40, modules=MODULES, recipes=recipes, overrides=sick))
+
+    def said(command: str) -> list[str]:
+        assert status(command.replace("RUN", str(tmp_path / "run")).split()) in (0, 1)
+        return capsys.readouterr().out.splitlines()
+
+    lines = said("coverage RUN")
+    names = [line.split()[0] for line in lines if line.startswith(("blocks", "head"))]
+    assert names == ["blocks.{0..15}.attn.q_proj", "blocks.{0..6,8..15}.mlp.down", "blocks.7.mlp.down", "head"]
+    shares = {
+        line.split()[0]: float(line.partition(" %")[0].split()[-1]) for line in lines if line.startswith(("blocks", "head"))
+    }
+    assert sum(shares.values()) == pytest.approx(100, abs=0.1) and shares["blocks.{0..15}.attn.q_proj"] == pytest.approx(49.61)
+    assert sum(line.startswith("blocks") for line in said("coverage RUN --each")) == 32
+    assert len(json.loads("\n".join(said("coverage RUN --format json")))) == 33
+    assert any(line.startswith("blocks.{3..5}.mlp.down") for line in said("fallback RUN --budget 100%"))
 
 
 def test_an_asked_column_stays_longest(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:

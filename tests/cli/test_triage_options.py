@@ -127,7 +127,11 @@ def test_diff_of_a_run_that_is_sick(capsys: pytest.CaptureFixture[str], runs: Pa
         ("diff RUNS/healthy RUNS/none", 3,
          "error: RUNS/none does not exist; give the folder that watch() or `fp8debug run --out` wrote\n"),
         ("diff RUNS/healthy RUNS/sick -o x.txt", 2, "error: -o needs --format json or csv\n"),
-        ("diff RUNS/healthy RUNS/sick --steps 5", 2, "error: steps must be a range like 100:200, 100: or :200, got '5'\n"),
+        (
+            "diff RUNS/healthy RUNS/sick --steps 5-",
+            2,
+            "error: steps must be a step like 100 or a range like 100:200, 100: or :200, got '5-'\n",
+        ),
         ("diff RUNS/healthy RUNS/healthy --exit-code", 0, ""),
     ],
 )  # fmt: skip

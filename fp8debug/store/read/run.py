@@ -32,7 +32,7 @@ from fp8debug.types import Gemm, Reference, TensorRole, match_fqn
 _T = TypeVar("_T")
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
 
-#: ``a:b`` or (a, b): a <= step < b; a side that is empty or None is open.
+#: ``a:b`` or (a, b): a <= step < b; a side that is empty or None is open; ``a`` is that step alone.
 StepRange: TypeAlias = str | tuple[int | None, int | None]
 
 
@@ -349,14 +349,14 @@ class Run:
             module: a module's name, or a glob over them.
             gemm: ``fprop``, ``dgrad`` or ``wgrad``.
             tensor: ``input``, ``weight``, ``grad_output``, ``output``, ``grad_input`` or ``grad_weight``.
-            steps: ``(a, b)`` or ``"a:b"``: a <= step < b; None or an empty side is open.
+            steps: ``(a, b)`` or ``"a:b"``: a <= step < b; None or an empty side is open; ``"a"`` is that step alone.
             reference: ``operand``, ``shadow`` or ``exact``.
             actual: True for the running casts only, False for what-ifs only.
 
         Raises:
             UnknownNameError: no such column, gemm, tensor or reference.
             NoMatchError: no module matches the glob.
-            UsageError: steps is not ``a:b``.
+            UsageError: steps is neither ``a:b`` nor ``a``.
         """
         if isinstance(columns, str):
             columns = [columns]
@@ -404,17 +404,19 @@ def parse_steps(steps: StepRange | None) -> tuple[int | None, int | None]:
     """Return (first, end) of a step range, end exclusive, None where a side is open.
 
     Raises:
-        UsageError: it is neither ``"a:b"`` nor a pair.
+        UsageError: it is neither ``"a:b"`` nor ``"a"`` nor a pair.
     """
     if steps is None:
         return None, None
     try:
-        if isinstance(steps, str):
+        if isinstance(steps, str) and ":" not in steps:
+            first, end = int(steps), int(steps) + 1
+        elif isinstance(steps, str):
             first, end = (int(side) if side.strip() else None for side in steps.split(":"))
         else:
             first, end = (None if side is None else int(side) for side in steps)
     except (TypeError, ValueError):
-        raise UsageError(f"steps must be a range like 100:200, 100: or :200, got {steps!r}") from None
+        raise UsageError(f"steps must be a step like 100 or a range like 100:200, 100: or :200, got {steps!r}") from None
     if first is not None and end is not None and end <= first:
         raise UsageError(f"the range of steps {steps!r} is empty: it goes from the first to before the second")
     return first, end

@@ -217,8 +217,12 @@ class TestTable:
                 "module 'blocks.9.mlp.up' matches nothing: did you mean 'blocks.1.mlp.up' or 'blocks.0.mlp.up' or"
                 " 'blocks.1.mlp.down'?",
             ),
-            ({"steps": "first"}, UsageError, "steps must be a range like 100:200, 100: or :200, got 'first'"),
-            ({"steps": (1, 2, 3)}, UsageError, "steps must be a range like 100:200, 100: or :200, got (1, 2, 3)"),
+            ({"steps": "first"}, UsageError, "steps must be a step like 100 or a range like 100:200, 100: or :200, got 'first'"),
+            (
+                {"steps": (1, 2, 3)},
+                UsageError,
+                "steps must be a step like 100 or a range like 100:200, 100: or :200, got (1, 2, 3)",
+            ),
         ],
     )
     def test_wrong_arguments(self, healthy: Run, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
