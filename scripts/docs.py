@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -104,7 +105,7 @@ def command_line() -> str:
         "| exit code | meaning |\n| --- | --- |\n| 0 | fine |\n| 1 | a finding is at or above `--fail-on` |\n| 2 | wrong usage |"
         "\n| 3 | the run cannot be read, or is empty |\n| 130 | interrupted |\n",
     ]
-    group = click.Context(cli, info_name="fp8debug", terminal_width=100)
+    group = click.Context(cli, info_name="fp8debug", terminal_width=100, help_option_names=["-h", "--help"])
     for name in COMMANDS:
         command = cli.get_command(group, name)
         assert command is not None
@@ -115,6 +116,8 @@ def command_line() -> str:
 
 def helps(name: str, command: click.Command, parent: click.Context) -> Iterator[tuple[str, str]]:
     """Yield the words that call a command, and its help; those of its own commands too."""
+    command = copy.copy(command)
+    command._help_option = None  # click keeps that of the first call, which may have been without the group
     context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
     words = context.command_path.split(" ", 1)[1]
     yield words, "\n".join(line.rstrip() for line in command.get_help(context).splitlines())

@@ -71,13 +71,13 @@ def test_a_step_is_shown_while_the_run_goes_on(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[int, str]] = []
-    before = following.sleep
+    grow = growing(tmp_path / "run", looks)
 
     def sleep(seconds: float) -> None:
         text = capsys.readouterr().out
         if text:
             shown.append((looks[-1], text))
-        before(seconds)
+        next(grow)
 
     monkeypatch.setattr(following, "sleep", sleep)
     assert Said(capsys, tmp_path, "show RUNS/run --follow --steps 10: --module *.down --gemm fprop --tensor input").code == 0

@@ -408,6 +408,8 @@ def parse_steps(steps: StepRange | None) -> tuple[int | None, int | None]:
     """
     if steps is None:
         return None, None
+    first: int | None
+    end: int | None
     try:
         if isinstance(steps, str) and ":" not in steps:
             first, end = int(steps), int(steps) + 1
