@@ -11,7 +11,7 @@ from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.rules.reading.lost import losses_of
 from fp8debug.store.flop_shares import Rest, gemm_shares
-from fp8debug.store.module_names import folded
+from fp8debug.store.read.module_names import folded
 
 from .console import open_run, print_table, to_csv, to_json
 from .output import echo

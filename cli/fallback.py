@@ -11,7 +11,7 @@ from fp8debug.exporters import EXPORTERS, Exporter
 from fp8debug.exporters.json import FOLKLORE
 from fp8debug.fallback import Fallback, positional_prior, recommend, scheduled
 from fp8debug.rules import triage
-from fp8debug.store.module_names import folded
+from fp8debug.store.read.module_names import folded
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import cost_basis
 from fp8debug.types import parse_share

@@ -12,7 +12,7 @@ import click
 from fp8debug.escaping import one_line
 from fp8debug.rules import Severity
 from fp8debug.rules.engine.report import Report
-from fp8debug.store.module_names import folded
+from fp8debug.store.read.module_names import folded
 
 from .console import write_file
 from .output import MultilineCell

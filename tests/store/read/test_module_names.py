@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fp8debug.store.module_names import folded, spans
+from fp8debug.store.read.module_names import folded, spans
 
 
 def unfolded(pattern: str) -> set[str]:
