@@ -118,6 +118,8 @@ class _CollectedChanges:
         running = parsed(site.cast)
         if running is None or changed(running, changes) == running:
             return False
+        if not RULES.get(site.code).is_cured_by_cast(site, self.run):
+            return False
         for gemm in GEMMS:
             twin = self.running.get((site.module, gemm, site.tensor))
             if gemm != site.gemm and (twin is None or not is_same(twin, running)):

@@ -229,6 +229,10 @@ class Rule(Documented):
         """Return why the rule cannot judge this run, beyond its columns; None when it can."""
         return None
 
+    def is_cured_by_cast(self, site: Finding, run: Run) -> bool:
+        """Tell whether ``changes`` cure the fault at a site of this rule's findings, where they change its cast at all."""
+        return True
+
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Return whether a finding of this rule holds beside those of the other rules."""
         return True

@@ -41,7 +41,8 @@ class OutlierUnderflow(Rule):
 
     Cure
         A finer granularity (1x128), so that the outlier spoils one tile per row; scale the channel down and its weight
-        up (Smooth-SwiGLU); BF16 for the fprop of this module.
+        up (Smooth-SwiGLU); BF16 for the fprop of this module. 1x128 is proposed where it leaves less than half of the
+        underflow: as the what-if of such a cast has it, or else 128 of the K elements of a row, those beside one outlier.
 
     Thresholds
         - max_rate 0.05, warn_rate 0.01: share of nonzero elements that underflow; numerics.md, 4 (act above 5 %, warn
@@ -76,7 +77,7 @@ class OutlierUnderflow(Rule):
         if not has_fp8(run):
             yield from self._would_flush(run)
             return
-        found = list(self._flushed(traces(run, self._look)))
+        found = [self._with_cure(finding, run) for finding in self._flushed(traces(run, self._look))]
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
 
     @property
@@ -128,7 +129,26 @@ class OutlierUnderflow(Rule):
             threshold = self.max_rate if severity is Severity.ERROR else self.warn_rate
             finding = outlying.finding(self, severity, message, value=rate, threshold=threshold)
             is_fine = trace.cast is not None and "x" in trace.cast.granularity
-            yield replace(finding, cure=self.cure.partition("; else ")[2]) if is_fine else finding
+            yield replace(finding, cure=self._without_tiles) if is_fine else finding
+
+    @property
+    def _without_tiles(self) -> str:
+        return self.cure.partition("; else ")[2]
+
+    def _with_cure(self, finding: Finding, run: Run) -> Finding:
+        return finding if self.is_cured_by_cast(finding, run) else replace(finding, cure=self._without_tiles)
+
+    def is_cured_by_cast(self, site: Finding, run: Run) -> bool:
+        """Tell whether tiles of 1x128 leave less than half of the underflow: as measured, or for one outlier in a row."""
+        if site.value is None or site.module is None or site.cast is None:
+            return True
+        tiled = site.cast.partition(" ")[0] + " 1x128 current"
+        rows = run.table(("cast_name", "underflow_nonzero_rate"), site.module, site.gemm, site.tensor, actual=False)
+        rates = [row["underflow_nonzero_rate"] for row in rows.to_pylist() if row["cast_name"].startswith(tiled)]
+        measured = max((rate for rate in rates if rate is not None), default=None)
+        width = next((m.get("in_features") for m in run.modules if m["fqn"] == site.module), None)
+        left = measured if measured is not None else 128 / max(128, width or 0)
+        return left < site.value / 2
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to rows that poison the others (F117), which look like an outlier from afar."""

@@ -48,6 +48,13 @@ def deep(recipe: str | None) -> nn.Module:
     return fp8debug.convert(Deep(), recipe, {"head": None}) if recipe else Deep()
 
 
+def wide(recipe: str | None) -> nn.Module:
+    """Return a Linear of 4,096 inputs between two others: of a row, 1x128 confines an outlier to 3 %."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 64), nn.GELU(), nn.Linear(64, 16))
+    return fp8debug.convert(model, recipe, {"3": None}) if recipe else model
+
+
 def mixture(recipe: str | None) -> nn.Module:
     """Return a mixture of experts with its router in high precision."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8debug
 from fp8debug import Cast
-from tests.bench.remedies.bench import Setting, Trial, deep, mixture
+from tests.bench.remedies.bench import Setting, Trial, deep, mixture, wide
 
 SUMS = Setting(micro=4)
 #: Updates of 1e-4 round away in BF16 weights of 0.1, whose spacing is 5e-4.
@@ -23,6 +23,16 @@ def _in_bf16(module: str, *gemms: str) -> Callable[[nn.Module], None]:
 
     def change(model: nn.Module) -> None:
         fp8debug.apply(model, [{"module": module, "gemms": list(gemms or ("fprop", "dgrad", "wgrad"))}])
+
+    return change
+
+
+def _weights_in(module: str, cast: Cast) -> Callable[[nn.Module], None]:
+    """Return a change that gives a module's weight another cast."""
+
+    def change(model: nn.Module) -> None:
+        entry = {"module": module, "gemms": ["fprop", "dgrad"], "tensor": "weight", "cast": str(cast)}
+        fp8debug.apply(model, [entry])
 
     return change
 
@@ -56,8 +66,12 @@ TRIALS: tuple[Trial, ...] = (
     Trial(fault="zero_tile", code="F103", cure="amax_eps", recommended=True, situation=True),
     Trial(fault="e8m0_floor", code="F104", cure="pow2_ceil", recipe="blockwise_pow2", recommended=True),
     Trial(
-        fault="swiglu_outlier", code="F105", cure="1x128", recipe="tensorwise_current", options={"spacing": 1000},
-        recommended=True, situation=True,
+        fault="swiglu_outlier", code="F105", cure="1x128", build=wide, module="1", recipe="tensorwise_current",
+        setting=Setting(lr=1e-3), options={"spacing": 10_000}, recommended=True, situation=True,
+    ),
+    Trial(
+        fault="swiglu_outlier", code="F105", cure="BF16, as 1x128 would not do", recipe="tensorwise_current",
+        options={"spacing": 10_000}, recommended=True, situation=True,
     ),
     Trial(fault="swiglu_outlier", code="F105", cure="BF16 for fprop", recommended=True, situation=True),
     Trial(fault="uneven_tokens", code="F106", cure="1x128", recommended=True, situation=True),
@@ -69,7 +83,10 @@ TRIALS: tuple[Trial, ...] = (
     ),
     Trial(fault="unasked_fp8", code="F110", cure="overrides", module="head", at=0, change=_in_bf16("head")),
     Trial(fault="unconverted", code="F110", cure="convert", at=0, change=_convert),
-    Trial(fault="stale_weight", code="F112", cure="BF16 for the module", change=_in_bf16("blocks.1.down")),
+    Trial(
+        fault="stale_weight", code="F112", cure="BF16 for the module", setting=Setting(lr=2e-3),
+        change=_in_bf16("blocks.1.down"),
+    ),
     Trial(fault="wrong_scale", code="F113", cure="BF16", recommended=True),
     Trial(fault="recompute_scale", code="F115", cure="BF16 for wgrad", recommended=True),
     Trial(fault="padding_rows", code="F117", cure="1x128", recommended=True),
@@ -85,8 +102,8 @@ TRIALS: tuple[Trial, ...] = (
         fault="bf16_gradient_sum", code="F123", cure="sums in FP32", setting=SUMS, cured=replace(SUMS, sums_in_fp32=True),
     ),
     Trial(
-        fault="depth_outliers", code="F124", cure="1x128", build=deep, module="layers.2", recipe="tensorwise_current",
-        recommended=True, situation=True, options={"spacing": 1000},
+        fault="depth_outliers", code="F124", cure="BF16 in the last layers", build=deep, module="layers.2",
+        change=_in_bf16("layers.[345]"), situation=True,
     ),
     Trial(
         fault="moment_underflow", code="F127", cure="eps above the smallest step", cured=Setting(eps=1e-3),
@@ -106,7 +123,10 @@ TRIALS: tuple[Trial, ...] = (
         fault=None, code="F135", cure="FP32 masters", module=None, setting=SMALL_RATE,
         reference=replace(SMALL_RATE, masters=True), cured=replace(SMALL_RATE, masters=True),
     ),
-    Trial(fault="rounded_weights", code="F137", cure="the cast that holds them", recipe="blockwise_pow2", recommended=True),
+    Trial(
+        fault="rounded_weights", code="F137", cure="the cast that holds them", recipe="blockwise_pow2",
+        change=_weights_in("blocks.1.down", Cast(granularity="128x128")),
+    ),
 )  # fmt: skip
 
 #: Code -> why no program can apply the cure.
