@@ -30,7 +30,7 @@ from fp8debug.kernels import linear_ops
 from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.cast_cache import CastCache, cached_casts, clear
 from fp8debug.kernels.dispatch import Operand, finite_amax, gemm, has_gemm_layout, quantize, quantize_pair
-from fp8debug.kernels.torch_state import is_batched, is_transformed, unseen
+from fp8debug.kernels.torch_state import hidden_from_modes, is_batched, is_transformed
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.observer.sharding import ShardLayout, is_sharded, split
@@ -191,7 +191,7 @@ class Fp8Linear(nn.Linear):
         A subclass of nn.Linear stays one of its own class: what it becomes derives from both.
         """
         kind = type(linear)
-        linear.__class__ = cls if kind is nn.Linear else _both(cls, kind)
+        linear.__class__ = cls if kind is nn.Linear else _combined_class(cls, kind)
         assert isinstance(linear, Fp8Linear)
         linear._begin(_recipe(recipe))
         return linear
@@ -252,12 +252,12 @@ class Fp8Linear(nn.Linear):
         if cast.scaling == "delayed":
             made = None  # each Linear has a history of its own
             history = self.history(key, cast, x.device)
-            with unseen():  # other ops when a checkpoint runs it once more
+            with hidden_from_modes():  # other ops when a checkpoint runs it once more
                 scale_inv = history.next_scale_inv(finite_amax(x), self._use)
         contracts_rows = key in CONTRACTS_ROWS
         place = cast, contracts_rows, x.dtype
         if made is not None and then is not None and place not in made:
-            made.update(self._both(key, x, cast, probe, then))
+            made.update(self._quantize_pair(key, x, cast, probe, then))
         before = made.get(place) if made else None
         q = (probe.quantize(key, x, cast, scale_inv, before) if probe else None) or before
         if q is None:
@@ -266,7 +266,7 @@ class Fp8Linear(nn.Linear):
             made[place] = q
         return q, cast
 
-    def _both(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, probe: Probe | None, then: Gemm) -> CastCache:
+    def _quantize_pair(self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, probe: Probe | None, then: Gemm) -> CastCache:
         """Return x quantized for this GEMM and for another one that contracts its rows; nothing where it takes two reads."""
         other = self.recipe.casts[then, key[1]]
         if other is None or key in CONTRACTS_ROWS or (then, key[1]) not in CONTRACTS_ROWS:
@@ -550,7 +550,7 @@ def _tell_refused(refused: Mapping[tuple[str, str], list[str]]) -> None:
 _CLASSES: dict[tuple[type[Fp8Linear], type[nn.Linear]], type[Fp8Linear]] = {}
 
 
-def _both(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> type[Fp8Linear]:
+def _combined_class(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> type[Fp8Linear]:
     """Return a class with the forward of ours and everything else of theirs, which pickles and copies as they do."""
 
     def reduce(self: Any, protocol: Any) -> Any:
@@ -565,7 +565,7 @@ def _both(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> type[Fp8Linear]:
 
 def _new(ours: type[Fp8Linear], theirs: type[nn.Linear]) -> Fp8Linear:
     """Return an empty module of such a class, to be filled by ``pickle`` or ``copy``."""
-    kind = _both(ours, theirs)
+    kind = _combined_class(ours, theirs)
     return kind.__new__(kind)
 
 

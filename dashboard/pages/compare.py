@@ -105,10 +105,10 @@ def layout(view: View, run_view: RunView) -> Component:
 def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     """Return a line about both, the losses, the configuration, the sites that part, and one site in all of them."""
     names = others(view, run_view)
-    if not names or run_view.beside is None:
+    if not names or run_view.open_sibling is None:
         return _nothing(view, run_view)
     try:
-        beside = [(name, run_view.beside(name).run) for name in names]
+        beside = [(name, run_view.open_sibling(name).run) for name in names]
     except Fp8DebugError as error:
         return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
     runs = [(run_view.name, run_view.run), *beside]
@@ -134,14 +134,14 @@ def _nonfinite_at(pairs: Sequence[Differences]) -> dict[str, int]:
 
 
 def _nothing(view: View, run_view: RunView) -> tuple[Any, ...]:
-    if run_view.beside is None:
+    if run_view.open_sibling is None:
         folder = run_view.run.path.resolve().parent
         about = note("One run is served. To compare runs serve their folder: ", code(f"fp8debug dashboard {folder}"))
     elif len(run_view.siblings()) < 2:
         about = note("This folder holds one run; record a second one, in BF16 say, beside it.")
     else:
         about = note("Choose a run to compare with: the good one, or the one in BF16.")
-    if view.get("with") and run_view.beside is not None:
+    if view.get("with") and run_view.open_sibling is not None:
         about = note(f"No run {view.get('with')!r} in this folder.", kind="error")
     return about, empty("nothing to compare with yet", 160), None, [], empty("nothing to compare with yet", 120)
 

@@ -107,9 +107,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     return about, figures.heatmap(heat, f"{view.get('from')}:{view.get('to')}")
 
 
-def read_thinly(apart: int) -> str:
+def read_thinly(interval: int) -> str:
     """Return the sentence that one of so many sampled steps was read only."""
-    return f"Large run: one of {apart} sampled steps was read."
+    return f"Large run: one of {interval} sampled steps was read."
 
 
 def _about(heat: Heat, num_modules: int) -> str:

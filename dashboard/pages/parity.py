@@ -35,7 +35,7 @@ _NUMBERS = ("input_nmse", "output_nmse", "weight_nmse", "error_train", "error_ro
 
 def _other(view: View, run_view: RunView) -> str | None:
     name = view.get("with")
-    return name if name in run_view.siblings() and name != run_view.name and run_view.beside is not None else None
+    return name if name in run_view.siblings() and name != run_view.name and run_view.open_sibling is not None else None
 
 
 def _key(view: View, run_view: RunView) -> tuple[str, str | None]:
@@ -56,8 +56,8 @@ def settle(view: View, run_view: RunView) -> object:
 def _found(view: View, run_view: RunView) -> dict[str, Any] | str:
     name = _other(view, run_view)
     try:
-        if name is not None and run_view.beside is not None:
-            return parity_data.compare_with(run_view.run.path, run_view.beside(name).run.path)
+        if name is not None and run_view.open_sibling is not None:
+            return parity_data.compare_with(run_view.run.path, run_view.open_sibling(name).run.path)
         return parity_data.read_report(run_view.run.path)
     except Fp8DebugError as error:
         return str(error)

@@ -92,7 +92,7 @@ class RunView:
         size: their bytes.
         name: of its folder.
         siblings: returns the names of the runs in the same folder; none where one run is served.
-        beside: opens another run of the same folder by its name.
+        open_sibling: opens another run of the same folder by its name.
         verdicts: shared with the earlier and later states of the files.
         is_superseded: the files have changed since.
         metric_cache: the table in memory that answers for a large run once it was read.
@@ -103,7 +103,7 @@ class RunView:
     size: int = 0
     name: str = ""
     siblings: Callable[[], list[str]] = list
-    beside: Callable[[str], RunView] | None = None
+    open_sibling: Callable[[str], RunView] | None = None
     verdicts: Verdicts = field(default_factory=Verdicts)
     is_superseded: bool = False
     metric_cache: MetricCache | None = None
@@ -283,6 +283,6 @@ class RunView:
         from fp8debug.rules.comparison.runs import diff_runs
 
         for name in names:
-            if name not in self._differences and self.beside is not None:
-                other = self.beside(name)
+            if name not in self._differences and self.open_sibling is not None:
+                other = self.open_sibling(name)
                 self._differences[name] = diff_runs(Run(other.run.path), Run(self.run.path))

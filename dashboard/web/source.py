@@ -100,7 +100,7 @@ class ServedFolder:
                 size = int(stamp.split(".")[1], 16)
                 run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
                 run_view = RunView(run, stamp, size=size, name=run.name, siblings=self.names)
-                run_view.beside = self.open if self.is_folder else None
+                run_view.open_sibling = self.open if self.is_folder else None
                 if found is not None:
                     run_view.verdicts, found.is_superseded = found.verdicts, True
                 found = self._opened[folder.name] = run_view

@@ -95,9 +95,9 @@ class WhatIfProbe(Probe):
         self, x: Tensor, weight: Tensor, wants_dgrad: bool, wants_wgrad: bool
     ) -> Callable[[tuple[Tensor, ...]], None]:
         """Record fprop, and return what records the backward pass when it is given grad_output."""
-        a = self._tried(Gemm.FPROP, TensorRole.INPUT, x)
-        b = self._tried(Gemm.FPROP, TensorRole.WEIGHT, weight)
-        x_wgrad = self._tried(Gemm.WGRAD, TensorRole.INPUT, x) if wants_wgrad else None
+        a = self._what_if_operand(Gemm.FPROP, TensorRole.INPUT, x)
+        b = self._what_if_operand(Gemm.FPROP, TensorRole.WEIGHT, weight)
+        x_wgrad = self._what_if_operand(Gemm.WGRAD, TensorRole.INPUT, x) if wants_wgrad else None
         kept = self.fprop(x, weight, a, b, x_wgrad, None)
         return partial(self._try_backward, weight, x_wgrad, kept, wants_dgrad)
 
@@ -120,13 +120,13 @@ class WhatIfProbe(Probe):
         dgrad: Product | None = None
         wgrad: Product | None = None
         if wants_dgrad:
-            a = self._tried(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
-            dgrad = a, self._tried(Gemm.DGRAD, TensorRole.WEIGHT, weight), None
+            a = self._what_if_operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, grad_output)
+            dgrad = a, self._what_if_operand(Gemm.DGRAD, TensorRole.WEIGHT, weight), None
         if x_wgrad is not None:
-            wgrad = self._tried(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output), x_wgrad, None
+            wgrad = self._what_if_operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, grad_output), x_wgrad, None
         self.backward(grad_output, weight, dgrad, wgrad, kept)
 
-    def _tried(self, which: Gemm, role: TensorRole, x: Tensor) -> Operand:
+    def _what_if_operand(self, which: Gemm, role: TensorRole, x: Tensor) -> Operand:
         cast = self.observer.settings.plain_recipe.casts[which, role]
         if cast is None:
             return x

@@ -168,11 +168,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     place = place_of(path)
     try:
         if place.is_dir():
-            return _opened(place, str(path), *_folder(place))
+            return _open(place, str(path), *_folder(place))
         if not place.is_file():
             raise RunError(f"{path} does not exist; give a safetensors file, its folder, or the index file")
         if place.name.endswith(".json"):
-            return _opened(place.parent, str(path), *_indexed(place))
+            return _open(place.parent, str(path), *_indexed(place))
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or why(error)}") from None
     return _single(place, str(path))
@@ -186,10 +186,10 @@ def _single(place: Path, name: str) -> Checkpoint:
         if index.is_file():
             weight_map, _ = _weight_map(index)
             elsewhere = frozenset(tensor for tensor, file in weight_map.items() if file != place.name)
-    return _opened(place.parent, name, [place], {}, [], elsewhere=elsewhere, is_part=shard is not None)
+    return _open(place.parent, name, [place], {}, [], elsewhere=elsewhere, is_part=shard is not None)
 
 
-def _opened(
+def _open(
     root: Path,
     name: str,
     files: Sequence[Path],

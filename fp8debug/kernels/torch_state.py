@@ -145,7 +145,7 @@ def foreign_mode_active() -> bool:
     return count > 0 and any(not getattr(_get_dispatch_stack_at(i), "is_ours", False) for i in range(count))
 
 
-class _Aside:
+class _OurModesHidden:
     """Takes modes of ours off the stack: what we compute is not for them, and an op that is observed takes far longer."""
 
     def __enter__(self) -> None:
@@ -156,7 +156,7 @@ class _Aside:
             _push_on_torch_dispatch_stack(mode)
 
 
-def unseen() -> AbstractContextManager[Any]:
+def hidden_from_modes() -> AbstractContextManager[Any]:
     """Let no mode see the ops that follow.
 
     Selective activation checkpointing counts the ops of a forward pass and takes results by these numbers when it runs the pass
@@ -164,7 +164,7 @@ def unseen() -> AbstractContextManager[Any]:
     """
     if not _len_torch_dispatch_stack():
         return nullcontext()
-    return _disable_current_modes() if foreign_mode_active() else _Aside()
+    return _disable_current_modes() if foreign_mode_active() else _OurModesHidden()
 
 
 def is_overridden() -> bool:
@@ -186,7 +186,7 @@ def ordinary_torch() -> Iterator[None]:
     """
     modes = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
     try:
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), hidden_from_modes():
             if not (_is_any_autocast_enabled() or torch.is_inference_mode_enabled()):
                 yield
             else:

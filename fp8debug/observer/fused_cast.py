@@ -19,12 +19,12 @@ class RecordedCasts(NamedTuple):
 
     Attributes:
         cast: the running one; None where it is read in high precision.
-        tried: by name the other casts that are tried.
+        what_if: by name the other casts that are recorded beside it.
         keys: the rows of all these.
     """
 
     cast: Cast | None
-    tried: dict[str, Cast]
+    what_if: dict[str, Cast]
     keys: tuple[RowKey, ...]
 
 
@@ -80,10 +80,10 @@ class CastRecorder(StepState):
         elif made is not None and not is_fused:
             q, found = made, None
         else:
-            tried = self._site(which, role, cast).tried.values() if is_fused else ()
-            value_counts = self.observer.table(x.device).value_counts if tried else None
+            what_if = self._site(which, role, cast).what_if.values() if is_fused else ()
+            value_counts = self.observer.table(x.device).value_counts if what_if else None
             q, found = quantize_observed(
-                x, cast, scale_inv, contracts_rows=rows, where=where, deferred=True, value_counts=value_counts, casts=tried
+                x, cast, scale_inv, contracts_rows=rows, where=where, deferred=True, value_counts=value_counts, casts=what_if
             )  # fmt: skip
             if place is not None:
                 self.observer.tensor_cache[place] = found
@@ -112,9 +112,9 @@ class CastRecorder(StepState):
         if told[0] != told[1]:
             return None
         self.observer.flush_if_full(x.device)
-        tried = () if told[0] else self._site(*key, cast).tried.values()
-        value_counts = self.observer.table(x.device).value_counts if tried else None
-        pair = quantize_pair(x, cast, other, observed=not told[0], value_counts=value_counts, casts=tried)
+        what_if = () if told[0] else self._site(*key, cast).what_if.values()
+        value_counts = self.observer.table(x.device).value_counts if what_if else None
+        pair = quantize_pair(x, cast, other, observed=not told[0], value_counts=value_counts, casts=what_if)
         if pair is None:
             return None
         if not told[0]:
@@ -131,8 +131,8 @@ class CastRecorder(StepState):
         if site is None or site.cast is not cast:
             casts = {str(c): c for recipe in self.observer.settings.what_if if (c := recipe.casts[which, role]) is not None}
             names = () if cast is None else (str(cast),)
-            tried = {name: c for name, c in casts.items() if name not in names}
-            keys = *((name, self.actual) for name in names), *((name, False) for name in tried)
+            what_if = {name: c for name, c in casts.items() if name not in names}
+            keys = *((name, self.actual) for name in names), *((name, False) for name in what_if)
             rows = tuple(RowKey(which, role, name, Reference.OPERAND, actual) for name, actual in keys)
-            site = self._sites[which, role] = RecordedCasts(cast, tried, rows)
+            site = self._sites[which, role] = RecordedCasts(cast, what_if, rows)
         return site

@@ -357,20 +357,20 @@ class Observer:
             self.tensor_cache[at] = storage._weak_ref()
         return at, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, what
 
-    def check(self, module: str, gemm: Gemm, given: Extremes, weight: Extremes | None, result: Extremes) -> None:
+    def check(self, module: str, gemm: Gemm, operand: Extremes, weight: Extremes | None, result: Extremes) -> None:
         """Note whether what a GEMM was given and its result are finite: one read of each, no synchronization.
 
         Args:
             module: FQN.
             gemm: the GEMM.
-            given: of its input, or of grad_output in the backward pass.
+            operand: of its input, or of grad_output in the backward pass.
             weight: of its weight; None where that was not read.
             result: of what it returned.
         """
         if weight is None:
             zero = result[0].new_zeros(())
             weight = zero, zero
-        self._checked.append((module, gemm, torch.stack([*given, *weight, *result]).isfinite().view(3, 2).all(1)))
+        self._checked.append((module, gemm, torch.stack([*operand, *weight, *result]).isfinite().view(3, 2).all(1)))
 
     def end_step(self, scalars: dict[str, Any]) -> None:
         """Close the step: start its copies, hand over the steps that have arrived, and decide on the next one.
@@ -505,7 +505,7 @@ def extremes_of(x: Tensor) -> Extremes | None:
 
 
 def place_of_first(found: list[Tensor]) -> Tensor:
-    """Return 4 * place + 2 * (weight is not finite) + (given is not finite) of the first result that is not; -1: all are.
+    """Return 4 * place + 2 * (weight is not finite) + (operand is not finite) of the first result that is not; -1: all are.
 
     Args:
         found: bool ``[3]`` of each GEMM in order: the operand that it was given, its weight and its result are finite.

@@ -68,7 +68,7 @@ class Probe(CastRecorder):
         self._seen_outside_backward = self._recomputed = False
         self._gradients = GradientSumCheck()
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
-        self._tried_weight: WhatIfSlots = {}
+        self._what_if_weight: WhatIfSlots = {}
         self._weight_shared: dict[str, Tensor] = {}
         self._output_key: Keys | None = None
 
@@ -80,7 +80,7 @@ class Probe(CastRecorder):
         self._seen_outside_backward = self._recomputed = False
         self._gradients.clear()
         self._histogram_of.clear()
-        self._tried_weight.clear()
+        self._what_if_weight.clear()
         self._weight_shared.clear()
         self._output_key = None
         self._fused_slots.clear()
@@ -186,18 +186,18 @@ class Probe(CastRecorder):
             parameter: the leaf whose ``grad`` accumulates wgrad's results; by default the weight itself.
         """
         self.observer.flush_if_full(x.device)
-        source, tried = Source(x), WhatIfSlots()
+        source, what_if = Source(x), WhatIfSlots()
         self._gradients.weight = weight if parameter is None else parameter
-        self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, tried)
+        self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, what_if)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
-            self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, tried)
+            self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, what_if)
         error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
         self._fused_slots.clear()
         if self.observer.settings.inference:
-            return SavedForBackward(error, self._part(Gemm.WGRAD, x), x[:0], tried, None)
+            return SavedForBackward(error, self._part(Gemm.WGRAD, x), x[:0], what_if, None)
         columns = self._part(Gemm.WGRAD, x)
-        return SavedForBackward(error, columns, self._columns(x, columns), tried, source.shared.get(HISTOGRAM))
+        return SavedForBackward(error, columns, self._columns(x, columns), what_if, source.shared.get(HISTOGRAM))
 
     @isolated
     def backward(
@@ -223,15 +223,15 @@ class Probe(CastRecorder):
             damage: whether to record the damage, which is once in a backward pass.
         """
         self.observer.flush_if_full(grad_output.device)
-        source, tried = (Source(grad_output), WhatIfSlots()) if known is None else known
+        source, what_if = (Source(grad_output), WhatIfSlots()) if known is None else known
         if dgrad is not None:
             a, b, result = dgrad
-            self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
+            self._operand(Gemm.DGRAD, TensorRole.GRAD_OUTPUT, source, a, what_if)
             self._weight(Gemm.DGRAD, weight, b)
             self._result(Gemm.DGRAD, (grad_output, weight), (a, b), result, self._part(Gemm.DGRAD, grad_output))
         if wgrad is not None:
             a, b, result = wgrad
-            self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, tried)
+            self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, what_if)
             if kept is not None:
                 summed = self._gradients.add(kept.columns, result)
                 self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)
@@ -249,7 +249,7 @@ class Probe(CastRecorder):
             sampled = weight_rows(weight, operand, rows) if which is Gemm.FPROP and self.actual else {}
             source = Source(weight)
             source.shared.update(self._weight_shared)
-            self._operand(which, TensorRole.WEIGHT, source, operand, self._tried_weight, sampled)
+            self._operand(which, TensorRole.WEIGHT, source, operand, self._what_if_weight, sampled)
             self._weight_shared = {k: v for k, v in source.shared.items() if k == HISTOGRAM}
         elif self.actual:
             number = self._num_reads[which] = self._num_reads.get(which, 0) + 1
@@ -265,31 +265,33 @@ class Probe(CastRecorder):
             self._merge((key,), [recheck(x, read, *operand)], x.device)
 
     def _operand(
-        self, which: Gemm, role: TensorRole, source: Source, operand: Operand, tried: WhatIfSlots, more: Slots | None = None
+        self, which: Gemm, role: TensorRole, source: Source, operand: Operand, what_if: WhatIfSlots, more: Slots | None = None
     ) -> None:
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
         site = self._site(which, role, operand[1] if isinstance(operand, tuple) else None)
-        if not site.tried.keys() <= tried.keys():
-            self._try(role, source, {n: c for n, c in site.tried.items() if n not in tried} if tried else site.tried, tried)
+        if not site.what_if.keys() <= what_if.keys():
+            self._try(
+                role, source, {n: c for n, c in site.what_if.items() if n not in what_if} if what_if else site.what_if, what_if
+            )
         found: list[Slots] = []
         if isinstance(operand, tuple):
             q, cast = operand
             slots = describe(source, cast, q, self._fused_slots.get(id(q), _NO_SLOTS)[1])
             found.append({**slots, **more} if more else slots)
-        found += [tried[name] for name in site.tried]
+        found += [what_if[name] for name in site.what_if]
         if found:
             self._record(site.keys, found, source)
 
-    def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], tried: WhatIfSlots) -> None:
+    def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], what_if: WhatIfSlots) -> None:
         """Work out casts that are not running, from counts of the tensor's values where they can be."""
         if countable(source.x, casts.values()):
-            tried.update(self._count(role, source, casts))
+            what_if.update(self._count(role, source, casts))
             return
         counted = {name: cast for name, cast in casts.items() if countable(source.x, [cast])}
-        tried.update(self._count(role, source, counted))
-        tried.update(self._observe(role, source, {name: cast for name, cast in casts.items() if name not in counted}))
+        what_if.update(self._count(role, source, counted))
+        what_if.update(self._observe(role, source, {name: cast for name, cast in casts.items() if name not in counted}))
 
     def _count(self, role: TensorRole, source: Source, casts: dict[str, Cast]) -> WhatIfSlots:
         """Work out casts with one scale for the whole tensor, many at once at the end of the step."""
@@ -308,11 +310,11 @@ class Probe(CastRecorder):
             return {}
         scales = [self.scale_inv(role, cast, source) for cast in casts.values()]
         uncounted = HISTOGRAM not in source.shared
-        tried = dict(zip(casts, observe(source, list(casts.values()), scales, histogram=uncounted), strict=True))
-        for slots in tried.values():
+        what_if = dict(zip(casts, observe(source, list(casts.values()), scales, histogram=uncounted), strict=True))
+        for slots in what_if.values():
             if (counted := slots.pop(HISTOGRAM, None)) is not None:
                 source.shared[HISTOGRAM] = counted
-        return tried
+        return what_if
 
     def _columns(self, x: Tensor, columns: Sample) -> Tensor:
         """Return sampled columns of an input, a copy; modules that share the input share it as long as one of them keeps it."""

@@ -32,14 +32,14 @@ class SavedForBackward:
         output: fprop's error.
         columns: which columns of the input.
         input_columns: these.
-        tried: the what-if casts of the input.
+        what_if: the what-if casts of the input.
         histogram: of the input, if it is known.
     """
 
     output: OutputError
     columns: Sample
     input_columns: Tensor
-    tried: WhatIfSlots = field(default_factory=dict)
+    what_if: WhatIfSlots = field(default_factory=dict)
     histogram: Tensor | None = None
 
     def source(self, x: Tensor) -> Source:
@@ -52,7 +52,7 @@ class SavedForBackward:
 
 def recheck(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:
     """Return the slots of ``Reread``: a sample ``x`` of a tensor that a GEMM reads as ``read``, and the whole of it in FP8."""
-    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="recheck")) if x.numel() else {}
+    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="reread")) if x.numel() else {}
 
 
 class GradientSumCheck:

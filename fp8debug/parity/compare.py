@@ -147,24 +147,24 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
     noise_before = 0.0
     is_routed = False
     for place, m in enumerate(modules):
-        quiet = noise.get(m.module)
+        repeated = noise.get(m.module)
         if m.bad and len(m.bad) == 1:
             text = f"{m.module}: its output in the {m.bad[0]} has NaN or Inf, and not in the other path"
             single.append(_DIFFER.found(text, module=m.module, theirs=m.theirs, tensor="output", severity=Severity.ERROR,
                                         cure="triage that path: the first NaN is in this module or before it"))  # fmt: skip
             break
-        found = None if is_routed and _is_expert(m) else _routing(m, modules, place, quiet, before)
+        found = None if is_routed and _is_expert(m) else _routing(m, modules, place, repeated, before)
         if found is not None:
             is_routed = True
         is_routed |= _is_expert(m) and (m.num_rows[0] != m.num_rows[1] or (m.input or 0.0) > 1e-3)  # by noise
-        found = found or _weight(m, modules, quiet) or _arithmetic(m, levels, quiet)
-        found = found or _direct(m, quiet, before, noise_before, is_routed)
-        found = found or _between(m, modules[:place], quiet, before, noise_before, is_routed)
+        found = found or _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
+        found = found or _direct(m, repeated, before, noise_before, is_routed)
+        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed)
         if found is not None:
             single.append(found)
         before = max(before, m.output or 0.0)
-        if quiet is not None:
-            noise_before = max(noise_before, quiet.output or 0.0)
+        if repeated is not None:
+            noise_before = max(noise_before, repeated.output or 0.0)
     return _joined(single, modules)
 
 
@@ -174,22 +174,26 @@ def _level(modules: Sequence[Measures], path: int) -> float:
     return median(known) if known else 0.0
 
 
-def _floor(quiet: float | None, least: float = _KERNEL.max_same) -> float:
-    return max(least, ABOVE_NOISE * quiet) if quiet is not None else least
+def _floor(repeated: float | None, least: float = _KERNEL.max_same) -> float:
+    return max(least, ABOVE_NOISE * repeated) if repeated is not None else least
 
 
 def _is_expert(m: Measures) -> bool:
     return ".experts." in m.module or ".expert" in m.module
 
 
-def _routing(m: Measures, modules: Sequence[Measures], place: int, quiet: Measures | None, before: float) -> PathFinding | None:
+def _routing(
+    m: Measures, modules: Sequence[Measures], place: int, repeated: Measures | None, before: float
+) -> PathFinding | None:
     flips = m.flips or 0.0
     by_noise = _flips_of_noise(max(before, m.input or 0.0), m.num_rows[0])
-    floor = max(_ROUTING.max_flips, by_noise, ABOVE_NOISE * ((quiet.flips or 0.0) if quiet else 0.0))
+    floor = max(_ROUTING.max_flips, by_noise, ABOVE_NOISE * ((repeated.flips or 0.0) if repeated else 0.0))
     if flips > floor:
         text = f"{m.module}: {flips:.2%} of the tokens go to other experts in the rollout"
         return _ROUTING.found(text, module=m.module, theirs=m.theirs, tensor="output", value=flips, threshold=floor)
-    moved = m.num_rows[0] != m.num_rows[1] and _is_expert(m) and (quiet is None or quiet.num_rows[0] == quiet.num_rows[1])
+    moved = (
+        m.num_rows[0] != m.num_rows[1] and _is_expert(m) and (repeated is None or repeated.num_rows[0] == repeated.num_rows[1])
+    )
     if moved:
         layer, last = m.module.partition(".expert")[0], m.module.rpartition(".")[2]
         group = [e for e in modules if e.module.partition(".expert")[0] == layer and e.module.rpartition(".")[2] == last]
@@ -217,12 +221,12 @@ def _is_router(name: str) -> bool:
     return "router" in name or last in ("gate", "wg", "gating")
 
 
-def _weight(m: Measures, modules: Sequence[Measures], quiet: Measures | None) -> PathFinding | None:
+def _weight(m: Measures, modules: Sequence[Measures], repeated: Measures | None) -> PathFinding | None:
     where = {"module": m.module, "theirs": m.theirs, "tensor": "weight", "threshold": _STALE.max_same}
-    if m.bias is not None and m.bias > _floor(quiet.bias if quiet else None) and not (m.weight or 0.0) > m.bias:
+    if m.bias is not None and m.bias > _floor(repeated.bias if repeated else None) and not (m.weight or 0.0) > m.bias:
         text = f"{m.module}: its bias is not training's, by {m.bias:.2g} of an output's square"
         return _STALE.found(text, **{**where, "tensor": "bias"}, value=m.bias, cure="load this module's bias in the rollout")
-    if m.weight is None or m.weight <= _floor(quiet.weight if quiet else None, _STALE.max_same):
+    if m.weight is None or m.weight <= _floor(repeated.weight if repeated else None, _STALE.max_same):
         return None
     gain, refit = m.weight_gain or 0.0, m.weight_refit if m.weight_refit is not None else m.weight
     rest = max(0.0, m.weight - (gain - 1) ** 2)
@@ -257,12 +261,12 @@ def _casts_too(m: Measures) -> bool:
     )
 
 
-def _arithmetic(m: Measures, levels: tuple[float, float], quiet: Measures | None) -> PathFinding | None:
+def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | None) -> PathFinding | None:
     """Compare what each path makes of its own input and weight."""
     first, second = m.error
     if first is None or second is None or _casts_too(m):
         return None
-    known = [e for e in quiet.error if e is not None] if quiet else []
+    known = [e for e in repeated.error if e is not None] if repeated else []
     floor = _floor(max(known) - min(known) if known else None)
     large, small = max(first, second), min(first, second)
     if large <= floor or large < _ACTIVATION.min_excess * small:
@@ -288,13 +292,13 @@ def _arithmetic(m: Measures, levels: tuple[float, float], quiet: Measures | None
     return _ACTIVATION.found(f"{m.module}: {numbers}", tensor="input", **where)
 
 
-def _direct(m: Measures, quiet: Measures | None, before: float, noise_before: float, is_routed: bool) -> PathFinding | None:
+def _direct(m: Measures, repeated: Measures | None, before: float, noise_before: float, is_routed: bool) -> PathFinding | None:
     """Compare outputs of inputs that are the same."""
     if m.output is None or (is_routed and _is_expert(m)):
         return None
     given = m.input if m.input is not None else before
-    floor_in = _floor(quiet.input if quiet and quiet.input is not None else noise_before if quiet else None)
-    floor = _floor(quiet.output if quiet else None)
+    floor_in = _floor(repeated.input if repeated and repeated.input is not None else noise_before if repeated else None)
+    floor = _floor(repeated.output if repeated else None)
     errors = [e for e in m.error if e is not None]
     is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
     if given > floor_in or m.output <= max(floor, _KERNEL.max_growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):
@@ -313,13 +317,13 @@ def _direct(m: Measures, quiet: Measures | None, before: float, noise_before: fl
 
 
 def _between(
-    m: Measures, earlier: Sequence[Measures], quiet: Measures | None, before: float, noise_before: float, is_routed: bool
+    m: Measures, earlier: Sequence[Measures], repeated: Measures | None, before: float, noise_before: float, is_routed: bool
 ) -> PathFinding | None:
     """Compare a module's input with all outputs before it: what computes it is no recorded module."""
     if m.input is None or is_routed or not earlier:
         return None
-    floor_before = _floor(noise_before if quiet else None)
-    floor = _floor(quiet.input if quiet else None)
+    floor_before = _floor(noise_before if repeated else None)
+    floor = _floor(repeated.input if repeated else None)
     if before > floor_before or m.input <= max(floor, _KERNEL.max_growth * before):
         return None
     parent = m.module.rpartition(".")[0]

@@ -119,14 +119,14 @@ class PathDump:
         name: what the user called it.
         modules: by name in execution order.
         tokens: (tokens, positions, mask) of each pass; the last two may be None.
-        given: ``logprobs`` and ``logits``.
+        numbers: ``logprobs`` and ``logits``.
         problems: what could not be read, a line each.
     """
 
     name: str
     modules: dict[str, Recorded] = field(default_factory=dict)
     tokens: list[tuple[Array, Array | None, Array | None]] = field(default_factory=list)
-    given: dict[str, list[Tensor]] = field(default_factory=dict)
+    numbers: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _weights: dict[str, Weight] | None = None
 
@@ -222,7 +222,7 @@ def open_dump(path: str | Path) -> PathDump:
         _take_tokens(dump, file, by_name)
         for name, tensor in by_name.items():
             _take(dump, name, tensor, metadata.get("kind", ""), is_ours)
-    if not dump.modules and not dump.given:
+    if not dump.modules and not dump.numbers:
         raise RunError(f"{path} holds no tensor of a module" + (f": {dump.problems[0]}" if dump.problems else ""))
     if not ordered:
         dump.modules = {name: dump.modules[name] for name in sorted(dump.modules, key=execution)}
@@ -276,7 +276,7 @@ def _take_tokens(dump: PathDump, file: Path, by_name: dict[str, Tensor]) -> None
 
 def _take(dump: PathDump, name: str, tensor: Tensor, kind: str, is_ours: bool) -> None:
     if name in GLOBALS:
-        dump.given.setdefault(name, []).append(tensor)
+        dump.numbers.setdefault(name, []).append(tensor)
         return
     above, _, last = name.rpartition(".")
     is_of_experts = above.endswith("experts") and _OF_EXPERTS.fullmatch(last) is not None

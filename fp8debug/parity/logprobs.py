@@ -28,7 +28,7 @@ def metrics_of(ours: PathDump, theirs: PathDump, problems: list[str]) -> dict[st
     found: dict[str, Any] = {}
     rows = aligned(ours, theirs)
     try:
-        a, b = (floats(dump.given.get("logprobs", ())) for dump in (ours, theirs))
+        a, b = (floats(dump.numbers.get("logprobs", ())) for dump in (ours, theirs))
         if a.size and b.size:
             if rows is not None and a.size > rows[0].max() and b.size > rows[1].max():
                 a, b = a[rows[0]], b[rows[1]]
@@ -82,7 +82,7 @@ class _Logits:
 
 
 def _logits(dump: PathDump) -> _Logits | None:
-    tensors = dump.given.get("logits")
+    tensors = dump.numbers.get("logits")
     if not tensors:
         named = (m for n, m in reversed(dump.modules.items()) if n.rpartition(".")[2] in HEADS and "output" in m.tensors)
         head = next(named, None)

@@ -121,17 +121,20 @@ def _square(value: float | None) -> float | None:
     return None if value is None else value * value
 
 
-def _weight(one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], apart: float | None) -> PathFinding | None:
+def _weight(
+    one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]], difference: float | None
+) -> PathFinding | None:
     largest, size = _ratio(a, b, "weight", "amax"), _ratio(a, b, "weight", "sum_x2")
-    if apart is None or largest is None or size is None or (apart <= MAX_SAME and abs(largest - 1) <= 1e-2):
+    if difference is None or largest is None or size is None or (difference <= MAX_SAME and abs(largest - 1) <= 1e-2):
         return None
     gain = size**0.5
     if abs(gain - 1) > 0.05 and abs(largest / gain - 1) < ONE_SCALE:
         return _found("F302", f"{one.module}: the rollout's weight is {gain:.4g} times training's", one, gain, "weight")
     text = (
-        f"{one.module}: the rollout's weight is another: its size differs by {apart:.2g}, its largest value by {largest - 1:+.2g}"
+        f"{one.module}: the rollout's weight is another: its size differs by {difference:.2g},"
+        f" its largest value by {largest - 1:+.2g}"
     )
-    return _found("F301", text, one, apart, "weight")
+    return _found("F301", text, one, difference, "weight")
 
 
 def _casts(one: Measures, a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> PathFinding | None:

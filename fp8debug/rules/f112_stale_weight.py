@@ -70,7 +70,7 @@ class StaleWeight(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the weights that are off, in either read."""
         yield look_for_weights(self._limits())
-        yield self._second_look
+        yield self._recheck
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the weights that are those of another time."""
@@ -98,7 +98,7 @@ class StaleWeight(Rule):
         )
 
     @property
-    def _second_look(self) -> Look:
+    def _recheck(self) -> Look:
         bad = (
             f"tensor = 'weight' AND reread_sqnr_db < {self.max_own_scale_sqnr_db}"
             f" AND sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}"
@@ -109,7 +109,7 @@ class StaleWeight(Rule):
     def _between_microbatches(self, run: Run) -> Iterable[Finding]:
         if not run.has("num_reread"):
             return
-        for trace in traces(run, self._second_look):
+        for trace in traces(run, self._recheck):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 row = trace.least("reread_sqnr_db")
                 message = (

@@ -241,7 +241,7 @@ def calibrate(
         raise UsageError(f"percentile must be above 0 and at most 100, got {percentile}")
     if not 2.0**-8 <= margin <= 2.0**8:
         raise UsageError(f"margin is a factor between 1/256 and 256, got {margin}")
-    run = _opened(run)
+    run = _as_run(run)
     rows = _amaxes(run, percentile, steps)
     if not rows:
         raise RunError(f"{run.path}: no exponent histogram of an operand in steps {steps or 'of the run'}; widen --steps")
@@ -286,7 +286,7 @@ def calibrate(
     )
 
 
-def _opened(run: Run | str | Path) -> Run:
+def _as_run(run: Run | str | Path) -> Run:
     from fp8debug.store.read.run import Run
 
     return run if isinstance(run, Run) else Run(run)

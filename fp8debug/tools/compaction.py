@@ -120,7 +120,9 @@ def _compacted(
         if staged.num_rows[0] == staged.num_rows[1]:
             break
         thinned = Run(staged.path)
-        if [said(triage(thinned, baseline, thresholds=thresholds)) for baseline in baselines] == [said(one) for one in before]:
+        if [conclusions(triage(thinned, baseline, thresholds=thresholds)) for baseline in baselines] == [
+            conclusions(one) for one in before
+        ]:
             found = Compaction(
                 every=every,
                 num_steps=(len(steps), len(kept)),
@@ -148,7 +150,7 @@ def kept_steps(steps: Sequence[int], near: Iterable[int], keep: Keep) -> list[in
     return sorted(kept)
 
 
-def said(findings: Findings) -> dict[str, Any]:
+def conclusions(findings: Findings) -> dict[str, Any]:
     """Return everything that triage says of a run, but for its name and for sentences, which may count sampled steps."""
     document: dict[str, Any] = _without_sentences(findings.to_dict())
     return document

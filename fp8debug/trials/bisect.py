@@ -181,13 +181,13 @@ def bisect_run(
         raise UsageError(f"repeats must be at least 1 and max_runs at least 2, got {repeats} and {max_runs}")
     modules: list[dict[str, Any]] = []
 
-    def save(search: _Search, verdict: str = "incomplete", said: Sequence[str] = (), share: Any = None) -> dict[str, Any]:
+    def save(search: _Search, verdict: str = "incomplete", statements: Sequence[str] = (), share: Any = None) -> dict[str, Any]:
         document = {
             "schema": SCHEMA,
             "run": run_name,
             "complete": verdict != "incomplete",
             "verdict": verdict,
-            "statements": list(said),
+            "statements": list(statements),
             "script": str(trials.script.path),
             "arguments": list(trials.script.args),
             "steps": trials.script.steps,
@@ -214,13 +214,13 @@ def bisect_run(
         report=report,
         save=save,
     )
-    said: list[str] = []
+    statements: list[str] = []
     verdict, share = "not_minimal", None
     try:
         found = search.measure_gap()
-        said.append(sentence(found))
+        statements.append(sentence(found))
         if found.verdict not in ("gap", "diverged"):
-            return save(search, found.verdict, said)
+            return save(search, found.verdict, statements)
         modules += [m for m in Run(trials.folder / "fp8-0").modules if m.get("fp8")]
         names = ranked([m["fqn"] for m in modules], suspects, damage or {})
         search.units = _all_gemms(names)
@@ -233,12 +233,14 @@ def bisect_run(
         search.units = []
         return save(search, error.found.verdict, [sentence(error.found)])
     except BudgetSpentError:
-        said.append(f"stopped after {max_runs} trainings: the set is not minimal; --max-runs {2 * max_runs} goes on from here")
+        statements.append(
+            f"stopped after {max_runs} trainings: the set is not minimal; --max-runs {2 * max_runs} goes on from here"
+        )
     if search.units:
         units = ", ".join(f"{module} {gemm}" for module, gemm in search.units[:6])
         more = f" and {len(search.units) - 6} more" if len(search.units) > 6 else ""
-        said.append(f"the gap closes with {units}{more} in BF16")
-    return save(search, verdict, said, share)
+        statements.append(f"the gap closes with {units}{more} in BF16")
+    return save(search, verdict, statements, share)
 
 
 def _reduce(search: _Search, names: list[str], suspects: list[str]) -> dict[str, float | None] | None:

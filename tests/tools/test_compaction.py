@@ -16,7 +16,7 @@ from fp8debug.rules import Findings, triage
 from fp8debug.store.read.run import Run
 from fp8debug.store.write import rewrite
 from fp8debug.store.write.lock import Lock
-from fp8debug.tools.compaction import Keep, compact_run, kept_steps, said
+from fp8debug.tools.compaction import Keep, compact_run, conclusions, kept_steps
 from fp8debug_cli.main import status
 from tests.rules import sick_runs, sick_sites, sick_wholeruns
 from tests.store.recording import PRELUDE, names_below, record
@@ -36,7 +36,7 @@ def test_triage_says_the_same_before_and_after(tmp_path: Path, code: str) -> Non
     assert code == "healthy" or code in {finding.code for finding in before}
     done = compact_run(path, KEEP)
     after = triage(path)
-    assert said(after) == said(before)
+    assert conclusions(after) == conclusions(before)
     assert done.verdict == before.verdict and done.every > 1
     run = Run(path)
     assert run.problems == [] and run.manifest["compacted"][0]["rows"] == list(done.num_rows)
@@ -58,7 +58,7 @@ def test_no_fault_is_judged_otherwise_once_thinned(tmp_path: Path, code: str, mo
     build(tmp_path / "run", **FIRES[code])
     done = compact_run(tmp_path / "run", Keep(every=2, around=1))
     assert code in {finding.code for finding in verdicts[0]}
-    assert said(triage(tmp_path / "run")) == said(verdicts[0])
+    assert conclusions(triage(tmp_path / "run")) == conclusions(verdicts[0])
     assert done.num_rows[1] < done.num_rows[0]
 
 
@@ -98,14 +98,14 @@ def test_the_swap_may_be_cut_short_anywhere(copy: Path, tmp_path: Path, monkeypa
     def cut(path: Path) -> bool:
         raise CutError
 
-    before = said(triage(copy))
+    before = conclusions(triage(copy))
     with monkeypatch.context() as patch:
         patch.setattr(rewrite, "finish", cut)
         with pytest.raises(CutError):
             compact_run(copy, KEEP)
-    assert (copy / rewrite.WHOLE).is_dir() and said(triage(copy)) == before
+    assert (copy / rewrite.WHOLE).is_dir() and conclusions(triage(copy)) == before
     compact_run(copy, Keep(every=1))  # thins nothing itself
-    assert not (copy / rewrite.WHOLE).exists() and said(triage(copy)) == before
+    assert not (copy / rewrite.WHOLE).exists() and conclusions(triage(copy)) == before
     assert Run(copy).sql("SELECT count(DISTINCT step) AS n FROM raw").to_pylist()[0]["n"] < 30
     assert [note["every"] for note in Run(copy).manifest["compacted"]] == [4]
 
@@ -152,7 +152,7 @@ def test_where_a_verdict_hangs_on_every_step_nothing_goes(copy: Path, monkeypatc
         return next(counted)
 
     counted = iter(range(100))
-    monkeypatch.setattr("fp8debug.tools.compaction.said", by_rows)
+    monkeypatch.setattr("fp8debug.tools.compaction.conclusions", by_rows)
     done = compact_run(copy, KEEP)
     assert done.every == 1 and done.num_steps == (30, 30) and contents(copy) == before
 

@@ -111,16 +111,16 @@ class GroupProbe(SubLinearProbe):
         source: Source,
         codes: Tensor,
         scales: Tensor,
-        tried: WhatIfSlots | None,
+        what_if: WhatIfSlots | None,
         name: str = "rowwise",
     ) -> None:
-        """Record an operand with a scale a row, and the what-if casts beside it where ``tried`` is given."""
+        """Record an operand with a scale a row, and the what-if casts beside it where ``what_if`` is given."""
         cast = same_cast(format=FORMAT_OF[codes.dtype], granularity="rowwise")
         named = same_cast(format=cast.format, granularity=name)
         CASTS.setdefault(self.sublinear, {})[site] = named
         q = Quantized(codes, scales.reshape(-1, 1).contiguous())
-        if tried is not None:
-            self._operand(*site, source, (q, cast), tried)
+        if what_if is not None:
+            self._operand(*site, source, (q, cast), what_if)
             return
         found = describe(source, cast, q)
         self._record((RowKey(*site, str(named), Reference.OPERAND, self.actual),), [found], source)
@@ -130,8 +130,8 @@ class GroupProbe(SubLinearProbe):
         lines = weight.transpose(-2, -1).reshape(-1, weight.shape[-2])
         codes = gemm.second.transpose(-2, -1).reshape(lines.shape)
         is_fprop = which is Gemm.FPROP
-        tried, name = (self._tried_weight, "rowwise") if is_fprop else (None, "columnwise")
-        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, gemm.scale_second, tried, name)
+        what_if, name = (self._what_if_weight, "rowwise") if is_fprop else (None, "columnwise")
+        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, gemm.scale_second, what_if, name)
         if gemm.is_fast:
             FAST.setdefault(self.sublinear, set()).add(which)
         FAST.setdefault(self.sublinear, set())

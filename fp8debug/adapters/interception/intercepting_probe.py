@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm, listener_of, nodes_between, version_of
-from fp8debug.adapters.interception.sublinears import CALLED, TRIED, first_report
+from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, first_report
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
@@ -207,7 +207,7 @@ class InterceptingProbe(Probe):
         if (overwritten := one.overwritten()) is not None:
             self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
             return
-        TRIED.add(module)
+        WHAT_IF_MODULES.add(module)
         x, second = one.first.values, one.second.values
         trial.layout = self.layout
         wants = [one.requires_grad and not self.observer.settings.inference for one in (x, second)]
@@ -351,7 +351,7 @@ class InterceptingProbe(Probe):
                 )
             else:
                 flat = call.as_quantized(x)
-                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), product[1], kept.tried)
+                self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), product[1], kept.what_if)
         dgrad, wgrad = (product, None) if which is Gemm.DGRAD else (None, product)
         self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
 

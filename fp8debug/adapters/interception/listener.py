@@ -439,7 +439,7 @@ class RootHooks:
         observer: of the watch.
         counter: of the FLOPs.
         intercepts: whether FP8 GEMMs are looked for in the other sampled steps too.
-        is_told: returns whether compiled code was reported on stderr, which need not be repeated.
+        is_reported: returns whether compiled code was reported on stderr, which need not be repeated.
         others: takes the GEMMs outside the watched modules; None where nobody does.
     """
 
@@ -449,14 +449,14 @@ class RootHooks:
         observer: Observer,
         counter: GemmCounter,
         intercepts: bool,
-        is_told: Callable[[], bool],
+        is_reported: Callable[[], bool],
         others: OtherGemms | None = None,
     ) -> None:
         self._counter, self._intercepts, self._others = counter, intercepts, others
         self._roots = list(roots)
         self._observer, self._listener = observer, listener_of(observer)
         self._entered: list[nn.Module] = []
-        self._told, self._is_told = False, is_told
+        self._told, self._is_told = False, is_reported
         self._ends = [observe_calls(root, self) for root in self._roots]
         observer.on_end_step.append(self._report)
 

@@ -29,7 +29,7 @@ from fp8debug.adapters.interception.gemm_flops import GemmCounter, is_of_fp8_lin
 from fp8debug.adapters.interception.intercepting_probe import ForwardCall, InterceptingProbe, fitting, weak_view
 from fp8debug.adapters.interception.listener import SeenGemm, listener_of
 from fp8debug.adapters.interception.origins import Origin, Origins, joined_at, parameter_behind
-from fp8debug.adapters.interception.sublinears import CASTS, TRIED, SubLinear, seen_recipe
+from fp8debug.adapters.interception.sublinears import CASTS, WHAT_IF_MODULES, SubLinear, seen_recipe
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.adapters.watching.coverage import Candidate, named_modules
 from fp8debug.kernels.torch_state import untraced
@@ -218,7 +218,7 @@ class MatrixProbe(InterceptingProbe):
         weight = gemm.second.values.detach().t()
         attach = trial.try_forward(gemm.first.values.detach(), weight, *wants)
         if attach is not None:
-            TRIED.add(self.matrix)
+            WHAT_IF_MODULES.add(self.matrix)
             self.matrix.set_shape(*weight.shape)
         return attach
 
@@ -505,7 +505,7 @@ class OutsideGemms:
         """Return the candidates that coverage is to list from now on."""
         found = []
         for c in (*self._matrices, *self._pieces.values()):
-            is_live = c.module in _LIVE or c.module in TRIED
+            is_live = c.module in _LIVE or c.module in WHAT_IF_MODULES
             if c.fqn not in self._listed and (is_live or c.fqn in self._excluded):
                 c.is_known_to_run = True
                 c.ran_fp8 = c.fqn in self._excluded

@@ -26,7 +26,7 @@ from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 #: Modules that a sampled step of their last watch ran, in whatever precision, and of which nothing but FP8 is recorded.
 CALLED: WeakSet[nn.Module] = WeakSet()
 #: Modules known by their GEMMs alone that ran in high precision, and of which what FP8 would do was recorded.
-TRIED: WeakSet[nn.Module] = WeakSet()
+WHAT_IF_MODULES: WeakSet[nn.Module] = WeakSet()
 #: Experts of one module that are watched; the others are in coverage with that reason.
 MAX_EXPERTS = 8
 

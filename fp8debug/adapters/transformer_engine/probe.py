@@ -126,7 +126,7 @@ class TeProbe(SubLinearProbe):
             self.report_once("not recorded in full: wgrad's cast of the input comes later, when it is gone in high precision")
             return
         source = line.kept.source(x.detach().reshape(-1, x.shape[-1]))
-        self._operand(Gemm.WGRAD, TensorRole.INPUT, source, operand, line.kept.tried)
+        self._operand(Gemm.WGRAD, TensorRole.INPUT, source, operand, line.kept.what_if)
 
     @isolated
     def finish(self, line: SavedLinear) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims, require_floor
-from fp8debug.adapters.interception.sublinears import TRIED, SubLinear, kind_of_sublinear, stacks_of, sublinears_of
+from fp8debug.adapters.interception.sublinears import WHAT_IF_MODULES, SubLinear, kind_of_sublinear, stacks_of, sublinears_of
 from fp8debug.adapters.watching.compiled import NOT_RECORDED
 from fp8debug.adapters.watching.pipeline import layers_before, name_in_model
 from fp8debug.errors import AttachError
@@ -114,7 +114,7 @@ class Candidate:
         }
 
     def _is_observed(self, in_fp8: bool) -> bool:
-        return in_fp8 or not self.is_intercepted or self.module in TRIED
+        return in_fp8 or not self.is_intercepted or self.module in WHAT_IF_MODULES
 
     def _why_not(self) -> str:
         if getattr(self.module, "fp8debug_request", None) == "bf16":

@@ -126,11 +126,11 @@ class Watch:
             intercepts = any(
                 c.reason is None and c.is_intercepted and getattr(c.adapter, "intercepts_ops", True) for c in candidates
             )
-            is_told = partial(getattr, self, "_has_told_compiled")
+            is_reported = partial(getattr, self, "_has_told_compiled")
             self._outside = OutsideGemms(matrices, candidates, self._observer, self._counter, intercepts)
             if self._passes is not None:
                 self._undo.append(self._passes.follow())
-            self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_told, self._outside).remove)
+            self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_reported, self._outside).remove)
             if intercepts or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(ignore_shape_inference(self._observer, self._see_stage))

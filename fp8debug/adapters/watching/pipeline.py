@@ -97,7 +97,7 @@ def ignore_shape_inference(observer: Observer, tell: Callable[[int], None]) -> C
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
-        def rehearse(*args: Any, **kwargs: Any) -> Any:
+        def infer_shapes(*args: Any, **kwargs: Any) -> Any:
             if isinstance(number := getattr(args[0] if args else None, "stage_index", None), int):
                 tell(number)
             before, observer.in_shape_inference = observer.in_shape_inference, True
@@ -106,7 +106,7 @@ def ignore_shape_inference(observer: Observer, tell: Callable[[int], None]) -> C
             finally:
                 observer.in_shape_inference = before
 
-        return rehearse
+        return infer_shapes
 
     owners = [c for c in vars(stages).values() if isinstance(c, type)]
     undo = [replace(c, name, make) for c in owners for name in _METHODS if name in vars(c)]

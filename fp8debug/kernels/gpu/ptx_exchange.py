@@ -64,7 +64,7 @@ def start_sharing() -> str:
     )
 
 
-def tell_ends() -> str:
+def send_ends() -> str:
     """$1 what ``ptx.extremes`` says of a row, $2 the number of the tile -> nothing; tells the other warps."""
     text = ["{ .reg .b32 a, b, m, t; .reg .b64 s; .reg .pred p; mov.b32 m, $1;"]
     for lane in (4, 8, 16):
@@ -76,7 +76,7 @@ def tell_ends() -> str:
     return "".join([*text, " @p mbarrier.arrive.shared.b64 s, [fp8debug_told]; mov.b32 $0, 0; }"])
 
 
-def hear_ends() -> str:
+def receive_ends() -> str:
     """$1 the number of the tile -> the same of its block; waits until all warps have told."""
     text = ["{ .reg .b32 a, b, m, t; .reg .pred p; and.b32 b, $1, 1;", _passed("fp8debug_told", "b")]
     text.append(" mov.u32 t, %tid.x; and.b32 t, t, 15; mad.lo.u32 t, b, 16, t; mov.u32 a, fp8debug_ends; mad.lo.u32 a, t, 4, a;")
@@ -86,7 +86,7 @@ def hear_ends() -> str:
     return "".join([*text, " mov.b32 $0, m; }"])
 
 
-def tell_sums() -> str:
+def send_sums() -> str:
     """$1 and $2 sums of a thread, $3 the number of the tile -> nothing; leaves those of a warp for the others."""
     text = ["{ .reg .b32 a, b, t, x, y; .reg .pred p; mov.b32 x, $1; mov.b32 y, $2;"]
     for lane in (1, 2, 4, 8, 16):
@@ -98,10 +98,10 @@ def tell_sums() -> str:
     return "".join([*text, " mov.u32 a, fp8debug_sums; mad.lo.u32 a, t, 8, a; @p st.shared.v2.b32 [a], {x, y}; mov.b32 $0, 0; }"])
 
 
-def hear_sums() -> str:
+def receive_sums() -> str:
     """$2 the number of a tile -> both sums of its block, in one of the warps; in the others, and of no tile, zeros.
 
-    What ``tell_sums`` left of a tile may be read once the ends of the tile after the next were read.
+    What ``send_sums`` left of a tile may be read once the ends of the tile after the next were read.
     """
     text = ["{ .reg .b32 a, b, t, x, y; .reg .pred p; mov.b32 x, 0; mov.b32 y, 0; mov.u32 t, %tid.x; shr.u32 b, t, 5;"]
     text.append(" xor.b32 b, b, $2; and.b32 b, b, 0x8000000F; setp.ne.u32 p, b, 0; @p bra FP8DEBUG_OTHERS; and.b32 b, $2, 3;")

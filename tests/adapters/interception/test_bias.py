@@ -123,6 +123,6 @@ def test_no_tensor_of_the_outputs_size_is_made_in_fp32(name: str, tmp_path: Path
             return hook(self, *args)
 
     monkeypatch.setattr(probe, method, heard)
-    monkeypatch.setattr(torch_state, "unseen", nullcontext)
+    monkeypatch.setattr(torch_state, "hidden_from_modes", nullcontext)
     assert len(record(tmp_path / "run", make(), trains=False)) == 2
     assert sizes.num_ops > 10 and sizes.most < TOKENS * OUT

@@ -17,14 +17,14 @@ from fp8debug.kernels.gpu.device import LOAD_BF16
 from fp8debug.kernels.gpu.quantize.fast_elements import all_found, cast_words, extremes_in, load_words, nothing_yet, with_noise
 
 START = tl.constexpr(exchange.start_sharing())
-TELL_ENDS = tl.constexpr(exchange.tell_ends())
-HEAR_ENDS = tl.constexpr(exchange.hear_ends())
-TELL_SUMS = tl.constexpr(exchange.tell_sums())
-HEAR_SUMS = tl.constexpr(exchange.hear_sums())
+TELL_ENDS = tl.constexpr(exchange.send_ends())
+HEAR_ENDS = tl.constexpr(exchange.receive_ends())
+TELL_SUMS = tl.constexpr(exchange.send_sums())
+HEAR_SUMS = tl.constexpr(exchange.receive_sums())
 
 
 @triton.jit
-def tell_ends(v, number):
+def send_ends(v, number):
     """Tell the other warps of the extremes of a tile's words."""
     tl.inline_asm_elementwise(TELL_ENDS, "=r,r,r", [extremes_in(v), number], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -63,7 +63,7 @@ def block_tiles(
     here_row = tl.program_id(0) // tile_columns
     here_column = tl.program_id(0) % tile_columns
     ahead = load_words(first + (here_row * down + here_column * 256), pitch, LOAD_BF16)
-    tell_ends(ahead, none)
+    send_ends(ahead, none)
     later = ahead
     row, column = moved(here_row, here_column, step, tile_columns)
     if tl.program_id(0) + step < num_tiles:
@@ -78,7 +78,7 @@ def block_tiles(
         v = ahead
         ahead = later
         if tile + step < num_tiles:
-            tell_ends(ahead, number + 1)
+            send_ends(ahead, number + 1)
         row, column = moved(row, column, step, tile_columns)
         if tile + 2 * step < num_tiles:
             later = load_words(first + (row * down + column * 256), pitch, LOAD_BF16)
