@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
 from fp8debug.rules.reading.prefilter import Look, look, some
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 
 #: Codes whose fault clips a few values besides: of an older or other tensor, whose amax the scale is made of.
 _STRONGER = ("F107", "F112", "F117", "F118", "F119", "F121")
+
+
+#: Casts under whose own scale no value lies beyond the format's max: an E4M3 scale (NVFP4) is rounded to nearest, and pow2_even
+#: (torchao's EVEN) lets an amax clip that the format's mantissa rounds down.
+_CLIPS_NOTHING = f"NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2_even%'"
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class ScaleRoundedDown(Rule):
         - max_headroom 1.15: under delayed scaling with pow2_floor, how far an amax can lie above what the scale holds
           by its rounding alone, 2 / 1.75 = 1.143; beyond, the scale is stale (F101).
         - min_headroom_undeclared 1.07: where pow2_floor is not declared, how far the largest value must lie above what its
-          scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, and harmless.
+          scale holds. A scale made of values that were rounded to E4M3 before is at most 1/17 short, and harmless; an
+          E4M3 scale (NVFP4) is so by its definition, and is left out.
         - Seen in ao #2035, mlx #4353, aiter #3212.
     """
 
@@ -71,7 +78,7 @@ class ScaleRoundedDown(Rule):
             f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
             " AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
             f" AND (cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
-            f" OR num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
+            f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
             f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared})"
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.prefilter import Look, look
 from fp8debug.rules.reading.traces import traces
 
@@ -38,7 +39,7 @@ class DoubleQuantization(Rule):
 
     Thresholds
         - max_sqnr_db 31.2, min_sqnr_db 27: SQNR of wgrad's operand; numerics.md, 4 (E4M3 gives 31.5 to 33 dB, two casts 3 dB
-          less). For E5M2 6 dB less. Below, there is more wrong than a second rounding.
+          less). 6 dB less for each mantissa bit that a format has less. Below, there is more wrong than a second rounding.
         - min_gap_db 2: below the other GEMM's. No published basis: planted in small models the gap is 2.9 to 3.4 dB, healthy
           ones show at most 1.9 dB between rows and columns [measured].
         - min_headroom 1.005, max_headroom 1.15: the scale is made of a rounded amax, which lies up to 1/16 (E5M2: 1/8) off, and
@@ -67,12 +68,13 @@ class DoubleQuantization(Rule):
 
     @property
     def _bad(self) -> str:
-        sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
+        sqnr = f"(sqnr_db + {deficit_sql()})"
         return (
             f"gemm = 'wgrad' AND {sqnr} BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db} AND numel >= {self.min_elements}"
             f" AND coalesce(underflow_nonzero_rate, 0) < {self.max_lost_rate}"
             f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate} AND cast_name LIKE '% current%'"
-            f" AND cast_name NOT LIKE '%pow2%' AND headroom BETWEEN {self.min_headroom} AND {self.max_headroom}"
+            f" AND cast_name NOT LIKE '%pow2%'"
+            f" AND NOT {SCALES_ARE_ROUNDED} AND headroom BETWEEN {self.min_headroom} AND {self.max_headroom}"
         )
 
     @property

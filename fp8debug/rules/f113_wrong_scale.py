@@ -141,7 +141,7 @@ class WrongScale(Rule):
         cast = trace.cast
         if cast is None:
             return self.max_gain_error
-        rounding = 1 / (2.0 ** (FORMATS[cast.format].mantissa_bits + 1) + 1)
+        rounding = FORMATS[cast.format].max_relative_error
         return max(self.max_gain_error, 1.1 * rounding, 0.13 if cast.scale_rounding == "pow2_floor" else 0.0)
 
 

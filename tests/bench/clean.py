@@ -1,4 +1,4 @@
-"""Does triage stay silent on correct programs? ``python tests/bench/clean.py [--only GLOB] [--out FILE] [--runs DIR]``
+"""Does triage stay silent on correct programs? ``python tests/bench/clean.py [--low-bit] [--only GLOB] [--out FILE]``
 
 Trains 120 clean runs, twelve architectures in ten FP8 stacks, ten of them for 2,000 steps (``tests/bench/clean_programs``), and
 prints one line for each with its findings and with the largest update of a weight over the weight's size, from which F127's
@@ -25,7 +25,7 @@ import torch
 import fp8debug
 from fp8debug.rules.base import Severity
 from fp8debug.rules.reading.optimizer_steps import largest_ratio
-from tests.bench.clean_programs.training import described, keys, losses_of
+from tests.bench.clean_programs.training import described, keys, losses_of, low_bit_keys
 
 #: Class and cause of a run in which nothing happened.
 QUIET = ("healthy", "findings", "not-judged")
@@ -79,6 +79,7 @@ def main() -> None:
     """Print a line for each run, then the score."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="glob over the keys, ARCHITECTURE/STACK")
+    parser.add_argument("--low-bit", action="store_true", help="60 runs in nvfp4, mxfp4, mxfp6, mxfp8 and fnuz instead")
     parser.add_argument("--out", type=Path, help="JSON lines; runs that are in it are not run again")
     parser.add_argument("--runs", type=Path, help="keep the runs there; what is there is judged again, not trained again")
     parser.add_argument("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further run after that")
@@ -88,7 +89,9 @@ def main() -> None:
     known: dict[str, dict[str, Any]] = {}
     if options.out and options.out.exists():
         known = {r["key"]: r for r in map(json.loads, options.out.read_text(encoding="utf-8").splitlines())}
-    chosen = {key: is_long for key, is_long in keys().items() if fnmatch(key, options.only)}
+    chosen = {
+        key: is_long for key, is_long in (low_bit_keys() if options.low_bit else keys()).items() if fnmatch(key, options.only)
+    }
     started, results = time.perf_counter(), []
     order = sorted(chosen)
     Random(0).shuffle(order)  # so that a part of them says something of the whole

@@ -14,6 +14,7 @@ import fp8debug
 from fp8debug.observer.observer import place_of_first
 from fp8debug.rules import Findings
 from tests.recording.models import Net, net, train
+from tests.scaled_mm import NEEDS_SCALED_MM
 
 AT, EVERY = 7, 5
 
@@ -165,6 +166,7 @@ def record_late(path: Path, model: nn.Module, every: int, **options: Any) -> Fin
     return fp8debug.triage(path)
 
 
+@NEEDS_SCALED_MM
 @pytest.mark.parametrize(("which", "every"), [("fprop", 1), ("dgrad", 1), ("dgrad", EVERY), ("wgrad", EVERY)])
 def test_what_enters_after_a_gemm_is_its_modules(which: str, every: int, tmp_path: Path) -> None:
     finding = record_late(tmp_path / "run", late("blocks.1.down", which), every)[0]
@@ -174,6 +176,7 @@ def test_what_enters_after_a_gemm_is_its_modules(which: str, every: int, tmp_pat
     assert ("that leaves the module" in finding.message) == (every == 1)
 
 
+@NEEDS_SCALED_MM
 def test_a_backward_pass_that_overflows_and_is_skipped_is_no_fault(tmp_path: Path) -> None:
     """A gradient scaler throws such a step away; the loss stays finite."""
     model = late("blocks.1.down", "dgrad")
@@ -191,6 +194,7 @@ def test_a_backward_pass_that_overflows_and_is_skipped_is_no_fault(tmp_path: Pat
     assert findings == []
 
 
+@NEEDS_SCALED_MM
 def test_a_gradient_from_outside_is_dated_between_two_samples(tmp_path: Path) -> None:
     model = net("blockwise", {"head": None})
 
@@ -208,6 +212,7 @@ def test_a_gradient_from_outside_is_dated_between_two_samples(tmp_path: Path) ->
     )
 
 
+@NEEDS_SCALED_MM
 def test_who_asks_for_no_search_has_none_of_late_results(tmp_path: Path) -> None:
     findings = record_late(tmp_path / "run", late("blocks.1.down", "dgrad"), EVERY, check_finite=False)
     assert [(f.code, f.name, f.module) for f in findings] == [("F125", "nonfinite-loss-unseen", None)]

@@ -22,6 +22,7 @@ import fp8debug
 from fp8debug.interruptions import is_ours
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Probe
+from tests.scaled_mm import NEEDS_SCALED_MM
 
 PACKAGE = Path(fp8debug.__file__).parent
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -264,6 +265,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, int]:
     return bell.lines, fp8debug.Run(path / "run").sql("SELECT count(*) AS n FROM sites WHERE step = 3").to_pylist()[0]["n"]
 
 
+@NEEDS_SCALED_MM
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_signal_at_any_line_reaches_the_program_and_the_recording_goes_on(
     tmp_path: Path, handling: Callable[[Any], object], whole: tuple[int, int], part: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS
 from fp8debug.recipes import Cast
 
 if TYPE_CHECKING:
@@ -15,16 +15,53 @@ if TYPE_CHECKING:
 ACCUMULATOR_BITS = 14
 
 
+#: Elements under one scale per row or tensor.
+_ELEMENTS = 2**20
+#: Smallest scaled amax of a block over the format's max, by scale rounding; an E4M3 scale is at most 1/17 too large.
+_SMALLEST_AMAX = {"pow2_ceil": 1 / 2, "pow2_amax_ceil": 1 / 4, "pow2_floor": 1 / 2, "pow2_even": 1 / 2}
+#: Share of the energy that a bound leaves out: what E4M3's subnormals add.
+_NEGLIGIBLE = 1e-4
+
+
+#: SQL: the block scales are rounded to nearest (E4M3's, of NVFP4), so that the amax of every other block clips a little.
+SCALES_ARE_ROUNDED = (
+    "("
+    + " OR ".join(f"cast_name LIKE '%scale={name}%'" for name, f in SCALE_FORMATS.items() if f is not None and not f.scale_only)
+    + ")"
+)
+
+
+def deficit_sql(*, per_bit_db: float = 6.0) -> str:
+    """Return SQL of how many dB of SQNR a row's format lies below E4M3 by its mantissa bits, 6 dB each; 0 for E4M3.
+
+    Rounding at random costs 3 dB more, twice the power of the noise.
+    """
+    most = max(f.mantissa_bits for f in FORMATS.values())
+    below = [f for f in FORMATS.values() if not f.scale_only and f.mantissa_bits < most]
+    cases = " ".join(f"WHEN cast_name LIKE '{f.name} %' THEN {per_bit_db * (most - f.mantissa_bits):g}" for f in below)
+    return f"(CASE {cases} ELSE 0 END + CASE WHEN cast_name LIKE '% stochastic%' THEN 3 ELSE 0 END)"
+
+
 def cast_floor_db(cast: Cast) -> float:
     """Return the lowest SQNR, in dB, that a correct cast under current scaling can give any tensor.
 
-    Rounding to nearest with m mantissa bits changes a normal value by at most 1 / (2^(m + 1) + 1) of itself. Values in the
-    subnormals lie so far below their block's amax that their error adds less than 1e-9 of the block's energy. A scale
-    rounded down (``pow2_floor``) clips up to 1/8 of a value.
+    Rounding to nearest with m mantissa bits changes a normal value by at most 1 / (2^(m + 1) + 1) of itself, rounding at random
+    by 2^-m / (2 sqrt(1 + 2^-m)) in the root mean square, with up to 1 dB more by chance. A value in the subnormals changes by
+    at most half the smallest one, so that all others of a block add (n - 1) (s / 2)^2 to an amax of at least half the
+    format's max: nothing in FP8, and what bounds FP4. A scale rounded down (``pow2_floor``, ``pow2_even``) clips a value that
+    lies beyond max by up to the ratio of the two.
     """
-    rounding = 1 / (2.0 ** (FORMATS[cast.format].mantissa_bits + 1) + 1)
-    clipping = 1 / 8 if cast.scale_rounding == "pow2_floor" else 0.0
-    return -20 * math.log10(max(rounding, clipping))
+    fmt = FORMATS[cast.format]
+    rows, columns = GRANULARITIES[cast.granularity]
+    others = rows * columns - 1 if rows and columns else _ELEMENTS
+    smallest = _SMALLEST_AMAX.get(cast.scale_rounding, 16 / 17) * fmt.max
+    step = 2.0**-fmt.mantissa_bits
+    rounding = step / (2 * math.sqrt(1 + step)) if cast.rounding == "stochastic" else fmt.max_relative_error
+    largest = 2.0 ** (fmt.emax + 1) * (1 - step / 4 if cast.scale_rounding == "pow2_even" else 1)
+    clipping = 1 - fmt.max / largest if cast.scale_rounding in ("pow2_floor", "pow2_even") else 0.0
+    lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
+    chance = 1.0 if cast.rounding == "stochastic" else 0.0
+    return -10 * math.log10(max(rounding, clipping) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
 
 
 def accumulator_floor_db(length: int | None) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
 from fp8debug.rules.reading.prefilter import Look, below_db, look
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, traces
 
@@ -66,8 +67,8 @@ def look_for_weights(limits: WeightLimits) -> Look:
 
 
 def _bad(limits: WeightLimits) -> str:
-    sqnr = "sqnr_db + CASE WHEN cast_name LIKE 'e5m2 %' THEN 6 ELSE 0 END"
-    own_scale = f"NOT {IS_DELAYED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
+    sqnr = f"(sqnr_db + {deficit_sql()})"
+    own_scale = f"NOT {IS_DELAYED} AND NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
     return (
         f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"

@@ -82,3 +82,12 @@ STACKS: dict[str, Callable[[Program, Random], dict[str, Any]]] = {
     "deep_gemm": _deep_gemm,
     "exclude": _own_excluding,
 }
+
+#: The same in formats of 4 and 6 bits and in AMD's FP8, all of them emulated: ``bench/clean.py --low-bit``.
+LOW_BIT_STACKS = {
+    "own_nvfp4": _own("nvfp4"),
+    "own_mxfp4": _own("mxfp4"),
+    "own_mxfp6": _own("mxfp6_e2m3", "mxfp6_e3m2"),
+    "own_mxfp8": STACKS["own_mxfp8"],
+    "own_fnuz": _own("tensorwise_fnuz"),
+}

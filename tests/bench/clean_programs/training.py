@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8debug
 from tests.bench.clean_programs.architectures import ARCHITECTURES
-from tests.bench.clean_programs.stacks import STACKS
+from tests.bench.clean_programs.stacks import LOW_BIT_STACKS, STACKS
 
 #: Steps of a long run, and of the others; and how many of them are sampled, about.
 LONG, SHORT = 2000, (32, 64)
@@ -82,6 +82,11 @@ def keys() -> dict[str, bool]:
     return found
 
 
+def low_bit_keys() -> dict[str, bool]:
+    """Return 60 short runs: every architecture in every format of few bits, in MXFP8 and in fnuz."""
+    return {f"{architecture}/{stack}": False for architecture in ARCHITECTURES for stack in LOW_BIT_STACKS}
+
+
 def _rate(training: Training, step: int) -> float:
     """Return the learning rate of a step."""
     if step < training.warmup:
@@ -127,7 +132,7 @@ def losses_of(key: str, path: Path, *, is_long: bool, steps: int | None = None) 
     architecture, stack = key.split("/")
     torch.manual_seed(training.seed)
     model = ARCHITECTURES[architecture](training.width, training.dropout, training.label_noise, training.seed)
-    watched = STACKS[stack](model, Random(key + " stack"))
+    watched = {**STACKS, **LOW_BIT_STACKS}[stack](model, Random(key + " stack"))
     masters = None
     if training.precision == "master":
         model.bfloat16()
