@@ -8,21 +8,32 @@ thresholds are interpolated, so a figure shows how far a site is from the next o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8debug.formats import FORMATS, gaussian
+
 Floats = NDArray[np.float32]
 
-#: What kind of site a value comes from: bits, so that SQL can send them along with each value.
-E5M2, DELAYED, WGRAD_GRAD_OUTPUT, SHADOW, EXACT = 1, 2, 4, 8, 16
+#: What kind of site a value comes from: bits, so that SQL can send them along with each value; STOCHASTIC is rounding at random,
+#: ROUNDED_SCALE an E4M3 scale (NVFP4), and the place of a coarser format than E4M3 in ``_COARSER`` is multiplied by FORMAT.
+E5M2, DELAYED, WGRAD_GRAD_OUTPUT, SHADOW, EXACT, STOCHASTIC, ROUNDED_SCALE, FORMAT = 1, 2, 4, 8, 16, 32, 64, 128
+#: Formats of less than 8 bits, the coarsest first: a result has the kind of its coarser operand.
+_COARSER = sorted((f for f in FORMATS.values() if f.bits < 8), key=lambda f: f.mantissa_bits)
+
+_CASES = " ".join(f"WHEN cast_name LIKE '%{f.name}%' THEN {FORMAT * (i + 1)}" for i, f in enumerate(_COARSER))
 
 #: SQL over ``sites`` that computes those bits.
 KIND_SQL = (
     f"(CASE WHEN cast_name LIKE '%e5m2%' THEN {E5M2} ELSE 0 END"
     f" + CASE WHEN cast_name LIKE '%delayed%' OR cast_name LIKE '%static%' THEN {DELAYED} ELSE 0 END"
     f" + CASE WHEN gemm = 'wgrad' AND tensor = 'grad_output' THEN {WGRAD_GRAD_OUTPUT} ELSE 0 END"
-    f" + CASE WHEN reference = 'shadow' THEN {SHADOW} WHEN reference = 'exact' THEN {EXACT} ELSE 0 END)"
+    f" + CASE WHEN reference = 'shadow' THEN {SHADOW} WHEN reference = 'exact' THEN {EXACT} ELSE 0 END"
+    f" + CASE WHEN cast_name LIKE '%stochastic%' THEN {STOCHASTIC} ELSE 0 END"
+    f" + CASE WHEN cast_name LIKE '%scale=e4m3fn%' THEN {ROUNDED_SCALE} ELSE 0 END"
+    f" + CASE {_CASES} ELSE 0 END)"
 )
 
 
@@ -33,7 +44,23 @@ def kind_of(gemm: str, tensor: str, cast_name: str, reference: str) -> int:
         + DELAYED * ("delayed" in cast_name or "static" in cast_name)
         + WGRAD_GRAD_OUTPUT * ((gemm, tensor) == ("wgrad", "grad_output"))
         + {"shadow": SHADOW, "exact": EXACT}.get(reference, 0)
+        + STOCHASTIC * ("stochastic" in cast_name)
+        + ROUNDED_SCALE * ("scale=e4m3fn" in cast_name)
+        + FORMAT * next((i + 1 for i, f in enumerate(_COARSER) if f.name in cast_name), 0)
     )
+
+
+@cache
+def deficit_db(kind: int) -> float:
+    """Return how many dB of SQNR a healthy operand of that kind lies below one in E4M3, in closed form.
+
+    The format's is that of its 1x32 blocks under scales rounded up (``formats.gaussian``); rounding at random costs 3 dB.
+    """
+    place, random = kind // FORMAT, 3.0 if kind & STOCHASTIC else 0.0
+    if not place:
+        return (5.95 if kind & E5M2 else 0.0) + random
+    best, own = (gaussian(f, 32, "pow2_ceil").sqnr_db for f in (FORMATS["e4m3fn"], _COARSER[place - 1]))
+    return best - own + random
 
 
 @dataclass(frozen=True)
@@ -73,15 +100,55 @@ _UNDERFLOW_LEAF = HealthyRange((0, 0.01, 0.05, 1), (0, 0, 1, 1.5))  # wgrad is a
 _SATURATION = HealthyRange((0, 1e-9, 1e-3, 1), (0, 1, 2, 3))
 _SATURATION_DELAYED = HealthyRange((0, 1e-4, 1e-3, 1e-2, 1), (0, 0, 1, 2, 3))
 _GAIN = HealthyRange((0, 0.95, 0.99, 0.998, 1.002, 1.01, 1.05, 2), (3, 2, 1, 0, 0, 1, 2, 3))
+# Clean runs in FP4 [measured: tests/bench/clean.py --low-bit]: underflow up to 0.38 in inputs and 0.72 in gradients, gain 0.97 to
+# 1.04, under E4M3 scales up to 5.3 % of the elements beyond the format's max, by at most 1/16.
+_UNDERFLOW_LOW_BITS = HealthyRange((0, 0.4, 0.75, 0.95, 1), (0, 0, 1, 2, 3))
+_GAIN_LOW_BITS = HealthyRange((0, 0.8, 0.9, 0.97, 1.04, 1.1, 1.25, 2), (3, 2, 1, 0, 0, 1, 2, 3))
+_SATURATION_ROUNDED = HealthyRange((0, 0.06, 0.1, 0.3, 1), (0, 0, 1, 2, 3))
+_HEADROOM_ROUNDED = HealthyRange((2**-12, 2**-6, 2**-3, 17 / 16, 1.1, 1.5, 4), (-2, -1, 0, 0, 1, 2, 3))
 _NONFINITE = HealthyRange((0, 1e-12, 1), (0, 2, 3))
 # No published thresholds: headroom above 1 clips by definition; below, colour starts where a third of E4M3's 18 binades is lost.
 _HEADROOM = HealthyRange((2**-12, 2**-6, 2**-3, 1, 1.01, 1.25, 4), (-2, -1, 0, 0, 1, 2, 3))
 _RATIO = HealthyRange((-2, -0.32, -0.014, 0, 3, 6, 12), (3, 2, 1, 0, 0, -1, -2))
 
 
+def _lower(ranges: HealthyRange, by_db: float) -> HealthyRange:
+    """Return a range of SQNR that lies so many dB lower; what is too good to be quantized stays."""
+    return HealthyRange(tuple(v - by_db if v < 45 else v for v in ranges.values), ranges.severities)
+
+
+def _noisier(ranges: HealthyRange, by_db: float) -> HealthyRange:
+    """Return a range of cosines for a noise power that many dB higher."""
+    return HealthyRange(tuple(max(-1.0, 1 - 10 ** (by_db / 10) * (1 - v)) for v in ranges.values), ranges.severities)
+
+
+@cache
+def _of_low_bits(metric: str, kind: int) -> HealthyRange | None:
+    """Return the envelope of FP4, FP6, of rounding at random, or of E4M3 scales; None where that of E4M3 holds."""
+    deficit = deficit_db(kind)
+    match metric:
+        case "sqnr_db" if not kind & EXACT:
+            return _lower(_RESULT_DB if kind & SHADOW else _OPERAND_DB, deficit)
+        case "cosine" if not kind & EXACT:
+            return _noisier(_COSINE_RESULT if kind & SHADOW else _COSINE, deficit)
+        case "underflow_rate" | "underflow_nonzero_rate":
+            return _UNDERFLOW_LOW_BITS
+        case "overflow_rate" if kind & ROUNDED_SCALE:
+            return _SATURATION_ROUNDED
+        case "headroom" if kind & ROUNDED_SCALE:
+            return _HEADROOM_ROUNDED
+        case "gain" | "norm_ratio":
+            return _GAIN_LOW_BITS
+    return None
+
+
 def envelope(metric: str, kind: int = 0) -> HealthyRange | None:
     """Return the envelope of a column at a kind of site, or None where nothing says what is healthy."""
     e5m2, delayed = bool(kind & E5M2), bool(kind & DELAYED)
+    if kind // FORMAT or kind & (STOCHASTIC | ROUNDED_SCALE):
+        found = _of_low_bits(metric, kind)
+        if found is not None:
+            return found
     match metric:
         case "sqnr_db" if kind & EXACT:
             return _EXACT_DB
@@ -128,9 +195,10 @@ def badness(metric: str, values: Floats, kind: int) -> Floats:
     with np.errstate(over="ignore", invalid="ignore"):
         match metric:
             case "sqnr_db" | "worst_block_sqnr_db":
-                return -(values + np.float32(5.95 if kind & E5M2 else 0))
+                return -(values + np.float32(deficit_db(kind)))
             case "cosine":
-                return (1 - values) * np.float32(0.25 if kind & E5M2 else 1)
+                coarser = 10 ** (-deficit_db(kind & ~STOCHASTIC) / 10) if kind // FORMAT else 0.25 if kind & E5M2 else 1
+                return (1 - values) * np.float32(coarser)
             case "underflow_rate" | "underflow_nonzero_rate":
                 return values * np.float32(0.2 if kind & WGRAD_GRAD_OUTPUT else 1)
             case "gain" | "norm_ratio":
@@ -145,11 +213,15 @@ def badness(metric: str, values: Floats, kind: int) -> Floats:
 def badness_sql(metric: str) -> str:
     """Return SQL that is largest for the worst of several values of a column: what a cell of many steps must show."""
     is_e5m2, is_leaf = "cast_name LIKE '%e5m2%'", "gemm = 'wgrad' AND tensor = 'grad_output'"
+    deficits = [(f.name, deficit_db(FORMAT * (i + 1))) for i, f in enumerate(_COARSER)]
     match metric:
         case "sqnr_db" | "worst_block_sqnr_db":
-            return f"-({metric} + CASE WHEN {is_e5m2} THEN 5.95 ELSE 0 END)"
+            cases = " ".join(f"WHEN cast_name LIKE '%{name}%' THEN {db!r}" for name, db in deficits)
+            random = "CASE WHEN cast_name LIKE '%stochastic%' THEN 3 ELSE 0 END"
+            return f"-({metric} + CASE {cases} WHEN {is_e5m2} THEN 5.95 ELSE 0 END + {random})"
         case "cosine":
-            return f"(1 - {metric}) * CASE WHEN {is_e5m2} THEN 0.25 ELSE 1 END"
+            cases = " ".join(f"WHEN cast_name LIKE '%{name}%' THEN {10 ** (-db / 10)!r}" for name, db in deficits)
+            return f"(1 - {metric}) * CASE {cases} WHEN {is_e5m2} THEN 0.25 ELSE 1 END"
         case "underflow_rate" | "underflow_nonzero_rate":
             # wgrad's grad_output may lose five times as much; it must not hide an operand that may not.
             return f"{metric} * CASE WHEN {is_leaf} THEN 0.2 ELSE 1 END"

@@ -31,6 +31,10 @@ SCALES_ARE_ROUNDED = (
 )
 
 
+#: SQL: a format of less than 8 bits, in which small values underflow by design.
+IS_BELOW_8_BITS = "(" + " OR ".join(f"cast_name LIKE '{f.name} %'" for f in FORMATS.values() if f.bits < 8) + ")"
+
+
 def deficit_sql(*, per_bit_db: float = 6.0) -> str:
     """Return SQL of how many dB of SQNR a row's format lies below E4M3 by its mantissa bits, 6 dB each; 0 for E4M3.
 
