@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import keyword
 import os
+import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,21 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(status(sys.argv[1:] if args is None else args))
 
 
+def next_step(here: Path) -> str:
+    """Return what to do next in a folder: judge the newest run in it, or up to two folders below, or record the first."""
+    found: list[tuple[float, Path]] = []
+    for pattern in ("manifest.json", "*/manifest.json", "*/*/manifest.json", "*/*/*/manifest.json"):
+        with suppress(OSError):
+            found += [(path.stat().st_mtime, path.parent) for path in here.glob(pattern) if any(path.parent.glob("rank=*"))]
+    if found:
+        run = shlex.quote(str(max(found)[1]))
+        return f"Next: fp8debug triage {run} judges the newest run here, fp8debug dashboard {run} shows it."
+    return (
+        "Next: fp8debug run train.py ARGS records your script as it is (or call fp8debug.watch(model, 'run') in it);"
+        " then fp8debug triage runs/train."
+    )
+
+
 def status(args: list[str]) -> int:
     """Run the command line; return its exit code."""
     try:
@@ -102,6 +119,8 @@ def status(args: list[str]) -> int:
         return _fail(str(error), EXIT_USAGE)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
+        if error.ctx is not None and error.ctx.parent is None:
+            echo(f"\n{next_step(Path())}", err=True)
         return EXIT_USAGE
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_USAGE)

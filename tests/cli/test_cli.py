@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fp8debug.rules import RULES
-from fp8debug_cli.main import COMMANDS, LazyGroup, cli
+from fp8debug_cli.main import COMMANDS, LazyGroup, cli, status
 from tests.cli.said import Said
 from tests.synthetic import Override, Plan, Slots, build, write
 
@@ -320,3 +320,17 @@ def test_coverage_without_a_manifest_is_not_recorded(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert "error: run: coverage was not recorded, manifest.json is missing or lists no modules" in done.stderr
+
+
+def test_the_program_alone_says_what_comes_next(
+    capsys: pytest.CaptureFixture[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status([]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("Usage: fp8debug") and "Next: fp8debug run train.py ARGS records your script" in text
+    (tmp_path / "my runs").symlink_to(runs)
+    os.utime(runs / "healthy" / "manifest.json", (2e9, 2e9))
+    assert status([]) == 2
+    assert "Next: fp8debug triage 'my runs/healthy' judges the newest run here" in capsys.readouterr().err
+    assert status(["triage"]) == 2 and "Next:" not in capsys.readouterr().err

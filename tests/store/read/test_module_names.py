@@ -15,7 +15,7 @@ def unfolded(pattern: str) -> set[str]:
     if not brace:
         return {pattern}
     inner, _, tail = rest.partition("}")
-    numbers = []
+    numbers: list[int] = []
     for part in inner.split(","):
         first, _, last = part.partition("..")
         numbers += range(int(first), int(last or first) + 1)
