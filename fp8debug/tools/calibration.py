@@ -246,7 +246,7 @@ def calibrate(
     if not rows:
         raise RunError(f"{run.path}: no exponent histogram of an operand in steps {steps or 'of the run'}; widen --steps")
     recorded = _recorded(run, steps)
-    static = {key: _static(row, margin) for key, row in rows.items()}
+    static = {key: _static(row, margin, _formats_for(recorded.get(key, []))) for key, row in rows.items()}
     sites = []
     for (module, gemm, tensor), row in rows.items():
         site = module, gemm, tensor
@@ -367,17 +367,24 @@ GROUP BY module, gemm, tensor, cast_name"""
     return found
 
 
-def _static(row: Mapping[str, Any], margin: float) -> Expected:
-    """Return the static cast: E4M3, unless E5M2's range keeps more of a tensor that E4M3 would flush to zero."""
+def _formats_for(seen: list[tuple[Expected, bool]]) -> list[Format]:
+    """Return the formats of a static scale, the finest first: those of 8 bits of the kind that ran, OCP's or fnuz."""
+    running = [FORMATS[Cast.parse(expected.cast).format].is_unsigned_zero for expected, actual in seen if actual]
+    is_fnuz = bool(running) and running[0]
+    found = [f for f in FORMATS.values() if f.bits == 8 and not f.scale_only and f.is_unsigned_zero == is_fnuz]
+    return sorted(found, key=lambda f: -f.mantissa_bits)
 
-    def of(name: str) -> Expected:
-        fmt = FORMATS[name]
+
+def _static(row: Mapping[str, Any], margin: float, formats: list[Format]) -> Expected:
+    """Return the static cast: the finest format, unless the range of a coarser one keeps more of what it would flush to zero."""
+
+    def of(fmt: Format) -> Expected:
         scale_inv = float(np.float32(np.clip(row["amax"] * margin / fmt.max, 2.0**-126, 2.0**126)))
         return expect(fmt, scale_inv, row["histogram"], row["amax_max"], float(row["sum_x2"]), int(row["numel"]))
 
-    e4m3, e5m2 = of("e4m3fn"), of("e5m2")
-    flushed = e4m3.underflow_rate > MAX_UNDERFLOW_RATE and e5m2.underflow_rate < e4m3.underflow_rate / 2
-    return e5m2 if flushed else e4m3
+    fine, coarse = (of(fmt) for fmt in formats)
+    flushed = fine.underflow_rate > MAX_UNDERFLOW_RATE and coarse.underflow_rate < fine.underflow_rate / 2
+    return coarse if flushed else fine
 
 
 def _recipes(run: Run, sites: list[SiteScale]) -> dict[str, Recipe]:
