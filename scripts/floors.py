@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ImportError:  # Python 3.10
+else:
     import tomli as tomllib
 
 #: What the selected tests need beside the package, at any version.

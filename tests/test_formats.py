@@ -159,7 +159,7 @@ def test_the_closed_form_is_what_gaussian_data_measure(cast: str, sqnr_db: float
     # Over a binade of standard deviations: the scale's place between two powers of two is averaged in the closed form.
     x = torch.randn(8, 128, 512, generator=torch.Generator().manual_seed(0))
     found = [measure(part * 2.0 ** (i / 8), Cast.parse(cast)) for i, part in enumerate(x)]
-    mean = {name: np.mean([f[name] for f in found]) for name in ("nmse", "underflow_rate", "overflow_rate")}  # type: ignore[misc]
+    mean = {name: np.mean([f[name] for f in found]) for name in ("nmse", "underflow_rate", "overflow_rate")}
     assert -10 * math.log10(mean["nmse"]) == pytest.approx(expected.sqnr_db, abs=0.1)
     assert mean["underflow_rate"] == pytest.approx(expected.underflow_rate, rel=0.06, abs=2e-5)
     assert mean["overflow_rate"] == pytest.approx(expected.saturation_rate, rel=0.15, abs=1e-5)

@@ -28,7 +28,7 @@ def model() -> nn.Sequential:
 
 
 def train(recipe: str, run: Path | None = None, *, fault: Any = None, **options: object) -> list[float]:
-    """Return the losses of learning a fixed random teacher; recorded where there is a folder; ``fault`` is in the second layer."""
+    """Return the losses of learning a fixed random teacher; recorded where there is a folder; a fault in the second layer."""
     net = fp8debug.convert(model(), recipe)
     net.get_submodule("2").distortion = fault
     generator = torch.Generator().manual_seed(1)
