@@ -1,8 +1,11 @@
-"""A name -> object table that refuses duplicates and helps with a wrong name."""
+"""A name -> object table that refuses duplicates and helps with a wrong name, and the import of the files that fill one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
 from fp8debug.errors import UnknownNameError
@@ -57,3 +60,15 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._items
+
+
+def register_all(package: str, path: Iterable[str], pattern: str = "") -> None:
+    """Import the modules of a package by name, so that each registers its extensions; the order is alphabetical.
+
+    Args:
+        package: its ``__name__``.
+        path: its ``__path__``.
+        pattern: regular expression that the names of the modules begin with; all modules by default.
+    """
+    for name in sorted(found.name for found in iter_modules(path) if re.match(pattern, found.name)):
+        import_module(f"{package}.{name}")

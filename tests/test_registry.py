@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from fp8debug import errors
 from fp8debug.errors import Fp8DebugError, NoMatchError, UnknownNameError, UsageError, suggest
-from fp8debug.registry import Registry
+from fp8debug.registry import Registry, register_all
 
 
 def _animals() -> Registry[int]:
@@ -80,3 +83,19 @@ def test_the_tree() -> None:
     assert len({c.slug for c in classes}) == len(classes), "a slug leads to one cure"
     assert all(issubclass(c, ValueError) for c in (UsageError, UnknownNameError, NoMatchError, errors.AttachError))
     assert issubclass(errors.RecordError, OSError)
+
+
+def test_every_file_of_an_axis_is_registered_whatever_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule F201 beside F101 and F102 would be missed by a prefix; what is no rule is left alone."""
+    folder = tmp_path / "axis_of_a_test"
+    folder.mkdir()
+    for name in ("__init__", "f201_late", "f102_second", "f101_first", "helper", "fable"):
+        (folder / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    register_all(folder.name, [str(folder)], r"f\d+_")
+    loaded = [name.rpartition(".")[2] for name in sys.modules if name.startswith(f"{folder.name}.")]
+    assert loaded == ["f101_first", "f102_second", "f201_late"]
+    register_all(folder.name, [str(folder)])
+    assert {"helper", "fable"} <= {name.rpartition(".")[2] for name in sys.modules}
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        monkeypatch.delitem(sys.modules, name)

@@ -1,11 +1,8 @@
 """Fallback lists in the formats of their consumers: importing the package registers them, every file of this folder one."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from fp8debug.exporters.base import EXPORTERS, Exporter
+from fp8debug.registry import register_all
 
-for _file in sorted(found.name for found in iter_modules(__path__)):
-    import_module(f"{__name__}.{_file}")
+register_all(__name__, __path__)
 
 __all__ = ["EXPORTERS", "Exporter"]

@@ -1,11 +1,8 @@
 """Every statistic of an observation: importing the package registers the metrics, every file of this folder one."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from fp8debug.metrics.base import METRICS, Derived, Metric, Pair, Slot, Source, derive, derived_columns, slots
+from fp8debug.registry import register_all
 
-for _file in sorted(found.name for found in iter_modules(__path__)):
-    import_module(f"{__name__}.{_file}")
+register_all(__name__, __path__)
 
 __all__ = ["METRICS", "Derived", "Metric", "Pair", "Slot", "Source", "derive", "derived_columns", "slots"]
