@@ -27,8 +27,9 @@ class UpdatesRoundedAway(Rule):
         that its formula asks for (Adam, AdamW and SGD, computed again in FP32 from the optimizer's state) the run records
         which elements did not move, and how much of the whole took effect, which is 1 under stochastic rounding and near 0
         where updates are below half the distance of two values of the dtype. All sampled steps count together, large updates
-        most, so that a warm-up or a learning rate that ends at 0 is no finding. Of an optimizer with another formula the
-        share of elements that moved is judged alone.
+        most, so that a warm-up or a learning rate that ends at 0 is no finding. Nor are FP32 weights whose updates lie below the
+        distance of two FP32 values: their gradient is next to 0, as under SGD behind a gate that starts from 0. Of an
+        optimizer with another formula the share of elements that moved is judged alone.
 
     Why it matters
         Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
@@ -98,6 +99,8 @@ class UpdatesRoundedAway(Rule):
             is_error = lost > self.error_lost and value < self.error_gain
             threshold = self.error_gain if is_error else self.max_gain
             typical = 2.0 ** (row["spacing_log2"] / row["num_intended"])
+            if row["dtype"] in _FINE and typical < 1:
+                return
             message = (
                 f"{percent(lost)} of the updates of {row['module']} are rounded away: {percent(max(0.0, value))} of the intended"
                 f" update took effect in {row['num']} sampled steps {where}; a typical update is {typical:.2g} times the distance"

@@ -200,6 +200,9 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
     },
     "F135": {
         "FP32 weights": {"updates": lambda step, module: {}},
+        "FP32 weights behind a gate that starts from 0": {
+            "updates": rounded(1.0, 0.0, dtype="float32", sum_spacing_log2=-34.0 * 8192),
+        },
         "stochastic rounding": {"updates": rounded(0.97, 0.99)},
         "master weights in the state": {"updates": rounded(0.97, 0.03, keeps_precision=True)},
         "a learning rate that ends at 0": {"updates": lambda step, module: (

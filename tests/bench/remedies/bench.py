@@ -110,6 +110,9 @@ class Trial:
         situation: the fault is a situation that lasts (outliers, padding), so that the reference is the same in BF16; else the
             reference is a run without it.
         budget: for ``recommend``.
+        at: step from which the fault acts.
+        cured_options: of the fault in the cured run, where the cure takes a part of it away.
+        what_if: recipes that the sick run records beside its own; None for the default ones.
     """
 
     fault: str | None
@@ -126,6 +129,8 @@ class Trial:
     cured: Setting | None = None
     situation: bool = False
     budget: float = 1.0
+    what_if: tuple[str, ...] | None = None
+    cured_options: Mapping[str, Any] | None = None
     at: int = AT
 
     @property
@@ -205,14 +210,15 @@ def trained(model: nn.Module, path: Path, setting: Setting, **watched: Any) -> l
 def tried(trial: Trial, folder: Path) -> Outcome:
     """Train the three runs of a trial."""
 
-    def made(*, planted: bool) -> nn.Module:
+    def made(*, planted: bool, options: Mapping[str, Any] = trial.options) -> nn.Module:
         model = trial.build(trial.recipe).to(trial.setting.dtype)
         if planted and trial.fault is not None:
-            fp8debug.inject(model, trial.fault, module=trial.module, step=trial.at, **trial.options)
+            fp8debug.inject(model, trial.fault, module=trial.module, step=trial.at, **options)
         return model
 
     sick_model = made(planted=True)
-    sick = trained(sick_model, folder / "sick", trial.setting)
+    beside = {} if trial.what_if is None else {"what_if": trial.what_if}
+    sick = trained(sick_model, folder / "sick", trial.setting, **beside)
     run = fp8debug.Run(folder / "sick")
     found = fp8debug.triage(run)
     finding = next((f for f in found if f.code == trial.code), None)
@@ -221,7 +227,7 @@ def tried(trial: Trial, folder: Path) -> Outcome:
         module = healthy_model.get_submodule(trial.module or "")
         module.set_recipe("bf16")
     healthy = trained(healthy_model, folder / "healthy", trial.reference or trial.setting, what_if=())
-    cured_model = made(planted=True)
+    cured_model = made(planted=True, options=trial.options if trial.cured_options is None else trial.cured_options)
     if trial.recommended:
         fallbacks = fp8debug.recommend(run, found, trial.budget)
         assert fallbacks, f"nothing is recommended for {trial.name}"

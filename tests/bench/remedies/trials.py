@@ -89,7 +89,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     Trial(fault="wrong_scale", code="F113", cure="BF16", recommended=True),
     Trial(fault="recompute_scale", code="F115", cure="BF16 for wgrad", recommended=True),
-    Trial(fault="padding_rows", code="F117", cure="1x128", recommended=True),
+    Trial(fault="padding_rows", code="F117", cure="1x128", recommended=True, situation=True),
     Trial(fault="clustered_weights", code="F118", cure="scale_rounding=none", recommended=True, situation=True),
     Trial(fault="scale_grid", code="F119", cure="BF16 for the GEMM", recommended=True),
     Trial(fault="wrong_format", code="F120", cure="e4m3fn", recommended=True),
@@ -106,7 +106,8 @@ TRIALS: tuple[Trial, ...] = (
         change=_in_bf16("layers.[345]"), situation=True,
     ),
     Trial(
-        fault="moment_underflow", code="F127", cure="eps above the smallest step", cured=Setting(eps=1e-3),
+        fault="moment_underflow", code="F127", cure="scale per block and eps", cured=Setting(eps=1e-5),
+        cured_options={"log2_outlier": 1e-6},
     ),
     Trial(
         fault="lr_too_high", code="F127", cure="lower learning rate", module=None, at=0,
@@ -125,7 +126,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     Trial(
         fault="rounded_weights", code="F137", cure="the cast that holds them", recipe="blockwise_pow2",
-        change=_weights_in("blocks.1.down", Cast(granularity="128x128")),
+        change=_weights_in("blocks.1.down", Cast(granularity="128x128")), what_if=("blockwise",),
     ),
 )  # fmt: skip
 
