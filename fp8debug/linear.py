@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.observer.sharding import ShardLayout, is_sharded, split
 from fp8debug.recipes import Cast, Recipe, get_recipe
-from fp8debug.types import CONTRACTS_ROWS, Gemm, Quantized, TensorRole, match_fqn
+from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole, match_fqn
 
 #: Replaces how one operand is quantized: (gemm, tensor, x, cast, the ordinary way) -> operand. Faults are made of these.
 Distortion = Callable[[Gemm, TensorRole, Tensor, "Cast | None", Callable[[Tensor, "Cast | None"], Operand]], Operand]
@@ -46,6 +47,8 @@ Summation = Callable[[Gemm, Operand, Operand, torch.dtype, Callable[[], Tensor]]
 
 
 _AS_IT_IS = nullcontext()
+#: All that are alive.
+_LINEARS: WeakSet[Fp8Linear] = WeakSet()
 _HIGH_PRECISION_PLAN = get_recipe("bf16").plan
 
 
@@ -180,9 +183,10 @@ class Fp8Linear(nn.Linear):
         self.summation = None
         self.fqn = type(self).__name__
         self._use: Use = "train"
-        self._seen_outside_backward = False
         self._histories: dict[tuple[Gemm, TensorRole], AmaxHistory] = {}
+        self._memories: list[Tensor | None] = []  # of the histories by operand, once it is compiled
         self.recipe = recipe
+        _LINEARS.add(self)
 
     @classmethod
     def adopt(cls, linear: nn.Linear, recipe: str | Recipe) -> Fp8Linear:
@@ -201,6 +205,8 @@ class Fp8Linear(nn.Linear):
         recipe = _recipe(recipe)
         self._histories = {k: h for k, h in self._histories.items() if recipe.casts[k] == h.cast}
         self.recipe = recipe
+        if self._memories:
+            self._begin_histories()
         Fp8Linear.num_recipes_set += 1  # after it is in place: who sees the number sees the recipe
 
     def operand(
@@ -281,24 +287,37 @@ class Fp8Linear(nn.Linear):
             history = self._histories[key] = AmaxHistory(cast, device)
         return history
 
+    def _begin_histories(self) -> None:
+        """Have an amax history for each delayed cast, on the weight's device, before a graph that reads them is compiled."""
+        device = next(self.parameters()).device
+        for key, cast in self.recipe.casts.items():
+            if cast is not None and cast.scaling == "delayed":
+                history = self.history(key, cast, device)
+                if history.memory.device != device:
+                    history.memory = torch.empty_like(history.memory, device=device).copy_(history.memory)
+        histories = [self._histories.get(key) for key in OPERAND_SITES]
+        self._memories = [None if history is None else history.memory for history in histories]
+
     def forward(self, input: Tensor) -> Tensor:
         """Return input ``[..., K]`` times weight, plus bias: ``[..., N]``.
 
-        Under torch.compile it is part of the graph, as ops of ``kernels/linear_ops.py``. With delayed scaling, whose history
-        advances on the host, or under a fault, it runs outside the graph.
+        Under torch.compile it is part of the graph, as ops of ``kernels/linear_ops.py``. Under a fault it runs outside the graph.
 
         Raises:
-            Unsupported: torch.compile(fullgraph=True) compiles it under delayed scaling or a fault.
+            Unsupported: torch.compile(fullgraph=True) compiles it under a fault.
             UsageError: the last dimension of input is not in_features, or a transform of torch.func (grad, vmap, jvp) runs it
                 in FP8.
         """
         if not torch.compiler.is_compiling():
             return self._run(input)
         if torch.compiler.is_dynamo_compiling():
-            if self.distortion is None and self.summation is None and " delayed(" not in self.recipe.plan:
-                return self._run_in_graph(input, self.recipe.plan)
             from torch._dynamo.comptime import comptime
 
+            if self.distortion is None and self.summation is None:
+                plan = self.recipe.plan
+                if " delayed(" in plan:
+                    comptime(_begin_histories)
+                return self._run_in_graph(input, plan)
             comptime(_refuse_full_graph)
         return self._outside_graph(input)
 
@@ -313,7 +332,9 @@ class Fp8Linear(nn.Linear):
             input = input.to(torch.get_autocast_dtype(kind))
         trains = torch.is_grad_enabled()
         learns = trains and weight.requires_grad
-        output = linear_ops.linear(input.reshape(-1, input.shape[-1]), weight, plan, trains=trains, learns=learns)
+        memories = self._memories if " delayed(" in plan else ()
+        x = input.reshape(-1, input.shape[-1])
+        output = linear_ops.linear(x, weight, plan, trains=trains, learns=learns, memories=memories)
         output = output.reshape(*input.shape[:-1], weight.shape[0])
         return output if bias is None else output + bias.to(output.dtype)
 
@@ -368,21 +389,23 @@ class Fp8Linear(nn.Linear):
     def _use_now(self) -> Use:
         """Return what the forward pass that begins is: one in a backward pass recomputes what a checkpoint threw away.
 
-        Unless there was none outside, as under reentrant checkpoints, whose first pass has no gradients.
+        Unless none came before outside of one, as under reentrant checkpoints, whose first pass has no gradients; the amax
+        history knows.
         """
         if not torch.is_grad_enabled():
             return "evaluate"
-        if torch._C._current_graph_task_id() == -1:
-            if not self._seen_outside_backward:
-                self._seen_outside_backward = True
-            return "train"
-        return "recompute" if self._seen_outside_backward else "train"
+        return "train" if torch._C._current_graph_task_id() == -1 else "recompute"
 
     _outside_graph = _disable_dynamo(_run)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's line with the recipe's name."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a pickle or a copy."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        _LINEARS.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a pickle or a copy of the module, which no watch observes."""
@@ -410,10 +433,16 @@ class Fp8Linear(nn.Linear):
 
 #: Message to a user who compiles with ``fullgraph=True`` what runs outside of compiled code.
 NO_FULL_GRAPH = (
-    "Fp8Linear with delayed scaling or an injected fault cannot be part of a graph that torch.compile(fullgraph=True) asks for:"
-    " it runs outside of compiled code; use current scaling, compile with fullgraph=False, or leave the modules around it"
-    " uncompiled"
+    "Fp8Linear with an injected fault cannot be part of a graph that torch.compile(fullgraph=True) asks for: it runs outside of"
+    " compiled code; compile with fullgraph=False, or leave the modules around it uncompiled"
 )
+
+
+def _begin_histories(_: Any) -> None:
+    """Begin the amax histories of all Fp8Linears alive; Dynamo calls it while it traces one, and equal ones share its graph."""
+    for linear in list(_LINEARS):
+        if " delayed(" in linear.recipe.plan:
+            linear._begin_histories()
 
 
 def _refuse_full_graph(context: Any) -> None:
@@ -577,6 +606,5 @@ def _recipe(recipe: str | Recipe) -> Recipe:
     raise UsageError(f"expected a Recipe or its name, got {type(recipe).__name__}")
 
 
-# torch.load(weights_only=True), its default, reads a whole model that a script saved after convert(). The history of
-# delayed scaling is a deque, which that unpickler cannot fill: such a model needs weights_only=False, or its state_dict.
-torch.serialization.add_safe_globals([Fp8Linear, Recipe, Cast, Gemm, TensorRole])
+# torch.load(weights_only=True), its default, reads a whole model that a script saved after convert().
+torch.serialization.add_safe_globals([Fp8Linear, Recipe, Cast, Gemm, TensorRole, AmaxHistory])

@@ -222,9 +222,10 @@ def test_a_copy_works_and_is_not_watched(tmp_path) -> None:  # type: ignore[no-u
     assert torch.equal(twin(x), model(x)) and torch.equal(loaded(x), model(x))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_current", "tensorwise_delayed", "mxfp8"])
 def test_a_whole_converted_model_loads_with_weights_only(recipe: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = fp8debug.convert(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), recipe)
+    model(torch.randn(32, 32))
     torch.save(model, tmp_path / "whole.pt")
     with torch.serialization.safe_globals([nn.Sequential]):  # as a script that saves whole models names its own classes
         loaded = torch.load(tmp_path / "whole.pt", weights_only=True)

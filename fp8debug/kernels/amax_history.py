@@ -1,8 +1,14 @@
-"""The amax history of delayed scaling, on the tensor's device: a ring of amaxes and the scale that they give."""
+"""The amax history of delayed scaling as one tensor on the operand's device: a ring of amaxes and the scale that they give.
+
+    state   FP32 [36 + history]: scale_inv | number of calls | amaxes by ring position | whether a training call came outside of a
+            backward pass | number of recent calls | their amaxes [16] | their scale_inv [16]
+
+Nothing of it is on the host, so that a graph of torch.compile can hold it as an input that it writes to. Both numbers are kept
+modulo the length of their ring (plus one length once it is full), which FP32 holds exactly.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Literal
 
 import torch
@@ -18,6 +24,8 @@ from fp8debug.recipes import Cast
 Use = Literal["train", "evaluate", "recompute"]
 #: Calls whose scales are kept for a recomputation: microbatches that a pipeline has in flight.
 MAX_RECENT = 16
+#: Elements of a state beside the ring of amaxes.
+_BEFORE, _AFTER = 2, 2 + 2 * MAX_RECENT
 
 
 class ReferenceAmaxHistory:
@@ -28,77 +36,75 @@ class ReferenceAmaxHistory:
 
     Args:
         cast: a delayed cast; its ``history``, ``algo`` and ``margin`` hold.
-        device: where the ring lives.
+        device: where the state lives.
+        memory: a state to go on with, which is written to; by default a new one.
     """
 
-    def __init__(self, cast: Cast, device: torch.device) -> None:
+    def __init__(self, cast: Cast, device: torch.device, memory: Tensor | None = None) -> None:
         self.cast = cast
-        self.num_calls = 0
-        self._amaxes = torch.zeros(cast.history, dtype=torch.float32, device=device)
-        self._scale_inv = torch.ones((), dtype=torch.float32, device=device)
-        self._recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=MAX_RECENT)
+        if memory is None:
+            with torch.inference_mode(False):  # later calls write to it
+                memory = torch.zeros(_BEFORE + cast.history + _AFTER, dtype=torch.float32, device=device)
+                memory[:1] = 1.0
+        self.memory = memory
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far, modulo the length of the ring (plus one length) once that is full; waits for the device."""
+        return int(self.memory[1])
 
     def next_scale_inv(self, amax: Tensor, use: Use = "train") -> Tensor:
         """Return the FP32 ``[]`` scale_inv for this call; no synchronization.
 
         Args:
             amax: FP32 ``[]``, of this call's tensor.
-            use: an evaluation leaves no trace; a recomputation takes the scale of the call with that amax (both as in
-                Transformer Engine, where forgetting the latter was #1190).
-
-        Raises:
-            UsageError: a CUDA graph is being captured: its replays would write to one place of the ring for ever.
+            use: an evaluation leaves no trace; a recomputation takes the scale of the last call with that amax, else of the last
+                call (both as in Transformer Engine, where forgetting the latter was #1190). Where no call outside of a backward
+                pass came before, as under reentrant checkpoints, a recomputation is an ordinary call.
         """
-        if use == "recompute" and self._recent:
-            return self._scale_inv_of(amax)
-        if use != "evaluate" and amax.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UsageError(
-                f"no CUDA graph can hold the cast '{self.cast}': its history advances on the host; use current scaling in"
-                " captured steps"
-            )
-        scale_inv = self._of_earlier(amax, use != "evaluate")
-        if use != "evaluate":
-            self._scale_inv = scale_inv
-            self._recent.append((amax, scale_inv))
-            self.num_calls += 1
-        return scale_inv
-
-    def _of_earlier(self, amax: Tensor, put: bool) -> Tensor:
-        """Return the scale_inv that the ring gives, and ``put`` the call's amax into it."""
-        if self.num_calls == 0:
-            known = amax
-        elif self.cast.algo == "most_recent":
-            known = self._amaxes[(self.num_calls - 1) % self.cast.history]
+        length, (scale_before, calls), ring = self.cast.history, self.memory[:2], self.memory[_BEFORE:-_AFTER]
+        place = calls.long() % length
+        if self.cast.algo == "most_recent":
+            known = ring.gather(0, ((place - 1) % length).reshape(1)).reshape(())
         else:
-            known = self._amaxes.amax()
+            known = ring.amax()
+        known = torch.where(calls > 0, known, amax.to(known.device))
         usable = (known > 0) & known.isfinite()
-        scale_inv = torch.where(usable, scale_of(known, self.cast)[1], self._scale_inv)
-        if put:
-            self._amaxes[self.num_calls % self.cast.history] = amax
-        return scale_inv
+        scale_inv = torch.where(usable, scale_of(known, self.cast)[1], scale_before)
+        if use == "evaluate":
+            return scale_inv
+        seen, recent = self.memory[-_AFTER : 2 - _AFTER]
+        is_again = (seen > 0) & (recent > 0) if use == "recompute" else None
+        after = self.memory if is_again is None else self.memory.clone()
+        found = scale_inv if is_again is None else torch.where(is_again, self._scale_inv_of(amax), scale_inv)
+        slot = recent.long() % MAX_RECENT + length + _BEFORE + 2
+        for at, value in ((place + _BEFORE, amax), (slot, amax), (slot + MAX_RECENT, scale_inv)):
+            after.index_copy_(0, at.reshape(1), value.to(after).reshape(1))
+        head = torch.stack([scale_inv, _counted(calls, length)])
+        tail = torch.stack([torch.ones_like(seen) if is_again is None else seen, _counted(recent, MAX_RECENT)])
+        after[:2], after[-_AFTER : 2 - _AFTER] = head, tail
+        if is_again is not None:
+            self.memory.copy_(torch.where(is_again, self.memory, after))
+        return found
 
     def _scale_inv_of(self, amax: Tensor) -> Tensor:
         """Return the scale_inv of the last call with that amax, which recomputation meets again; else the last one."""
-        amaxes, scales = (torch.stack(list(values)) for values in zip(*self._recent, strict=True))
-        place = torch.where(amaxes == amax, torch.arange(1, len(amaxes) + 1, dtype=torch.int64, device=amax.device), 0)
-        place[-1] += (place.amax() == 0).long()
-        return scales.gather(0, place.argmax(0, keepdim=True)).reshape(())
+        recent, (amaxes, scales) = self.memory[1 - _AFTER], self.memory[-2 * MAX_RECENT :].reshape(2, MAX_RECENT)
+        age = (recent.long() - 1 - torch.arange(MAX_RECENT, device=recent.device)) % MAX_RECENT
+        best = torch.where((amaxes == amax.to(amaxes)) & (age < recent), age, MAX_RECENT).amin()
+        place = (age == torch.where(best < MAX_RECENT, best, 0)).long().argmax(0, keepdim=True)
+        scale_inv: Tensor = scales.gather(0, place).reshape(())
+        return scale_inv
 
     def fill(self, amax: Tensor) -> None:
         """Overwrite the whole ring with one amax, as if every earlier call had had it."""
-        self._amaxes.fill_(amax)
-        self._recent.clear()
-        self.num_calls = max(self.num_calls, 1)
+        self.memory[_BEFORE:-_AFTER].fill_(amax)
+        self.memory[1:2].clamp_(min=1)
+        self._forget_recent()
 
     def state(self) -> Tensor:
-        """Return FP32 ``[2 + history]``: scale_inv, number of calls, amaxes by ring position; for checkpoints.
-
-        Once the ring is full the number is stored modulo its length (plus one length), which FP32 holds exactly.
-        """
-        length = self.cast.history
-        calls = self.num_calls if self.num_calls < length else length + self.num_calls % length
-        head = torch.stack([self._scale_inv, self._scale_inv.new_full((), calls)])
-        return torch.cat([head, self._amaxes])
+        """Return FP32 ``[2 + history]``: scale_inv, number of calls, amaxes by ring position; for checkpoints."""
+        return self.memory[:-_AFTER].clone()
 
     def load_state(self, state: Tensor) -> None:
         """Restore :meth:`state`.
@@ -106,23 +112,30 @@ class ReferenceAmaxHistory:
         Raises:
             UsageError: the state was saved with another history length.
         """
-        if state.shape != (2 + self.cast.history,):
+        if state.shape != (_BEFORE + self.cast.history,):
             raise UsageError(
                 f"expected the state of a history of {self.cast.history} amaxes, got float32{list(state.shape)};"
                 f" load it under Cast(history={state.numel() - 2})"
             )
-        state = state.to(self._amaxes)
-        self._scale_inv = state[0].clone()
-        self._recent.clear()
-        self.num_calls = int(state[1])
-        self._amaxes.copy_(state[2:])
+        self.memory[:-_AFTER].copy_(state)
+        self._forget_recent()
+
+    def _forget_recent(self) -> None:
+        self.memory[1 - _AFTER :].zero_()
 
 
 class AmaxHistory(ReferenceAmaxHistory):
     """``ReferenceAmaxHistory``, on a GPU by one kernel a call and to the same last bit."""
 
-    def _of_earlier(self, amax: Tensor, put: bool) -> Tensor:
-        if not self.cast.is_plain or not takes_kernels(amax) or self._amaxes.device != amax.device:
-            return super()._of_earlier(amax, put)
+    def next_scale_inv(self, amax: Tensor, use: Use = "train") -> Tensor:
+        """Return the FP32 ``[]`` scale_inv for this call; no synchronization. See :class:`ReferenceAmaxHistory`."""
+        if not self.cast.is_plain or not takes_kernels(amax) or self.memory.device != amax.device:
+            return super().next_scale_inv(amax, use)
         with on_device(amax):
-            return gpu().next_scale_inv(self.cast, amax, self._amaxes, self._scale_inv, self.num_calls, put=put)
+            return gpu().next_scale_inv(self.cast, amax, self.memory, use, MAX_RECENT)
+
+
+def _counted(number: Tensor, length: int) -> Tensor:
+    """Return a number of calls after one more, modulo ``length`` (plus one ``length``) once the ring is full."""
+    after = number + 1
+    return torch.where(after < 2 * length, after, float(length))

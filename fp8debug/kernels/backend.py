@@ -88,8 +88,8 @@ class Backend(Protocol):
         """Return the largest finite magnitude of a non-empty tensor, FP32 ``[]``."""
         ...
 
-    def next_scale_inv(self, cast: Cast, amax: Tensor, ring: Tensor, scale_inv: Tensor, num_calls: int, *, put: bool) -> Tensor:
-        """Return the decode factor of delayed scaling."""
+    def next_scale_inv(self, cast: Cast, amax: Tensor, state: Tensor, use: str, num_recent: int) -> Tensor:
+        """Return the decode factor of delayed scaling, and write the state of its history."""
         ...
 
     # Statistics

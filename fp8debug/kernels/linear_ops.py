@@ -1,10 +1,11 @@
 """The GEMMs of an Fp8Linear as ops of torch.library, for graphs of torch.compile.
 
-    linear_quantize   input[M, K] -> its FP8 data for fprop and for wgrad
-    linear_fprop      input and its FP8 data, weight[N, K] -> output[M, N]
-    linear_backward   grad_output[M, N], weight, the FP8 data for wgrad -> grad_input[M, K], grad_weight[N, K]
+    delayed_scale_inv   an operand and the state of its amax history, which it writes to -> scale_inv of this call
+    linear_quantize     input[M, K] -> its FP8 data for fprop and for wgrad
+    linear_fprop        input and its FP8 data, weight[N, K] -> output[M, N]
+    linear_backward     grad_output[M, N], weight, the FP8 data for wgrad -> grad_input[M, K], grad_weight[N, K]
 
-All three are pure functions of tensors and of a plan, a string without a module's name: equal blocks share one graph, and
+The last three are pure functions of tensors and of a plan, a string without a module's name: equal blocks share one graph, and
 Linears that read one input (q, k, v) share one ``linear_quantize`` by ordinary common-subexpression elimination. They run the
 kernels that eager code runs, so equal operands give equal codes and results. The input in high precision is an argument of
 ``linear_fprop``, which carries the gradient and can be compared with its FP8 data while the op runs: recording needs no other
@@ -13,6 +14,7 @@ graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, block_shape
+from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.backend import gpu
-from fp8debug.kernels.dispatch import Operand, gemm, quantize, quantize_pair
+from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm, quantize, quantize_pair
 from fp8debug.recipes import HIGH_PRECISION, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
 
@@ -31,6 +34,7 @@ from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, Tenso
 Key = tuple[Gemm, TensorRole]
 _X_FPROP, _W_FPROP = (Gemm.FPROP, TensorRole.INPUT), (Gemm.FPROP, TensorRole.WEIGHT)
 _G_DGRAD, _W_DGRAD = (Gemm.DGRAD, TensorRole.GRAD_OUTPUT), (Gemm.DGRAD, TensorRole.WEIGHT)
+_FORWARD = "forward"
 _G_WGRAD, _X_WGRAD = (Gemm.WGRAD, TensorRole.GRAD_OUTPUT), (Gemm.WGRAD, TensorRole.INPUT)
 
 
@@ -44,7 +48,7 @@ class LinearPlan(NamedTuple):
 class OpRecorder(Protocol):
     """Records the ops of one Linear (``adapters/interception/linear_ops.py``)."""
 
-    def quantize(self, key: Key, x: Tensor, cast: Cast) -> Quantized | None:
+    def quantize(self, key: Key, x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         """Quantize an operand and keep its statistics; None where the op is to do it."""
         ...
 
@@ -87,47 +91,102 @@ def parse_plan(plan: str) -> LinearPlan:
     return LinearPlan(dict(zip(OPERAND_SITES, values, strict=True)), frozenset(Gemm(name) for name in fast.split(",") if name))
 
 
-def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, plan: str, *, trains: bool, learns: bool, memories: Sequence[Tensor | None] = ()) -> Tensor:
     """Return input ``[M, K]`` times weight ``[N, K]`` in FP8, as ops that torch.compile puts into its graph.
 
     Args:
         x: bf16, fp16 or fp32 input.
         weight: in high precision.
-        plan: ``Recipe.plan``; no cast of it has delayed scaling.
+        plan: ``Recipe.plan``.
         trains: whether a backward pass may follow.
         learns: whether it computes the gradient of the weight.
+        memories: states of the amax histories of its six operands, None for those whose cast is not delayed; empty where none is.
 
     Returns:
         output ``[M, N]`` in x's dtype.
     """
-    made = torch.ops.fp8debug.linear_quantize(x.detach(), plan, learns)
-    output: Tensor = torch.ops.fp8debug.linear_fprop(x, weight, *made, plan, trains, learns)
+    ops = torch.ops.fp8debug
+    if not memories:
+        made = ops.linear_quantize(x.detach(), plan, learns)
+        output: Tensor = ops.linear_fprop(x, weight, *made, plan, trains, learns)
+        return output
+    use = _FORWARD if trains else "evaluate"
+    x_memory, w_memory, *of_gradients, x_wgrad_memory = memories
+    x_scale = _next_scale(x.detach(), x_memory, plan, 0, use)
+    w_scale = _next_scale(weight.detach(), w_memory, plan, 1, use)
+    x_wgrad_scale = _next_scale(x.detach(), x_wgrad_memory, plan, 5, use) if learns else None
+    made = ops.linear_quantize(x.detach(), plan, learns, x_scale, x_wgrad_scale)
+    output = ops.linear_fprop(x, weight, *made, plan, trains, learns, w_scale, *of_gradients)
     return output
+
+
+def _next_scale(
+    x: Tensor, memory: Tensor | None, plan: str, operand: int, use: str, after: Tensor | None = None
+) -> Tensor | None:
+    """Return the scale_inv of an operand, by its number in ``OPERAND_SITES``; None where its cast is not delayed."""
+    if memory is None:
+        return None
+    scale_inv: Tensor = torch.ops.fp8debug.delayed_scale_inv(x, memory, plan, operand, use, after)
+    return scale_inv
+
+
+@torch.library.custom_op("fp8debug::delayed_scale_inv", mutates_args=("memory",))
+def _delayed_scale_inv(x: Tensor, memory: Tensor, plan: str, operand: int, use: str, after: Tensor | None) -> Tensor:
+    """Return an operand's scale_inv from its amax history, FP32 ``[]``; the history has this call's amax from then on.
+
+    Args:
+        x: the operand.
+        memory: state of ``AmaxHistory``.
+        plan: ``Recipe.plan``.
+        operand: its number in ``OPERAND_SITES``.
+        use: ``evaluate``, ``forward`` or ``backward``: one of a forward pass is computed again where a backward pass runs it.
+        after: not read; keeps a compiler from moving the call of a weight's history from the backward pass to the forward pass.
+    """
+    cast = parse_plan(plan).casts[OPERAND_SITES[operand]]
+    assert cast is not None
+    how: Use = "evaluate" if use == "evaluate" else "train"
+    if use == _FORWARD and torch._C._current_graph_task_id() != -1:
+        how = "recompute"
+    return AmaxHistory(cast, memory.device, memory).next_scale_inv(finite_amax(x), how)
+
+
+@_delayed_scale_inv.register_fake
+def _(x: Tensor, memory: Tensor, plan: str, operand: int, use: str, after: Tensor | None) -> Tensor:
+    return memory.new_empty(())
 
 
 def _is_shared(plan: LinearPlan, x: Tensor) -> bool:
     """Return whether fprop and wgrad read the same FP8 data of the input; a GPU's GEMMs read two layouts."""
-    return plan.casts[_X_FPROP] == plan.casts[_X_WGRAD] and not x.is_cuda
+    cast = plan.casts[_X_FPROP]
+    is_delayed = cast is not None and cast.scaling == "delayed"  # by a history of each operand's own
+    return cast == plan.casts[_X_WGRAD] and not is_delayed and not x.is_cuda
 
 
 @torch.library.custom_op("fp8debug::linear_quantize", mutates_args=())
-def _quantize(x: Tensor, plan: str, learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize an input for fprop and, where the weight learns, for wgrad: data, scale_inv of each, empty where there is none."""
+def _quantize(
+    x: Tensor, plan: str, learns: bool, given: Tensor | None = None, given_wgrad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize an input for fprop and, where the weight learns, for wgrad: data, scale_inv of each, empty where there is none.
+
+    ``given`` and ``given_wgrad`` are the scale_inv of delayed casts.
+    """
     casts = parse_plan(plan).casts
     across, down = casts[_X_FPROP], casts[_X_WGRAD] if learns else None
     with _without_autocast(x):
-        pair = quantize_pair(x, across, down) if across is not None and down is not None else None
+        pair = _pair(x, across, down)
         if pair is not None:
             first, second = pair[0][0], pair[1][0]
         else:
-            first = _nothing(x) if across is None else quantize(x, across)
+            first = _nothing(x) if across is None else quantize(x, across, given)
             shared = _is_shared(parse_plan(plan), x)
-            second = _nothing(x) if down is None or shared else quantize(x, down, contracts_rows=True)
-    return *_laid_out(first, x, across, False), *_laid_out(second, x, down, True)
+            second = _nothing(x) if down is None or shared else quantize(x, down, given_wgrad, contracts_rows=True)
+    return *_laid_out(first, x, across, False, given), *_laid_out(second, x, down, True, given_wgrad)
 
 
 @_quantize.register_fake
-def _(x: Tensor, plan: str, learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, plan: str, learns: bool, given: Tensor | None = None, given_wgrad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = parse_plan(plan)
     across, down = parsed.casts[_X_FPROP], parsed.casts[_X_WGRAD] if learns else None
     first = _nothing(x) if across is None else _new(x, across, False)
@@ -146,14 +205,22 @@ def _fprop(
     plan: str,
     trains: bool,
     learns: bool,
+    w_given: Tensor | None = None,
+    g_memory: Tensor | None = None,
+    w_dgrad_memory: Tensor | None = None,
+    g_wgrad_memory: Tensor | None = None,
 ) -> Tensor:
-    """Run fprop: output ``[M, N]``."""
+    """Run fprop: output ``[M, N]``.
+
+    ``w_given`` is the weight's scale_inv under a delayed cast. The states of the histories of dgrad's operands and of wgrad's
+    grad_output wait for the backward pass.
+    """
     parsed = parse_plan(plan)
     x_fprop = _operand(x, Quantized(data, scale_inv), parsed.casts[_X_FPROP])
     x_wgrad = _saved_input(x, x_fprop, data_wgrad, scale_inv_wgrad, parsed) if learns else None
     recorder = observers[0].begin_forward(x, weight, trains=trains) if observers else None
     with _without_autocast(x):
-        w_fprop = _quantized(recorder, _W_FPROP, weight, parsed)
+        w_fprop = _quantized(recorder, _W_FPROP, weight, parsed, w_given)
         output = _product(Gemm.FPROP, x_fprop, w_fprop, x.dtype, parsed)
         if recorder is not None:
             recorder.fprop(x, weight, x_fprop, w_fprop, x_wgrad, output)
@@ -163,7 +230,8 @@ def _fprop(
 @_fprop.register_fake
 def _(
     x: Tensor, weight: Tensor, data: Tensor, scale_inv: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str,
-    trains: bool, learns: bool,
+    trains: bool, learns: bool, w_given: Tensor | None = None, g_memory: Tensor | None = None,
+    w_dgrad_memory: Tensor | None = None, g_wgrad_memory: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if x.shape[1] != weight.shape[1]:
         raise UsageError(f"expected input[..., {weight.shape[1]}], got {list(x.shape)}")
@@ -180,16 +248,23 @@ def _backward(
     dtype: torch.dtype,
     wants_input: bool,
     wants_weight: bool,
+    g_given: Tensor | None = None,
+    w_given: Tensor | None = None,
+    g_wgrad_given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run dgrad and wgrad; empty tensors for what is not wanted. ``data_wgrad`` is the input itself where it is not quantized."""
+    """Run dgrad and wgrad; empty tensors for what is not wanted. ``data_wgrad`` is the input itself where it is not quantized.
+
+    ``g_given``, ``w_given`` and ``g_wgrad_given`` are the scale_inv of delayed casts.
+    """
     parsed = parse_plan(plan)
     recorder = observers[0].begin_backward(weight) if observers else None
     dgrad: tuple[Operand, Operand, Tensor] | None = None
     wgrad: tuple[Operand, Operand, Tensor] | None = None
     with _without_autocast(grad_output):
-        g_dgrad, g_wgrad = _gradients(recorder, grad_output, parsed, wants_input, wants_weight)
+        given = g_given, g_wgrad_given
+        g_dgrad, g_wgrad = _gradients(recorder, grad_output, parsed, wants_input, wants_weight, given)
         if g_dgrad is not None:
-            w_dgrad = _quantized(recorder, _W_DGRAD, weight, parsed)
+            w_dgrad = _quantized(recorder, _W_DGRAD, weight, parsed, w_given)
             dgrad = g_dgrad, w_dgrad, _product(Gemm.DGRAD, g_dgrad, w_dgrad, dtype, parsed)
         if g_wgrad is not None:
             cast = parsed.casts[_X_WGRAD]
@@ -204,7 +279,8 @@ def _backward(
 @_backward.register_fake
 def _(
     grad_output: Tensor, weight: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str, dtype: torch.dtype,
-    wants_input: bool, wants_weight: bool,
+    wants_input: bool, wants_weight: bool, g_given: Tensor | None = None, w_given: Tensor | None = None,
+    g_wgrad_given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, columns = grad_output.shape[0], weight.shape[1]
     grad_input = grad_output.new_empty(rows, columns, dtype=dtype) if wants_input else grad_output.new_empty(0)
@@ -213,23 +289,43 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, data, scale_inv, data_wgrad, scale_inv_wgrad, plan, _, learns = inputs
+    x, weight, data, scale_inv, data_wgrad, scale_inv_wgrad, plan, _, learns, _, *memories = inputs
     parsed = parse_plan(plan)
     if learns and parsed.casts[_X_WGRAD] is None:
         data_wgrad = x
     elif learns and _is_shared(parsed, x):
         data_wgrad, scale_inv_wgrad = data, scale_inv
     ctx.save_for_backward(weight, data_wgrad, scale_inv_wgrad)
-    ctx.plan, ctx.dtype = plan, x.dtype
+    ctx.plan, ctx.dtype, ctx.num_inputs = plan, x.dtype, len(inputs)
+    ctx.memories = memories  # not by save_for_backward: other calls of the step may write to them before the backward pass
+    for memory in memories:
+        if memory is not None:
+            _save_unchecked(memory)
+
+
+def _save_unchecked(x: Tensor) -> None:
+    """Have AOTAutograd, where it traces, save a tensor for the backward pass whatever is written to it before, if it can."""
+    try:
+        from torch.fx.experimental.proxy_tensor import _get_proxies
+    except ImportError:  # before torch 2.10
+        return
+    for proxy in _get_proxies(x):
+        proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     weight, data_wgrad, scale_inv_wgrad = ctx.saved_tensors
     wants_input, wants_weight = ctx.needs_input_grad[:2]
-    grads = torch.ops.fp8debug.linear_backward(
-        grad_output, weight, data_wgrad, scale_inv_wgrad, ctx.plan, ctx.dtype, wants_input, wants_weight
+    g_memory, w_memory, g_wgrad_memory = ctx.memories
+    given = (
+        _next_scale(grad_output, g_memory, ctx.plan, 2, "backward") if wants_input else None,
+        _next_scale(weight.detach(), w_memory, ctx.plan, 3, "backward", grad_output) if wants_input else None,
+        _next_scale(grad_output, g_wgrad_memory, ctx.plan, 4, "backward") if wants_weight else None,
     )
-    return grads[0] if wants_input else None, grads[1] if wants_weight else None, None, None, None, None, None, None, None
+    grads = torch.ops.fp8debug.linear_backward(
+        grad_output, weight, data_wgrad, scale_inv_wgrad, ctx.plan, ctx.dtype, wants_input, wants_weight, *given
+    )
+    return grads[0] if wants_input else None, grads[1] if wants_weight else None, *[None] * (ctx.num_inputs - 2)
 
 
 _fprop.register_autograd(_differentiate, setup_context=_setup)
@@ -254,27 +350,39 @@ def _saved_input(x: Tensor, x_fprop: Operand, data: Tensor, scale_inv: Tensor, p
     return _operand(x, Quantized(data, scale_inv), plan.casts[_X_WGRAD])
 
 
-def _quantized(recorder: OpRecorder | None, key: Key, x: Tensor, plan: LinearPlan) -> Operand:
+def _pair(x: Tensor, across: Cast | None, down: Cast | None) -> tuple[CastWithSlots, CastWithSlots] | None:
+    """Return x quantized both ways from one read; None where no kernel can, or a scale comes from a history."""
+    if across is None or down is None or "delayed" in (across.scaling, down.scaling):
+        return None
+    return quantize_pair(x, across, down)
+
+
+def _quantized(recorder: OpRecorder | None, key: Key, x: Tensor, plan: LinearPlan, given: Tensor | None = None) -> Operand:
     cast = plan.casts[key]
     if cast is None:
         return x
-    q = recorder.quantize(key, x, cast) if recorder is not None else None
-    return q or quantize(x, cast, contracts_rows=key in CONTRACTS_ROWS), cast
+    q = recorder.quantize(key, x, cast, given) if recorder is not None else None
+    return q or quantize(x, cast, given, contracts_rows=key in CONTRACTS_ROWS), cast
 
 
 def _gradients(
-    recorder: OpRecorder | None, grad_output: Tensor, plan: LinearPlan, wants_input: bool, wants_weight: bool
+    recorder: OpRecorder | None,
+    grad_output: Tensor,
+    plan: LinearPlan,
+    wants_input: bool,
+    wants_weight: bool,
+    given: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Operand | None, Operand | None]:
     """Return grad_output as dgrad and as wgrad read it, from one read where a kernel can."""
     across, down = plan.casts[_G_DGRAD], plan.casts[_G_WGRAD]
     if wants_input and wants_weight and recorder is None and across is not None and down is not None:
-        pair = quantize_pair(grad_output, across, down)
+        pair = _pair(grad_output, across, down)
         if pair is not None:
             return (pair[0][0], across), (pair[1][0], down)
-    first = _quantized(recorder, _G_DGRAD, grad_output, plan) if wants_input else None
-    if first is not None and wants_weight and across == down and not grad_output.is_cuda:
+    first = _quantized(recorder, _G_DGRAD, grad_output, plan, given[0]) if wants_input else None
+    if first is not None and wants_weight and across == down and given[1] is None and not grad_output.is_cuda:
         return first, first
-    return first, _quantized(recorder, _G_WGRAD, grad_output, plan) if wants_weight else None
+    return first, _quantized(recorder, _G_WGRAD, grad_output, plan, given[1]) if wants_weight else None
 
 
 def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, plan: LinearPlan) -> Tensor:
@@ -292,8 +400,13 @@ def _new(x: Tensor, cast: Cast, contracts_rows: bool) -> Quantized:
     return Quantized(data, x.new_empty(grid, dtype=torch.float32))
 
 
-def _laid_out(q: Quantized, x: Tensor, cast: Cast | None, contracts_rows: bool) -> Quantized:
-    """Return a quantized tensor in the strides of :func:`_new`, which compiled code was promised; a copy where it has others."""
+def _laid_out(q: Quantized, x: Tensor, cast: Cast | None, contracts_rows: bool, given: Tensor | None) -> Quantized:
+    """Return a quantized tensor in the strides of :func:`_new`, which compiled code was promised; a copy where it has others.
+
+    No op returns its argument: a ``given`` scale_inv is copied.
+    """
+    if given is not None:
+        q = Quantized(q.data, q.scale_inv.clone())
     if cast is None or not q.data.numel():
         return q
     strides = _strides(tuple(x.shape), x.is_cuda, cast, contracts_rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8debug
 from fp8debug.kernels import linear_ops
@@ -18,7 +20,7 @@ from tests.conditions.compiled import COMPILES
 
 BLOCKS, WIDTH, STEPS = 12, 32, 4
 pytestmark = COMPILES
-RECIPES = ["blockwise", "rowwise", "tensorwise_current", "mxfp8", "nvfp4"]
+RECIPES = ["blockwise", "rowwise", "tensorwise_current", "mxfp8", "nvfp4", "tensorwise_delayed"]
 
 
 class Block(nn.Module):
@@ -148,7 +150,7 @@ def test_so_does_code_of_inductor_on_a_gpu(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"whole": True}, {"microbatches": 3}], ids=["whole", "microbatches"])
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise_current"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise_current", "tensorwise_delayed"])
 def test_rows_are_those_of_eager_code(recipe: str, options: dict[str, Any], tmp_path: Path) -> None:
     alone = train(recipe, **options)
     assert train(recipe, tmp_path / "run", **options).equals(alone)
@@ -157,10 +159,11 @@ def test_rows_are_those_of_eager_code(recipe: str, options: dict[str, Any], tmp_
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
 
 
-def test_a_recomputed_block_is_recorded_once(tmp_path: Path) -> None:
-    alone = train("blockwise", checkpointed=True)
-    assert train("blockwise", tmp_path / "run", checkpointed=True).equals(alone)
-    train("blockwise", tmp_path / "eager", backend=None, checkpointed=True)
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed"])
+def test_a_recomputed_block_is_recorded_once(recipe: str, tmp_path: Path) -> None:
+    alone = train(recipe, checkpointed=True)
+    assert train(recipe, tmp_path / "run", checkpointed=True).equals(alone)
+    assert train(recipe, tmp_path / "eager", backend=None, checkpointed=True).losses == alone.losses
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
 
 
@@ -241,15 +244,124 @@ def test_passes_without_gradients_are_recorded_where_that_is_wanted(tmp_path: Pa
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
 
 
+@pytest.mark.parametrize("recipe", sorted(set(fp8debug.list_recipes()) - set(RECIPES)))
+def test_every_recipe_is_part_of_a_graph(recipe: str) -> None:
+    block: Any = fp8debug.convert(Block(), recipe)
+    x = torch.randn(16, WIDTH, requires_grad=True)
+    wanted = [block(x), *torch.autograd.grad(block(x).sum(), [x, *block.parameters()])]
+    block.compile(backend="aot_eager", fullgraph=True)
+    found = [block(x), *torch.autograd.grad(block(x).sum(), [x, *block.parameters()])]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op is torch.ops.fp8debug.linear_fprop.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Loops(nn.Module):
+    """Blocks that are called once or twice, under a kind of activation checkpointing."""
+
+    def __init__(self, calls: int, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.calls, self.options = calls, dict[str, Any]()
+        self.how = how
+        if how == "selective":
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for _ in range(self.calls):
+                if self.how:
+                    x = cast(Tensor, checkpoint(block, x, use_reentrant=self.how == "reentrant", **self.options))
+                else:
+                    x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("calls", "how", "whole", "graphs_alive", "backend"),
+    [(2, "", True, 1, "aot_eager"), (2, "", False, 1, "inductor"), (1, "", True, 3, "inductor"), (1, "full", True, 1, "inductor"),
+     (1, "full", False, 2, "aot_eager"), (1, "selective", True, 1, "inductor"), (1, "reentrant", False, 1, "aot_eager")],
+)  # fmt: skip
+def test_an_amax_history_advances_in_a_graph_as_in_eager_code(
+    calls: int, how: str, whole: bool, graphs_alive: int, backend: str
+) -> None:
+    """Called twice, with other calls whose backward pass is to come, and computed again by a checkpoint."""
+
+    def run(backend: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: Any = fp8debug.convert(Loops(calls, how), "tensorwise_delayed")
+        for region in ([model] if whole else model.blocks) if backend else []:
+            region.compile(backend=backend, fullgraph=True)
+        found = []
+        for step in range(3):
+            x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            loss = sum(model(x * (part + step + 1)).square().mean() for part in range(graphs_alive))
+            found += [loss, *torch.autograd.grad(loss, [x])] if how != "reentrant" else [loss]
+            sum(model(x).square().mean() for _ in range(graphs_alive)).backward()
+            with torch.no_grad():
+                model(x * 9)
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.05)
+                    p.grad = None
+        histories = {name: states for name, states in model.state_dict().items() if name.endswith("_extra_state")}
+        return found, {f"{name} {site}": state for name, states in histories.items() for site, state in states.items()}
+
+    (eager, states), (compiled, found) = run(None), run(backend)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+    assert found.keys() == states.keys() and len(states) == 2 * 3 * 6
+    assert [name for name in states if not torch.equal(found[name], states[name])] == []
+
+
+def test_compiled_and_eager_code_share_an_amax_history(tmp_path: Path) -> None:
+    """A checkpoint of either loads into the other; blocks made, copied and loaded later have histories too."""
+
+    def step(model: nn.Module, factor: float) -> Tensor:
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return torch.autograd.grad(model(x * factor).square().sum(), [x])[0]
+
+    eager = fp8debug.convert(Block(), "tensorwise_delayed")
+    step(eager, 1.0)
+    torch.save(eager, tmp_path / "model.pt")
+    torch.save(eager.state_dict(), tmp_path / "state.pt")
+    copies: list[nn.Module] = [copy.deepcopy(eager), torch.load(tmp_path / "model.pt", weights_only=False)]
+    copies.append(fp8debug.convert(Block(), "tensorwise_delayed"))
+    for model in copies:
+        model.compile(backend="aot_eager", fullgraph=True)
+    copies[2].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    wanted = [step(eager, factor) for factor in (3.0, 0.5)]
+    for model in copies:
+        assert all(torch.equal(step(model, factor), x) for factor, x in zip((3.0, 0.5), wanted, strict=True))
+    again = fp8debug.convert(Block(), "tensorwise_delayed")
+    again.load_state_dict(copies[0].state_dict())
+    assert torch.equal(step(again, 2.0), step(eager, 2.0)) and counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_history_of_a_recipe_that_comes_back_starts_anew() -> None:
+    model: Any = fp8debug.convert(Block(), "tensorwise_delayed")
+    model.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(16, WIDTH)
+    first = model(x)
+    for recipe in ("bf16", "tensorwise_delayed"):
+        model(9 * x)
+        for linear in (model.gate, model.up, model.down):
+            linear.set_recipe(recipe)
+    assert torch.equal(model(x), first) and counters["stats"]["unique_graphs"] == 2
+
+
 def test_what_is_left_outside_of_graphs_is_named(tmp_path: Path) -> None:
     model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "tensorwise_delayed")
+    fp8debug.inject(model, "wrong_signs", module="0", step=0)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         compiled(torch.ones(2, WIDTH))
     assert str(caught.value).splitlines()[0] == (
-        "Fp8Linear with delayed scaling or an injected fault cannot be part of a graph that torch.compile(fullgraph=True) asks"
-        " for: it runs outside of compiled code; use current scaling, compile with fullgraph=False, or leave the modules around"
-        " it uncompiled"
+        "Fp8Linear with an injected fault cannot be part of a graph that torch.compile(fullgraph=True) asks for: it runs outside"
+        " of compiled code; compile with fullgraph=False, or leave the modules around it uncompiled"
     )
 
 

@@ -290,9 +290,9 @@ def usual() -> None:
     flush(CPU)
     joined()
     leaving()
-    ring = empty(16, dtype=torch.float32)
-    for num_calls, put in ((0, True), (1, True), (17, True), (2, False)):
-        next_scale_inv(Cast(scaling="delayed", history=16), ring[0], ring, ring[0], num_calls, put=put)
+    state = empty(52, dtype=torch.float32)
+    for use in ("evaluate", "train", "recompute"):
+        next_scale_inv(Cast(scaling="delayed", history=16), state[0], state, use, 16)
     for which in (Gemm.FPROP, Gemm.WGRAD):
         result(which, LARGE, "blockwise")
     result(Gemm.FPROP, LARGE, "blockwise", has_bias=True)

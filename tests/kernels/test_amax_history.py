@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8debug.errors import UsageError
-from fp8debug.kernels.amax_history import AmaxHistory
+from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.dispatch import finite_amax
 from fp8debug.recipes import Cast
 
@@ -128,16 +128,42 @@ def test_fill_stands_for_every_earlier_call() -> None:
     assert [_amax_of(s) for s in _calls(history, [1.0] * 5)] == pytest.approx([7.0, 7.0, 7.0, 1.0, 1.0])
 
 
-def test_state_holds_any_number_of_calls() -> None:
-    """A ring position beyond 2^24 calls would be lost in FP32."""
+@pytest.mark.parametrize("calls", [2, 3, 5, 6, 7, 20])
+def test_state_holds_any_number_of_calls(calls: int) -> None:
+    """Modulo the length of the ring: beyond 2^24 calls a position would be lost in FP32."""
     cast = Cast(scaling="delayed", history=3)
     history = AmaxHistory(cast, CPU)
-    history.num_calls = 2**24
-    history.next_scale_inv(torch.tensor(5.0))
+    _calls(history, [float(i + 1) for i in range(calls)])
+    assert history.num_calls == (calls if calls < 3 else 3 + calls % 3)
     again = AmaxHistory(cast, CPU)
     again.load_state(history.state())
     amaxes = [1.0, 2.0, 3.0, 1.0, 1.0, 1.0]
     assert _calls(again, amaxes) == _calls(history, amaxes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(CASTS, st.lists(st.tuples(AMAXES, st.sampled_from(["train", "evaluate"])), min_size=1, max_size=40), st.data())
+def test_a_recomputation_takes_the_scale_of_its_call(cast: Cast, calls: list[tuple[float, Use]], data: st.DataObject) -> None:
+    history, recent = AmaxHistory(cast, CPU), deque[tuple[float, float]](maxlen=16)
+    for amax, use in calls:
+        scale_inv = float(history.next_scale_inv(torch.tensor(amax), use))
+        if use == "train":
+            recent.append((amax, scale_inv))
+    amax = data.draw(st.sampled_from([amax for amax, _ in calls] + [12345.0]))
+    before = history.memory.clone()
+    found = float(history.next_scale_inv(torch.tensor(amax), "recompute"))
+    if recent:
+        assert found == next((scale for known, scale in reversed(recent) if known == amax), recent[-1][1])
+        assert torch.equal(history.memory, before)
+    else:
+        assert history.num_calls == 1
+
+
+def test_a_pass_that_is_first_seen_in_a_backward_pass_is_an_ordinary_one() -> None:
+    """A reentrant checkpoint runs it without gradients before, which leaves no trace."""
+    cast, amaxes = Cast(scaling="delayed", history=3), [1.0, 5.0, 2.0, 2.0, 7.0]
+    inside, outside = AmaxHistory(cast, CPU), AmaxHistory(cast, CPU)
+    assert [float(inside.next_scale_inv(torch.tensor(a), "recompute")) for a in amaxes] == _calls(outside, amaxes)
 
 
 def test_state_of_another_length_is_refused() -> None:

@@ -113,12 +113,12 @@ class LinearRecorder:
             self._is_sampled = self._probe.begin()
         self._probe.layout = None
 
-    def quantize(self, key: linear_ops.Key, x: Tensor, cast: Cast) -> Quantized | None:
+    def quantize(self, key: linear_ops.Key, x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         """Quantize an operand and keep its statistics; None where the op is to do it."""
         if not (self._is_sampled if key[0] is Gemm.FPROP else self._kept):
             return None
         with self._nothing_known():
-            return self._probe.quantize(key, x, cast, None)
+            return self._probe.quantize(key, x, cast, scale_inv)
 
     @contextmanager
     def _nothing_known(self) -> Iterator[None]:
