@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8debug.adapters.watching.compiled import is_compile_in_use
+from fp8debug.kernels import linear_ops
 from fp8debug.linear import Fp8Linear
 
 _FLOAT8 = {dtype for name in dir(torch) if name.startswith("float8_") and isinstance(dtype := getattr(torch, name), torch.dtype)}
@@ -90,9 +91,13 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+#: Functions that run the GEMMs of an Fp8Linear, in eager code and inside compiled code.
+_OF_FP8_LINEAR = Fp8Linear._multiply.__code__, linear_ops._product.__code__
+
+
 def is_of_fp8_linear() -> bool:
     """Return whether the op that runs is one of the GEMMs of an :class:`Fp8Linear`, by the interpreter's frames."""
-    return any(frame.f_code is Fp8Linear._multiply.__code__ for frame in _frames())
+    return any(frame.f_code in _OF_FP8_LINEAR for frame in _frames())
 
 
 @dataclass
@@ -242,7 +247,7 @@ class GemmCounter:
     def _running(self) -> nn.Module | None:
         """Return the innermost module of the model that runs; None where none does, or an Fp8Linear multiplies in FP8."""
         for frame in _frames():
-            if frame.f_code is Fp8Linear._multiply.__code__:
+            if frame.f_code in _OF_FP8_LINEAR:
                 return None
             if frame.f_code.co_name == "_call_impl":  # whose locals are few, and held by it as long as it runs
                 module = frame.f_locals.get("self")

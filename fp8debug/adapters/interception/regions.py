@@ -127,6 +127,7 @@ class Regions:
         self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
         self._is_running = False
         self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
+        self._first: dict[int, int] = {}  # of the step: position of a region's first module in execution order, by its id
         observer.on_end_step.append(self._forget)
         modules = [module for root in self._roots for module in root.modules()]
         self._names = {
@@ -148,6 +149,7 @@ class Regions:
             handle.remove()
         self._outputs.clear()
         self._seen.clear()
+        self._first.clear()
 
     def _take(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return what calls a compiled module in place of ``run``; None where its call is not to be recorded."""
@@ -214,7 +216,9 @@ class Regions:
             _check_versions(before)
             trained = _pytree.tree_leaves(output)
             places = [i for i, x in enumerate(trained) if isinstance(x, Tensor) and x.requires_grad]
-            first = observer.reserve_calls(len(region.watched))
+            if id(region.module) not in self._first:  # calls are repeated in the order of their backward passes
+                self._first[id(region.module)] = observer.reserve_calls(len(region.watched))
+            first = self._first[id(region.module)]
             run = _Repetition(observer, region, frozenset(begun), _Autocast.now(region.devices), first)
 
             @untraced

@@ -1,0 +1,169 @@
+"""Programs around compiled regions that are repeated in eager code: checkpoints, shared modules, shapes that vary, LoRA, modes.
+
+In each the bits, graphs and recompilations are those of a run without a watch, and the rows those of eager code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fp8debug
+from tests.adapters.linears import CHECKPOINTS, ScaledLinear
+from tests.conditions.test_compiled_linear import assert_same_rows, rows
+
+BLOCKS, WIDTH, STEPS, EVERY = 3, 32, 4, 2
+#: Dynamo reads the gradient of an intermediate tensor; inductor uses what torch deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+class Lora(nn.Module):
+    """A Linear that does not learn, and two small ones beside it that do."""
+
+    def __init__(self, fan_in: int, fan_out: int) -> None:
+        super().__init__()
+        self.base = ScaledLinear(fan_in, fan_out).requires_grad_(False)
+        self.a, self.b = nn.Linear(fan_in, 16, bias=False), nn.Linear(16, fan_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.base(x) + self.b(self.a(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = make(WIDTH, 2 * WIDTH), make(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
+
+
+class Program(NamedTuple):
+    """A way to train.
+
+    Attributes:
+        make: class of the Linears.
+        checkpointed: kind of activation checkpointing of each block; empty for none.
+        whole: compile the model, not each block.
+        calls: calls of each block in a forward pass.
+        passes: forward passes before the backward pass of all of them.
+        is_shared: one block stands for all.
+        batches: rows of x by step; ``mark_dynamic`` where they vary.
+        options: of ``compile``.
+    """
+
+    make: Callable[[int, int], nn.Module] = ScaledLinear
+    checkpointed: str = ""
+    whole: bool = False
+    calls: int = 1
+    passes: int = 1
+    is_shared: bool = False
+    batches: tuple[int, ...] = (16,)
+    options: dict[str, Any] = {"backend": "aot_eager"}  # noqa: RUF012 - a NamedTuple's default
+
+
+class Net(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        blocks = [Block(program.make) for _ in range(BLOCKS)]
+        self.blocks = nn.ModuleList(blocks[:1] * BLOCKS if program.is_shared else blocks)
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        how = CHECKPOINTS.get(self.program.checkpointed)
+        for block in self.blocks:
+            for _ in range(self.program.calls):
+                x = cast(Tensor, block(x) if how is None else checkpoint(block, x, **how))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def train(program: Program, path: Path | None, *, compiles: bool = True) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+    """Return losses, gradients of the last step, and what Dynamo counted."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = Net(program).bfloat16()
+    for region in ([model] if program.whole else model.blocks) if compiles else []:
+        region.compile(fullgraph=True, **program.options)
+    watch = fp8debug.watch(model, path, every=EVERY, what_if=(), compiled="repeat") if path else None
+    losses = []
+    for step in range(STEPS):
+        losses_now = []
+        for part in range(program.passes):
+            given = torch.Generator().manual_seed(step + 10 * part)
+            x = torch.randn(program.batches[step % len(program.batches)], WIDTH, generator=given).bfloat16()
+            if len(program.batches) > 1:
+                torch._dynamo.mark_dynamic(x, 0)
+            losses_now.append(model(x.requires_grad_()).float().square().mean())
+        loss = cast(Tensor, sum(losses_now))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.01)
+                    p.grad = None
+        if watch is not None:
+            watch.step(loss=loss)
+    if watch is not None:
+        watch.close()
+    return losses, gradients, {name: dict(counters[name]) for name in ("stats", "graph_break", "recompiles", "recompile_limit")}
+
+
+PROGRAMS = {
+    "selective checkpoints of blocks": Program(checkpointed="selective"),
+    "selective checkpoints in a graph": Program(checkpointed="selective", whole=True),
+    "full checkpoints of blocks": Program(checkpointed="plain"),
+    "full checkpoints in a graph": Program(checkpointed="plain", whole=True),
+    "reentrant checkpoints": Program(checkpointed="reentrant"),
+    "a block for all": Program(is_shared=True),
+    "a block for all, in a graph": Program(is_shared=True, whole=True),
+    "two calls a step": Program(calls=2),
+    "two calls a step, in a graph": Program(calls=2, whole=True),
+    "two calls a step under checkpoints": Program(calls=2, checkpointed="plain"),
+    "two forward passes before the backward pass": Program(passes=2),
+    "batches that vary": Program(batches=(16, 24, 32, 8)),
+    "LoRA": Program(make=Lora),
+    "code of inductor for batches that vary": Program(batches=(16, 32), options={"backend": "inductor"}),
+    "reduce-overhead": Program(options={"mode": "reduce-overhead"}),
+    "max-autotune": Program(options={"mode": "max-autotune"}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    alone = train(program, None)
+    watched = train(program, tmp_path / "run")
+    assert watched[0] == alone[0] and watched[2] == alone[2] and not alone[2]["recompile_limit"]
+    assert all(torch.equal(a, b) for a, b in zip(watched[1], alone[1], strict=True))
+    # Eager checkpoints have let go of the input when wgrad runs: a repetition records more than they do.
+    eager = train(program._replace(checkpointed=""), tmp_path / "eager", compiles=False)
+    if "backend" in program.options and program.options["backend"] == "aot_eager":
+        assert eager[0] == alone[0]
+        assert_same_rows(tmp_path / "run", tmp_path / "eager")
+    keys = [
+        {(r["step"], r["module"], r["gemm"], r["tensor"], r["reference"]) for r in rows(tmp_path / n)} for n in ("run", "eager")
+    ]
+    assert keys[0] == keys[1] and {key[0] for key in keys[0]} == {0, 2}

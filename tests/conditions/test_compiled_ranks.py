@@ -1,0 +1,38 @@
+"""Compiled blocks on two ranks: watched and unwatched the same bits and graphs, recorded as eager code is or reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.conditions import compiled_job
+from tests.conditions.test_compiled_linear import assert_same_rows
+
+#: What is reported of a condition under which the blocks are not recorded.
+REPORTED = {
+    "ddp inside": "not called outside code under torch.compile",
+    "fsdp": "blocks.0 is not recorded inside compiled code: hooks run in it (FSDPBlock)",
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ranks.launch("tests/conditions/compiled_job.py", tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.mark.parametrize("name", compiled_job.CONDITIONS)
+def test_bits_and_graphs_are_those_without_a_watch(name: str, job: Path) -> None:
+    for alone, watched, eager in ranks.found_by(job, name):
+        assert watched == alone and eager[0] == alone[0] and alone[1]
+
+
+@pytest.mark.parametrize("name", compiled_job.CONDITIONS)
+def test_rows_are_those_of_eager_code_or_it_is_reported(name: str, job: Path) -> None:
+    run = job / name.replace(" ", "-")
+    if name in REPORTED:
+        assert (job / "said").read_text().count(REPORTED[name]) == 2  # once on each rank
+    else:
+        assert_same_rows(run, run.with_suffix(".eager"))
+    assert "belong to no watched module" not in (job / "said").read_text()
