@@ -5,7 +5,7 @@ In each the bits, graphs and recompilations are those of a run without a watch, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -17,15 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from tests.adapters.linears import CHECKPOINTS, ScaledLinear
+from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
 BLOCKS, WIDTH, STEPS, EVERY = 3, 32, 4, 2
-#: Dynamo reads the gradient of an intermediate tensor; inductor uses what torch deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [*COMPILES, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 class Lora(nn.Module):
@@ -86,15 +82,6 @@ class Net(nn.Module):
             for _ in range(self.program.calls):
                 x = cast(Tensor, block(x) if how is None else checkpoint(block, x, **how))
         return x
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def train(program: Program, path: Path | None, *, compiles: bool = True) -> tuple[list[float], list[Tensor], dict[str, Any]]:

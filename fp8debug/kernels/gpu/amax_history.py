@@ -88,7 +88,6 @@ def next_scale_inv(cast: Cast, amax: Tensor, state: Tensor, use: str, num_recent
     found = state.new_empty(())
     arguments = amax, state, found, USES[use], float(cast.amax_eps), 2.0**-cast.margin
     chunk = min(CHUNK, triton.next_power_of_2(cast.history))
-    is_max, is_e5m2 = cast.algo == "max", bool(is_e5m2(cast))
-    constants = cast.history, num_recent, chunk, is_max, is_e5m2, ROUNDINGS[cast.scale_rounding]
+    constants = cast.history, num_recent, chunk, cast.algo == "max", bool(is_e5m2(cast)), ROUNDINGS[cast.scale_rounding]
     launch(history_kernel, (1,), arguments, constants, num_warps=1)
     return found
