@@ -128,7 +128,7 @@ class Origins:
             kwargs: the same.
             result: what it returned.
         """
-        name = func.overloadpacket.__name__
+        name = getattr(func, "overloadpacket", func).__name__  # a higher-order op has no overloads
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         inputs = list(_tensors((*args, *kwargs.values())))
         made = list(_tensors((result,)))
