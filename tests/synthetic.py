@@ -18,6 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fp8debug.fallback.measured import expected_sqnr_db
+from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.store.read.run import Run
@@ -266,6 +268,8 @@ def stats_rows(plan: Plan, step: int, rank: int = 0) -> list[Slots]:
                 noise = random.Random(f"{plan.seed} {step} {rank} {module} {gemm} {tensor} {reference}")
                 row = _row(step, rank, module, str(gemm), str(tensor), call_index)
                 row |= {"cast_name": f"{first or 'bf16'} @ {second or 'bf16'}", "reference": reference, "actual": True}
+                if reference == "shadow" and any(cast is not None and FORMATS[cast.format].bits < 8 for cast in (first, second)):
+                    sqnr_db = expected_sqnr_db(row["cast_name"])
                 row |= result_slots(tensor.value, numel, sqnr_db + noise.uniform(-0.15, 0.15), noise)
                 row |= second_look(row, str(gemm), str(tensor), reference)
                 if (tensor, reference) == ("output", "shadow"):
@@ -323,24 +327,27 @@ def operand_slots(cast: Cast, tensor: str, shape: tuple[int, int], noise: random
     """Return every slot of a healthy operand under a cast."""
     rows, columns = shape
     numel = rows * columns
-    fmt_max = {"e4m3fn": 448.0, "e5m2": 57344.0}[cast.format]
-    sqnr_db = OPERAND_SQNR_DB - (6.1 if cast.format == "e5m2" else 0.0) + noise.uniform(-0.1, 0.1)
+    fmt, is_low = FORMATS[cast.format], FORMATS[cast.format].bits < 8
+    fmt_max = fmt.max
+    healthy_db = cast.gaussian.sqnr_db if is_low else OPERAND_SQNR_DB - (6.1 if fmt.mantissa_bits == 2 else 0.0)
+    sqnr_db = healthy_db + noise.uniform(-0.1, 0.1)
     slots = result_slots(tensor, numel, sqnr_db, noise)
     tile = {"tensorwise": numel, "rowwise": columns, "columnwise": rows, "128x128": 128 * 128}.get(cast.granularity, 128)
-    num_blocks = max(1, numel // (32 if "32" in cast.granularity else tile))
+    small = {"1x32": 32, "32x1": 32, "1x16": 16, "16x1": 16, "16x16": 256}
+    num_blocks = max(1, numel // small.get(cast.granularity, tile))
     scale_inv = slots["amax"] / fmt_max
     spread = 1.0 if num_blocks == 1 else 0.25
     slots |= {
-        "num_underflow": round(numel * UNDERFLOW_RATE),
+        "num_underflow": round(numel * (cast.gaussian.underflow_rate if is_low else UNDERFLOW_RATE)),
         "num_subnormal": round(numel * SUBNORMAL_RATE),
-        "num_saturated": 0,
+        "num_saturated": round(numel * cast.gaussian.saturation_rate) if cast.scale_format == "e4m3fn" else 0,
         "scale_inv_min": scale_inv * spread,
         "scale_inv_max": scale_inv,
         "scale_inv_sum_log2": num_blocks * math.log2(scale_inv * spread**0.5),
         "num_blocks": num_blocks,
         "num_zero_blocks": 0,
         "num_eps_blocks": 0,
-        "headroom": 1.0 if cast.scaling == "current" else 0.98,
+        "headroom": 0.98 if cast.scaling != "current" else 17 / 16 if cast.scale_format == "e4m3fn" else 1.0,
         "worst_block_nmse": 10 ** (-30.5 / 10),
         "max_block_range_log2": 14.0,
         "log2_hist": histogram(numel - slots["num_zero"], slots["amax"]) if with_histogram else None,

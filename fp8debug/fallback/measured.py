@@ -8,8 +8,8 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8debug.errors import Fp8DebugError
-from fp8debug.formats import FORMATS, TRANSPOSED
+from fp8debug.errors import Fp8DebugError, UsageError
+from fp8debug.formats import TRANSPOSED
 from fp8debug.recipes import Cast
 from fp8debug.rules.reading.traces import RUNNING
 from fp8debug.store.flop_shares import flop_shares
@@ -145,6 +145,9 @@ def expected_sqnr_db(cast_name: str) -> float:
 
 
 def _format_nmse(cast_name: str) -> float:
-    """Return the relative error energy of a cast's format, in closed form; BF16's for a name of no format."""
-    fmt = FORMATS.get(cast_name.split()[0]) if cast_name.split() else None
-    return float(10 ** (-((fmt.gaussian_sqnr_db if fmt else None) or BF16_SQNR_DB) / 10))
+    """Return the relative error energy of a cast, in closed form (``Cast.gaussian``); BF16's for the name of none."""
+    try:
+        sqnr_db = Cast.parse(cast_name).gaussian.sqnr_db
+    except UsageError:
+        sqnr_db = BF16_SQNR_DB
+    return float(10 ** (-sqnr_db / 10))
