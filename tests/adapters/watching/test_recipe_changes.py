@@ -187,7 +187,7 @@ def test_a_change_has_the_step_in_which_it_holds(tmp_path: Path, explicit: bool)
     assert [seen[step] for step in (2, 3, 13, 14)] == ["blockwise", "rowwise", "rowwise", None]
 
 
-@pytest.mark.parametrize("place", ["note", "settle"])
+@pytest.mark.parametrize("place", ["record_changes", "apply_pending"])
 def test_an_error_in_looking_ends_the_recording_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
