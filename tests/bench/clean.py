@@ -36,8 +36,8 @@ def trained(key: str, path: Path, *, is_long: bool) -> list[float]:
     if not (path / "done").exists():
         losses = list(losses_of(key, path, is_long=is_long))
         (path / "done").write_text(json.dumps(losses), encoding="utf-8")
-    losses = json.loads((path / "done").read_text(encoding="utf-8"))
-    return losses
+    found: list[float] = json.loads((path / "done").read_text(encoding="utf-8"))
+    return found
 
 
 def judged(key: str, folder: Path, *, is_long: bool) -> dict[str, Any]:

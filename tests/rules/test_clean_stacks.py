@@ -30,7 +30,8 @@ def test_the_bench_has_what_users_train_with() -> None:
     assert 5 <= sum(runs.values())
     drawn = [training_of(key, is_long=is_long) for key, is_long in runs.items()]
     assert {t.steps for t in drawn if t.steps > 64} == {LONG}
-    for name, values in {"warmup": {0, 20}, "clip": {None, 0.1}, "dropout": {0.0, 0.3}, "label_noise": {0.0, 0.4}}.items():
+    wanted: dict[str, set[object]] = {"warmup": {0, 20}, "clip": {None, 0.1}, "dropout": {0.0, 0.3}, "label_noise": {0.0, 0.4}}
+    for name, values in wanted.items():
         assert values <= {getattr(t, name) for t in drawn}, name
     assert max(t.lr * t.decay for t in drawn) == pytest.approx(0.01), "weights without a gradient decay to zero"
     assert len({t.seed for t in drawn}) > 100

@@ -239,7 +239,7 @@ class VisionTransformer(Program):
     def forward(self, step: int) -> Tensor:
         draw = self.draw(step)
         labels = torch.randint(16, (16,), generator=draw)
-        images = self.means[labels] + torch.randn(16, 16, 48, generator=draw)
+        images = self.get_buffer("means")[labels] + torch.randn(16, 16, 48, generator=draw)
         h = torch.cat([self.cls_token.expand(16, -1, -1), self.patch(images)], 1) + self.positions
         return cross_entropy(self.head(self.norm(self.layers(h))[:, 0]), self.noisy(labels, 16, draw))
 
@@ -393,6 +393,7 @@ class Lora(Program):
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
         self.requires_grad_(False)
+        layer: Any
         for layer in self.layers:
             layer.mix.qkv = Adapter(layer.mix.qkv, dropout)
             layer.mlp.fc1, layer.mlp.fc2 = Adapter(layer.mlp.fc1, dropout), Adapter(layer.mlp.fc2, dropout)
@@ -465,7 +466,7 @@ class TwoTowers(Program):
     def forward(self, step: int) -> Tensor:
         draw = self.draw(step)
         words = torch.randint(WORDS, (16, 16), generator=draw)
-        images = self.pictures[self.noisy(words, WORDS, draw)] + 0.5 * torch.randn(16, 16, 48, generator=draw)
+        images = self.get_buffer("pictures")[self.noisy(words, WORDS, draw)] + 0.5 * torch.randn(16, 16, 48, generator=draw)
         text = functional.normalize(self.text_project(self.text(self.embed(words)).mean(1)).float(), dim=-1)
         image = functional.normalize(self.image_project(self.image(self.patch(images)).mean(1)).float(), dim=-1)
         logits = self.log_scale.float().exp().clamp(max=100) * text @ image.t()

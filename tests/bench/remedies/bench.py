@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8debug
-from fp8debug.rules import Findings, Severity
+from fp8debug.rules import Finding, Severity
 from tests.recording.models import Net, batch, net
 from tests.recording.moe import Routed
 
@@ -224,7 +224,7 @@ def tried(trial: Trial, folder: Path) -> Outcome:
     finding = next((f for f in found if f.code == trial.code), None)
     healthy_model = made(planted=trial.situation)
     if trial.situation:
-        module = healthy_model.get_submodule(trial.module or "")
+        module: Any = healthy_model.get_submodule(trial.module or "")
         module.set_recipe("bf16")
     healthy = trained(healthy_model, folder / "healthy", trial.reference or trial.setting, what_if=())
     cured_model = made(planted=True, options=trial.options if trial.cured_options is None else trial.cured_options)
@@ -249,7 +249,7 @@ def _end(losses: Sequence[float]) -> float:
     return fmean(losses[-LAST:])
 
 
-def _sqnr(path: Path, finding: Findings | Any) -> float | None:
+def _sqnr(path: Path, finding: Finding | None) -> float | None:
     """Return the median SQNR of the finding's site over the last sampled steps."""
     if finding is None or not (finding.module and finding.gemm and finding.tensor):
         return None
