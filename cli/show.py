@@ -74,7 +74,7 @@ def command(
 
 
 class _Shown:
-    """How recorded rows are printed.
+    """Printer of recorded rows.
 
     Args:
         asked: the statistics.

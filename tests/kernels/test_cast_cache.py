@@ -243,7 +243,7 @@ def test_autocast_has_its_own_dtype() -> None:
 
 
 class Hearing(TorchDispatchMode):
-    """TeGemmObserver ops, and runs them."""
+    """Records ops, and runs them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -166,7 +166,7 @@ SCALED: set[Any] = set()
 
 
 class Listener(TorchDispatchMode):
-    """TeGemmObserver the GEMMs of one watch; see the module."""
+    """Mode that sees the GEMMs of one watch; see the module."""
 
     is_ours = True
     supports_higher_order_operators = True  # or torch refuses to run them, flex_attention among them
