@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
+from fp8debug.formats import SCALE_FORMATS
 from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 
 if TYPE_CHECKING:
@@ -73,9 +74,11 @@ class Scale:
         amax, _ = pair.as_read.block_extremes(pair.block)
         nonzero = amax > 0
         scale_inv = scale_inv.expand(amax.shape)
-        scaled_blocks = nonzero & (scale_inv > 0)  # an E4M3 scale may underflow
+        stored = SCALE_FORMATS[pair.cast.scale_format]
+        has_underflown = (scale_inv == 0) & (stored is not None and not stored.scale_only)  # as an E4M3 scale may; NaN has not
+        scaled_blocks = nonzero & ~has_underflown
         scaled = amax / scale_inv  # the largest of a block: a zero block's may be 0 / 0
-        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | ~scaled_blocks
+        lifted = (amax < pair.cast.amax_eps) | (amax.new_full((), pair.format_max) / amax).isinf() | has_underflown
         if pair.cast.scaling != "current":
             lifted = lifted & False
         return {

@@ -92,6 +92,16 @@ def test_scales_of_blocks_by_hand() -> None:
     assert found["zero_block_rate"] == 5 / 8 and found["eps_block_rate"] == 1 / 8
 
 
+@pytest.mark.parametrize("cast", [Cast(granularity="1x128"), Cast(format="e2m1fn", granularity="1x16", scale_format="e4m3fn")])
+def test_a_block_of_which_the_scale_is_nan_has_no_small_amax(cast: Cast) -> None:
+    x = torch.ones(4, 128)
+    q = quantize(x, cast)
+    broken = q._replace(scale_inv=torch.full_like(q.scale_inv, math.nan))
+    found = statistics(operand_pair(x, cast, broken))
+    assert found["num_eps_blocks"] == 0 and found["num_actual_nonfinite"] == x.numel()
+    assert math.isnan(found["scale_inv_sum_log2"])
+
+
 def test_worst_block_by_hand() -> None:
     x = torch.ones(2, 256)
     x[1, 130] = 2.0**-8
