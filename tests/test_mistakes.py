@@ -39,7 +39,7 @@ def model() -> nn.Module:
         (lambda: ANY.Cast(margin="a"), "margin must be a whole number, got 'a'"),
         (lambda: ANY.Cast(amax_eps=None), "amax_eps must be a number, got None"),
         (lambda: ANY.Cast(scaling="static", scale_inv="x"), "scale_inv must be a number, got 'x'"),
-        (lambda: ANY.Cast(format=3), "format must be one of e4m3fn, e5m2, got 3"),
+        (lambda: ANY.Cast(format=3), "format must be one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m3fn, e3m2fn, e2m1fn, got 3"),
         (lambda: ANY.get_recipe(None), "recipe must be one of bf16, "),
         (lambda: ANY.convert(None, "blockwise"), "expected an nn.Module to convert, got NoneType"),
         (lambda: ANY.convert(model(), "blockwise", ["a"]), "overrides is a dictionary from FQN globs to recipes, got ['a']"),

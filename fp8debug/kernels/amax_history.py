@@ -90,7 +90,7 @@ class ReferenceAmaxHistory:
     def _scale_inv_of(self, amax: Tensor) -> Tensor:
         """Return the scale_inv of the last call with that amax, which recomputation meets again; else the last one."""
         recent, (amaxes, scales) = self.memory[1 - _AFTER], self.memory[-2 * MAX_RECENT :].reshape(2, MAX_RECENT)
-        age = (recent.long() - 1 - torch.arange(MAX_RECENT, device=recent.device)) % MAX_RECENT
+        age = (recent.long() - 1 - torch.arange(MAX_RECENT, dtype=torch.int64, device=recent.device)) % MAX_RECENT
         best = torch.where((amaxes == amax.to(amaxes)) & (age < recent), age, MAX_RECENT).amin()
         place = (age == torch.where(best < MAX_RECENT, best, 0)).long().argmax(0, keepdim=True)
         scale_inv: Tensor = scales.gather(0, place).reshape(())
