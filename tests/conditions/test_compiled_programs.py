@@ -53,6 +53,7 @@ class Program(NamedTuple):
         checkpointed: kind of activation checkpointing of each block; empty for none.
         whole: compile the model, not each block.
         calls: calls of each block in a forward pass.
+        returns: "output", "loss" or "both": what the model returns.
         passes: forward passes before the backward pass of all of them.
         is_shared: one block stands for all.
         batches: rows of x by step; ``mark_dynamic`` where they vary.
@@ -63,6 +64,7 @@ class Program(NamedTuple):
     checkpointed: str = ""
     whole: bool = False
     calls: int = 1
+    returns: str = "output"
     passes: int = 1
     is_shared: bool = False
     batches: tuple[int, ...] = (16,)
@@ -76,12 +78,13 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(blocks[:1] * BLOCKS if program.is_shared else blocks)
         self.program = program
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         how = CHECKPOINTS.get(self.program.checkpointed)
         for block in self.blocks:
             for _ in range(self.program.calls):
                 x = cast(Tensor, block(x) if how is None else checkpoint(block, x, **how))
-        return x
+        loss = x.float().square().mean()
+        return {"output": x, "loss": loss, "both": (x, loss)}[self.program.returns]
 
 
 def train(program: Program, path: Path | None, *, compiles: bool = True) -> tuple[list[float], list[Tensor], dict[str, Any]]:
@@ -101,8 +104,11 @@ def train(program: Program, path: Path | None, *, compiles: bool = True) -> tupl
             x = torch.randn(program.batches[step % len(program.batches)], WIDTH, generator=given).bfloat16()
             if len(program.batches) > 1:
                 torch._dynamo.mark_dynamic(x, 0)
-            losses_now.append(model(x.requires_grad_()).float().square().mean())
-        loss = cast(Tensor, sum(losses_now))
+            output = model(x.requires_grad_())
+            if program.returns == "output":
+                output = output.float().square().mean()
+            losses_now.append(output[-1] if program.returns == "both" else output)
+        loss = cast(Tensor, sum(losses_now[1:], start=losses_now[0]))  # the only one is itself the root of the backward pass
         loss.backward()
         losses.append(loss.item())
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -131,6 +137,8 @@ PROGRAMS = {
     "two calls a step under checkpoints": Program(calls=2, checkpointed="plain"),
     "two forward passes before the backward pass": Program(passes=2),
     "batches that vary": Program(batches=(16, 24, 32, 8)),
+    "a model that returns its loss": Program(whole=True, returns="loss"),
+    "a model that returns its output and loss": Program(whole=True, returns="both"),
     "LoRA": Program(make=Lora),
     "code of inductor for batches that vary": Program(batches=(16, 32), options={"backend": "inductor"}),
     "reduce-overhead": Program(options={"mode": "reduce-overhead"}),
@@ -145,8 +153,9 @@ def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: 
     watched = train(program, tmp_path / "run")
     assert watched[0] == alone[0] and watched[2] == alone[2] and not alone[2]["recompile_limit"]
     assert all(torch.equal(a, b) for a, b in zip(watched[1], alone[1], strict=True))
-    # Eager checkpoints have let go of the input when wgrad runs: a repetition records more than they do.
-    eager = train(program._replace(checkpointed=""), tmp_path / "eager", compiles=False)
+    # Eager checkpoints have let go of the input when wgrad runs: a repetition of what lies in one records more than they do.
+    kept = program.checkpointed if program.whole or program.checkpointed == "reentrant" else ""
+    eager = train(program._replace(checkpointed=kept), tmp_path / "eager", compiles=False)
     if "backend" in program.options and program.options["backend"] == "aot_eager":
         assert eager[0] == alone[0]
         assert_same_rows(tmp_path / "run", tmp_path / "eager")

@@ -87,7 +87,7 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--dump", "a:b"], "unknown gemm of dump 'a:b' 'b'"),
-        (["--what-if", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8'?"),
+        (["--what-if", "mxfp9"], "unknown recipe 'mxfp9': did you mean 'mxfp8' or 'mxfp4' or 'mxfp6_e3m2'?"),
         (["--shadow-rows", "0"], "--shadow-rows must be at least 1, got 0"),
         (["--budget", "much"], "a size is a number of bytes or a text such as '50GB', got 'much'"),
         (["--total-steps", "0"], "--total-steps must be at least 1, got 0"),

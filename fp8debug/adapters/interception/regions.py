@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.interception.calls import observe_regions
 from fp8debug.adapters.interception.listener import listener_of
@@ -243,7 +244,7 @@ class Regions:
                     self._refuse(region.module, error)
 
             if places:
-                self._outputs.append(register_multi_grad_hook([trained[i] for i in places], backward))
+                self._outputs += _when_known([trained[i] for i in places], backward)
                 self._listener.unowned_gemms.clear()
                 self._listener.unowned_gemms.update(before.unowned_gemms)
         except Exception as error:
@@ -364,6 +365,33 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
             for name, value in then.items():
                 if name not in now or now[name] is not value:
                     now[name] = value
+
+
+def _when_known(tensors: Sequence[Tensor], take: Callable[[Sequence[Tensor | None]], None]) -> list[RemovableHandle]:
+    """Have a function take the gradients of tensors, in each backward pass that computes one of them.
+
+    ``register_multi_grad_hook`` waits for good where the only root of a backward pass is one of the tensors: a compiled model
+    that returns its loss, or a compiled block inside a reentrant checkpoint [seen: torch 2.13].
+
+    Args:
+        tensors: shape (...) each, with gradients.
+        take: is given a gradient for each of them, None where there is none.
+
+    Returns:
+        Handles whose ``remove`` ends it.
+    """
+    edges = [get_gradient_edge(x) for x in tensors]
+    nodes = {id(edge.node): edge.node for edge in edges}
+    known: dict[int, dict[int, tuple[Tensor | None, ...]]] = {}  # of a node, by its id, in a backward pass
+
+    def see(key: int, grads: tuple[Tensor | None, ...]) -> None:
+        found = known.setdefault(torch._C._current_graph_task_id(), {})
+        found[key] = grads
+        if all(other in found or not torch._C._will_engine_execute_node(node) for other, node in nodes.items()):
+            del known[torch._C._current_graph_task_id()]
+            take([found[id(edge.node)][edge.output_nr] if id(edge.node) in found else None for edge in edges])
+
+    return [node.register_prehook(partial(see, key)) for key, node in nodes.items()]
 
 
 def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -138,6 +138,7 @@ def test_the_json_document_is_the_documented_one(tmp_path: Path) -> None:
             "step": None,
             "module": CULPRIT,
             "code": "F101",
+            "bf16": None,
         },
         "findings": [
             {
