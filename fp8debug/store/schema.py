@@ -249,6 +249,7 @@ Printed by `python -m fp8debug.store.schema` from `fp8debug/store/schema.py`; sc
 runs/exp1/
   manifest.json                          schema version, modules, recipe, environment
   speed.json                             what its GEMMs take on a GPU, from fp8debug speed (docs/speed.md)
+  notes.json                             what people noted on steps and modules, from the dashboard (docs/dashboard.md)
   rank=00000/manifest.json               rank, world size, device, versions
   rank=00000/stats/part-00000.parquet    one row per step, rank, site, cast and reference
   rank=00000/steps/part-00000.parquet    one row per step and rank
