@@ -270,10 +270,6 @@ def _divergence(
     return replace(base, cause=cause, what=f"{words}; {told}", evidence=(*evidence, moved.words))
 
 
-def _next_seen(finding: Finding) -> str:
-    return f"{name_of(finding)} is first seen at step {finding.steps[0]}, the next sampled step, and may be its consequence"
-
-
 def _from_outside(base: Classification, lost: Finding, before: Sequence[Finding], evidence: tuple[str, ...]) -> Classification:
     """Return the class of a first NaN or Inf that no Linear produced; errors of casts before it leave open what led to it."""
     found = replace(base, cause="not-fp8", what=lost.message, evidence=(*evidence, lost.cure))

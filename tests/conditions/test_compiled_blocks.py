@@ -24,7 +24,7 @@ from fp8debug.linear import Fp8Linear
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 
-BLOCKS, WIDTH, STEPS = 12, 32, 4
+BLOCKS, WIDTH, STEPS = 3, 32, 4
 WHEN = ["before", "after", "running"]
 
 pytestmark = COMPILES
@@ -40,11 +40,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Twelve blocks and a head that is never compiled; ``is_checkpointed`` recomputes each block in the backward pass."""
+    """Blocks and a head that is never compiled; ``is_checkpointed`` recomputes each block in the backward pass."""
 
-    def __init__(self, make: Callable[[int, int], nn.Linear]) -> None:
+    def __init__(self, make: Callable[[int, int], nn.Linear], blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(make) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(make) for _ in range(blocks))
         self.head = make(WIDTH, WIDTH)
         self.is_checkpointed = False
 
@@ -54,11 +54,11 @@ class Net(nn.Module):
         return cast(Tensor, self.head(x))
 
 
-def net(kind: str) -> Net:
+def net(kind: str, blocks: int = BLOCKS) -> Net:
     torch.manual_seed(0)
     if kind == "scaled":
-        return Net(ScaledLinear).bfloat16()
-    model = Net(nn.Linear).bfloat16()
+        return Net(ScaledLinear, blocks).bfloat16()
+    model = Net(nn.Linear, blocks).bfloat16()
     if kind.startswith("torchao"):
         float8 = pytest.importorskip("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(kind.split()[1])
@@ -80,11 +80,12 @@ def train(
     device: str = "cpu",
     backend: str = "eager",
     recorded: str = "as_is",
+    blocks: int = BLOCKS,
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Return losses, last gradients and what Dynamo counted."""
     torch._dynamo.reset()
     counters.clear()
-    model = net(kind).to(device)
+    model = net(kind, blocks).to(device)
     model.is_checkpointed = checkpointed
     if hook:
         for block in model.blocks:
@@ -154,6 +155,15 @@ def test_compiled_code_is_as_without_a_watch(kind: str, whole: bool, tmp_path: P
     assert_same(train(kind, tmp_path / "repeated", "before", whole=whole, recorded="repeat"), alone)
 
 
+@pytest.mark.parametrize("kind", ["scaled", "torchao tensorwise"])
+def test_more_blocks_than_dynamo_recompiles_share_a_graph(kind: str, tmp_path: Path) -> None:
+    """A guard on something of ours in each block had ended the job at the ninth."""
+    blocks = torch._dynamo.config.recompile_limit + 2
+    watched = train(kind, tmp_path / "run", "before", blocks=blocks)
+    assert_same(watched, train(kind, None, "never", blocks=blocks))
+    assert not watched[2]["recompile_limit"] and watched[2]["stats"]["unique_graphs"] == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
@@ -178,7 +188,7 @@ def test_eager_modules_are_recorded_and_compiled_ones_named_once(tmp_path: Path,
     train("scaled", tmp_path / "run", "before")
     lines = [line for line in capsys.readouterr().err.splitlines() if "torch.compile" in line]
     assert lines == [
-        "fp8debug: 24 of 25 modules are not recorded at step 0 (blocks.0.up is the first): not called outside code under"
+        "fp8debug: 6 of 7 modules are not recorded at step 0 (blocks.0.up is the first): not called outside code under"
         " torch.compile, which is not recorded; watch(..., compiled='repeat') repeats sampled calls in eager code,"
         " watch(..., compiled='eager') runs sampled steps without torch.compile"
     ]
@@ -186,7 +196,7 @@ def test_eager_modules_are_recorded_and_compiled_ones_named_once(tmp_path: Path,
     assert run.sql("SELECT DISTINCT module FROM sites").column("module").to_pylist() == ["head"]
     told = {m["fqn"]: (m["observed"], m["reason"]) for m in run.modules}
     assert told["head"] == (True, None)
-    assert told["blocks.3.down"][0] is False and "not called outside code under torch.compile" in told["blocks.3.down"][1]
+    assert told["blocks.2.down"][0] is False and "not called outside code under torch.compile" in told["blocks.2.down"][1]
 
 
 def test_code_of_ours_that_runs_after_a_graph_break_is_not_compiled(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
-BLOCKS, WIDTH, STEPS = 12, 32, 4
+BLOCKS, WIDTH, STEPS = 4, 32, 4
 pytestmark = COMPILES
 
 
