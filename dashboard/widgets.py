@@ -12,7 +12,7 @@ from dash.development.base_component import Component
 from .data.healthy_ranges import envelope
 from .figures.plot import Figure
 from .figures.theme import ICONS, NO_DATA, WORDS
-from .web.mantine import dmc
+from .web.mantine import COMBO_BOX, dmc
 
 Child = Component | str | None
 _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
@@ -185,8 +185,8 @@ def control(name: str, default: str, value: str, options: Sequence[Any], label: 
         allowDeselect=False,
         size="xs",
         w=width,
-        comboboxProps={"width": max(width, 260), "position": "bottom-start", "keepMounted": False},  # of 400 steps it is seen
-        maxDropdownHeight=420,
+        comboboxProps={**COMBO_BOX, "width": max(width, 260), "position": "bottom-start"},  # of 400 steps it is seen
+        withScrollArea=False,
         className="control",
     )
     return component
@@ -220,7 +220,7 @@ def slider(name: str, default: int, value: int, label: str, marks: Sequence[int]
                 w=420,
                 mb=16,
                 updatemode="drag",  # it is answered while it moves; fp8debug.js sees to it that not every value is asked for
-                **{"aria-label": label},
+                thumbLabel=label,
             ),
         ]
     )

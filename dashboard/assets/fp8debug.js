@@ -318,6 +318,16 @@
       window.React.createElement("span", null, props.data.word));
   };
 
+  // Mantine's choices are combo boxes but do not say so: to a screen reader they would be text that happens to have a list.
+  const asComboBox = (input) => {
+    const isOpen = input.dataset.expanded === "true";
+    const list = isOpen && Array.from(document.querySelectorAll("[role=listbox]")).find((one) => one.checkVisibility());
+    input.setAttribute("role", "combobox");
+    input.setAttribute("aria-expanded", String(isOpen));
+    if (list) input.setAttribute("aria-controls", list.id); else input.removeAttribute("aria-controls");
+  };
+  new MutationObserver((changes) => changes.forEach(({ target }) => requestAnimationFrame(() => asComboBox(target))))
+    .observe(document, { subtree: true, attributeFilter: ["data-expanded"] });
   document.addEventListener("keydown", (event) => {
     const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName) || event.target.isContentEditable;
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;

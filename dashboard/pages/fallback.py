@@ -134,7 +134,7 @@ def layout(view: View, run_view: RunView) -> Component:
                     card(
                         "The file",
                         html.Div(notes, id="fallback-notes"),
-                        html.Pre(text, id="exported"),
+                        html.Pre(text, id="exported", tabIndex=0),
                         dcc.Download(id="fallback-file"),
                         note=html.Div([to, copy, save], className="controls"),
                         grow=True,

@@ -100,7 +100,7 @@ def layout(view: View, run_view: RunView) -> Component:
             html.Div(
                 [
                     card("Evidence", html.Div(head, id="finding-head"), graph("evidence", figure), grow=True),
-                    card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual")),
+                    card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual", tabIndex=0)),
                 ],
                 className="columns columns-wide-left",
             ),

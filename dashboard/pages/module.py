@@ -93,7 +93,8 @@ def layout(view: View, run_view: RunView) -> Component:
     if module is None:
         why = suggest(view.get("module"), [str(m["fqn"]) for m in run_view.run.modules])
         words = note(f"No module {view.get('module')!r} in this run: {why}", kind="error")
-        return html.Div(card("Cannot show this", words, note("Press / to search all modules.")), className="page")
+        heading = html.H1("No such module", className="only-read")
+        return html.Div([heading, card("Cannot show this", words, note("Press / to search all modules."))], className="page")
     head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, run_view)
     steps = _sampled(run_view, module)
     step = chosen_step(view, run_view, module, steps)
@@ -311,6 +312,7 @@ def _head(view: View, run_view: RunView, module: str) -> list[Component | None]:
         html.Span(f"{at + 1} of {len(names)} in execution order", className="dim"),
         _neighbour("→ ", names[at + 1] if at + 1 < len(names) else None, view, kept),
     ]
+    beside: dict[str, Any] = {"aria-label": "neighbours in execution order"}
     pairs = [
         ("kind", str(entry.get("kind") or NO_DATA)),
         ("in x out", f"{number(entry.get('in_features'))} x {number(entry.get('out_features'))}"),
@@ -341,7 +343,7 @@ def _head(view: View, run_view: RunView, module: str) -> list[Component | None]:
         for f in suffers
     ]
     return [
-        html.Div([html.H1(module), html.Nav(steps, className="neighbours")], className="module-title"),
+        html.Div([html.H1(module), html.Nav(steps, className="neighbours", **beside)], className="module-title"),
         facts(pairs),
         *(lines or (_silent(run_view, module, judged),)),
     ]
@@ -419,7 +421,7 @@ def _casts(run_view: RunView, module: str, site: tuple[str, str], step: int) -> 
     return html.Div(
         [
             html.H3(f"casts side by side: {caption}"),
-            table(["Cast", "", *map(_head_of, columns)], body, tuple(numeric), name="casts"),
+            table(["Cast", "Role", *map(_head_of, columns)], body, tuple(numeric), name="casts"),
         ]
     )
 

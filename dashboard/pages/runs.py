@@ -21,7 +21,7 @@ WAIT_S = 3.0
 #: What stands for the first finding until the rules have run.
 LOOKING = "triage is running"
 
-_TICK: dict[str, Any] = {"colId": "tick", "headerName": "", "cellRenderer": "Tick", "sortable": False, "filter": False}
+_TICK: dict[str, Any] = {"colId": "tick", "headerName": "✓", "cellRenderer": "Tick", "sortable": False, "filter": False}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {**_TICK, "width": 34, "minWidth": 34, "maxWidth": 34, "resizable": False},
     {"field": "name", "headerName": "Run", "cellRenderer": "Link", "width": 180, "tooltipField": "name"},

@@ -74,7 +74,9 @@ def make_app(path: str | Path | ServedFolder) -> dash.Dash:
         dev_tools_hot_reload=False,
         dev_tools_disable_version_check=True,
     )
-    app.index_string = app.index_string.replace("{%metas%}", f"<script>{EARLY}</script>{{%metas%}}")
+    app.index_string = app.index_string.replace("<html>", '<html lang="en">').replace(
+        "{%metas%}", f"<script>{EARLY}</script>{{%metas%}}"
+    )
     serve_library(app)
     leave_out_grid(app)
     _route(app, source)

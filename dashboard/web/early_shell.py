@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SCRIPTS = "FP8DEBUG_SCRIPTS"
 #: How a page begins: the template of the app goes on after its own "<head>". assets/fp8debug.js takes over what comes.
 HEAD = f"""<!DOCTYPE html>
-<html>
+<html lang="en">
 <head>
 <script nonce="{{nonce}}">window.earlyPlots = new Promise((resolve, reject) => {{
   const script = document.createElement("script");

@@ -41,3 +41,6 @@ def _package() -> Any:
 
 
 dmc = _package()
+
+#: Of every choice: its list is made when it opens, inside the page's main part, where screen readers look for content.
+COMBO_BOX: dict[str, Any] = {"keepMounted": False, "portalProps": {"target": "#page"}}

@@ -20,7 +20,7 @@ from ..pages.base import Page
 from ..pages.contents import CONTENTS
 from ..widgets import card, code, note
 from . import source as sources
-from .mantine import dmc
+from .mantine import COMBO_BOX, dmc
 from .run_view import RunView
 from .source import ServedFolder
 from .urls import View, href, parse
@@ -104,12 +104,13 @@ def page_of(view: View, source: ServedFolder) -> Component:
         if is_list(view, source):
             from ..pages import runs
 
-            return runs.layout(source)
+            return html.Div([_heading("Runs"), runs.layout(source)])
         if view.page not in PAGES:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
         run_view = source.open(view.run)
         shown = PAGES[view.page].layout(view, run_view)
-        return html.Div([html.Div(problems(run_view), id="problems"), shown])
+        head = [] if view.page == "module" else [_heading(f"{CONTENTS[view.page].title} of {run_view.name}")]  # it has its own
+        return html.Div([*head, html.Div(problems(run_view), id="problems"), shown])
     except Fp8DebugError as error:
         back = dcc.Link("all runs", href="/") if source.is_folder else dcc.Link("overview", href="/")
         waiting = "This page looks again by itself while the run is being written."
@@ -117,7 +118,14 @@ def page_of(view: View, source: ServedFolder) -> Component:
         if isinstance(error, RunError):
             folder = source.path / str(view.run) if source.is_folder else source.path
             again = note("If nobody is writing it, record another: ", code(f"fp8debug run --out {folder}-2 train.py"))
-        return html.Div(card("Cannot show this", note(str(error), kind="error"), note(waiting), again, back), className="page")
+        shown = card("Cannot show this", note(str(error), kind="error"), note(waiting), again, back)
+        return html.Div([_heading("Cannot show this"), shown], className="page")
+
+
+def _heading(text: str) -> Component:
+    """Return the heading of a page for who has it read: on screen the navigation says as much."""
+    heading: Component = html.H1(text, className="only-read")
+    return heading
 
 
 def is_pending(view: View, source: ServedFolder) -> bool:
@@ -150,7 +158,8 @@ def navigation(view: View, source: ServedFolder) -> Component:
             className="run-choice",
             searchable=True,
             allowDeselect=False,
-            comboboxProps={"keepMounted": False},
+            comboboxProps=COMBO_BOX,
+            withScrollArea=False,
             **{"aria-label": "run"},
         )
         links.append(choice)
@@ -164,7 +173,8 @@ def navigation(view: View, source: ServedFolder) -> Component:
     shown = CONTENTS[view.page].title if view.page in CONTENTS else "Pages"
     expands: dict[str, Any] = {"aria-expanded": "false", "aria-controls": "tabs"}
     menu = html.Button(["☰ ", shown], id="menu", className="linkish", title="the pages of this run", **expands)
-    return html.Div([*links, menu, html.Nav(tabs, id="tabs", className="tabs"), _search(view, source)], className="nav")
+    pages = html.Nav(tabs, id="tabs", className="tabs", **{"aria-label": "pages"})
+    return html.Div([*links, menu, pages, _search(view, source)], className="nav")
 
 
 def _search(view: View, source: ServedFolder) -> Component:
@@ -183,7 +193,8 @@ def _search(view: View, source: ServedFolder) -> Component:
         size="xs",
         className="module-search",
         nothingFoundMessage="no such module",
-        comboboxProps={"keepMounted": False},
+        comboboxProps=COMBO_BOX,
+        withScrollArea=False,
         **{"aria-label": "find a module"},
     )
     return search

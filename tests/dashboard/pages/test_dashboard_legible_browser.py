@@ -137,12 +137,34 @@ def test_no_word_is_broken_to_fit_a_column(narrow_page: Page, site: str) -> None
     assert broken == []
 
 
+def violations(page: Page) -> list[str]:
+    """Return what axe-core finds against WCAG and good practice, each with the first element that it is about."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed").Axe()
+    found = axe.run(page).response["violations"]
+    return [f"{one['id']}: {one['help']}: {one['nodes'][0]['html'][:120]}" for one in found]
+
+
 @browser_test
 @pytest.mark.parametrize("narrow_page", [(1256, "light"), (1256, "dark")], indirect=True, ids=["light", "dark"])
-def test_text_and_controls_have_enough_contrast(narrow_page: Page, site: str) -> None:
+def test_nothing_keeps_people_from_reading_or_using_a_page(narrow_page: Page, site: str) -> None:
     for name, address in samples.PAGES.items():
         settle(narrow_page, site + address)
         assert narrow_page.evaluate(POOR) == [], f"too little contrast on {name}"
+        assert violations(narrow_page) == [], name
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "dark")], indirect=True)
+def test_menus_and_pages_that_are_none_can_be_used_too(narrow_page: Page, site: str) -> None:
+    for address in ("/module?run=sick&module=no.such", "/nowhere?run=sick"):
+        settle(narrow_page, site + address)
+        assert violations(narrow_page) == [], address
+    settle(narrow_page, f"{site}/heatmap?run=sick")
+    narrow_page.locator("#menu").click()
+    assert violations(narrow_page) == []
+    narrow_page.get_by_label("metric").click()
+    expect(narrow_page.get_by_role("option").first).to_be_visible()
+    assert violations(narrow_page) == []
 
 
 @browser_test
