@@ -36,6 +36,7 @@ COMMANDS = {
     "verify": "Re-run a window with the candidates and say what they buy.",
     "bisect": "Find by the loss alone what must leave FP8.",
     "import": "Turn another tool's statistics into a run.",
+    "report": "Write a run as one page of HTML to send around.",
     "explain": "Print a rule's manual page.",
     "plan": "Say what a run will write, and keep it within a budget.",
     "compact": "Thin a run's statistics without changing a verdict.",

@@ -88,8 +88,14 @@ def _is_accused(finding: Finding, rows: Sequence[dict[str, Any]], column: str) -
     return any(math.isclose(value, finding.value, rel_tol=1e-6) for value in values)
 
 
-def loss_chart(run: Run, findings: Findings) -> Chart | None:
-    """Return the loss with a line where each finding begins; None when none was recorded."""
+def loss_chart(run: Run, findings: Findings, baseline: Run | None = None) -> Chart | None:
+    """Return the loss with a line where each finding begins; None when none was recorded.
+
+    Args:
+        run: the run.
+        findings: in it.
+        baseline: a run whose loss is drawn beside it.
+    """
     steps, losses = read_losses(run)
     if not steps:
         return None
@@ -97,4 +103,6 @@ def loss_chart(run: Run, findings: Findings) -> Chart | None:
     for finding in findings:
         begins.setdefault(finding.steps[0], []).append(finding.code)
     marks = [(step, " ".join(dict.fromkeys(codes))) for step, codes in sorted(begins.items())]
-    return Chart(title="training loss", steps=steps, values=losses, marks=marks[:12], width=900, height=240)
+    others = ([], []) if baseline is None else read_losses(baseline)
+    beside = (baseline.name, *others) if baseline is not None and others[0] else None
+    return Chart(title="training loss", steps=steps, values=losses, marks=marks[:12], beside=beside, width=900, height=240)

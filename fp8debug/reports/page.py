@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -43,17 +44,25 @@ def to_html(run: Run, findings: Findings) -> str:
         run: the run that was judged.
         findings: what triage found in it.
     """
-    classification = findings.classification or {}
-    body = [
-        _header(run, findings),
-        _classification(classification),
-        _todo(findings),
-        _loss(run, findings),
-        _findings(run, findings),
-        _baseline(findings.baseline),
-        _appendix(run, findings),
-    ]
+    body = [*verdict_sections(run, findings), *finding_sections(run, findings), appendix(run, findings)]
     return document(f"{findings.run}: {findings.verdict}", body)
+
+
+def verdict_sections(run: Run, findings: Findings, baseline: Run | None = None) -> list[str]:
+    """Return the sections that a reader needs first: verdict, class of the problem, what to do, loss.
+
+    Args:
+        run: the run.
+        findings: in it.
+        baseline: a run whose loss is drawn beside it.
+    """
+    classification = _classification(findings.classification or {})
+    return [_header(run, findings), classification, _todo(findings), loss_section(run, findings, baseline)]
+
+
+def finding_sections(run: Run, findings: Findings) -> list[str]:
+    """Return the findings with their evidence, and the comparison with the baseline that they were made with."""
+    return [_findings(run, findings), _baseline(findings.baseline)]
 
 
 def document(title: str, body: Iterable[str]) -> str:
@@ -140,12 +149,15 @@ def _todo(findings: Findings) -> str:
     return f"<section class='panel'><h2>What to do now</h2><ol>{''.join(f'<li>{step}</li>' for step in steps)}</ol></section>"
 
 
-def _loss(run: Run, findings: Findings) -> str:
-    chart = loss_chart(run, findings)
+def loss_section(run: Run, findings: Findings, baseline: Run | None = None) -> str:
+    """Return the section of the loss: one chart for a wide page, one for a narrow one."""
+    chart = loss_chart(run, findings, baseline)
     if chart is None:
         return "<section class='panel'><h2>Loss</h2><p class='muted'>not recorded</p></section>"
+    narrow = replace(chart, width=430, height=220, marks=chart.marks[:6])
     return (
-        f"<section class='panel'><h2>Loss</h2>{chart.to_svg()}<p class='muted'>A line marks where a finding begins.</p></section>"
+        f"<section class='panel'><h2>Loss</h2><div class='wide'>{chart.to_svg()}</div><div class='narrow'>{narrow.to_svg()}</div>"
+        "<p class='muted'>A line marks where a finding begins.</p></section>"
     )
 
 
@@ -198,7 +210,8 @@ def _baseline(baseline: Mapping[str, Any] | None) -> str:
     return f"<section class='panel'><h2>Against {escape(baseline['run'])}</h2>{bullets(lines)}</section>"
 
 
-def _appendix(run: Run, findings: Findings) -> str:
+def appendix(run: Run, findings: Findings) -> str:
+    """Return what could not be read or judged, the thresholds, and the version."""
     skipped = bullets(f"{code}: {reason}" for code, reason in findings.skipped) or "<p>None.</p>"
     limits = bullets(f"{code}: {_limits(values)}" for code, values in findings.thresholds.items())
     problems = bullets(run.problems)

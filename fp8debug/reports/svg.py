@@ -26,6 +26,7 @@ class Chart:
         limit: a threshold, drawn dashed; None for none.
         span: steps to shade, both included; None for none.
         marks: (step, label) of vertical lines.
+        beside: (name, steps, values) of another run's line, drawn dashed behind this one; None for none.
         width: in pixels.
         height: in pixels.
     """
@@ -36,6 +37,7 @@ class Chart:
     limit: float | None = None
     span: tuple[int, int] | None = None
     marks: Sequence[tuple[int, str]] = ()
+    beside: tuple[str, Sequence[int], Sequence[float | None]] | None = None
     width: int = 430
     height: int = 170
 
@@ -47,11 +49,15 @@ class Chart:
             why = "; ".join(_gap_words(*gap) for gap in gaps) or "not recorded"
             return f"<p class='muted'>{escape(self.title)}: {escape(why)}, no finite value</p>"
         is_log = min(known) > 0 and max(known) / min(known) > 1000
-        ends = [*known, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
+        other = [] if self.beside is None else [list(line) for line in _lines(*self.beside[1:])]
+        known_too = [value for line in other for _, value in line]
+        is_log = is_log and min(known_too, default=1.0) > 0
+        ends = [*known, *known_too, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
         low, high = min(ends), max(ends)
         if low == high:
             low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
-        first, last = self.steps[0], max(self.steps[-1], self.steps[0] + 1)
+        all_steps = [*self.steps, *(step for line in other for step, _ in line)]
+        first, last = min(all_steps), max(*all_steps, min(all_steps) + 1)
 
         def across(step: float) -> float:
             return _LEFT + (step - first) / (last - first) * (self.width - _LEFT - _RIGHT)
@@ -96,9 +102,13 @@ class Chart:
             parts.append(
                 f"<text x='{at + (-4 if side else 4):.1f}' y='{height}' class='tick strong{side}'>{escape(label)}</text>"
             )
-        for line in self._lines():
-            points = [(across(step), down(value)) for step, value in line]
-            parts.append(f"<polyline points='{' '.join(f'{x:.1f},{y:.1f}' for x, y in points)}' class='line'/>")
+        for name, lines in (("line beside", other), ("line", list(_lines(self.steps, self.values)))):
+            for line in lines:
+                points = " ".join(f"{across(step):.1f},{down(value):.1f}" for step, value in line)
+                parts.append(f"<polyline points='{points}' class='{name}'/>")
+        if self.beside is not None:
+            told = f"dashed: {self.beside[0]}"
+            parts.append(f"<text x='{self.width - _RIGHT}' y='14' class='tick end'>{escape(told)}</text>")
         for step, value in self._dots():
             told = f"<title>step {step}: {value:.6g}</title>"
             parts.append(f"<circle cx='{across(step):.1f}' cy='{down(value):.1f}' r='2.4' class='dot'>{told}</circle>")
@@ -118,19 +128,20 @@ class Chart:
                 ends_here = stretch[-1][0] == self.steps[-1]
                 yield stretch[0][0], None if ends_here else stretch[-1][0], max(word for _, word in stretch)
 
-    def _lines(self) -> Iterator[list[tuple[int, float]]]:
-        """Yield the unbroken stretches, thinned."""
-        line: list[tuple[int, float]] = []
-        for step, value in [*zip(self.steps, self.values, strict=True), (0, None)]:
-            if value is not None and math.isfinite(value):
-                line.append((step, value))
-            elif line:
-                yield thinned(line, MAX_POINTS)
-                line = []
-
     def _dots(self) -> list[tuple[int, float]]:
         found = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if v is not None and math.isfinite(v)]
         return found if len(found) <= 120 else []
+
+
+def _lines(steps: Sequence[int], values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:
+    """Yield the unbroken stretches of finite values, thinned."""
+    line: list[tuple[int, float]] = []
+    for step, value in [*zip(steps, values, strict=True), (0, None)]:
+        if value is not None and math.isfinite(value):
+            line.append((step, value))
+        elif line:
+            yield thinned(line, MAX_POINTS)
+            line = []
 
 
 def _gap_words(first: int, last: int | None, word: str) -> str:
