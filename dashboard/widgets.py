@@ -192,6 +192,25 @@ def control(name: str, default: str, value: str, options: Sequence[Any], label: 
     return component
 
 
+#: Between several values of one setting in the URL; fp8debug.js has the same.
+SEPARATOR = "~"
+
+
+def text_control(name: str, value: str, label: str, placeholder: str, width: int = 180) -> Component:
+    """Return a line of text that lives in the URL, written there when typing pauses."""
+    component: Component = dmc.TextInput(
+        id={"control": name, "default": ""},
+        value=value,
+        label=label,
+        placeholder=placeholder,
+        debounce=350,
+        size="xs",
+        w=width,
+        className="control",
+    )
+    return component
+
+
 def segments(name: str, default: str, value: str, options: Sequence[Any], label: str) -> Component:
     """Return a choice of few, all of them visible."""
     return html.Div(

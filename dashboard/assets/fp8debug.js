@@ -140,7 +140,7 @@
     return text ? "?" + text : "";
   };
   const set = (values) => go(window.location.pathname, changed(window.location.search, values));
-  const word = (value) => String(value ?? "");
+  const word = (value) => (Array.isArray(value) ? value.join("~") : String(value ?? ""));
 
   // What decides the layout of a page, as urls.py has it; the other settings only decide what its figures show.
   const placeOf = (pathname, search) => {
@@ -171,7 +171,10 @@
     const { pathname, search } = window.location;
     if (!ids.length || !isOnScreen(here) || placeOf(pathname, search) !== layout.place) return;
     const wanted = {};
-    ids.forEach((id, i) => { wanted[id.control] = word(values[i]) === word(id.default) ? null : values[i]; });
+    ids.forEach((id, i) => { wanted[id.control] = word(values[i]) === word(id.default) ? null : word(values[i]); });
+    const now = new URLSearchParams(search), isNew = (key) => key in wanted && word(wanted[key]) !== word(now.get(key));
+    if (["fold", "sort", "filter"].some(isNew)) wanted.rows = null;  // the rows of a heatmap are numbered in their order
+    if (isNew("fold")) wanted.open = null;
     const known = new URLSearchParams(search), next = new URLSearchParams(changed(search, wanted));
     if (next.toString() === known.toString()) return;
     const keys = Object.keys(wanted).filter((key) => known.get(key) !== next.get(key)).join(" ");
@@ -256,18 +259,36 @@
         const point = click && click.points && click.points[0];
         if (!point || !Number.isFinite(Number(point.x)) || point.y === undefined) return;
         const now = new URLSearchParams(window.location.search);
-        const site = now.get("site");
+        const { meta } = document.querySelector("#heat .js-plotly-plot").layout;
+        if (meta && meta.folds.includes(point.y)) {
+          const opened = (now.get("open") || "").split("~").filter(Boolean);
+          set({ open: [...opened, plainText(String(point.y))].join("~"), rows: null });
+          return;
+        }
+        // A health says which metric at which site is worst.
+        const [, metric, worst] = /(\w+) at (\w+\.\w+)/.exec(point.text || "") || [];
+        const site = worst || now.get("site");
         visit("/module", changed("", { run: now.get("run"), module: plainText(String(point.y)), step: Math.trunc(Number(point.x)),
-          metric: now.get("metric"), site: site && site.includes(".") ? site : null }));
+          metric: metric || now.get("metric"), site: site && site.includes(".") ? site : null }));
       },
       // A box drawn in the heatmap asks for its steps at full resolution; a double click takes the range away again.
       zoom(change) {
         if (!change) return;
-        const ends = ["xaxis.range[0]", "xaxis.range[1]"].map((key) => Number(change[key]));
-        if (ends.every(Number.isFinite)) {
-          const [from, to] = [Math.max(0, Math.ceil(Math.min(...ends))), Math.max(0, Math.floor(Math.max(...ends)))];
-          if (to >= from) set({ from, to });
-        } else if (change["xaxis.autorange"]) set({ from: null, to: null });
+        const ends = (axis) => [0, 1].map((i) => Number(change[`${axis}axis.range[${i}]`]));
+        const steps = ends("x"), rows = ends("y"), wanted = {};
+        if (steps.every(Number.isFinite)) {
+          const [from, to] = [Math.max(0, Math.ceil(Math.min(...steps))), Math.max(0, Math.floor(Math.max(...steps)))];
+          if (to >= from) Object.assign(wanted, { from, to });
+        } else if (change["xaxis.autorange"]) Object.assign(wanted, { from: null, to: null });
+        const plot = document.querySelector("#heat .js-plotly-plot");
+        const num = plot && plot._fullLayout.yaxis._categories.length;
+        if (rows.every(Number.isFinite) && num) {
+          // Row i is drawn from i - 0.5 to i + 0.5; one of which a tenth is in the box is not meant.
+          const low = Math.max(0, Math.floor(Math.min(...rows) + 0.6)), high = Math.min(num - 1, Math.ceil(Math.max(...rows) - 0.6));
+          const first = Number((new URLSearchParams(window.location.search).get("rows") || "0").split(":")[0]) || 0;
+          if (high >= low && high - low + 1 < num) wanted.rows = `${first + low}:${first + high}`;
+        } else if (change["yaxis.autorange"]) wanted.rows = null;
+        if (Object.keys(wanted).length) set(wanted);
       },
       // The list may be set anew at any time: a run that is gone is no longer ticked.
       listed(rows) {

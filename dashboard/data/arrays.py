@@ -53,8 +53,11 @@ def ints(table: pa.Table, name: str) -> Ints:
     return numbers_of(column, np.int64).astype(np.int32)
 
 
-def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
-    """Return rows of (module, cell, step, v, kind, state) as an array of modules, in the given order, by cells of steps."""
+def _places(table: pa.Table, modules: list[str]) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], Ints]:
+    """Return the modules that are there, in the given order, each row's place among them and among the cells, and the steps.
+
+    The steps are the first of each cell.
+    """
     coded = table.column("module").cast(pa.string()).combine_chunks().dictionary_encode()
     named, codes = coded.dictionary.to_pylist(), numbers_of(coded.indices, np.int32)
     order = {name: i for i, name in enumerate(dict.fromkeys([*modules, *named]))}
@@ -62,15 +65,22 @@ def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: 
     row = {name: i for i, name in enumerate(present)}
     cells, index = np.unique(ints(table, "cell"), return_inverse=True)
     rows = np.array([row[name] for name in named], dtype=np.int64)[codes]
-    values = np.full((len(present), len(cells)), np.nan, dtype=np.float32)
-    kinds = np.zeros((len(present), len(cells)), dtype=np.int32)
-    states = np.full((len(present), len(cells)), MISSING, dtype=np.int8)
     steps = np.full(len(cells), np.iinfo(np.int32).max, dtype=np.int32)
+    np.minimum.at(steps, index, ints(table, "step"))
+    return present, rows, index, steps
+
+
+def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: int) -> Heat:
+    """Return rows of (module, cell, step, v, kind, state) as an array of modules, in the given order, by cells of steps."""
+    present, rows, index, steps = _places(table, modules)
+    shape = len(present), len(steps)
+    values = np.full(shape, np.nan, dtype=np.float32)
+    kinds = np.zeros(shape, dtype=np.int32)
+    states = np.full(shape, MISSING, dtype=np.int8)
     own, known = known_floats(table, "v")
     values[rows, index] = np.where(known, own, np.float32(np.nan))
     kinds[rows, index] = ints(table, "kind")
     states[rows, index] = np.where(known & np.isnan(own), NAN, ints(table, "state"))
-    np.minimum.at(steps, index, ints(table, "step"))
     return Heat(
         metric=metric,
         unit=unit,
@@ -81,6 +91,17 @@ def grid_of(table: pa.Table, metric: str, unit: str, modules: list[str], width: 
         states=states,
         steps_per_cell=width,
     )
+
+
+def code_grid_of(table: pa.Table, modules: list[str]) -> tuple[list[str], Ints, Ints, States]:
+    """Return rows of (module, cell, step, code, state) as modules, the steps of cells, codes (-1 for null) and states."""
+    present, rows, index, steps = _places(table, modules)
+    codes = np.full((len(present), len(steps)), -1, dtype=np.int32)
+    found = np.full(codes.shape, MISSING, dtype=np.int8)
+    own, known = known_floats(table, "code")
+    codes[rows, index] = np.where(known, own, -1)
+    found[rows, index] = ints(table, "state")
+    return present, steps, codes, found
 
 
 def states(table: pa.Table, name: str) -> States:

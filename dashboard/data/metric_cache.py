@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fp8debug import Run
 from fp8debug.types import Gemm, Reference, TensorRole
 
+from . import health as healths
 from .arrays import ints, known_floats
 from .healthy_ranges import badness, kind_of
 from .nonfinite import COUNTS, FINITE, LOST_SQL, MISSING, NAN, STATE_SQL, States, has_nonfinite
@@ -60,6 +61,8 @@ class MetricCache:
         keys: the sites.
         sampled: the steps with statistics.
         states: of ``nonfinite``, int8 ``[keys, steps, modules]``; None for a run without NaN and Inf.
+        health: numbers of ``health.severity_sql`` plus one, 0 where there is none, uint16 ``[keys, steps, modules]``; None
+            where none of its metrics was recorded.
     """
 
     blocks: dict[str, Floats]
@@ -67,6 +70,7 @@ class MetricCache:
     keys: Sequence[Key]
     sampled: Ints
     states: States | None = None
+    health: NDArray[np.uint16] | None = None
 
     @property
     def metrics(self) -> frozenset[str]:
@@ -113,6 +117,42 @@ class MetricCache:
         names = [self.modules[m] for m in modules.tolist()]
         states[states < FINITE] = MISSING
         return names, begins[cells], values[chosen].T.copy(), kinds[chosen].T.copy(), states[chosen].T.copy()
+
+    def health_of(self, keys: Sequence[Key], first: int, last: int, width: int) -> tuple[list[str], Ints, Ints, States]:
+        """Return the worst health of each module and ``width`` steps, as ``queries.health`` asks for it.
+
+        Returns:
+            The modules and the first step of each cell that have a value; numbers of ``health.code_sql`` (-1 for none) and
+            states, ``[modules, cells]``.
+        """
+        assert self.health is not None
+        low, high = np.searchsorted(self.sampled, [first, last + 1])
+        steps, places = self.sampled[low:high], healths.sites_of(key[:4] for key in keys)
+        shape = (len(steps), len(self.modules))
+        codes, states = np.full(shape, -1, np.int32), np.full(shape, -1, np.int8)
+        for i, key in enumerate(self.keys):
+            if key not in keys:
+                continue
+            own = self.health[i, low:high].astype(np.int32)
+            site = key[0], key[1], key[3]
+            place = places.index(site) if site in places else healths.ROOM - 1
+            np.maximum(codes, np.where(own > 0, (own - 1) * healths.ROOM + place, -1), out=codes)
+            np.maximum(states, np.where(own > 0, np.int8(FINITE), np.int8(-1)), out=states)
+            if self.states is not None:
+                mark = self.states[i, low:high]
+                np.maximum(states, np.where(mark > FINITE, mark, np.int8(-1)), out=states)
+        if len(steps):
+            _, begins = np.unique((steps - first) // width, return_index=True)
+            begun = np.minimum.reduceat(np.where((states >= FINITE).any(axis=1), steps, np.iinfo(np.int32).max), begins)
+            codes, states = np.maximum.reduceat(codes, begins), np.maximum.reduceat(states, begins)
+        else:
+            begun = steps
+        there = states >= FINITE
+        modules, cells = np.flatnonzero(there.any(axis=0)), np.flatnonzero(there.any(axis=1))
+        chosen = np.ix_(cells, modules)
+        states = np.where(there, states, np.int8(MISSING))
+        names = [self.modules[m] for m in modules.tolist()]
+        return names, begun[cells].astype(np.int32), codes[chosen].T.copy(), states[chosen].T.copy()
 
     def lines(self, module: str, metric: str, first: int, width: int) -> list[MetricSeries]:
         """Return the lines of a module that have a value, in the order of ``data.several_traces``."""
@@ -185,22 +225,25 @@ def build(path: Path) -> MetricCache | None:
     keys = _keys(run)
     sampled = np.array([step for step in run.sampled_steps if step is not None], dtype=np.int32)
     shape = (len(keys), len(sampled), len(modules))
-    room = MAX_BYTES // (4 * int(np.prod(shape)) or MAX_BYTES)
-    metrics = [name for name in METRICS if run.has(name)][:room]
+    num = int(np.prod(shape))
+    metrics = [name for name in METRICS if run.has(name)][: max(0, MAX_BYTES - 2 * num) // (4 * num or MAX_BYTES)]
     if not metrics or len(keys) > MAX_KEYS:
         return None
+    health = np.zeros(shape, np.uint16) if any(run.has(name) for name in healths.METRICS) else None
     blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
     states = np.zeros(shape, np.int8) if has_nonfinite(run) else None
-    for table in _read(run, modules, keys, metrics, sampled, states is not None):
+    for table in _read(run, modules, keys, metrics, sampled, health is not None, states is not None):
         place = ints(table, "c"), np.searchsorted(sampled, ints(table, "step")), ints(table, "m")
         for name in metrics:
             values, known = known_floats(table, name)
             if states is not None and name not in COUNTS:
                 known &= ints(table, "lost") == 0
             blocks[name][place] = np.where(known, values, NOTHING)
+        if health is not None:
+            health[place] = ints(table, "health")
         if states is not None:
             states[place] = ints(table, "state")
-    return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states)
+    return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states, health=health)
 
 
 def _keys(run: Run) -> list[Key]:
@@ -212,9 +255,15 @@ def _keys(run: Run) -> list[Key]:
 
 
 def _read(
-    run: Run, modules: Sequence[str], keys: Sequence[Key], metrics: Sequence[str], sampled: Ints, with_states: bool
+    run: Run,
+    modules: Sequence[str],
+    keys: Sequence[Key],
+    metrics: Sequence[str],
+    sampled: Ints,
+    with_health: bool,
+    with_states: bool,
 ) -> Iterator[pa.Table]:
-    """Yield rows of m, step, c and the metrics, state and lost if asked for, some steps at a time."""
+    """Yield rows of m, step, c and the metrics, health, state and lost if asked for, some steps at a time."""
     casts = list(dict.fromkeys(key[2] for key in keys))
     lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
     code, of_key = "0", [0] * len(keys)
@@ -225,7 +274,11 @@ def _read(
     cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
     values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
     values += f", {STATE_SQL} AS state, CAST({LOST_SQL} AS INTEGER) AS lost" if with_states else ""
-    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM sites"
+    view = "sites"
+    if with_health:
+        values += f", coalesce({healths.severity_sql(run, [key[:4] for key in keys])} + 1, 0) AS health"
+        view = f"(SELECT *, {healths.KIND} FROM sites) AS kinds"
+    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM {view}"
     at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
     for begin in range(0, len(sampled), at_once):
         part = sampled[begin : begin + at_once]

@@ -19,7 +19,8 @@ from fp8debug.formats import FORMATS
 from fp8debug.metrics import derived_columns, slots
 from fp8debug.metrics.histogram import FIRST_LOG2
 
-from .arrays import floats, grid_of, ints, known_floats, states
+from . import health as healths
+from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
@@ -145,14 +146,16 @@ def where(site: str, cast: str) -> tuple[str, list[Any]]:
     """Return the SQL condition and its values for a choice of site and cast.
 
     Args:
-        site: ``operands`` or ``results`` for all of them (against the shadow), ``exact`` for results against the exact
-            GEMM, or ``gemm.tensor`` for one.
+        site: ``all``, ``operands`` or ``results`` for all of them (against the shadow), ``exact`` for results against the
+            exact GEMM, or ``gemm.tensor`` for one.
         cast: ``running``, ``what-if`` for all that did not run, or the name of a cast.
     """
     conditions: list[str] = []
     values: list[Any] = []
     gemm, _, tensor = site.partition(".")
-    if site in ("operands", "results", "exact"):
+    if site == "all":
+        conditions.append("reference IN ('operand', 'shadow', 'exact')")
+    elif site in ("operands", "results", "exact"):
         conditions.append(
             {"operands": "reference = 'operand'", "results": "reference = 'shadow'"}.get(site, "reference = 'exact'")
         )
@@ -175,8 +178,10 @@ def _keys(cache: MetricCache, site: str, cast: str) -> list[Key]:
     reference = many.get(site) or ("operand" if tensor in OPERANDS else "shadow")
     chosen = []
     for key in cache.keys:
+        if site == "all":
+            reference = key[3]
         is_cast = key[4] == (cast == "running") if cast in ("running", "what-if") else key[2] == cast
-        if is_cast and key[3] == reference and (site in many or key[:2] == (gemm, tensor)):
+        if is_cast and key[3] == reference and (site == "all" or site in many or key[:2] == (gemm, tensor)):
             chosen.append(key)
     return chosen
 
@@ -237,6 +242,58 @@ def heat(
         values,
     )
     return replace(grid_of(table, metric, unit, modules, width), steps_apart=apart)
+
+
+def health(
+    run: Run,
+    site: str = "all",
+    cast: str = "running",
+    steps: tuple[int | None, int | None] = (None, None),
+    cache: MetricCache | None = None,
+    is_thin: bool = False,
+) -> Heat:
+    """Return the health of modules over steps; a cell of several steps or sites holds the worst of them, and which it is.
+
+    The arguments are those of :func:`heat`. ``values`` are severities, ``reasons`` the numbers of ``health.code_sql`` and
+    ``sites`` what their last part means.
+    """
+    condition, values = where(site, cast)
+    modules, shown = [str(m["fqn"]) for m in run.modules], step_range(run, *steps)
+    none = np.zeros((0, 0), np.float32)
+    heat = Heat(
+        metric=healths.HEALTH, unit="1", modules=(), steps=np.zeros(0, np.int32), values=none, kinds=none.astype(np.int32)
+    )
+    if shown is None:
+        return heat
+    first, last = shown
+    width, apart = width_of(run, "raw", first, last, MAX_CELLS), 1
+    if cache is not None and cache.health is not None:
+        keys = _keys(cache, site, cast)
+        names, cells, codes, found = cache.health_of(keys, first, last, width)
+    else:
+        keys = [(*key, True) for key in healths.keys_of(run, condition, values)]
+        sites, apart = sites_within(run, first, last, is_thin)
+        cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
+        table = run.sql(
+            f"WITH kinds AS (SELECT *, {healths.KIND} FROM {sites} AND {condition}), picked AS (SELECT module, step,"
+            f" {healths.code_sql(run, [key[:4] for key in keys])} AS code, {state_sql(run, 'sqnr_db')} AS state FROM kinds)"
+            f" SELECT module, {cell} AS cell, min(step) AS step, max(code) AS code, max(state) AS state FROM picked"
+            f" WHERE code IS NOT NULL OR state > 0 GROUP BY module, {cell}",
+            values,
+        )
+        names, cells, codes, found = code_grid_of(table, modules)
+    return replace(
+        heat,
+        modules=tuple(names),
+        steps=cells,
+        values=healths.severities_of(codes),
+        kinds=np.zeros(codes.shape, np.int32),
+        states=found,
+        reasons=codes,
+        sites=tuple(healths.sites_of(key[:4] for key in keys)),
+        steps_per_cell=width,
+        steps_apart=apart,
+    )
 
 
 #: The worst of several rows of (v, kind, badness, state): that of the finite ones, and the largest state.

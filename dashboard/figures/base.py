@@ -10,14 +10,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..data.health import ROOM, reason_of
 from ..data.healthy_ranges import envelope, severities
+from ..data.heat_rows import HeatRows
 from ..data.nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
 from ..data.records import Floats, Heat, Ints, Mark, StepSeries
 from .plot import LEGEND, Figure, Part
-from .theme import COLORS, ICONS, INF_COLOR, LINES, MADE_COLOR, MISSING_COLOR, NAN_COLOR, SEVERITY_RANGE, SEVERITY_SCALE, SYMBOLS
+from .theme import (
+    COLORS,
+    HEALTH_SCALE,
+    ICONS,
+    INF_COLOR,
+    LINES,
+    MADE_COLOR,
+    MISSING_COLOR,
+    NAN_COLOR,
+    SEVERITY_RANGE,
+    SEVERITY_SCALE,
+    SYMBOLS,
+)
 
-MAX_LABELS = 48
 NAME_LENGTH = 34
+#: Of a row of a heatmap with many rows, in pixels: its label fits.
+ROW_HEIGHT = 13
 #: Place and look of a colour bar.
 COLOR_BAR: Part = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
@@ -193,12 +208,17 @@ def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str
         figure.note(words, i, xref=f"x{n}", x=begin, y=0.98, yanchor="top", yshift=-13 * row, **place)
 
 
-def heatmap(heat: Heat, view: str = "") -> Figure:
+def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     """Return modules (execution order, from the top) by steps; colour is severity where NUMERICS.md says what is healthy.
 
     The axes keep what the reader zoomed to as long as ``view`` is the same.
 
     A metric without an envelope is coloured between its 2nd and 98th percentile, so that one outlier hides nothing.
+
+    Args:
+        heat: what is drawn, each of its rows with a label.
+        view: of what the zoom is kept.
+        rows: what the rows of ``heat`` stand for, where they are more than modules.
     """
     states = heat.states if heat.states is not None else np.where(np.isnan(heat.values), MISSING, FINITE).astype(np.int8)
     if not heat.modules or (states == MISSING).all():
@@ -206,17 +226,27 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
     names = [plain(name) for name in heat.modules]
     colors = severities(heat.metric, heat.values, heat.kinds)
     unit = "" if heat.unit == "1" or heat.unit.startswith("x") else f" {heat.unit}"  # x: the tensor's own
-    if colors is None:
+    shown: Part
+    hover = f"{heat.metric} %{{customdata:.5g}}{unit}"
+    if heat.reasons is not None:
+        shown = {"z": heat.values, "zmin": 0, "zmax": SEVERITY_RANGE[1], "colorscale": HEALTH_SCALE}
+        shown |= {"colorbar": {"tickvals": [0, 1, 2, 3], "ticktext": ["healthy", "warn", "act", "lost"]}}
+        hover = "severity %{customdata:.2f} of 3"
+    elif colors is None:
         shown = {"colorscale": "Cividis", **_robust(heat.values)}
     else:
         ends = {"zmin": SEVERITY_RANGE[0], "zmax": SEVERITY_RANGE[1], "colorscale": SEVERITY_SCALE}
         shown = {"z": colors, **ends, "colorbar": severity_ticks(heat.metric, heat.kinds[~np.isnan(heat.values)])}
+    texts = _cell_texts(heat, rows, states)
+    if texts is not None:
+        hover += "<br>%{text}"
     cells = {
         "type": "heatmap",
         "x": heat.steps,
         "y": names,
         "customdata": heat.values,
-        "hovertemplate": f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric} %{{customdata:.5g}}{unit}<extra></extra>",
+        **({"text": texts} if texts is not None else {}),
+        "hovertemplate": f"<b>%{{y}}</b><br>step %{{x}}<br>{hover}<extra></extra>",
         "hoverongaps": False,
         "xgap": 1 if len(heat.steps) <= 120 else 0,
         "ygap": 1 if len(names) <= 120 else 0,
@@ -228,34 +258,64 @@ def heatmap(heat: Heat, view: str = "") -> Figure:
     has_legend = _heat_states(figure, heat, states, cells)
     _heat_marks(figure, heat)
     top = 30 if has_legend else 8
-    height = int(min(1400, max(240, 66 + top + len(names) * (18 if len(names) <= 60 else 9))))
-    every = -(-len(names) // MAX_LABELS) if len(names) > 80 else 1
-    labelled = range(0, len(names), every)
+    height = int(max(240, 66 + top + len(names) * (18 if len(names) <= 60 else ROW_HEIGHT)))
+    sizes = [len(of) for of in rows.members] if rows is not None else [1] * len(names)
+    labels = [shorten(name) + (f" ({n})" if n > 1 else "") for name, n in zip(heat.modules, sizes, strict=True)]
     figure.axis("x", title="step", standoff=4, showgrid=False, uirevision=view)
     figure.axis(
         "y",
         autorange="reversed",
         showgrid=False,
         tickmode="array",
-        tickvals=list(labelled),
-        ticktext=[plain(shorten(heat.modules[i])) for i in labelled],
+        tickvals=list(range(len(names))),
+        ticktext=[plain(label) for label in labels],
+        tickfont={"size": 11 if len(names) <= 60 else 10},
+        uirevision=view,
     )
-    left = max(len(shorten(heat.modules[i])) for i in labelled)
     right = max((len(text) for text in cells["colorbar"].get("ticktext", ())), default=7)
-    margin = {"l": 14 + _LETTER * left, "r": 42 + _LETTER * right, "t": top, "b": 38}
+    margin = {"l": 14 + _LETTER * max(map(len, labels)), "r": 42 + _LETTER * right, "t": top, "b": 38}
+    folds = list(map(plain, rows.folds)) if rows is not None else []  # the browser opens a fold that is clicked
     return figure.set(
-        height, margin=margin, showlegend=has_legend, legend={**LEGEND, "itemclick": False, "itemdoubleclick": False}
+        height,
+        margin=margin,
+        meta={"folds": folds},
+        showlegend=has_legend,
+        legend={**LEGEND, "itemclick": False, "itemdoubleclick": False},
     )
+
+
+def _cell_texts(heat: Heat, rows: HeatRows | None, states: States) -> list[list[str]] | None:
+    """Return what the box of each cell adds: the module of a fold that is shown, and metric and site of a severity.
+
+    Healthy cells of a module have none: most are healthy, and text is the widest that goes to the browser.
+    """
+    folds = [len(of) > 1 for of in rows.members] if rows is not None else [False] * len(heat.modules)
+    if heat.reasons is None and not any(folds):
+        return None
+    found = [[""] * len(heat.steps) for _ in heat.modules]
+    reasons: dict[int, str] = {}
+    is_bad = (states == FINITE) & (heat.values > 0) if heat.reasons is not None else np.zeros(states.shape, np.bool_)
+    is_named = is_bad | (np.array(folds)[:, None] & (states != MISSING))
+    for i, j in np.argwhere(is_named).tolist():
+        words = []
+        if folds[i] and rows is not None:
+            words.append(plain(rows.names[rows.worst[i, j]]))
+        if is_bad[i, j] and heat.reasons is not None:
+            code = int(heat.reasons[i, j]) % (ROOM * ROOM)
+            words.append(reasons.setdefault(code, str(reason_of(code, heat.sites))))
+        found[i][j] = ": ".join(words)
+    return found
 
 
 def _heat_states(figure: Figure, heat: Heat, states: States, cells: Part) -> bool:
     """Add the cells that are NaN, infinite or not recorded, each kind in its own colour, and a legend; tell if there are any."""
-    shared = {key: cells[key] for key in ("type", "x", "y", "xgap", "ygap", "hoverongaps")}
+    shared: Part = {key: cells[key] for key in ("type", "x", "y", "xgap", "ygap", "hoverongaps", "text") if key in cells}
     found = [state for state in STATE_COLORS if (states == state).any()]
     for state in found:
         color, z = STATE_COLORS[state], np.where(states == state, np.float32(1), np.float32(np.nan))
         look = {"colorscale": [[0, color], [1, color]], "zmin": 0, "zmax": 1, "showscale": False}
-        hover = f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric}: {NAMES[state]}<extra></extra>"
+        text = "<br>%{text}" if "text" in cells and state != MISSING else ""
+        hover = f"<b>%{{y}}</b><br>step %{{x}}<br>{heat.metric}: {NAMES[state]}{text}<extra></extra>"
         figure.add({**shared, "z": z, **look, "hovertemplate": hover, "name": NAMES[state]})
         marker = {"symbol": "square", "size": 10, "color": color}
         key = {"type": "scatter", "x": [None], "y": [None], "mode": "markers", "marker": marker, "hoverinfo": "skip"}

@@ -53,6 +53,15 @@ SEVERITY_SCALE: tuple[tuple[float, str], ...] = (
     (1.0, "#7d0a2c"),
 )
 
+#: The same from 0 on, for a health, which is never better than healthy.
+HEALTH_SCALE: tuple[tuple[float, str], ...] = (
+    (0.0, "rgba(0,158,115,0.22)"),
+    (0.03, "rgba(240,200,80,0.4)"),
+    (1 / 3, "#F2B134"),
+    (2 / 3, "#D55E00"),
+    (1.0, "#7d0a2c"),
+)
+
 #: Verdict and severity by icon, word and colour.
 ICONS = {"error": "✖", "warning": "▲", "info": "\u2139", "ok": "✔", "unknown": "?"}
 WORDS = {"error": "Error", "warning": "Warning", "info": "Info", "ok": "Healthy", "unknown": "Unknown"}

@@ -68,6 +68,18 @@ class Judgement:
         return min(severities, key=_ORDER.__getitem__, default="ok")
 
 
+_IMPORTING = threading.Lock()
+
+
+def import_pandas() -> None:
+    """Import pandas, where it is installed, as a whole: pyarrow does when the rules make arrays.
+
+    A page that is written as JSON meanwhile fails: plotly's writer takes a module that is half imported for one that is there.
+    """
+    with _IMPORTING, suppress(ImportError):
+        import pandas  # noqa: F401  # for its import alone
+
+
 PENDING = Judgement(is_pending=True)
 
 
@@ -140,6 +152,10 @@ class RunView:
         """Return whether a page reads some steps only, of a huge run whose table in memory has not all these metrics."""
         return self.is_huge and (self.metric_cache is None or not self.metric_cache.metrics.issuperset(metrics))
 
+    def is_thin_health(self) -> bool:
+        """Return the same of the health, which the table in memory has as a whole or not at all."""
+        return self.is_huge and (self.metric_cache is None or self.metric_cache.health is None)
+
     def load_cache(self) -> None:
         """Begin to read the table in memory, once: of a large run that nobody is writing."""
         with self._lock_of_locks:
@@ -194,6 +210,7 @@ class RunView:
     def judged(self) -> Judgement:
         """Return what is known by now: at once for a large run, after a moment for a small one."""
         if self._judgement is None and self.size < SMALL_BYTES:
+            import_pandas()
             thread = threading.Thread(target=self.judge, daemon=True)
             thread.start()
             thread.join(WAIT_S)

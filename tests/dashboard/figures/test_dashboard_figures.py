@@ -13,6 +13,7 @@ import pytest
 
 from fp8debug.reports.svg import Chart
 from fp8debug_dashboard.data.healthy_ranges import SHADOW
+from fp8debug_dashboard.data.heat_rows import MAX_ROWS, arranged
 from fp8debug_dashboard.data.ranks import Spread
 from fp8debug_dashboard.data.records import BlockMap, CastRange, ExponentHistogram, Heat, History, Mark, StepSeries
 from fp8debug_dashboard.figures import base as figures
@@ -139,9 +140,14 @@ def test_heatmap_of_nothing_says_so() -> None:
     assert "sqnr_db was not recorded" in texts(figures.heatmap(heat("sqnr_db", [[float("nan")]])))
 
 
-def test_long_heatmaps_label_some_modules_only() -> None:
-    figure = figures.heatmap(heat("sqnr_db", [[31.0]] * 500))
-    assert len(figure.layout["yaxis"]["ticktext"]) <= figures.MAX_LABELS and figure.layout["height"] <= 1400
+def test_each_row_of_a_heatmap_has_a_label_and_room_for_it() -> None:
+    for num in (1, 60, 61, 500):
+        rows = arranged(heat("sqnr_db", [[31.0]] * num))
+        figure = figures.heatmap(rows.heat, rows=rows)
+        labels, drawn = figure.layout["yaxis"]["ticktext"], min(num, MAX_ROWS)
+        assert len(labels) == len(set(labels)) == drawn and figure.layout["yaxis"]["tickvals"] == list(range(drawn))
+        size = figure.layout["yaxis"]["tickfont"]["size"]
+        assert 1.2 * size <= (figure.layout["height"] - 74) / drawn and figure.layout["height"] <= 1400
 
 
 @pytest.mark.parametrize("name", ["<b>x</b>", "<a href='http://x'>y</a>", "%{zz}", "a & b"])

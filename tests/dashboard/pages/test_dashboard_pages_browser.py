@@ -219,13 +219,40 @@ def test_a_box_on_the_heatmap_asks_for_its_steps(clean_page: Page, site: str) ->
     expect(clean_page.locator("#heat .hm image")).to_be_attached()
     box = clean_page.locator("#heat .nsewdrag").bounding_box()
     assert box is not None
-    clean_page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.3 * box["height"])
+    clean_page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 9.5 / 30 * box["height"])
     clean_page.mouse.down()
-    clean_page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 0.6 * box["height"], steps=4)
+    clean_page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 18.5 / 30 * box["height"], steps=4)
     clean_page.mouse.up()
-    expect(clean_page).to_have_url(re.compile("from=.*to="))
+    expect(clean_page).to_have_url(re.compile("from=.*to=.*rows="))
+    labels = clean_page.locator("#heat .ytick")
+    expect(labels.first).to_have_text(samples.gpt_modules()[9][0])
+    expect(labels).to_have_count(10)
+    clean_page.reload()  # the URL is the view
+    expect(labels).to_have_count(10)
     clean_page.get_by_role("link", name="show all steps").click()
+    clean_page.get_by_role("link", name="show all rows").click()
     expect(clean_page).to_have_url(f"{site}/heatmap?run=sick")
+    expect(labels).to_have_count(30)
+
+
+def test_a_fold_opens_where_it_is_clicked_and_rows_are_sorted_and_filtered(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/heatmap?run=sick&fold=blocks&sort=worst")
+    labels = clean_page.locator("#heat .ytick")
+    expect(labels.first).to_have_text("blocks.3.* (5)")
+    expect(labels).to_have_count(6)
+    box = clean_page.locator("#heat .nsewdrag").bounding_box()
+    assert box is not None
+    clean_page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 0.5 * box["height"] / 6)
+    expect(clean_page.locator("#heat .hoverlayer")).to_contain_text(re.compile(rf"{samples.SICK}: \w+ at \w+\.input"))
+    clean_page.mouse.down()
+    clean_page.mouse.up()
+    expect(labels).to_have_count(10)
+    expect(labels.first).to_have_text(samples.SICK)
+    clean_page.get_by_label("filter").fill("*.mlp.*")
+    expect(labels).to_have_count(8)  # three of the opened block, five folds
+    expect(clean_page).to_have_url(re.compile(r"open=blocks\.3\.\*.*filter=\*\.mlp\.\*"))
+    clean_page.get_by_role("link", name="fold again").click()
+    expect(labels).to_have_count(6)
 
 
 def test_a_browser_without_idle_callbacks_has_tables_and_one_that_lost_their_script_says_so(
