@@ -1,4 +1,4 @@
-"""Runs over each other: their losses with the gap to the first, and one site in two of them."""
+"""Runs over each other: their losses with the gap to the reference, and one site in all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..data.records import StepSeries
 from .base import empty, line, plain
 from .plot import LEGEND, Figure
-from .theme import GREY, LINES, VERMILLION
+from .theme import BROWN, GREY, LINES, VERMILLION
 
 
 def losses(
@@ -18,11 +18,11 @@ def losses(
     diverges_at: Sequence[int | None] = (),
     nonfinite_at: Mapping[str, int] | None = None,
 ) -> Figure:
-    """Return the losses of several runs over steps, and below them what the first lies above each other one.
+    """Return the losses of several runs over steps, and below them what each lies above the reference.
 
     Args:
-        runs: (name, loss or None) of each.
-        diverges_at: of each run after the first, the step from which on the first run lies beyond its noise, or None.
+        runs: (name, loss or None) of each, the reference first.
+        diverges_at: of each run after the first, the step from which on it lies beyond the noise, or None.
         nonfinite_at: by run the first step whose loss is NaN or Inf, where a point of its line stands for several steps.
     """
     lost = nonfinite_at or {}
@@ -32,15 +32,25 @@ def losses(
     gaps = [(name, _gap(known[0][1], trace)) for name, trace in known[1:]] if known[0][0] == runs[0][0] else []
     figure = Figure(2, heights=[3, 1.3], gap=0.06) if gaps else Figure()
     for i, (name, trace) in enumerate(known):
-        shown, color = plain(name), LINES[i % len(LINES)]
-        line(figure, trace, color, legend=shown, in_legend=True, rank=i, what=f"{shown}:", since=lost.get(name))
+        shown, color = plain(name), _color(i)
+        legend = f"{shown} (reference)" if gaps and i == 0 else shown
+        line(
+            figure,
+            trace,
+            color,
+            legend=legend,
+            in_legend=True,
+            rank=i,
+            what=f"{shown}:",
+            since=lost.get(name),
+        )
     for i, (name, gap) in enumerate(gaps, 1):
         since = min((lost[one] for one in (runs[0][0], name) if one in lost), default=None)
-        line(figure, gap, LINES[i % len(LINES)], 1, width=1.2, what="no gap:", since=since)
+        line(figure, gap, _color(i), 1, width=1.2, what=f"no gap of {plain(name)}:" if len(gaps) > 1 else "no gap:", since=since)
     if gaps:
         figure.rule(GREY, 1, y=0)
         figure.axis("y", 1, title="gap", standoff=4)
-        figure.note(f"{plain(runs[0][0])} minus the other", 1, x=0, y=1, xanchor="left", yanchor="top")
+        figure.note(f"each minus {plain(runs[0][0])}", 1, x=0, y=1, xanchor="left", yanchor="top")
     for step in sorted({step for step in diverges_at if step is not None}):
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
     figure.axis("y", title="loss", standoff=4)
@@ -48,23 +58,28 @@ def losses(
     return figure.set(360 if gaps else 260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
 
 
+def _color(i: int) -> str:
+    """Return the colour of the i-th of eight runs; no two are alike."""
+    return (*LINES, GREY, BROWN)[i % (len(LINES) + 2)]
+
+
 def _gap(first: StepSeries, other: StepSeries) -> StepSeries:
-    """Return first minus other at their common points."""
+    """Return other minus first at their common points."""
     steps, ours, theirs = np.intersect1d(first.steps, other.steps, return_indices=True)
-    values = first.values[ours] - other.values[theirs]
+    values = other.values[theirs] - first.values[ours]
     states = [t.states[at] for t, at in ((first, ours), (other, theirs)) if t.states is not None]
     found = np.maximum.reduce(states) if states else None
     return StepSeries(name="gap", steps=steps.astype(np.int32), values=values.astype(np.float32), states=found)
 
 
 def site_in_both(runs: Sequence[tuple[str, Sequence[StepSeries]]], metric: str, step: int | None = None) -> Figure:
-    """Return one metric of one site in several runs, the running cast or the result against the shadow."""
+    """Return one metric of one site in several runs, the reference first: the running cast or the result against the shadow."""
     figure = Figure()
     for i, (name, traces) in enumerate(runs):
         own = [t for t in traces if t.actual and t.reference != "exact"] or [t for t in traces if t.reference != "exact"][:1]
         for trace in own[:1]:
             named = replace(trace, name=name, actual=True)
-            line(figure, named, LINES[i % len(LINES)], legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
+            line(figure, named, _color(i), legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
     if not figure.told and not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
         return empty(f"{metric} was recorded at this site in none of these runs", 200)
     if step is not None:

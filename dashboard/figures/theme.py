@@ -16,6 +16,8 @@ BLUE, SKY, GREEN, YELLOW, ORANGE, VERMILLION, PURPLE = (
     "#CC79A7",
 )
 GREY = "#8a8f98"
+#: An eighth line beside those of Okabe and Ito: their yellow drowns in a light page.
+BROWN = "#a0722a"
 #: What a table says where there is no data.
 NO_DATA = "\u2013"
 #: The same in a grid, with four significant digits otherwise, evaluated without eval. NaN comes as text (``plain_number``).

@@ -1,10 +1,11 @@
-"""This run beside others: loss gap, configuration differences, and the first site and step at which they part."""
+"""Two to eight runs, each judged against one reference by itself: loss gap, configuration, and where their sites diverge."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dash import html
 from dash.development.base_component import Component
@@ -16,7 +17,7 @@ from fp8debug.rules.comparison.sites import TOLERANCES, SiteDifference, unwrappe
 from ..data import queries
 from ..figures.base import empty
 from ..figures.compare import losses, site_in_both
-from ..figures.theme import NO_DATA
+from ..figures.theme import NO_DATA, level
 from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
@@ -24,17 +25,19 @@ from .base import Page
 
 if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
-    from fp8debug.rules.reading.nonfinite import NonfiniteOrigin
 
 METRIC = "rms"
 #: What a folder name cannot hold: it separates names in the URL.
 SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
 MAX_SETTINGS, MAX_SITES = 60, 300
+#: Runs of one comparison, this one and the reference among them: as many as lines of one plot can be told apart.
+MAX_RUNS = 8
 #: Height of the plot of one site, in pixels: kept free while runs are compared.
 SITE_HEIGHT = 260
 REST = "fp8debug diff --format json has all"
 COLUMNS: tuple[dict[str, Any], ...] = (
+    {"field": "run", "headerName": "Run", "width": 130, "tooltipField": "run"},
     {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 150},
@@ -46,41 +49,99 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Runs that a URL compares.
+
+    Attributes:
+        reference: run that the others are judged against; None where nothing can be compared.
+        judged: the others, that of the URL first.
+        problems: names that cannot be compared, each with the reason, in words.
+    """
+
+    reference: RunView | None
+    judged: tuple[RunView, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[RunView, ...]:
+        """All of them, the reference first."""
+        return (*([] if self.reference is None else [self.reference]), *self.judged)
+
+
 def others(view: View, run_view: RunView) -> list[str]:
-    """Return the names of the URL that are runs of this folder, this one left out."""
+    """Return the names of the URL beside this run, each once."""
     asked = [name for name in view.get("with").split(SEPARATOR) if name]
-    return [name for name in dict.fromkeys(asked) if name in run_view.siblings() and name != run_view.name]
+    return [name for name in dict.fromkeys(asked) if name != run_view.name]
+
+
+def chosen(view: View, run_view: RunView) -> Chosen:
+    """Return the runs of the URL that can be compared, and why the rest cannot.
+
+    The reference is the one that the URL names, else the first of those beside this run: the good one, or the one in BF16.
+    """
+    if run_view.open_sibling is None:
+        return Chosen(reference=None, judged=())
+    found, problems = [run_view], []
+    names = others(view, run_view)
+    for name in names[: MAX_RUNS - 1]:
+        if name not in run_view.siblings():
+            problems.append(f"No run {name!r} in this folder.")
+            continue
+        try:
+            found.append(run_view.open_sibling(name))
+        except Fp8DebugError as error:
+            problems.append(f"{name} cannot be read: {error}")
+    left_out = names[MAX_RUNS - 1 :]
+    if left_out:
+        problems.append(f"{MAX_RUNS} runs are compared at a time; left out: {', '.join(left_out)}.")
+    if len(found) < 2:
+        return Chosen(reference=None, judged=(), problems=tuple(problems))
+    reference = next((one for one in found if one.name == view.get("reference")), found[1])
+    return Chosen(reference=reference, judged=tuple(one for one in found if one is not reference), problems=tuple(problems))
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
-    """Return whether a run is still to be compared, which reads the sites of both."""
-    return any(run_view.differences(name) is None for name in others(view, run_view))
+    """Return whether a run is still to be compared or judged, which reads the sites of both."""
+    runs = chosen(view, run_view)
+    if runs.reference is None:
+        return False
+    return any(one.differences(runs.reference.name) is None or not one.is_triaged for one in runs.judged)
 
 
 def settle(view: View, run_view: RunView) -> object:
-    """Compare this run with each of the others."""
-    run_view.compare(others(view, run_view))
+    """Compare each run with the reference, and have triage say where its own fault began."""
+    runs = chosen(view, run_view)
+    for one in runs.judged if runs.reference is not None else ():
+        one.compare([runs.reference.name])
+        one.judge()
     return None
 
 
 def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
     about, figure, settings, rows, site = parts(view, run_view)
+    runs = chosen(view, run_view)
     names = [name for name in run_view.siblings() if name != run_view.name]
     value = view.get("with")
     options = [{"value": "", "label": "(choose a run)"}, *names]
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
     metrics = [name for name in TOLERANCES if run_view.run.has(name)]
-    pairs = {"--pairs": max(1, len(others(view, run_view)))}
-    pick = control("with", "", value, options, "with", 260)
+    pairs = {"--pairs": max(1, len(runs.judged))}
+    default = runs.reference.name if runs.reference is not None else ""
+    first = next((one.name for one in runs.all if one.name in others(view, run_view)), "")
+    picks = [
+        control("with", "", value, options, "with", 260),
+        control("reference", first, default, [one.name for one in runs.all] or [""], "reference", 200),
+    ]
     return html.Div(
         [
             card(
                 "Loss",
                 html.Div(about, id="compare-about", style=pairs),
                 graph("compare-loss", figure),
-                note=html.Div([pick], className="controls"),
+                note=html.Div(picks, className="controls"),
             ),
             card(
                 "One site in these runs",
@@ -94,7 +155,7 @@ def layout(view: View, run_view: RunView) -> Component:
             card(
                 "Where they diverge",
                 grid("compare-sites", COLUMNS, rows, "No site to list"),
-                note="first divergence on top; click a module to see it above",
+                note="of each run the origin that triage names on top, then the first divergence; click a module to see it above",
             ),
             card("Configuration differences", html.Div(settings, id="compare-settings")),
         ],
@@ -103,28 +164,59 @@ def layout(view: View, run_view: RunView) -> Component:
 
 
 def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
-    """Return a line about both, the losses, the configuration, the sites that part, and one site in all of them."""
-    names = others(view, run_view)
-    if not names or run_view.open_sibling is None:
-        return _nothing(view, run_view)
-    try:
-        beside = [(name, run_view.open_sibling(name).run) for name in names]
-    except Fp8DebugError as error:
-        return note(str(error), kind="error"), empty("cannot be read", 200), None, [], empty("cannot be read", 160)
-    runs = [(run_view.name, run_view.run), *beside]
-    curves = [(name, next((t for t in queries.training(run) if t.name == "loss"), None)) for name, run in runs]
-    pairs = [found for name in names if (found := run_view.differences(name)) is not None]
-    figure = losses(curves, [found.loss["diverges_at"] for found in pairs], _nonfinite_at(pairs))
-    if len(pairs) < len(names):
-        waiting = poster(f"The sites of {run_view.name} and {' and '.join(names)} are being compared.")
-        return waiting, figure, None, [], empty("not known yet", SITE_HEIGHT)
-    about = [line for found in pairs for line in _about(found)]
-    if len(pairs) > 1:
-        about.append(note(f"The sites and the configuration below are those of {run_view.name} beside {names[0]}."))
-    found = pairs[0]
-    parted = [site for site in found.sites if site.diverges_at is not None]
-    rows = [_row(site, view) for site in parted[:MAX_SITES]]
-    return about, figure, _settings(found), rows, _site(view, runs, parted, found.origin)
+    """Return lines about each run, the losses, the configuration, the sites that diverge, and one site in all runs."""
+    runs = chosen(view, run_view)
+    if runs.reference is None:
+        return _nothing(view, run_view, runs)
+    lines: list[Component] = [note(problem, kind="error") for problem in runs.problems]
+    curves = [(one.name, next((t for t in queries.training(one.run) if t.name == "loss"), None)) for one in runs.all]
+    pairs = [(one, found) for one in runs.judged if (found := one.differences(runs.reference.name)) is not None]
+    since = [found.loss["diverges_at"] for _, found in pairs]
+    figure = losses(curves, since, _nonfinite_at([found for _, found in pairs]))
+    if len(pairs) < len(runs.judged):
+        names = " and ".join(one.name for one in runs.judged)
+        waiting = poster(f"The sites of {names} are being compared with those of {runs.reference.name}.")
+        return [*lines, waiting], figure, None, [], empty("not known yet", SITE_HEIGHT)
+    places = {one.name: origin_of(one, found) for one, found in pairs}
+    lines += [line for one, found in pairs for line in _about(found, places[one.name])]
+    rows = _rows(pairs, places, view)
+    return lines, figure, [_settings(found) for _, found in pairs], rows, _site(view, run_view, runs, pairs, places)
+
+
+class Origin(NamedTuple):
+    """Place at which triage has the fault of a run begin.
+
+    Attributes:
+        module: FQN without wrappers.
+        gemm: GEMM, or "" where the finding is about no single one.
+        tensor: tensor, or "".
+        step: the step.
+        words: about it, in a clause.
+    """
+
+    module: str
+    gemm: str
+    tensor: str
+    step: int
+    words: str
+
+    def is_at(self, site: SiteDifference) -> bool:
+        """Return whether a site is this place; of a module as a whole each site is."""
+        return site.module == self.module and self.gemm in ("", site.gemm) and self.tensor in ("", site.tensor)
+
+
+def origin_of(run_view: RunView, found: Differences) -> Origin | None:
+    """Return where triage has the fault of a judged run begin: its first NaN or Inf, else its first finding at a module."""
+    if found.origin is not None and found.origin[0] == run_view.name:
+        row, step = found.origin[1].row, found.origin[1].step
+        place = (unwrapped(str(row["module"])), str(row["gemm"]), str(row["tensor"]))
+        return Origin(*place, step, f"first NaN or Inf: {' '.join(place)} at step {step:,}")
+    for finding in run_view.latest().findings:
+        if finding.module is not None and level(finding.severity) in ("error", "warning"):
+            place = (unwrapped(finding.module), finding.gemm or "", finding.tensor or "")
+            words = f"{finding.code} {finding.name} at {' '.join(part for part in place if part)} from step {finding.steps[0]:,}"
+            return Origin(*place, finding.steps[0], words)
+    return None
 
 
 def _nonfinite_at(pairs: Sequence[Differences]) -> dict[str, int]:
@@ -133,7 +225,7 @@ def _nonfinite_at(pairs: Sequence[Differences]) -> dict[str, int]:
     return {name: step for name, step in steps.items() if step is not None}
 
 
-def _nothing(view: View, run_view: RunView) -> tuple[Any, ...]:
+def _nothing(view: View, run_view: RunView, runs: Chosen) -> tuple[Any, ...]:
     if run_view.open_sibling is None:
         folder = run_view.run.path.resolve().parent
         about = note("One run is served. To compare runs serve their folder: ", code(f"fp8debug dashboard {folder}"))
@@ -141,35 +233,39 @@ def _nothing(view: View, run_view: RunView) -> tuple[Any, ...]:
         about = note("This folder holds one run; record a second one, in BF16 say, beside it.")
     else:
         about = note("Choose a run to compare with: the good one, or the one in BF16.")
-    if view.get("with") and run_view.open_sibling is not None:
-        about = note(f"No run {view.get('with')!r} in this folder.", kind="error")
+    if runs.problems:
+        about = html.Div([note(problem, kind="error") for problem in runs.problems])
     return about, empty("nothing to compare with yet", 160), None, [], empty("nothing to compare with yet", 120)
 
 
-def _about(found: Differences) -> list[Component]:
+def _about(found: Differences, origin: Origin | None) -> list[Component]:
     is_lost = any(step is not None for step in found.loss["nonfinite_at"])
     loss_level = "error" if is_lost else "ok" if found.loss["diverges_at"] is None else "warning"
     site_level = "error" if found.origin is not None else "ok" if found.first is None else "warning"
-    parted = sum(site.diverges_at is not None for site in found.sites)
+    reference, name = found.names
     lines: list[Component] = [
-        html.P([badge(loss_level, "loss"), f" {found.names[0]} -> {found.names[1]}, {found.loss_words}"]),
-        html.P([badge(site_level, "sites"), f" {found.site_words}"]),
+        html.P([badge(loss_level, "loss"), f" {reference} -> {name}, {found.loss_words}"]),
+        html.P([badge(site_level, "sites"), f" {reference} -> {name}, {found.site_words}"]),
     ]
+    if origin is not None and found.origin is None:  # the line about the sites names a NaN
+        lines.append(html.P([badge("warning", "origin"), f" triage of {name}: {origin.words}"]))
+    parted = sum(site.diverges_at is not None for site in found.sites)
     if parted > MAX_SITES:
-        lines.append(note(f"{MAX_SITES} of {parted} rows below; {REST}."))
-    for name, only in zip(found.names, found.only, strict=True):
+        lines.append(note(f"{MAX_SITES} of {parted} rows of {name} below; {REST}."))
+    for run, only in zip(found.names, found.only, strict=True):
         if only:
-            more = f" and {len(only) - 8} more" if len(only) > 8 else ""
-            lines.append(note(f"Only in {name}: {', '.join(only[:8])}{more}", kind="warning"))
+            more = f" and {len(only) - 8} more: {REST}" if len(only) > 8 else ""
+            lines.append(note(f"Only in {run}: {', '.join(only[:8])}{more}", kind="warning"))
     return lines
 
 
 def _settings(found: Differences) -> Component:
     words = configuration_words(found.configuration)
+    reference, name = found.names
     if not words:
-        return note("No difference.")
+        return note(f"{reference} -> {name}: no difference.")
     body = [[what, _cell(first), _cell(second)] for what, first, second in words[:MAX_SETTINGS]]
-    return table(["What", found.names[0], found.names[1]], body, name="configuration", total=len(words), rest=REST)
+    return table(["What", reference, name], body, name=f"configuration-{name}", total=len(words), rest=REST)
 
 
 def _cell(value: Any) -> str:
@@ -178,45 +274,69 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _row(site: SiteDifference, view: View) -> dict[str, Any]:
+def _diverging(found: Differences, origin: Origin | None) -> list[SiteDifference]:
+    """Return the sites that diverge: the origin that triage names first, then in the order of their divergence."""
+    parted = [site for site in found.sites if site.diverges_at is not None]
+    return sorted(parted, key=lambda site: origin is None or not origin.is_at(site))
+
+
+def _rows(pairs: Sequence[tuple[RunView, Differences]], places: Mapping[str, Origin | None], view: View) -> list[dict[str, Any]]:
+    return [
+        _row(site, view, one.name, places[one.name])
+        for one, found in pairs
+        for site in _diverging(found, places[one.name])[:MAX_SITES]
+    ]
+
+
+def _row(site: SiteDifference, view: View, run: str, origin: Origin | None) -> dict[str, Any]:
     name = f"{site.gemm}.{site.tensor}"
     pairs = {key: " -> ".join(number(v) for v in site.medians.get(key, (None, None))) for key in ("sqnr_db", "rms")}
-    kept = {"with": view.get("with"), "of": site.module, "site": name}
+    kept = {"with": view.get("with"), "reference": view.get("reference"), "of": site.module, "site": name}
+    is_origin = origin is not None and origin.is_at(site)
     return {
-        "id": f"{site.module} {name} {site.reference}",
+        "id": f"{run}/{site.module} {name} {site.reference}",
+        "run": run,
         "at": site.diverges_at,
         "module": site.module,
         "href": href("compare", view.run, **kept),
         "site": name.replace(".", " "),
         "reference": site.reference,
-        "what": site.what,
+        "what": f"origin (triage); {site.what}" if is_origin else site.what,
         "differs": site.differs_at,
         **pairs,
     }
 
 
 def _site(
-    view: View, runs: list[tuple[str, Any]], parted: list[SiteDifference], origin: tuple[str, NonfiniteOrigin] | None = None
+    view: View,
+    run_view: RunView,
+    runs: Chosen,
+    pairs: Sequence[tuple[RunView, Differences]],
+    places: Mapping[str, Origin | None],
 ) -> Any:
-    """Return one site in all runs: of the URL, or the first that diverges, or else the first tensor that is NaN or Inf."""
-    places = {(site.module, site.gemm, site.tensor): site.diverges_at for site in parted}
-    if origin is not None:
-        row = origin[1].row
-        places.setdefault((unwrapped(str(row["module"])), str(row["gemm"]), str(row["tensor"])), origin[1].step)
-    first = next(iter(places), ("", "fprop", "input"))
-    module = view.get("of") or first[0]
+    """Return one site in all runs: of the URL, or an origin, or the first that diverges; this run's before those of others."""
+    found: dict[tuple[str, str, str], int] = {}
+    origins = [place for _, place in sorted(places.items(), key=lambda item: item[0] != run_view.name) if place is not None]
+    for place in origins:
+        if place.gemm and place.tensor:
+            found.setdefault((place.module, place.gemm, place.tensor), place.step)
+    for one, differences in pairs:
+        for site in _diverging(differences, places[one.name]):
+            found.setdefault((site.module, site.gemm, site.tensor), int(site.diverges_at or 0))
+    first = next(iter(found), ("", "fprop", "input"))
+    module = view.get("of") or first[0] or unwrapped(str(next((m["fqn"] for m in runs.all[0].run.modules), "")))
     gemm, _, tensor = (view.get("site") or ".".join(first[1:])).partition(".")
     metric = view.get("metric", METRIC)
-    step = places.get((module, gemm, tensor))
     lines = []
-    for name, run in runs:
+    for name, run in ((one.name, one.run) for one in runs.all):
         own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)
-        own = own or next((str(m["fqn"]) for m in run.modules), "")
+        if own is None:
+            continue
         try:
             lines.append((f"{name}: {own} {gemm} {tensor}", queries.module_traces(run, own, metric, (gemm, tensor))))
         except Fp8DebugError as error:
             return empty(str(error), 160)
-    return site_in_both(lines, metric, step)
+    return site_in_both(lines, metric, found.get((module, gemm, tensor)))
 
 
 PAGE = Page(name="compare", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -297,4 +297,4 @@ def test_the_sites_of_a_comparison_that_are_not_listed_are_counted() -> None:
 
     for site in Found.sites:
         object.__setattr__(site, "diverges_at", 1)
-    assert "300 of 378 rows below; fp8debug diff --format json has all." in text(compare._about(Found))  # type: ignore[arg-type]  # has what is read
+    assert "300 of 378 rows of b below; fp8debug diff --format json has all." in text(compare._about(Found, None))  # type: ignore[arg-type]  # has what is read
