@@ -112,9 +112,10 @@ def is_pending(view: View, run_view: RunView) -> bool:
 def settle(view: View, run_view: RunView) -> object:
     """Compare each run with the reference, and have triage say where its own fault began."""
     runs = chosen(view, run_view)
-    for one in runs.judged if runs.reference is not None else ():
-        one.compare([runs.reference.name])
-        one.judge()
+    if runs.reference is not None:
+        for one in runs.judged:
+            one.compare([runs.reference.name])
+            one.judge()
     return None
 
 
@@ -183,7 +184,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     return lines, figure, [_settings(found) for _, found in pairs], rows, _site(view, run_view, runs, pairs, places)
 
 
-class Origin(NamedTuple):
+class TriagedOrigin(NamedTuple):
     """Place at which triage has the fault of a run begin.
 
     Attributes:
@@ -205,17 +206,17 @@ class Origin(NamedTuple):
         return site.module == self.module and self.gemm in ("", site.gemm) and self.tensor in ("", site.tensor)
 
 
-def origin_of(run_view: RunView, found: Differences) -> Origin | None:
+def origin_of(run_view: RunView, found: Differences) -> TriagedOrigin | None:
     """Return where triage has the fault of a judged run begin: its first NaN or Inf, else its first finding at a module."""
     if found.origin is not None and found.origin[0] == run_view.name:
         row, step = found.origin[1].row, found.origin[1].step
         place = (unwrapped(str(row["module"])), str(row["gemm"]), str(row["tensor"]))
-        return Origin(*place, step, f"first NaN or Inf: {' '.join(place)} at step {step:,}")
+        return TriagedOrigin(*place, step, f"first NaN or Inf: {' '.join(place)} at step {step:,}")
     for finding in run_view.latest().findings:
         if finding.module is not None and level(finding.severity) in ("error", "warning"):
             place = (unwrapped(finding.module), finding.gemm or "", finding.tensor or "")
             words = f"{finding.code} {finding.name} at {' '.join(part for part in place if part)} from step {finding.steps[0]:,}"
-            return Origin(*place, finding.steps[0], words)
+            return TriagedOrigin(*place, finding.steps[0], words)
     return None
 
 
@@ -238,7 +239,7 @@ def _nothing(view: View, run_view: RunView, runs: Chosen) -> tuple[Any, ...]:
     return about, empty("nothing to compare with yet", 160), None, [], empty("nothing to compare with yet", 120)
 
 
-def _about(found: Differences, origin: Origin | None) -> list[Component]:
+def _about(found: Differences, origin: TriagedOrigin | None) -> list[Component]:
     is_lost = any(step is not None for step in found.loss["nonfinite_at"])
     loss_level = "error" if is_lost else "ok" if found.loss["diverges_at"] is None else "warning"
     site_level = "error" if found.origin is not None else "ok" if found.first is None else "warning"
@@ -274,13 +275,15 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _diverging(found: Differences, origin: Origin | None) -> list[SiteDifference]:
+def _diverging(found: Differences, origin: TriagedOrigin | None) -> list[SiteDifference]:
     """Return the sites that diverge: the origin that triage names first, then in the order of their divergence."""
     parted = [site for site in found.sites if site.diverges_at is not None]
     return sorted(parted, key=lambda site: origin is None or not origin.is_at(site))
 
 
-def _rows(pairs: Sequence[tuple[RunView, Differences]], places: Mapping[str, Origin | None], view: View) -> list[dict[str, Any]]:
+def _rows(
+    pairs: Sequence[tuple[RunView, Differences]], places: Mapping[str, TriagedOrigin | None], view: View
+) -> list[dict[str, Any]]:
     return [
         _row(site, view, one.name, places[one.name])
         for one, found in pairs
@@ -288,7 +291,7 @@ def _rows(pairs: Sequence[tuple[RunView, Differences]], places: Mapping[str, Ori
     ]
 
 
-def _row(site: SiteDifference, view: View, run: str, origin: Origin | None) -> dict[str, Any]:
+def _row(site: SiteDifference, view: View, run: str, origin: TriagedOrigin | None) -> dict[str, Any]:
     name = f"{site.gemm}.{site.tensor}"
     pairs = {key: " -> ".join(number(v) for v in site.medians.get(key, (None, None))) for key in ("sqnr_db", "rms")}
     kept = {"with": view.get("with"), "reference": view.get("reference"), "of": site.module, "site": name}
@@ -312,7 +315,7 @@ def _site(
     run_view: RunView,
     runs: Chosen,
     pairs: Sequence[tuple[RunView, Differences]],
-    places: Mapping[str, Origin | None],
+    places: Mapping[str, TriagedOrigin | None],
 ) -> Any:
     """Return one site in all runs: of the URL, or an origin, or the first that diverges; this run's before those of others."""
     found: dict[tuple[str, str, str], int] = {}

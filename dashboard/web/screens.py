@@ -173,7 +173,8 @@ def navigation(view: View, source: ServedFolder) -> Component:
     shown = CONTENTS[view.page].title if view.page in CONTENTS else "Pages"
     expands: dict[str, Any] = {"aria-expanded": "false", "aria-controls": "tabs"}
     menu = html.Button(["☰ ", shown], id="menu", className="linkish", title="the pages of this run", **expands)
-    pages = html.Nav(tabs, id="tabs", className="tabs", **{"aria-label": "pages"})
+    label: dict[str, Any] = {"aria-label": "pages"}
+    pages = html.Nav(tabs, id="tabs", className="tabs", **label)
     return html.Div([*links, menu, pages, _search(view, source)], className="nav")
 
 
