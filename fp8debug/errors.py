@@ -15,6 +15,10 @@ class Fp8DebugError(Exception):
 
     slug = "error"
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints in place of a traceback: one line; ``%debug`` and the exception still have all of it."""
+        return [f"{type(self).__name__}: {self}"]
+
     def __str__(self) -> str:
         """Return the message on one line, whatever was quoted in it."""
         text = _BREAKS.sub(" ", super().__str__().strip())

@@ -94,7 +94,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
     conditions = [queries.where(name, cast) for name in ([site] if site else ["operands", "results"])]
     chosen = " OR ".join(f"({condition})" for condition, _ in conditions)
     picked = ", ".join(f"CAST({value_sql(run, m)} AS DOUBLE) AS {m}, {badness_sql(m)} AS bad_{m}" for m in recorded)
-    worst = ", ".join(f"arg_max({m}, bad_{m}) FILTER (WHERE {m} IS NOT NULL) AS {m}" for m in recorded)
+    worst = ", ".join(f"max_by({m}, bad_{m}) FILTER (WHERE {m} IS NOT NULL) AS {m}" for m in recorded)
     state = f"max(CASE WHEN {' OR '.join(f'({state_sql(run, m)}) > {FINITE}' for m in recorded)} THEN 1 ELSE 0 END)"
     table = run.sql(
         f"WITH picked AS (SELECT module, CAST(floor((step - {shown[0]}) / {width}) AS BIGINT) AS cell, step, {KIND_SQL} AS kind,"

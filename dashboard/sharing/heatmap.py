@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from fp8debug.escaping import one_line
+from fp8debug.rules import Findings
 
 from ..data.module_health import ERROR, HEALTHY, NAMES, NEAR, NO_DATA, NONFINITE, WARNING, Levels, ModuleHealth
 
@@ -25,12 +26,13 @@ WORDS = {"sqnr_db": "SQNR", "overflow_rate": "overflow", "underflow_rate": "unde
 QUARTILES = ("lowest quarter", "second quarter", "third quarter", "highest quarter")
 
 
-def heatmap(health: ModuleHealth, codes: Mapping[str, Sequence[str]] | None = None) -> str:
+def heatmap(health: ModuleHealth, codes: Mapping[str, Sequence[str]] | None = None, *, with_modules: bool = True) -> str:
     """Return the figure.
 
     Args:
         health: levels of the modules.
         codes: codes of the findings that name a module.
+        with_modules: whether a block opens to its modules; else its row alone is there, which is smaller.
     """
     if not len(health.steps):
         return "<p class='muted'>not recorded</p>"
@@ -40,12 +42,22 @@ def heatmap(health: ModuleHealth, codes: Mapping[str, Sequence[str]] | None = No
     if len(shown) <= MAX_FLAT or len(blocks) == len(shown):
         rows = [_row(health, [i], found) for i in range(len(shown))]
     else:
-        rows = list(_folded_rows(health, blocks, found))
+        rows = list(_folded_rows(health, blocks, found, with_modules=with_modules))
     axis = (
         f"<div class='hm-row hm-axis'><span></span><span class='hm-ends'><span>step {health.steps[0]}</span>"
         f"<span>{health.last}</span></span><span></span></div>"
     )
     return f"<div class='hm'>{_legend(health)}{axis}{''.join(rows)}{_remarks(health)}</div>"
+
+
+def codes_by_module(findings: Findings) -> dict[str, list[str]]:
+    """Return the codes of the findings that name a module, as culprit or with the same cause."""
+    codes: dict[str, list[str]] = {}
+    for finding in findings:
+        for module in (finding.module, *finding.also):
+            if module is not None:
+                codes.setdefault(module, []).append(finding.code)
+    return codes
 
 
 def _block(name: str) -> str:
@@ -55,7 +67,9 @@ def _block(name: str) -> str:
     return name if at is None else ".".join(parts[: at + 1])
 
 
-def _folded_rows(health: ModuleHealth, blocks: Sequence[list[int]], codes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _folded_rows(
+    health: ModuleHealth, blocks: Sequence[list[int]], codes: Mapping[str, Sequence[str]], *, with_modules: bool
+) -> Iterator[str]:
     """Yield a row for each block, which opens to its modules; neighbouring blocks without a warning are one."""
 
     def is_fine(places: list[int]) -> bool:
@@ -66,7 +80,7 @@ def _folded_rows(health: ModuleHealth, blocks: Sequence[list[int]], codes: Mappi
         stretch = list(group)
         together = [[i for places in stretch for i in places]] if fine and len(stretch) > 2 else stretch
         for places in together:
-            if len(places) == 1:
+            if len(places) == 1 or not with_modules:
                 yield _row(health, places, codes)
                 continue
             inner = "".join(_row(health, [i], codes) for i in places)
@@ -139,7 +153,7 @@ def value_words(metric: str, value: float) -> str:
     """Return a metric with its value for people: ``SQNR 9.02 dB``, ``overflow 5.7 %``."""
     name = WORDS.get(metric, metric)
     if metric.endswith("_db"):
-        return f"{name} {value:.3g} dB"
+        return f"{name} {value + 0.0:.3g} dB"  # never -0
     return f"{name} {100 * value:.3g} %" if metric.endswith("_rate") else f"{name} {value:.4g}"
 
 

@@ -9,18 +9,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fp8debug.errors import UsageError
+from fp8debug.errors import RunError, UsageError
 from fp8debug.escaping import one_line
 from fp8debug.reports.page import appendix, bullets, document, finding_sections, verdict_sections
 from fp8debug.rules import Findings, triage
 from fp8debug.rules.comparison.runs import Differences, diff_runs
 from fp8debug.rules.reading.changes import in_force
 from fp8debug.store.locations import place_of
+from fp8debug.store.read.notes import read_notes
 from fp8debug.store.read.run import Run
 
 from ..data.coverage import coverage
 from ..data.module_health import module_health
-from .heatmap import heatmap
+from .heatmap import codes_by_module, heatmap
 
 #: Rows of a table; more are counted.
 MAX_ROWS = 200
@@ -81,16 +82,12 @@ def run_report(run: Run, findings: Findings | None = None, against: Run | None =
         against: a run to compare with.
     """
     judged = triage(run, against) if findings is None else findings
-    codes: dict[str, list[str]] = {}
-    for finding in judged:
-        for module in (finding.module, *finding.also):
-            if module is not None:
-                codes.setdefault(module, []).append(finding.code)
     body = [
         *verdict_sections(run, judged, against),
-        _panel("Modules by steps", f"{heatmap(module_health(run), codes)}<p class='muted'>{HEALTH_WORDS}</p>"),
+        _panel("Modules by steps", f"{heatmap(module_health(run), codes_by_module(judged))}<p class='muted'>{HEALTH_WORDS}</p>"),
         *finding_sections(run, judged),
         "" if against is None else _comparison(diff_runs(against, run)),
+        _notes(run),
         _coverage(run),
         _configuration(run.manifest),
         appendix(run, judged),
@@ -162,6 +159,20 @@ def _comparison(found: Differences) -> str:
     header = ("diverges at", "module", "site", "what", "SQNR in dB", "rms")
     more = f"<p class='muted'>and {len(parted) - MAX_SITES} more sites</p>" if len(parted) > MAX_SITES else ""
     return _panel(f"Sites against {found.names[0]}", lines + (table(header, rows) + more if rows else ""))
+
+
+def _notes(run: Run) -> str:
+    """Return what people wrote about the run; nothing where nobody did."""
+    try:
+        notes = read_notes(run.path)
+    except RunError as error:
+        return _panel("Notes", f"<p>{escape(str(error))}</p>")
+    entries = [
+        f"<dt>{escape(one_line(note.about))}<br>{escape(one_line(note.written))}</dt>"
+        f"<dd>{'<br>'.join(escape(one_line(line)) for line in note.text.splitlines())}</dd>"
+        for note in notes
+    ]
+    return _panel("Notes", f"<dl>{''.join(entries)}</dl>") if entries else ""
 
 
 def _coverage(run: Run) -> str:

@@ -33,7 +33,7 @@ svg .line { fill: none; stroke: var(--accent); stroke-width: 1.5; } svg .dot { f
 svg .beside { stroke: var(--muted); stroke-dasharray: 6 4; }
 .narrow { display: none; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); gap: 12px; margin: 12px 0; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; } .scroll td:not(.num) { min-width: 90px; }
 table { border-collapse: collapse; font-size: 13px; width: 100%; }
 th, td { text-align: left; padding: 3px 10px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }
@@ -74,7 +74,7 @@ article.panel {{ margin-top: 14px; border-left-width: 4px; }}
 article.error {{ border-left-color: var(--error); }} article.warning {{ border-left-color: var(--warning); }}
 article.info {{ border-left-color: var(--info); }}
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; margin: 8px 0; }}
-dt {{ color: var(--muted); }} dd {{ margin: 0; overflow-wrap: anywhere; }}
+dt {{ color: var(--muted); max-width: 240px; overflow-wrap: anywhere; }} dd {{ margin: 0; overflow-wrap: anywhere; }}
 .classes .here {{ border-left: 3px solid var(--accent); padding-left: 6px; }}
 footer {{ margin-top: 20px; }}
 {_PARTS}

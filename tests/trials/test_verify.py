@@ -147,7 +147,9 @@ def test_what_a_training_says_of_its_end(tmp_path: Path) -> None:
     assert problem(none, Ending(0, 0.1, False, "")) == (
         "the script trained no model with a Linear: no forward ran with gradients on"
     )
-    assert problem(empty, Ending(0, 0.1, False, "")) == f"no step of it can be read: {empty} holds no recorded step yet"
+    read = "a run that is being written can be read after its first sampled step"
+    words = f"no step of it can be read: {empty} holds no recorded step yet; {read}"
+    assert problem(empty, Ending(0, 0.1, False, "")) == words
     assert problem(empty, Ending(1, 0.1, False, "ValueError: mine")) == "the script failed with exit code 1: ValueError: mine"
 
 

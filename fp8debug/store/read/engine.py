@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def connect(folders: Sequence[Path]) -> duckdb.DuckDBPyConnection:
     for store in {id(f.store): f.store for f in folders if isinstance(f, ObjectPath)}.values():
         connection.register_filesystem(store)
     connection.execute("SET TimeZone = 'UTC'")
-    connection.execute("SET enable_progress_bar = false")  # it draws on stdout
+    with suppress(duckdb.InvalidInputException):  # in Jupyter without ipywidgets there is none, and it cannot be set
+        connection.execute("SET enable_progress_bar = false")  # it draws on stdout
     connection.execute("SET parquet_metadata_cache = true")  # footers are parsed once, not for every query
     # A store's own address is checked as a pattern, a file's as it is.
     allowed = {text for folder in folders for text in (_quoted(f"{folder.absolute()}/"), _quoted(f"{_escaped(folder)}/"))}

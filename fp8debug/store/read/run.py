@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -28,6 +28,9 @@ from fp8debug.store.read.views import (
 )
 from fp8debug.store.schema import Column
 from fp8debug.types import Gemm, Reference, TensorRole, match_fqn
+
+if TYPE_CHECKING:
+    from fp8debug_dashboard.sharing.html_figure import HtmlFigure
 
 _T = TypeVar("_T")
 _QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
@@ -77,6 +80,11 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
+    def _repr_html_(self) -> str:
+        from fp8debug_dashboard.sharing.notebook import run_html
+
+        return run_html(self)
+
     def refresh(self) -> None:
         """Look again at a run that is still being written."""
         with self._lock:
@@ -96,7 +104,10 @@ class Run:
         self._parts = [source.path for source in files.of() if source.rows is None]
         if not any(s.table != "events" for s in files.of()):
             found = "; ".join(files.problems)
-            raise RunError(f"{self.path} holds no recorded step yet" + (f": {found}" if found else ""))
+            raise RunError(
+                f"{self.path} holds no recorded step yet"
+                + (f": {found}" if found else "; a run that is being written can be read after its first sampled step")
+            )
         self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
         self.ranks, self.problems = files.ranks, files.problems
         self._memo: dict[str, Any] = {}
@@ -239,6 +250,60 @@ class Run:
             raise RunError(f"{self.path} cannot be read: {why(error)}") from None
         self._damaged |= found
         return bool(found)
+
+    def show(self) -> None:
+        """Display the run in a notebook: verdict, what to do, loss, modules by steps, findings. A terminal gets the findings.
+
+        Needs no network, and the output runs no script.
+        """
+        from fp8debug_dashboard.sharing.notebook import show_run
+
+        show_run(self)
+
+    def findings(
+        self, baseline: Run | str | Path | None = None, select: Sequence[str] = ("F",), ignore: Sequence[str] = ()
+    ) -> HtmlFigure:
+        """Judge the run; return the findings as a table, the culprit first.
+
+        Arguments and errors are those of :func:`fp8debug.triage`, which returns the findings as objects.
+        """
+        from fp8debug_dashboard.sharing.notebook import findings_figure
+
+        return findings_figure(self, baseline, select, ignore)
+
+    def heatmap(self, metric: str | None = None, site: str | None = None, module: str = "*") -> HtmlFigure:
+        """Return a metric of modules over steps, as a figure and as a table.
+
+        Args:
+            metric: a column of ``sites``; the worst of SQNR, gain, overflow and underflow by default.
+            site: ``gemm.tensor`` as ``fprop.input``, ``operands``, ``results`` (against the shadow) or ``exact``; operands and
+                results by default.
+            module: glob over module names.
+
+        Raises:
+            UnknownNameError: no such metric or site.
+            UsageError: the run has no value of it.
+            NoMatchError: no module matches the glob.
+        """
+        from fp8debug_dashboard.sharing.notebook import heatmap_figure
+
+        return heatmap_figure(self, metric, site, module)
+
+    def site(self, module: str, gemm: str = "fprop", tensor: str = "input") -> HtmlFigure:
+        """Return the statistics of one site over steps, as a figure and as a table.
+
+        Args:
+            module: FQN.
+            gemm: ``fprop``, ``dgrad`` or ``wgrad``.
+            tensor: an operand or result of it.
+
+        Raises:
+            UnknownNameError: no such module, gemm or tensor.
+            UsageError: nothing was recorded at that site.
+        """
+        from fp8debug_dashboard.sharing.notebook import site_figure
+
+        return site_figure(self, module, gemm, tensor)
 
     @property
     def modules(self) -> list[dict[str, Any]]:

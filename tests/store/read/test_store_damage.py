@@ -41,7 +41,10 @@ class TestRefusals:
 
     def test_nothing_recorded_yet(self, tmp_path: Path) -> None:
         writer = RunWriter(tmp_path / "run", manifest={})
-        assert self.refusal(tmp_path / "run") == "RUN holds no recorded step yet"
+        assert (
+            self.refusal(tmp_path / "run")
+            == "RUN holds no recorded step yet; a run that is being written can be read after its first sampled step"
+        )
         writer.close()
 
     @pytest.mark.parametrize("where", ["manifest.json", "rank=00000/manifest.json"])
