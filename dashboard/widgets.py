@@ -89,7 +89,7 @@ def code(text: str) -> Component:
 
 
 def table(
-    head: Sequence[str],
+    head: Sequence[Child],
     rows: Sequence[Sequence[Child]],
     numeric: Sequence[int] = (),
     name: str = "table",

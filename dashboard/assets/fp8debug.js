@@ -23,12 +23,105 @@
     });
   });
 
+  // One cursor: a step that is chosen anywhere is marked in every plot over steps, and stays from page to page. It stands in the
+  // address; only the module page shows other numbers at another step, and asks the server for them.
+  const query = () => new URLSearchParams(window.location.search);
+  const cursor = () => {
+    const text = query().get("step");
+    return text && Number.isFinite(Number(text)) ? Number(text) : null;
+  };
+  const silently = (values) => {
+    const { pathname, search } = window.location;
+    window.history.replaceState(window.history.state, "", pathname + changed(search, values));
+  };
+  // The place of x on the line through (from[i], to[i]), both rising.
+  const between = (x, from, to) => {
+    const last = from.length - 1;
+    if (x <= from[0]) return to[0];
+    if (x >= from[last]) return to[last];
+    const i = from.findIndex((one) => one >= x);
+    return to[i - 1] + ((x - from[i - 1]) / (from[i] - from[i - 1])) * (to[i] - to[i - 1]);
+  };
+  const stepAt = ({ steps, at }, x) => (steps ? between(x, at, steps) : x);
+  const placeOfStep = ({ steps, at }, step) => (steps ? between(step, steps, at) : step);
+  const axesOf = (layout) => {
+    const names = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key));
+    return names.length ? names : ["xaxis"];
+  };
+  const metaOf = (plot) => (plot.layout && plot.layout.meta) || {};
+  const isHeat = (plot) => plot.parentElement.id === "heat";  // a click opens a module there, and a box asks for its steps
+  const cursorShapes = (layout) => {
+    const kept = (layout.shapes || []).filter((shape) => shape.name !== "cursor"), step = cursor(), meta = layout.meta || {};
+    if (!meta.x || step === null || meta.cursor !== undefined) return kept;
+    const x = placeOfStep(meta, step), line = { color: "#8a8f98", width: 1.4, dash: "dash" };
+    return [...kept, ...axesOf(layout).filter((axis) => (layout[axis] || {}).visible !== false).map((axis) => {
+      const n = axis.slice("xaxis".length);
+      return { type: "line", name: "cursor", xref: "x" + n, x0: x, x1: x, yref: `y${n} domain`, y0: 0, y1: 1, line };
+    })];
+  };
+  const withCursor = (layout) => ({ ...layout, shapes: cursorShapes(layout) });
+  const stepPlots = () => Array.from(document.querySelectorAll(".js-plotly-plot")).filter((plot) => plot._fullLayout && metaOf(plot).x);
+  const showCursor = () => {
+    const step = cursor();
+    window.dash_clientside.set_props("cursor", step === null ? { children: "", hidden: true }
+      : { children: `step ${step.toLocaleString("en")} ✕`, hidden: false });
+    for (const plot of stepPlots()) window.Plotly.relayout(plot, { shapes: cursorShapes(plot.layout) });
+  };
+  const setCursor = (step) => {
+    if (window.location.pathname === "/module") set({ step }); else silently({ step });
+    showCursor();
+  };
+  const choose = (plot, points) => {
+    const x = points && points.length ? Number(points[0].x) : NaN;
+    if (metaOf(plot).x && Number.isFinite(x) && !isHeat(plot)) setCursor(Math.round(stepAt(metaOf(plot), x)));
+  };
+  // The next point of the longest line from the cursor on, by key.
+  const moveCursor = (offset) => {
+    const lines = stepPlots().flatMap((plot) => (plot.calcdata || []).map((line) => ({ meta: metaOf(plot), line })));
+    const longest = lines.reduce((best, one) => (one.line.length > (best ? best.line.length : 1) ? one : best), null);
+    if (!longest) return;
+    const xs = longest.line.map(({ x }) => x).filter(Number.isFinite);
+    const steps = [...new Set(xs.map((x) => Math.round(stepAt(longest.meta, x))))].sort((a, b) => a - b), now = cursor();
+    const beyond = offset > 0 ? steps.filter((one) => now === null || one > now) : steps.filter((one) => now === null || one < now).reverse();
+    if (beyond.length) setCursor(beyond[0]);
+  };
+  window.addEventListener("popstate", () => setTimeout(showCursor, 0));
+
+  // The plots of a page zoom together along x. The stretch stands in the address, in what x is.
+  let isSharing = false;
+  const zoomOf = () => {
+    const ends = (query().get("zoom") || "").split("..").map(Number);
+    return ends.length === 2 && ends.every(Number.isFinite) && ends[0] < ends[1] ? ends : null;
+  };
+  const leading = (layout) => axesOf(layout).filter((axis) => !(layout[axis] || {}).matches);
+  const withZoom = (layout) => {
+    const zoom = (layout.meta || {}).x && zoomOf();
+    if (!zoom) return layout;
+    const axes = leading(layout).map((axis) => [axis, { ...layout[axis], range: [...zoom], autorange: false }]);
+    return { ...layout, ...Object.fromEntries(axes) };
+  };
+  const shareZoom = (library, plot, change) => {
+    const key = Object.keys(change).find((one) => /^xaxis\d*\.(range|autorange)/.test(one));
+    if (!key || isSharing || !metaOf(plot).x || isHeat(plot)) return;
+    const axis = key.split(".")[0];
+    const range = key.endsWith("autorange") ? null : plot.layout[axis].range.map((end) => Number(Number(end).toPrecision(7)));
+    silently({ zoom: range && range.join("..") });
+    isSharing = true;
+    const others = stepPlots().filter((one) => !isHeat(one)).map((one) => {
+      const own = leading(one.layout).filter((name) => one !== plot || name !== axis);
+      const values = Object.fromEntries(own.map((name) => (range ? [`${name}.range`, [...range]] : [`${name}.autorange`, true])));
+      return own.length ? library.relayout(one, values) : null;
+    });
+    Promise.all(others).finally(() => { isSharing = false; });
+  };
+
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
   const drawSeenFirst = (library) => {
     // dcc.Graph writes a zoom into its figure, where it counts as asked for by the server: plotly would take it back with the next
     // figure of a live run, which has none. What the reader zoomed to stays as long as the plot shows the same.
     const revision = (layout, axis) => (layout[axis] && layout[axis].uirevision) || layout.uirevision;
     const remember = (plot) => (change) => {
+      shareZoom(library, plot, change);
       for (const [key, value] of Object.entries(change)) {
         const [, axis, what] = /^([xy]axis\d*)\.(range|autorange)/.exec(key) || [];
         if (what === "autorange") delete plot.zooms[axis];
@@ -47,12 +140,13 @@
     library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
       sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
-    const draw = (plot, figure) => react(plot, { ...figure, layout: zoomed(plot, figure.layout) }).then((drawn) => {
+    const draw = (plot, figure) => react(plot, { ...figure, layout: withCursor(withZoom(zoomed(plot, figure.layout))) }).then((drawn) => {
       const box = plot.closest(".saved-plot");
       if (box) box.classList.toggle("saved-nothing", !figure.data.length);  // it says why it is empty: no picture to save
       if (!plot.zooms) {
         plot.zooms = {};
         plot.on("plotly_relayout", remember(plot));
+        plot.on("plotly_click", ({ points }) => choose(plot, points));
       }
       return drawn;
     });
@@ -132,6 +226,7 @@
   // Sets the query's keys; what is null, empty or default is left out.
   const changed = (search, values) => {
     const params = new URLSearchParams(search || "");
+    if ("x" in values && word(values.x) !== word(params.get("x"))) params.delete("zoom");  // it is in what x is
     for (const [key, value] of Object.entries(values)) {
       if (value === null || value === undefined || value === "") params.delete(key);
       else params.set(key, value);
@@ -359,6 +454,9 @@
     if (event.key === "/" && search) { event.preventDefault(); search.focus(); search.click(); }
     const offset = { "[": -1, "]": 1 }[event.key];
     if (offset) step(offset);
+    const move = { ",": -1, ".": 1 }[event.key];
+    if (move) moveCursor(move);
+    if (event.key === "Escape" && cursor() !== null) setCursor(null);
   });
 
   // The next module in execution order from the one in the address, whatever of it is drawn by now.
@@ -413,7 +511,21 @@
     button.disabled = true;
     setTimeout(() => { button.textContent = before; button.disabled = false; }, 1500);
   };
+  // From page to page go the cursor, and how the axes are drawn.
+  const KEPT = ["step", "x", "y", "smooth"];
   document.addEventListener("click", (event) => {
+    const link = event.target.closest && event.target.closest("#tabs a");
+    if (!link || event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
+    const now = query(), kept = Object.fromEntries(KEPT.filter((key) => now.has(key)).map((key) => [key, now.get(key)]));
+    if (!Object.keys(kept).length) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    document.querySelector(".top").classList.remove("menu-open");
+    const { pathname, search } = new URL(link.href);
+    visit(pathname, changed(search, kept));
+  }, true);
+  document.addEventListener("click", (event) => {
+    if (event.target.closest && event.target.closest("#cursor")) setCursor(null);
     const menu = event.target.closest && event.target.closest("#menu");
     const head = document.querySelector(".top");
     const isOpen = Boolean(menu) && !head.classList.contains("menu-open");

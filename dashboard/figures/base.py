@@ -13,6 +13,7 @@ import numpy as np
 from ..data.health import ROOM, reason_of
 from ..data.healthy_ranges import envelope, severities
 from ..data.heat_rows import HeatRows
+from ..data.metric_labels import label_of
 from ..data.nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
 from ..data.records import Floats, Heat, Ints, Mark, StepSeries
 from .plot import LEGEND, Figure, Part
@@ -84,7 +85,7 @@ def training(series: Sequence[StepSeries], marks: Sequence[Mark] = (), lost_at: 
             figure, trace, LINES[0], i, width=1.6 if is_loss else 1.2, what=f"{trace.name} is", since=lost_at if is_loss else None
         )
         ticks = _doublings(trace) if trace.name == "loss_scale" else {"nticks": 6 if i == first else 3}
-        figure.axis("y", i, title=trace.name, standoff=4, **ticks)
+        figure.axis("y", i, title=label_of(trace.name), standoff=4, **ticks)
     if marks:
         figure.add(_rail(marks))
         figure.axis("y", visible=False, range=[-1, 1], fixedrange=True)
@@ -93,7 +94,7 @@ def training(series: Sequence[StepSeries], marks: Sequence[Mark] = (), lost_at: 
             style = {"color": COLORS[mark.severity], "width": 1, "dash": "dot"}
             ends = {"x0": mark.step, "x1": mark.step, "y0": 0, "y1": 1, "yref": "paper"}
             figure.shape({"type": "line", **ends, "layer": "below", "line": style})
-    figure.axis("x", len(rows) - 1, title="step", standoff=4)
+    figure.over_steps(len(rows) - 1, standoff=4)
     return figure.set(int(70 + 64 * sum(rows)), hovermode="x" if series else "closest")
 
 
@@ -222,7 +223,7 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     """
     states = heat.states if heat.states is not None else np.where(np.isnan(heat.values), MISSING, FINITE).astype(np.int8)
     if not heat.modules or (states == MISSING).all():
-        return empty(f"{heat.metric} was not recorded for this choice", 300)
+        return empty(f"{label_of(heat.metric)} was not recorded for this choice", 300)
     names = [plain(name) for name in heat.modules]
     colors = severities(heat.metric, heat.values, heat.kinds)
     unit = "" if heat.unit == "1" or heat.unit.startswith("x") else f" {heat.unit}"  # x: the tensor's own
@@ -261,7 +262,7 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     height = int(max(240, 66 + top + len(names) * (18 if len(names) <= 60 else ROW_HEIGHT)))
     sizes = [len(of) for of in rows.members] if rows is not None else [1] * len(names)
     labels = [shorten(name) + (f" ({n})" if n > 1 else "") for name, n in zip(heat.modules, sizes, strict=True)]
-    figure.axis("x", title="step", standoff=4, showgrid=False, uirevision=view)
+    figure.over_steps(standoff=4, showgrid=False, uirevision=view)
     figure.axis(
         "y",
         autorange="reversed",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..data.metric_labels import label_of
 from ..data.records import StepSeries
 from .base import empty, line, plain
 from .plot import LEGEND, Figure
@@ -54,7 +55,7 @@ def losses(
     for step in sorted({step for step in diverges_at if step is not None}):
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
     figure.axis("y", title="loss", standoff=4)
-    figure.axis("x", 1 if gaps else 0, title="step")
+    figure.over_steps(1 if gaps else 0)
     return figure.set(360 if gaps else 260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")
 
 
@@ -81,9 +82,9 @@ def site_in_both(runs: Sequence[tuple[str, Sequence[StepSeries]]], metric: str, 
             named = replace(trace, name=name, actual=True)
             line(figure, named, _color(i), legend=plain(name), in_legend=True, rank=i, what=f"{plain(name)}:")
     if not figure.told and not any(np.isfinite(drawn["y"]).any() for drawn in figure.data):
-        return empty(f"{metric} was recorded at this site in none of these runs", 200)
+        return empty(f"{label_of(metric)} was recorded at this site in none of these runs", 200)
     if step is not None:
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
-    figure.axis("y", title=plain(metric), standoff=4)
-    figure.axis("x", title="step")
+    figure.axis("y", title=plain(label_of(metric)), standoff=4)
+    figure.over_steps()
     return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26, "l": 72}, hovermode="x")

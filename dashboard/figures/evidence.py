@@ -37,6 +37,7 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
                 "marker": {"size": 4},
                 "line": {"color": LINES[0], "width": 1.5},
                 "name": plain(chart.title),
+                "meta": plain(chart.title),
                 "hovertemplate": "%{y:.5g} · step %{x}<extra></extra>",
             },
             i,
@@ -52,5 +53,5 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
             figure.shape({"type": "rect", **place, **look})
         else:
             figure.rule(ORANGE, i, x=steps[0])
-    figure.axis("x", len(charts) - 1, title="step")
+    figure.over_steps(len(charts) - 1)
     return figure.set(70 + 125 * len(charts), margin={"t": 24})

@@ -77,7 +77,7 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
         span = {"x0": first, "x1": max(first, end), "y0": 0, "y1": 1, "yref": "y domain"}
         figure.shape({"type": "rect", **span, "fillcolor": STATE_COLORS[state], "opacity": 0.2, "line": {"width": 0}})
         figure.note(f"no finite element: {in_words(first, last, state)}", x=first, xref="x", y=0.02, xanchor="right", xshift=-4)
-    figure.axis("x", title="step", showgrid=False)
+    figure.over_steps(cursor=step, showgrid=False)
     figure.axis("y", title="log2 of magnitude", standoff=4, showgrid=False)
     return figure.set(320, margin={"r": 54})
 
@@ -98,7 +98,7 @@ def error_split(traces: Sequence[StepSeries], step: int | None = None) -> Figure
             figure.rule(color, y=value, dash="dash")
     if step is not None:
         figure.rule(GREY, x=step, dash="dash")
-    figure.axis("x", title="step")
+    figure.over_steps(cursor=step)
     figure.axis("y", title="SQNR dB", standoff=4)
     return figure.set(320, showlegend=True, legend=LEGEND, margin={"t": 26})
 

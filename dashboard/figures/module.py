@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fp8debug.formats import FORMATS
 
 from ..data.healthy_ranges import envelope, kind_of
+from ..data.metric_labels import label_of
 from ..data.nonfinite import NAMES
 from ..data.records import CastRange, ExponentHistogram, StepSeries
 from .base import empty, line
@@ -34,7 +35,7 @@ def sites(traces: Sequence[StepSeries], metric: str, selected: tuple[str, str], 
     Where a healthy range is known the axis reaches at least to the warn threshold, so that noise looks like noise.
     """
     if not any(map(_shows, traces)):
-        return empty(f"{metric} was not recorded for this module", 300)
+        return empty(f"{label_of(metric)} was not recorded for this module", 300)
     flat = [site for row in SITES for site in row]
     figure = Figure(3, 3, gap=0.085, between=0.04)
     groups = sorted({_group(trace) for trace in traces}, key=_group_order)
@@ -63,7 +64,7 @@ def sites(traces: Sequence[StepSeries], metric: str, selected: tuple[str, str], 
             for letter in "xy":  # where a whole column is empty plotly draws its axes' lines at NaN
                 figure.axis(letter, i, visible=False)
     for i in range(6, 9):
-        figure.axis("x", i, title="step")
+        figure.over_steps(i, cursor=step)
     legend = {**LEGEND, "y": 1.055}
     return figure.set(480, showlegend=True, legend=legend, margin={"l": 44, "t": 42})
 
@@ -134,7 +135,7 @@ def scales(scale: Sequence[StepSeries], headroom: Sequence[StepSeries], step: in
         figure.rule(GREY, x=step, dash="dash")
     figure.axis("y", title="log2 scale_inv", standoff=8)
     figure.axis("y", 1, title="headroom", standoff=8, **_powers_of_two(headroom))
-    figure.axis("x", 1, title="step")
+    figure.over_steps(1, cursor=step)
     return figure.set(340, showlegend=True, legend=LEGEND, margin={"t": 46})
 
 

@@ -86,6 +86,18 @@ class Figure:
             values["title"] = {"text": title, "standoff": standoff}
         self.layout.setdefault(f"{letter}axis{_number(i)}", {}).update(values)
 
+    def over_steps(self, i: int = 0, *, cursor: int | None = None, standoff: int = 2, **values: Any) -> None:
+        """Have the x axes be steps, the i-th with the title: fp8debug.js marks the chosen step in them and zooms them together.
+
+        Args:
+            i: subplot whose axis has the title.
+            cursor: the chosen step, where the figure marks it itself.
+            standoff: of the title, in pixels.
+            values: others of the axis.
+        """
+        self.axis("x", i, title="step", standoff=standoff, **values)
+        self.layout["meta"] = {"x": "step", **({} if cursor is None else {"cursor": cursor})}
+
     def add(self, trace: Part, i: int = 0) -> None:
         """Add a trace to the i-th subplot."""
         place = {"xaxis": f"x{_number(i)}", "yaxis": f"y{_number(i)}"} if self.num > 1 else {}

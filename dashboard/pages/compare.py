@@ -15,13 +15,15 @@ from fp8debug.rules.comparison.configuration import configuration_words
 from fp8debug.rules.comparison.sites import TOLERANCES, SiteDifference, unwrapped
 
 from ..data import queries
-from ..figures.base import empty
+from ..figures.base import empty, plain
 from ..figures.compare import losses, site_in_both
 from ..figures.theme import NO_DATA, level
 from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
+from .axes import controls, scale_of, shaped
 from .base import Page
+from .heatmap import metric_options
 
 if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
@@ -141,6 +143,7 @@ def layout(view: View, run_view: RunView) -> Component:
             card(
                 "Loss",
                 html.Div(about, id="compare-about", style=pairs),
+                controls(view, runs.reference or run_view),
                 graph("compare-loss", figure),
                 note=html.Div(picks, className="controls"),
             ),
@@ -148,7 +151,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 "One site in these runs",
                 graph("compare-site", site),
                 note=html.Div(
-                    [control("metric", METRIC, view.get("metric", METRIC), metrics or [METRIC], "metric", 200)],
+                    [control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics or [METRIC]), "metric", 240)],
                     className="controls",
                 ),
             ),
@@ -174,6 +177,8 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     pairs = [(one, found) for one in runs.judged if (found := one.differences(runs.reference.name)) is not None]
     since = [found.loss["diverges_at"] for _, found in pairs]
     figure = losses(curves, since, _nonfinite_at([found for _, found in pairs]))
+    own = {plain(one.name): scale for one in runs.judged if (scale := scale_of(one, view.get("x"))) is not None}
+    figure = shaped(figure, view, runs.reference, own)
     if len(pairs) < len(runs.judged):
         names = " and ".join(one.name for one in runs.judged)
         waiting = poster(f"The sites of {names} are being compared with those of {runs.reference.name}.")
@@ -339,7 +344,13 @@ def _site(
             lines.append((f"{name}: {own} {gemm} {tensor}", queries.module_traces(run, own, metric, (gemm, tensor))))
         except Fp8DebugError as error:
             return empty(str(error), 160)
-    return site_in_both(lines, metric, found.get((module, gemm, tensor)))
+    scales = {
+        plain(line[0]): scale
+        for line in lines
+        for one in runs.judged
+        if line[0].startswith(f"{one.name}: ") and (scale := scale_of(one, view.get("x"))) is not None
+    }
+    return shaped(site_in_both(lines, metric, found.get((module, gemm, tensor))), view, runs.all[0], scales)
 
 
 PAGE = Page(name="compare", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

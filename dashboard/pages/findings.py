@@ -19,6 +19,8 @@ from ..web.run_view import Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, graph, grid, note, number, poster, segments
 from . import overview
+from .axes import controls as axis_controls
+from .axes import shaped
 from .base import Page
 
 if TYPE_CHECKING:
@@ -99,7 +101,13 @@ def layout(view: View, run_view: RunView) -> Component:
             ),
             html.Div(
                 [
-                    card("Evidence", html.Div(head, id="finding-head"), graph("evidence", figure), grow=True),
+                    card(
+                        "Evidence",
+                        html.Div(head, id="finding-head"),
+                        axis_controls(view, run_view),
+                        graph("evidence", figure),
+                        grow=True,
+                    ),
                     card("Manual page of the rule", html.Div(manual, id="finding-manual", className="manual", tabIndex=0)),
                 ],
                 className="columns columns-wide-left",
@@ -119,7 +127,13 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         words = "No rule found a fault, so there is no evidence to show."
         waiting = "Triage is running; evidence appears with the first finding."
         return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
-    return _about(judged), rows, _head(view, finding), _evidence(run_view, judged, finding), _manual(finding)
+    return (
+        _about(judged),
+        rows,
+        _head(view, finding),
+        shaped(_evidence(run_view, judged, finding), view, run_view),
+        _manual(finding),
+    )
 
 
 def _about(judged: Judgement) -> Component:

@@ -14,6 +14,7 @@ from ..data import queries
 from ..data.health import DOC, HEALTH
 from ..data.healthy_ranges import envelope
 from ..data.heat_rows import MAX_ROWS, ORDERS, HeatRows, arranged, default_fold
+from ..data.metric_labels import grouped, with_name
 from ..data.records import Heat
 from ..figures import base as figures
 from ..figures.module import SITES
@@ -51,11 +52,11 @@ def site_options() -> list[dict[str, Any]]:
 
 
 def metric_options(run_metrics: list[str]) -> list[dict[str, Any]]:
-    """Return the recorded metrics: those with a healthy envelope first."""
-    known = [name for name in run_metrics if envelope(name) is not None]
-    rest = [name for name in run_metrics if envelope(name) is None]
-    groups = (("known healthy range", known), ("other", rest))
-    return [{"group": title, "items": [{"value": n, "label": n} for n in names]} for title, names in groups if names]
+    """Return the recorded metrics by group, in words with the column's name."""
+    return [
+        {"group": group, "items": [{"value": name, "label": with_name(name)} for name in names]}
+        for group, names in grouped(run_metrics)
+    ]
 
 
 def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:

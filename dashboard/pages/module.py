@@ -15,6 +15,7 @@ from fp8debug.types import RESULTS, Gemm
 from ..data import history as history_data
 from ..data import nonfinite, queries
 from ..data.coverage import in_words
+from ..data.metric_labels import label_of
 from ..data.records import History, StepSeries
 from ..data.step_ranges import step_condition, step_range
 from ..figures import history as history_figures
@@ -25,6 +26,7 @@ from ..figures.theme import NO_DATA, level
 from ..web.run_view import SMALL_BYTES, Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, facts, graded, graph, not_finite, note, number, poster, segments, table
+from .axes import controls, shaped
 from .base import Page
 from .heatmap import metric_options, read_thinly
 from .overview import module_href, rules_in_words
@@ -107,6 +109,7 @@ def layout(view: View, run_view: RunView) -> Component:
     return html.Div(
         [
             html.Div(head, id="module-head"),
+            controls(view, run_view),
             card(
                 "Nine sites over steps",
                 html.Div(about, id="module-about"),
@@ -186,7 +189,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     about = _about(run_view, metric)
     try:
         lines = _lines(run_view, module, metric)
-        nine = module_figures.sites(lines[metric], metric, site, step)
+        nine = shaped(module_figures.sites(lines[metric], metric, site, step), view, run_view)
     except Fp8DebugError as error:
         lines = _lines(run_view, module, METRIC)
         about, nine = note(str(error), kind="warning"), empty("not recorded", 300)
@@ -213,10 +216,10 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         about,
         nine,
         _casts(run_view, module, site, step),
-        module_figures.scales(scale, headroom, step),
+        shaped(module_figures.scales(scale, headroom, step), view, run_view),
         module_figures.histogram(hist, lost),
-        _history(view, run_view, module, step, lost),
-        history_figures.error_split(traces, step),
+        shaped(_history(view, run_view, module, step, lost), view, run_view),
+        shaped(history_figures.error_split(traces, step), view, run_view),
         _dumped(view, run_view, module, site, step),
     )
 
@@ -433,8 +436,10 @@ def _value(name: str, row: dict[str, Any]) -> Component | str | None:
     return graded(name, row[name], row["kind"])
 
 
-def _head_of(name: str) -> str:
-    return name.removesuffix("_rate") if name.endswith("_rate") else name
+def _head_of(name: str) -> Component:
+    """Return the head of a column in words, with the column's name as a hint."""
+    head: Component = html.Abbr(label_of(name), title=name)
+    return head
 
 
 PAGE = Page(name="module", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

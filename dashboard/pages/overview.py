@@ -23,6 +23,7 @@ from ..web import source
 from ..web.run_view import SMALL_BYTES, Judgement, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
+from .axes import controls, shaped
 from .base import Page
 
 if TYPE_CHECKING:
@@ -80,7 +81,13 @@ def layout(view: View, run_view: RunView) -> Component:
             html.Div(kind, id="classification"),
             html.Div(
                 [
-                    card("Training", graph("loss", loss), note="findings marked where they begin", grow=True),
+                    card(
+                        "Training",
+                        controls(view, run_view),
+                        graph("loss", loss),
+                        note="findings marked where they begin",
+                        grow=True,
+                    ),
                     html.Div(
                         [
                             card("What to do now", html.Div(todo, id="todo")),
@@ -109,7 +116,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     judged = run_view.judged()
     findings = judged.known or ()
     curves, lost_at = run_view.training()
-    figure = figures.training(curves, source.marks(findings), lost_at)
+    figure = shaped(figures.training(curves, source.marks(findings), lost_at), view, run_view)
     return (
         _verdict(run_view, judged),
         _classification(view, judged),

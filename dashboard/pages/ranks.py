@@ -17,6 +17,8 @@ from ..figures.theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
 from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import card, code, control, graph, grid, note, number, poster, table
+from .axes import controls as axis_controls
+from .axes import shaped
 from .base import Page
 from .heatmap import metric_options, read_thinly
 
@@ -85,6 +87,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 "One site on every rank",
                 controls,
                 html.Div(about, id="ranks-about"),
+                axis_controls(view, run_view),
                 graph("rank-lines", lines),
                 graph("rank-heat", heat),
             ),
@@ -124,7 +127,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
     words += f" {read_thinly(heat.steps_apart)}" if heat.steps_apart > 1 else ""
     about = note(words) if found is not None else poster(words + " All sites are being compared.")
-    return listed, about, rows, heatmap(heat), lines
+    return listed, about, rows, shaped(heatmap(heat), view, run_view), shaped(lines, view, run_view)
 
 
 def _site(view: View, run_view: RunView, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:

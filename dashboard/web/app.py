@@ -131,6 +131,13 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
                     html.Div(head, id="nav"),
                     html.Div(
                         [
+                            html.Button(
+                                _cursor(asked),
+                                id="cursor",
+                                className="linkish",
+                                hidden=not _cursor(asked),
+                                title="marked in every plot; click a point, or press , and . to move it; click here to let go",
+                            ),
                             html.Span(live, id="live", role="status"),
                             dmc.Switch(id="follow", label="follow", checked=True, size="xs"),
                             dmc.Button("Refresh", id="refresh", size="compact-xs", variant="default"),
@@ -149,6 +156,12 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
         theme={"primaryColor": "blue", "fontSizes": {"xs": "12px"}, "defaultRadius": "3px"},
     )
     return shell
+
+
+def _cursor(asked: Asked | None) -> str:
+    """Return what the button of the cursor says; "" where no step is chosen."""
+    step = None if asked is None else parse(asked["pathname"], asked["search"]).get_int("step")
+    return "" if step is None else f"step {step:,} ✕"
 
 
 def _route(app: dash.Dash, source: ServedFolder) -> None:

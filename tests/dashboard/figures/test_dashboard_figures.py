@@ -64,7 +64,7 @@ MARK = Mark(step=10, severity="error", codes=("F101", "F104"), lines=("✖ F101 
 def test_training_draws_what_was_recorded_and_marks_findings_on_a_rail() -> None:
     figure = figures.training([trace("loss"), trace("grad_norm")], [MARK])
     titles = [figure.layout[f"yaxis{n}"].get("title", {}).get("text") for n in ("", "2", "3")]
-    assert titles == [None, "loss", "grad_norm"]
+    assert titles == [None, "loss", "gradient norm"]
     rail = figure.data[-1]
     assert rail["text"] == ["F101 F104"] and rail["marker"]["symbol"] == ["x"]
     assert [shape["x0"] for shape in figure.layout["shapes"]] == [10]
@@ -137,7 +137,7 @@ def test_heatmap_marks_where_findings_begin_and_has_the_first_module_on_top() ->
 
 
 def test_heatmap_of_nothing_says_so() -> None:
-    assert "sqnr_db was not recorded" in texts(figures.heatmap(heat("sqnr_db", [[float("nan")]])))
+    assert "SQNR, dB was not recorded" in texts(figures.heatmap(heat("sqnr_db", [[float("nan")]])))
 
 
 def test_each_row_of_a_heatmap_has_a_label_and_room_for_it() -> None:

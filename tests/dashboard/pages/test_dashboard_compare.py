@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fp8debug_dashboard.pages import compare
@@ -21,9 +23,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ServedFolder:
     root = tmp_path_factory.mktemp("compared")
     for i in range(8):
         samples.write_healthy(root / f"ok{i}", num_steps=20, modules=SMALL)
-    long = {"num_steps": 400, "every": 20, "modules": SMALL}
+    long: dict[str, Any] = {"num_steps": 400, "every": 20, "modules": SMALL}
     samples.write_healthy(root / "good", **long)
-    sick = {"overrides": samples.stale_scale(SICK), "recipe": "tensorwise_delayed", "what_if": ("tensorwise_current",)}
+    sick: dict[str, Any] = {
+        "overrides": samples.stale_scale(SICK),
+        "recipe": "tensorwise_delayed",
+        "what_if": ("tensorwise_current",),
+    }
     samples.write_healthy(root / "sick", **long, **sick)
     (root / "broken").mkdir()
     (root / "broken" / "manifest.json").write_text("{")

@@ -291,3 +291,36 @@ def test_a_run_without_its_manifest_is_shown(clean_page: Page, folder: Path, tmp
         expect(clean_page.locator(".problems")).to_contain_text("manifest.json")
         go(clean_page, f"{address}/heatmap")
         expect(clean_page.locator("#heat .hm image")).to_be_attached()
+
+
+#: Run in a page: for each plot over steps the places at which the cursor is marked, by its id.
+MARKED = """() => Object.fromEntries(Array.from(document.querySelectorAll(".js-plotly-plot"))
+  .filter((plot) => plot.layout && (plot.layout.meta || {}).x).map((plot) => {
+    const own = (plot.layout.shapes || []).filter(({ name }) => name === "cursor").map(({ x0 }) => x0);
+    return [plot.parentElement.id, plot.layout.meta.cursor ?? own[0] ?? null];
+  }))"""
+ZOOMS = """() => Array.from(document.querySelectorAll(".js-plotly-plot"))
+  .filter((plot) => plot.layout && (plot.layout.meta || {}).x).map((plot) => JSON.stringify(plot.layout.xaxis.range))"""
+
+
+def test_a_step_and_a_zoom_are_shared_by_the_plots(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/?run=sick")
+    expect(clean_page.locator("#loss .main-svg").first).to_be_visible()
+    clean_page.evaluate("""document.querySelector("#loss .js-plotly-plot").emit("plotly_click", { points: [{ x: 200 }] })""")
+    expect(clean_page.locator("#cursor")).to_have_text("step 200 ✕")
+    assert clean_page.evaluate(MARKED) == {"loss": 200}
+    clean_page.keyboard.press(".")
+    expect(clean_page.locator("#cursor")).to_have_text("step 201 ✕")
+    clean_page.locator("#tabs").get_by_role("link", name="Module").click()
+    expect(clean_page).to_have_url(re.compile(r"/module\?run=sick&step=201$"))
+    clean_page.wait_for_function("() => document.querySelectorAll('.saved-plot .main-svg').length >= 5")
+    clean_page.wait_for_function(f"() => Object.values(({MARKED})()).length >= 4")
+    assert set(clean_page.evaluate(MARKED).values()) == {200}, "the sampled step nearest to it, which the page shows"
+    clean_page.evaluate("""Plotly.relayout(document.querySelector("#split .js-plotly-plot"), { "xaxis.range": [100, 300] })""")
+    clean_page.wait_for_function(f"() => new Set(({ZOOMS})()).size === 1")
+    assert "zoom=100..300" in clean_page.url
+    clean_page.reload()
+    clean_page.wait_for_function(f"() => ({ZOOMS})().length >= 4 && ({ZOOMS})().every((range) => range === '[100,300]')")
+    clean_page.keyboard.press("Escape")
+    expect(clean_page.locator("#cursor")).to_be_hidden()
+    expect(clean_page).to_have_url(re.compile(r"/module\?run=sick&zoom=100..300$"))
