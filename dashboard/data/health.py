@@ -94,8 +94,21 @@ def code_sql(run: Run, keys: Sequence[tuple[str, str, str, str]]) -> str:
 
 
 def sites_of(keys: Iterable[tuple[str, str, str, str]]) -> list[Site]:
-    """Return the sites of keys in the order of their places in a number; those beyond the room for them share the last."""
-    return sorted({(gemm, tensor, reference) for gemm, tensor, _, reference in keys})[: ROOM - 1]
+    """Return the sites of keys in the order of their places in a number; those beyond the room for them share the last.
+
+    Of equally severe ones the last counts: operands before results, fprop before the others.
+    """
+    gemms, references = ("wgrad", "dgrad", "fprop"), ("exact", "shadow", "operand")
+
+    def place(site: Site) -> tuple[int, int, Site]:
+        gemm, _, reference = site
+        return (
+            references.index(reference) if reference in references else -1,
+            gemms.index(gemm) if gemm in gemms else -1,
+            site,
+        )
+
+    return sorted({(gemm, tensor, reference) for gemm, tensor, _, reference in keys}, key=place)[: ROOM - 1]
 
 
 def severities_of(codes: Ints) -> Floats:

@@ -24,7 +24,7 @@ from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
-from .step_ranges import ends, sites_within, step_range, width_of
+from .step_ranges import sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -309,39 +309,22 @@ def default_cast(run: Run) -> str:
     return "running" if found else "what-if"
 
 
-#: Modules in the list of the noisiest operands.
-WORST = 10
+#: Events that a page lists; kinds that are tables of numbers, not something that happened at a step, are left out.
+MAX_EVENTS = 200
 
 
-def worst_operands(run: Run, count: int = WORST) -> list[dict[str, Any]]:
-    """Return the modules with the noisiest operand at the last step that has one, measured against what its format can do.
+def events(run: Run, count: int = MAX_EVENTS) -> tuple[list[dict[str, Any]], int]:
+    """Return what happened when, the same of several ranks once, and how many events there are.
 
-    Each row has step, module, gemm, tensor, sqnr_db, kind and state; one row per module, worst first: an operand that holds NaN
-    or Inf before all others.
+    Each has step (None where it belongs to none), kind, module, message and ranks, how many saw it.
     """
-    last: int | None = ends(run)[1]
-    rows = _worst_at(run, "running", last, count)
-    if rows:
-        return rows
-    cast = default_cast(run)  # the last step was not sampled, or nothing ran in FP8
-    condition, _ = where("operands", cast)
-    asked = f"SELECT max(step) AS step FROM stats WHERE {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
-    last = _rows(run, asked)[0]["step"]
-    return _worst_at(run, cast, last, count)
-
-
-def _worst_at(run: Run, cast: str, step: int | None, count: int) -> list[dict[str, Any]]:
-    badness, (condition, _) = badness_sql("sqnr_db"), where("operands", cast)
-    badness = f"CASE WHEN {LOST_SQL} THEN 1e300 ELSE {badness} END"
-    key = f"(({STATE_SQL}), {badness}, gemm, tensor)"  # of equally bad ones, the same for every column
-    return _rows(
-        run,
-        f"SELECT step, module, max_by(gemm, {key}) AS gemm, max_by(tensor, {key}) AS tensor,"
-        f" max_by(coalesce(sqnr_db, 'nan'::DOUBLE), {key}) AS sqnr_db, max_by({KIND_SQL}, {key}) AS kind,"
-        f" max({STATE_SQL}) AS state FROM sites WHERE step = ? AND {condition} AND (sqnr_db IS NOT NULL OR {STATE_SQL} > 0)"
-        f" GROUP BY step, module ORDER BY max({STATE_SQL}) DESC, max({badness}) DESC, module LIMIT {int(count)}",
-        [step],
-    )
+    few = "kind IS NOT NULL AND kind NOT IN ('tokens', 'inference')"
+    grouped = f"SELECT step, kind, module, message, count(DISTINCT rank) AS ranks FROM events WHERE {few} "
+    grouped += " GROUP BY step, kind, module, message"
+    rows = _rows(run, f"SELECT * FROM ({grouped}) AS told ORDER BY step NULLS FIRST, kind, module LIMIT {int(count)}")
+    if len(rows) < count:
+        return rows, len(rows)
+    return rows, int(_rows(run, f"SELECT count(*) AS n FROM ({grouped}) AS told")[0]["n"])
 
 
 def module_traces(run: Run, module: str, metric: str, site: tuple[str, str] | None = None) -> list[StepSeries]:

@@ -19,6 +19,7 @@ from ..data.records import Floats, Heat, Ints, Mark, StepSeries
 from .plot import LEGEND, Figure, Part
 from .theme import (
     COLORS,
+    GREY,
     HEALTH_SCALE,
     ICONS,
     INF_COLOR,
@@ -65,20 +66,27 @@ def empty(message: str, height: int = 220) -> Figure:
     return figure.set(height)
 
 
-def training(series: Sequence[StepSeries], marks: Sequence[Mark] = (), lost_at: int | None = None) -> Figure:
-    """Return loss (and what else of a training step was recorded) over steps, with a rail of findings above.
+def training(
+    series: Sequence[StepSeries],
+    marks: Sequence[Mark] = (),
+    lost_at: int | None = None,
+    events: Sequence[tuple[int, str]] = (),
+) -> Figure:
+    """Return loss (and what else of a training step was recorded) over steps, with a rail of findings and events above.
 
     Args:
         series: one subplot each, all over the same steps.
         marks: where findings begin; a dotted line runs from each through all subplots.
         lost_at: first step whose loss is NaN or infinite, where a point stands for several steps.
+        events: (step, words) of what else happened.
     """
-    if not series and not marks:
+    if not series and not marks and not events:
         return empty("No loss was recorded. Pass it on: watch.step(loss=loss, grad_norm=..., lr=...)")
     heights = [3.0 if s.name == "loss" else 1.2 for s in series] or [1.0]
-    rows = ([0.55] if marks else []) + heights
+    has_rail = bool(marks or events)
+    rows = ([0.55] if has_rail else []) + heights
     figure = Figure(len(rows), heights=rows, gap=0.025)
-    first = 1 if marks else 0
+    first = 1 if has_rail else 0
     for i, trace in enumerate(series, first):
         is_loss = trace.name == "loss"
         line(
@@ -86,8 +94,11 @@ def training(series: Sequence[StepSeries], marks: Sequence[Mark] = (), lost_at: 
         )
         ticks = _doublings(trace) if trace.name == "loss_scale" else {"nticks": 6 if i == first else 3}
         figure.axis("y", i, title=label_of(trace.name), standoff=4, **ticks)
-    if marks:
-        figure.add(_rail(marks))
+    if has_rail:
+        if marks:
+            figure.add(_rail(marks))
+        if events:
+            figure.add(_events(events))
         figure.axis("y", visible=False, range=[-1, 1], fixedrange=True)
         figure.axis("x", showgrid=False, showline=False, ticks="")
         for mark in marks:
@@ -106,6 +117,25 @@ def _doublings(trace: StepSeries) -> Part:
     low, high = int(np.floor(np.log2(known.min()))), int(np.ceil(np.log2(known.max())))
     powers = range(low, high + 1, max(1, -(-(high - low) // 4)))
     return {"type": "log", "tickvals": [2.0**k for k in powers], "ticktext": [f"2<sup>{k}</sup>" for k in powers]}
+
+
+def _events(events: Sequence[tuple[int, str]]) -> Part:
+    """Return small open marks below the findings, those of one step together."""
+    by_step: dict[int, list[str]] = {}
+    for step, words in events:
+        by_step.setdefault(step, []).append(plain(words))
+    lines = [[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])] for found in by_step.values()]
+    return {
+        "type": "scatter",
+        "x": np.array(list(by_step), dtype=np.int32),
+        "y": np.full(len(by_step), -0.85, dtype=np.float32),
+        "mode": "markers",
+        "customdata": ["<br>".join(found) for found in lines],
+        "hovertemplate": "step %{x}<br>%{customdata}<extra></extra>",
+        "marker": {"size": 7, "symbol": "diamond-open", "color": GREY},
+        "cliponaxis": False,
+        "name": "events",
+    }
 
 
 def _rail(marks: Sequence[Mark]) -> Part:

@@ -32,6 +32,7 @@ CONTENTS: dict[str, Entry] = {
             ("loss", "figure"),
             ("findings", "rowData"),
             ("coverage", "children"),
+            ("timeline", "children"),
         ),
     ),
     "heatmap": Entry("Heatmap", (("heat-about", "children"), ("heat", "figure"))),

@@ -70,7 +70,7 @@ def cast_options(casts: list[tuple[str, bool]]) -> list[dict[str, str]]:
 def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
     metrics = metric_options(run_view.recorded())
-    cast = run_view.cache("default cast", lambda: queries.default_cast(run_view.run))
+    cast = run_view.default_cast()
     casts = run_view.cache("casts", lambda: queries.casts(run_view.run))
     fold = default_fold(len(run_view.run.modules))
     about, figure = parts(view, run_view)
@@ -100,12 +100,12 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     metric, site = view.get("metric", METRIC), view.get("site", SITE)
     if site == SITE:
         site = "all" if metric == HEALTH else "operands"
-    cast = view.get("cast") or run_view.cache("default cast", lambda: queries.default_cast(run_view.run))
+    cast = view.get("cast") or run_view.default_cast()
     if metric != HEALTH and metric not in run_view.recorded() and not run_view.run.has(metric):
         text = f"{metric} is not recorded in this run; recorded are {', '.join(run_view.recorded()) or 'no metrics'}."
         return note(text, kind="warning"), figures.empty("not recorded", 300)
     try:
-        heat = read(run_view, metric, site, cast, (view.get_int("from"), view.get_int("to")))
+        heat = run_view.heat(metric, site, cast, (view.get_int("from"), view.get_int("to")))
     except Fp8DebugError as error:
         return note(str(error), kind="warning"), figures.empty("not recorded", 300)
     heat = replace(heat, marks=source.marks(run_view.judged().known or (), by_module=True))
@@ -124,23 +124,6 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     about = html.Div([note(words), *_ways(view, rows)])
     settings = [view.get(key) for key in ("from", "to", "fold", "open", "filter", "sort", "rows")]
     return about, figures.heatmap(rows.heat, " ".join(settings), rows)
-
-
-def read(run_view: RunView, metric: str, site: str, cast: str, steps: tuple[int | None, int | None]) -> Heat:
-    """Return a metric, or the health, over all modules and some steps; what was read is kept.
-
-    Raises:
-        Fp8DebugError: no such metric, or the run cannot be read.
-    """
-    is_thin = run_view.is_thin_health() if metric == HEALTH else run_view.is_thin(metric)
-
-    def ask() -> Heat:
-        if metric == HEALTH:
-            return queries.health(run_view.run, site, cast, steps, run_view.metric_cache, is_thin)
-        return queries.heat(run_view.run, metric, site, cast, steps, run_view.metric_cache, is_thin)
-
-    found: Heat = run_view.cache(("heat", metric, site, cast, steps, is_thin), ask)
-    return found
 
 
 def _rows(view: View) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from ..data import queries
 from ..data.coverage import coverage
 from ..data.nonfinite import NAMES
 from ..data.step_ranges import step_range
+from ..data.worst_modules import WorstModule, with_series, worst_modules
 from ..figures import base as figures
+from ..figures.sparkline import HEIGHT, WIDTH, ends_in_words, sparkline
 from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA, WORDS, level, plain_number
 from ..web import source
-from ..web.run_view import SMALL_BYTES, Judgement, RunView
+from ..web.run_view import Judgement, RunView
 from ..web.urls import View, href
-from ..widgets import badge, card, code, facts, graded, graph, grid, not_finite, note, number, percent, poster, table
+from ..widgets import badge, card, code, facts, graph, grid, not_finite, note, number, percent, poster, table
 from .axes import controls, shaped
 from .base import Page
 
@@ -74,7 +77,7 @@ MAX_SKIPPED = 200
 
 def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
-    verdict, kind, todo, worst, loss, rows, covered = parts(view, run_view)
+    verdict, kind, todo, worst, loss, rows, covered, happened = parts(view, run_view)
     return html.Div(
         [
             html.Div(verdict, id="verdict"),
@@ -85,13 +88,13 @@ def layout(view: View, run_view: RunView) -> Component:
                         "Training",
                         controls(view, run_view),
                         graph("loss", loss),
-                        note="findings marked where they begin",
+                        note="findings (above) and events (below) marked where they begin",
                         grow=True,
                     ),
                     html.Div(
                         [
                             card("What to do now", html.Div(todo, id="todo")),
-                            card("Noisiest operands", html.Div(worst, id="worst"), grow=True),
+                            card("Modules by severity", html.Div(worst, id="worst"), grow=True),
                         ],
                         className="stack",
                     ),
@@ -103,6 +106,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 grid("findings", COLUMNS, rows, "No finding so far"),
                 note="culprit first; click a module to see its numbers",
             ),
+            card("Timeline", html.Div(happened, id="timeline"), note="findings where they begin, and what else happened"),
             card(
                 "Coverage", html.Div(covered, id="coverage"), note="what runs in FP8, under which cast, and why the rest does not"
             ),
@@ -112,25 +116,36 @@ def layout(view: View, run_view: RunView) -> Component:
 
 
 def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
-    """Return verdict, class, what to do, worst operands, training figure, findings and coverage."""
+    """Return verdict, class, what to do, worst modules, training figure, findings, coverage and timeline."""
     judged = run_view.judged()
     findings = judged.known or ()
     curves, lost_at = run_view.training()
-    figure = shaped(figures.training(curves, source.marks(findings), lost_at), view, run_view)
+    happened, num_events = run_view.cache("events", lambda: queries.events(run_view.run))
+    marks = [(event["step"], _event_line(event)) for event in happened if event["step"] is not None]
+    figure = shaped(figures.training(curves, source.marks(findings), lost_at, marks), view, run_view)
     return (
         _verdict(run_view, judged),
         _classification(view, judged),
         _todo(view, run_view, judged),
-        _worst(view, run_view),
+        _worst(view, run_view, findings),
         figure,
         [row(finding, view.run) for finding in findings],
         _coverage(view, run_view),
+        _timeline(view, judged, happened, num_events, lost_at),
     )
 
 
+def is_pending(view: View, run_view: RunView) -> bool:
+    """Return whether the findings, or the modules by severity, are still to come."""
+    return not run_view.is_triaged or not run_view.has_health()
+
+
 def settle(view: View, run_view: RunView) -> object:
-    """Judge the run, and see what could be recommended."""
-    run_view.judge()
+    """Judge the run, read its health, and see what could be recommended."""
+    judged = run_view.judge()
+    with suppress(Fp8DebugError):  # the page says what is wrong
+        run_view.heat(run=run_view.second_connection())
+        _modules(run_view, judged.known or (), True)
     with suppress(Fp8DebugError):  # the fallback page says what went wrong
         run_view.fallbacks()
     return None
@@ -178,7 +193,19 @@ def _verdict(run_view: RunView, judged: Judgement) -> list[Component | None]:
         ("state", source.state(run.path, run.rank_manifests)),
     ]
     word = "Triage running" if judged.is_pending and verdict == "unknown" else ""
-    return [html.Div([badge(verdict, word), html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
+    words: list[Component] = [badge(verdict, word)]
+    doubt = few_rules(judged)
+    if verdict == "ok" and doubt:
+        words.append(badge("warning", doubt))
+    return [html.Div([*words, html.P(sentence(judged)), facts(pairs)], className=f"verdict verdict-{verdict}")]
+
+
+def few_rules(judged: Judgement) -> str:
+    """Return how many rules were skipped where most of them were, else "": a verdict of few rules is a weak one."""
+    from fp8debug.rules import RULES
+
+    num, skipped = len(RULES), len(judged.known.skipped) if judged.known is not None else 0
+    return f"{skipped} of {num} rules skipped: data not recorded" if 2 * skipped > num else ""
 
 
 def sentence(judged: Judgement) -> str:
@@ -193,7 +220,7 @@ def sentence(judged: Judgement) -> str:
     again = " The run has grown since: triage is running again." if judged.is_pending else ""
     lost = f" Not all was recorded: {Lost(**findings.lost[0])}." if findings.lost else ""
     if not findings:
-        return f"{lost} {rules_in_words(judged)}; none found a fault.{again}".strip()
+        return f"{lost} {rules_in_words(judged)}{_skipped(judged)}; none found a fault.{again}".strip()
     first = findings[0]
     where = f"{first.module} is the first culprit" if first.module else "No single layer is the cause"
     counts = Counter(level(f.severity) for f in findings)
@@ -207,6 +234,11 @@ def rules_in_words(judged: Judgement) -> str:
 
     num, skipped = len(RULES), 0 if judged.known is None else len(judged.known.skipped)
     return f"{num - skipped} of {num} rules ran"
+
+
+def _skipped(judged: Judgement) -> str:
+    num = len(judged.known.skipped) if judged.known is not None else 0
+    return f", {num} skipped" if num else ""
 
 
 def _classification(view: View, judged: Judgement) -> Component | None:
@@ -257,7 +289,7 @@ def _todo(view: View, run_view: RunView, judged: Judgement) -> list[Component | 
         link = dcc.Link(name, href=module_href(finding, view.run)) if finding.module else name
         items.append(html.Li([badge(level(finding.severity), finding.code), " ", link, html.P(finding.cure)]))
     candidates = 0
-    if not judged.is_pending and (run_view.size < SMALL_BYTES or run_view.has_fallbacks):
+    if not judged.is_pending and (run_view.is_small or run_view.has_fallbacks):
         with suppress(Fp8DebugError):
             candidates = len(run_view.fallbacks())
     more: list[Component] = [html.Li(["Read the manual page: ", code(f"fp8debug explain {findings[0].code}")])]
@@ -268,23 +300,112 @@ def _todo(view: View, run_view: RunView, judged: Judgement) -> list[Component | 
     return [html.Ol(items, className="todo"), html.Ul(more, className="todo"), *hints]
 
 
-def _worst(view: View, run_view: RunView) -> list[Component | None]:
-    rows = run_view.worst()
+def _modules(run_view: RunView, findings: Sequence[Finding], may_read: bool) -> tuple[list[WorstModule], int]:
+    """Return the worst modules, those of findings first, and how many there are; with their lines where these are known."""
+    named = tuple(dict.fromkeys(f.module for f in findings if f.module and level(f.severity) in ("error", "warning")))
+    found, total = worst_modules(run_view.heat(), named)
+    key = ("sparklines", tuple(one.module for one in found))
+    if may_read or run_view.is_cached(key):
+        run = run_view.run if run_view.is_small else run_view.second_connection()
+        found = run_view.cache(key, lambda: with_series(run, found, run_view.default_cast(), run_view.is_huge))
+    return found, total
+
+
+def _worst(view: View, run_view: RunView, findings: Sequence[Finding]) -> list[Component | None]:
+    """Return the modules by severity; of a large run those of an earlier state of its files until they have been read."""
+    kept = run_view.verdicts.kept
+    if run_view.is_small or run_view.has_health():
+        try:
+            kept["modules"] = (*_modules(run_view, findings, run_view.is_small), len(run_view.heat().modules))
+        except Fp8DebugError as error:
+            return [note(str(error), kind="warning")]
+    if "modules" not in kept:
+        return [poster("The modules are read when triage has ended.")]
+    found, total, num = kept["modules"]
+    if not num:
+        return [note("No error of an operand or result was recorded.")]
+    if not found:
+        link = dcc.Link("heatmap", href=href("heatmap", view.run))
+        return [html.P([badge("ok", "None"), f" of {num:,} modules is beyond a warn threshold at any step: ", link, "."])]
+    codes: dict[str, list[Finding]] = {}
+    for finding in findings:
+        for module in dict.fromkeys((finding.module, *finding.also)):
+            codes.setdefault(module or "", []).append(finding)
+    body = [_module_row(view, one, codes.get(one.module, [])) for one in found]
+    rest = dcc.Link(f"all {total:,}", href=href("heatmap", view.run, sort="worst"))
+    more = html.P([f"The {len(found)} worst of ", rest, "."], className="hint") if total > len(found) else None
+    return [table(["Module", "Worst", "Its worst metric over steps"], body, name="modules-by-severity"), more]
+
+
+def _module_row(view: View, one: WorstModule, named: Sequence[Finding]) -> list[Any]:
+    reason = one.reason
+    site = f"{reason.gemm}.{reason.tensor}" if reason is not None else None
+    params = {"module": one.module, "site": site, "metric": reason.metric if reason is not None else None, "step": one.since}
+    link = dcc.Link(figures.shorten(one.module, 30), href=href("module", view.run, **params), title=one.module)
+    findings = html.Span([" ".join(dict.fromkeys(f.code for f in named))], className="dim") if named else None
+    since = f" from step {one.since:,}" if one.since is not None else ""
+    if one.state:
+        grade: Any = not_finite(NAMES[one.state].partition(" made")[0], "NaN or Inf among its elements")
+    else:
+        words = next((word for limit, word in ((3.0, "lost"), (2.0, "act"), (1.0, "warn")) if one.severity >= limit), "healthy")
+        kind = "error" if one.severity >= 2 else "warning" if one.severity >= 1 else "ok"
+        title = f"severity {one.severity:.2f} of 3: 1 the warn threshold, 2 the act threshold"
+        grade = html.Span([badge(kind, words)], title=title)
+    image = sparkline(one.series, one.since)
+    drawn = None
+    if image and one.series is not None:
+        alt = f"{one.series.name}: {ends_in_words(one.series.steps, one.series.values)}"
+        drawn = html.Img(src=image, alt=alt, title=alt, width=WIDTH, height=HEIGHT, className="sparkline")
+    what = f"{NAMES[one.state]}{since}" if one.state else f"{reason or 'no finite value'}{since}"
+    about = html.Div(what, className="dim")
+    return [
+        html.Span([link, " ", findings] if findings else [link]),
+        grade,
+        html.Div([about] if drawn is None else [drawn, about]),
+    ]
+
+
+def _event_line(event: Mapping[str, Any]) -> str:
+    words = " ".join(str(part) for part in (event["kind"], event["module"]) if part)
+    return f"{words}: {figures.shorten(str(event['message'] or ''), 110)}"
+
+
+def _timeline(
+    view: View, judged: Judgement, events: Sequence[Mapping[str, Any]], num_events: int, lost_at: int | None
+) -> list[Component | None]:
+    """Return what happened in the order of steps: findings where they begin, events, and the loss where it is lost."""
+    rows: list[tuple[int, int, list[Any]]] = []
+    for finding in judged.known or ():
+        where: Any = NO_DATA
+        if finding.module:
+            where = dcc.Link(figures.shorten(finding.module, 40), href=module_href(finding, view.run), title=finding.module)
+        message = html.Span([html.B(finding.code), f" {finding.name.replace('-', ' ')}"], title=finding.message)
+        rows.append((finding.steps[0], 0, [f"{finding.steps[0]:,}", badge(level(finding.severity)), where, message]))
+    if lost_at is not None:
+        rows.append((lost_at, 1, [f"{lost_at:,}", badge("error", "Loss"), NO_DATA, "the loss is NaN or Inf from here on"]))
+    for event in events:
+        step, module = event["step"], event["module"]
+        where = NO_DATA
+        if module:
+            target = href("module", view.run, module=module, step=step)
+            where = dcc.Link(figures.shorten(str(module), 40), href=target, title=str(module))
+        ranks = f" ({event['ranks']} ranks)" if event["ranks"] > 1 else ""
+        words = [
+            NO_DATA if step is None else f"{step:,}",
+            badge("unknown", str(event["kind"])),
+            where,
+            f"{event['message']}{ranks}",
+        ]
+        rows.append((-1 if step is None else step, 2, words))
     if not rows:
-        return [note("No operand's error was recorded.")]
-    body: list[list[Any]] = []
-    for worst in rows:
-        site, finite = f"{worst['gemm']} {worst['tensor']}", worst["sqnr_db"] == worst["sqnr_db"]
-        params = {"module": worst["module"], "site": site.replace(" ", "."), "step": worst["step"]}
-        link = dcc.Link(figures.shorten(worst["module"], 30), href=href("module", view.run, **params), title=worst["module"])
-        text = graded("sqnr_db", worst["sqnr_db"], worst["kind"])
-        if worst["state"]:
-            about = "NaN or Inf among its elements" + (f"; {number(worst['sqnr_db'])} dB of the finite ones" if finite else "")
-            text = not_finite(NAMES[worst["state"]].partition(" made")[0], about)
-        body.append([link, site, text])
-    head = ["Module", "Site", f"SQNR dB, step {rows[0]['step']:,}"]
-    more = note(f"The {len(rows)} worst, one site a module.") if len(rows) == queries.WORST else None
-    return [table(head, body, numeric=(2,), name="noisiest-operands"), more]
+        if judged.known is None and not judged.failure:
+            return [poster("No event was recorded; triage is running.")]
+        return [note("No finding, and no event was recorded.")]
+    rows.sort(key=lambda row: row[:2])
+    total = len(rows) + num_events - len(events)
+    rest = "fp8debug show and the run's events have all"
+    head = ["Step", "What", "Where", "Message"]
+    return [table(head, [row[2] for row in rows], numeric=(0,), name="timeline", total=total, rest=rest)]
 
 
 def _coverage(view: View, run_view: RunView) -> list[Component | None]:
@@ -326,4 +447,4 @@ def _coverage(view: View, run_view: RunView) -> list[Component | None]:
     ]
 
 
-PAGE = Page(name="overview", layout=layout, parts=parts, settle=settle)
+PAGE = Page(name="overview", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

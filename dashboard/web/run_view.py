@@ -12,6 +12,7 @@ from fp8debug import Run
 from fp8debug.errors import Fp8DebugError
 
 from ..data import queries
+from ..data.health import HEALTH
 from ..data.large_run import LargeRun
 from ..data.metric_cache import MetricCache, build
 from ..figures.theme import level
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
     from fp8debug.rules.engine.findings import Findings
 
-    from ..data.records import StepSeries
+    from ..data.records import Heat, StepSeries
 
 #: Files of a run below this size are judged before its page is laid out: it takes less than the eye notices.
 SMALL_BYTES = 8 << 20
@@ -87,11 +88,13 @@ PENDING = Judgement(is_pending=True)
 class Verdicts:
     """The newest judgement of a run, shared by its states while it is being written, and the lock under which it is judged.
 
-    A run that grows faster than it is judged has a verdict all the same: that of the state that was judged last.
+    A run that grows faster than it is judged has a verdict all the same: that of the state that was judged last. ``kept`` is what
+    a page shows until its like of the new state is known.
     """
 
     latest: Judgement = PENDING
     lock: threading.Lock = field(default_factory=threading.Lock)
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -142,6 +145,11 @@ class RunView:
     def knows_modules(self) -> bool:
         """True where listing the modules costs nothing."""
         return not isinstance(self.run, LargeRun) or self.run.knows_modules
+
+    @property
+    def is_small(self) -> bool:
+        """True where a page is laid out with what was concluded from the whole run."""
+        return self.size < SMALL_BYTES
 
     @property
     def is_huge(self) -> bool:
@@ -278,10 +286,46 @@ class RunView:
         found: float | None = self.cache("last loss", lambda: queries.last_loss(self.run))
         return found
 
-    def worst(self) -> list[dict[str, Any]]:
-        """Return the modules with the noisiest operand."""
-        found: list[dict[str, Any]] = self.cache("worst", lambda: queries.worst_operands(self.run))
+    def default_cast(self) -> str:
+        """Return ``running``, or ``what-if`` for a run in which nothing ran in FP8."""
+        return str(self.cache("default cast", lambda: queries.default_cast(self.run)))
+
+    def heat(
+        self,
+        metric: str = HEALTH,
+        site: str = "all",
+        cast: str | None = None,
+        steps: tuple[int | None, int | None] = (None, None),
+        run: Run | None = None,
+    ) -> Heat:
+        """Return a metric, or the health, over all modules and some steps; what was read is kept.
+
+        Args:
+            metric: column of ``sites``, or ``health``.
+            site: see ``queries.where``.
+            cast: the same; the default one if None.
+            steps: first and last step.
+            run: the connection that is asked; the first by default.
+
+        Raises:
+            Fp8DebugError: no such metric, or the run cannot be read.
+        """
+        cast = self.default_cast() if cast is None else cast
+        is_thin = self.is_thin_health() if metric == HEALTH else self.is_thin(metric)
+        asked = self.run if run is None else run
+
+        def ask() -> Heat:
+            if metric == HEALTH:
+                return queries.health(asked, site, cast, steps, self.metric_cache, is_thin)
+            return queries.heat(asked, metric, site, cast, steps, self.metric_cache, is_thin)
+
+        found: Heat = self.cache(("heat", metric, site, cast, steps, is_thin), ask)
         return found
+
+    def has_health(self) -> bool:
+        """Return whether the health of the whole run is known without reading it."""
+        key = ("heat", HEALTH, "all", self.cached("default cast"), (None, None), self.is_thin_health())
+        return self.is_cached(key)
 
     def is_cached(self, key: Any) -> bool:
         """Return whether something was computed under a key."""

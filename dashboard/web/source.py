@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,8 @@ class ServedFolder:
         """Read what the first page of a run shows: the browser takes as long to begin."""
         with suppress(Fp8DebugError):  # the page says what is wrong
             run_view = self.open(None)
-            for read in (run_view.worst, run_view.training, run_view.last_loss):
+            reads: list[Callable[[], object]] = [run_view.training, run_view.last_loss]
+            for read in ([run_view.heat] if run_view.is_small else []) + reads:
                 read()
 
     def load_cache(self, run_view: RunView) -> None:

@@ -16,6 +16,7 @@ from fp8debug_dashboard.data import metric_cache, nonfinite, queries
 from fp8debug_dashboard.data import ranks as rank_data
 from fp8debug_dashboard.data.nonfinite import FINITE, INF, MADE, MISSING, NAN
 from fp8debug_dashboard.data.records import Heat, StepSeries
+from fp8debug_dashboard.data.worst_modules import worst_modules
 from fp8debug_dashboard.figures import base as figures
 from fp8debug_dashboard.figures import compare as compare_figures
 from fp8debug_dashboard.figures import evidence as evidence_figures
@@ -169,11 +170,15 @@ def test_exponents_over_steps_end_where_no_element_is_finite(run: Run) -> None:
     assert f"no finite element: NaN from step {AFTER}" in words(history_figures.exponents(found))
 
 
-def test_the_noisiest_operand_is_one_that_is_nan(path: Path) -> None:
+def test_the_worst_modules_are_those_that_are_nan(path: Path) -> None:
     run_view = ServedFolder(path).open(None)
-    rows = run_view.worst()
-    assert [row["state"] for row in rows[:3]] == [NAN, NAN, FINITE]
-    assert text(overview.parts(View("overview"), run_view)[3]).count("NaN") == len([row for row in rows if row["state"]])
+    found, total = worst_modules(run_view.heat())
+    assert [(one.module, one.state, one.since) for one in found] == [
+        (samples.NAN_MODULE, NAN, samples.NAN_STEP),
+        ("blocks.1.mlp.down", NAN, AFTER),
+    ]
+    shown = overview.parts(View("overview"), run_view)[3]
+    assert total == 2 and f"NaN from step {samples.NAN_STEP}" in text(shown) and "data:image/svg" in str(shown)
 
 
 def test_the_table_of_casts_prints_nan_and_not_zero(path: Path) -> None:

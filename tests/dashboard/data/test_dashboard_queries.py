@@ -122,24 +122,19 @@ def test_histogram_has_the_range_of_the_chosen_cast(run: Run) -> None:
     assert queries.histogram(run, samples.SICK, SITE, 391) is None
 
 
-def test_worst_operands_are_measured_against_their_format(run: Run) -> None:
-    rows = queries.worst_operands(run, 3)
-    assert [rows[0]["module"], rows[0]["tensor"], len(rows)] == [samples.SICK, "input", 3]
-
-
 def test_a_run_without_fp8_shows_its_what_ifs(tmp_path: Path) -> None:
     run = build(tmp_path / "run", num_steps=20, recipe="bf16", what_if=("blockwise", "tensorwise_delayed"))
     assert queries.default_cast(run) == "what-if"
     heat = queries.heat(run, "sqnr_db", cast="what-if")
     assert len(heat.modules) == 6 and np.isfinite(heat.values).all()
-    assert len(queries.worst_operands(run)) == 6 and queries.casts(run)[0][1] is False
+    assert len(queries.health(run, cast="what-if").modules) == 6 and queries.casts(run)[0][1] is False
 
 
 def test_ranks_are_merged(tmp_path: Path) -> None:
     run = build(tmp_path / "run", num_steps=20, world_size=2)
     assert queries.heat(run, "underflow_rate").values.shape == (6, 2)
     assert len(queries.module_traces(run, "blocks.0.mlp.up", "sqnr_db", ("fprop", "input"))) == 1
-    assert queries.worst_operands(run)[0]["step"] == 10 and queries.training(run)[0].steps.tolist() == list(range(20))
+    assert queries.health(run).values.shape == (6, 2) and queries.training(run)[0].steps.tolist() == list(range(20))
     hist = queries.histogram(run, "blocks.0.mlp.up", ("fprop", "input"), 10)
     assert hist is not None and hist.counts.sum() > 500_000
 

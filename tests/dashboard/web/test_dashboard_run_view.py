@@ -148,7 +148,7 @@ def test_the_modules_of_a_large_run_are_listed_when_somebody_needs_them(folder: 
     assert small.knows_modules and type(small.run) is Run
     monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
     large = ServedFolder(folder / "sick").open(None)
-    large.worst()
+    large.default_cast()
     large.training()
     waits = [large.knows_modules]
     assert large.run.sql("SELECT count(*) AS n FROM Modules").to_pylist() == [{"n": len(small.run.modules)}]

@@ -335,7 +335,7 @@ def test_the_app_starts_without_what_reads_a_run() -> None:
 def test_nothing_that_opens_a_run_imports_pandas(folder: Path) -> None:
     code = (
         "import sys; from fp8debug_dashboard.data import queries as data; from fp8debug_dashboard.web.source import ServedFolder;"
-        " run = ServedFolder(sys.argv[1]).open(None).run; data.training(run); data.worst_operands(run);"
+        " run = ServedFolder(sys.argv[1]).open(None).run; data.training(run); data.health(run); data.events(run);"
         " data.heat(run, 'sqnr_db'); assert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder / "healthy")], check=True)

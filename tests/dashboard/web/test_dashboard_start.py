@@ -17,7 +17,6 @@ from werkzeug.test import create_environ, run_wsgi_app
 from fp8debug.errors import UsageError
 from fp8debug_cli.main import status
 from fp8debug_dashboard import make_app, serve
-from fp8debug_dashboard.pages import overview
 from fp8debug_dashboard.web import run_view, server, start
 from fp8debug_dashboard.web.early_shell import HEAD, Front, inline_scripts, with_nonce
 from fp8debug_dashboard.web.plot_library import PATH
@@ -164,7 +163,6 @@ def test_the_search_of_a_large_run_is_filled_when_its_page_has_been_painted(
     folder: Path, clean_page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_view, "SMALL_BYTES", 0)
-    monkeypatch.setattr(overview, "SMALL_BYTES", 0)
     with served(folder / "sick") as address:
         clean_page.goto(address)
         clean_page.locator("#loss .scatterlayer .trace").first.wait_for(state="attached")
