@@ -59,8 +59,9 @@ def graph(id: str, figure: Figure) -> Component:
     """Return a plot, with a button that saves it; it keeps its zoom when its data change."""
     place = {"--height": f"{figure.layout['height']}px"}
     plot = dcc.Graph(id=id, figure=figure.packed(), config=GRAPH_CONFIG, className="plot")
-    save = _save("PNG", f"save the plot {id} as PNG", {"data-png": id})
-    return html.Div([plot, save], className="saved saved-plot", style=place)  # the plot itself is not there before its script is
+    saves = [_save(kind.upper(), f"save the plot {id} as {kind.upper()}", {f"data-{kind}": id}) for kind in ("svg", "png")]
+    inside = [plot, html.Div(saves, className="saves")]
+    return html.Div(inside, className="saved saved-plot", style=place)  # the plot itself is not there before its script is
 
 
 def _save(text: str, label: str, what: dict[str, str]) -> Component:

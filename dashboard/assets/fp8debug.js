@@ -391,6 +391,15 @@
         for (const name of [...ticked]) if (!names.includes(name)) ticked.delete(name);
         return chosen();
       },
+      // A note is about what the address bar says: its module, and the step of the cursor.
+      noted(added, deleted, text) {
+        const [cause] = window.dash_clientside.callback_context.triggered || [];
+        if (!cause || !cause.value) return window.dash_clientside.no_update;
+        const { pathname, search: given } = window.location, heading = document.querySelector("h1");
+        const search = pathname === "/module" ? changed(given, { module: heading && heading.textContent }) : given;
+        const key = cause.prop_id.startsWith("{") ? JSON.parse(cause.prop_id.replace(/\.n_clicks$/, ""))["note-delete"] : null;
+        return { pathname, search, key, text: text || "", at: performance.now() };
+      },
       open_run(values, ids) {
         if (ids.length && values[0] && values[0] !== ids[0]["run-of"]) go(window.location.pathname, changed("", { run: values[0] }));
       },
@@ -470,7 +479,7 @@
     if (at >= 0 && modules[at + offset]) go(pathname, changed(search, { module: modules[at + offset] }));
   };
 
-  // Files: a table as CSV, a plot as PNG on the page's own background.
+  // Files: a table as CSV, a plot as PNG or SVG on the page's own background.
   const save = (text, name) => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
@@ -483,23 +492,55 @@
     const safe = /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? "'" + text : text;
     return /[",\n\r]/.test(safe) ? '"' + safe.replace(/"/g, '""') + '"' : safe;
   };
+  // Numbers as programs read them: no thousands' commas, shares as fractions, nothing for "no data", columns by their names.
+  const plainCell = (one) => {
+    const named = one.querySelector("abbr[title]");
+    if (named) return named.title;
+    const copy = one.cloneNode(true);
+    if (/\d|NaN|Inf/.test(copy.textContent)) copy.querySelectorAll(".icon").forEach((icon) => icon.remove());
+    const text = copy.textContent.trim(), bare = text.replace(/,(?=\d{3}(\D|$))/g, "");
+    if (text === "\u2013") return "";
+    if (/^-?[\d.]+(e[+-]?\d+)?%$/.test(bare)) return String(Number((Number(bare.slice(0, -1)) / 100).toPrecision(12)));
+    return /^-?\d[\d,]*(\.\d+)?$/.test(text) ? bare : text;
+  };
   const tableCsv = (table) => Array.from(table.rows, (row) =>
-    Array.from(row.cells, (one) => cell(one.textContent.trim())).join(",")).join("\n") + "\n";
+    Array.from(row.cells, (one) => cell(plainCell(one))).join(",")).join("\n") + "\n";
+  // What a file is of: the run, and what the page is about.
+  const fileName = (...words) => words.filter(Boolean).join(" ").replace(/[^\w.+=-]+/g, "-").replace(/^[-.]+|[-.]+$/g, "").slice(0, 150);
+  const runName = () => query().get("run") || (document.title.split(" · ").slice(-2)[0] || "");
   const saveGrid = (id) => {
     const api = window.dash_ag_grid.getApi(id);
     if (!api) return;
     api.exportDataAsCsv({
-      fileName: id + ".csv",
+      fileName: fileName(runName(), id) + ".csv",
       columnKeys: api.getAllDisplayedColumns().filter((one) => one.getColDef().field),  // not the boxes to tick
       processCellCallback: (one) => String(one.value ?? "").replace(/^(?=[=+@\t\r]|-\D)/, "'"),
     });
   };
-  const savePng = (id) => {
-    const plot = document.querySelector(`[id="${id}"] .js-plotly-plot`);
-    const style = getComputedStyle(document.body);
-    const layout = { ...plot.layout, paper_bgcolor: style.backgroundColor, font: { ...plot.layout.font, color: style.color } };
+  // A picture says what it is of: run, site and metric, and the steps that are seen, in its title and its name.
+  const aboutOf = (plot) => {
+    const meta = metaOf(plot), words = [...(meta.about || [runName(), plot.parentElement.id])];
+    const axis = meta.x && plot._fullLayout.xaxis;
+    if (axis) {
+      const xs = (plot.calcdata || []).flatMap((line) => line.map(({ x }) => x)).filter(Number.isFinite);
+      const [low, high] = xs.length ? [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))] : axis.range;
+      const ends = axis.range.map((end) => Math.round(stepAt(meta, Math.min(high, Math.max(low, Number(end))))));
+      words.push(ends.every(Number.isFinite) ? `steps ${ends[0]} to ${ends[1]}` : "");
+    }
+    return words.filter(Boolean);
+  };
+  const FACE = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif", HEAD = 30;
+  const savePicture = (id, format) => {
+    const plot = document.querySelector(`[id="${id}"] .js-plotly-plot`), words = aboutOf(plot);
+    const style = getComputedStyle(document.body), { margin, font } = plot._fullLayout;
+    const text = words.join(" · ").replace(/&/g, "&amp;").replace(/</g, "&lt;");
+    const layout = { ...plot.layout, paper_bgcolor: style.backgroundColor, font: { ...font, color: style.color, family: FACE },
+      margin: { ...margin, t: margin.t + HEAD }, height: plot.clientHeight + HEAD,
+      title: { text, x: 0, xref: "container", xanchor: "left", pad: { l: 12 }, y: 1, yref: "container", yanchor: "top",
+        font: { size: 13, family: FACE, color: style.color } } };
+    layout.title.pad.t = 8;
     window.Plotly.downloadImage({ data: plot.data, layout },
-      { format: "png", scale: 2, filename: id, width: plot.clientWidth, height: plot.clientHeight });
+      { format, scale: format === "png" ? 2 : 1, filename: fileName(...words), width: plot.clientWidth, height: layout.height });
   };
   // A page that did not come by https or from this machine has no clipboard; the text is selected there.
   const copy = async (button, source) => {
@@ -534,10 +575,10 @@
     if (opener) opener.setAttribute("aria-expanded", String(isOpen));
     const button = event.target.closest && event.target.closest("button.save, [data-copy]");
     if (!button) return;
-    const { copy: text, png, csv, csvGrid } = button.dataset;
+    const { copy: text, png, svg, csv, csvGrid } = button.dataset;
     if (text) copy(button, document.getElementById(text));
-    else if (png) savePng(png);
-    else if (csv) save(tableCsv(button.parentElement.querySelector("table")), csv);
+    else if (png || svg) savePicture(png || svg, png ? "png" : "svg");
+    else if (csv) save(tableCsv(button.parentElement.querySelector("table")), fileName(runName(), csv));
     else if (csvGrid) saveGrid(csvGrid);
   });
 })();

@@ -86,6 +86,11 @@ class Figure:
             values["title"] = {"text": title, "standoff": standoff}
         self.layout.setdefault(f"{letter}axis{_number(i)}", {}).update(values)
 
+    def about(self, *words: str) -> Figure:
+        """Say what it shows, run first, then site and metric: title and name of its picture (fp8debug.js adds the steps)."""
+        self.layout["meta"] = {**self.layout.get("meta", {}), "about": [word for word in words if word]}
+        return self
+
     def over_steps(self, i: int = 0, *, cursor: int | None = None, standoff: int = 2, **values: Any) -> None:
         """Have the x axes be steps, the i-th with the title: fp8debug.js marks the chosen step in them and zooms them together.
 
@@ -96,7 +101,7 @@ class Figure:
             values: others of the axis.
         """
         self.axis("x", i, title="step", standoff=standoff, **values)
-        self.layout["meta"] = {"x": "step", **({} if cursor is None else {"cursor": cursor})}
+        self.layout.setdefault("meta", {}).update({"x": "step"} if cursor is None else {"x": "step", "cursor": cursor})
 
     def add(self, trace: Part, i: int = 0) -> None:
         """Add a trace to the i-th subplot."""

@@ -15,6 +15,7 @@ from fp8debug.rules.comparison.configuration import configuration_words
 from fp8debug.rules.comparison.sites import TOLERANCES, SiteDifference, unwrapped
 
 from ..data import queries
+from ..data.metric_labels import label_of
 from ..figures.base import empty, plain
 from ..figures.compare import losses, site_in_both
 from ..figures.theme import NO_DATA, level
@@ -178,10 +179,11 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     since = [found.loss["diverges_at"] for _, found in pairs]
     figure = losses(curves, since, _nonfinite_at([found for _, found in pairs]))
     own = {plain(one.name): scale for one in runs.judged if (scale := scale_of(one, view.get("x"))) is not None}
-    figure = shaped(figure, view, runs.reference, own)
+    names = " and ".join(one.name for one in runs.all)
+    figure = shaped(figure, view, runs.reference, own).about(names, "loss")
     if len(pairs) < len(runs.judged):
-        names = " and ".join(one.name for one in runs.judged)
-        waiting = poster(f"The sites of {names} are being compared with those of {runs.reference.name}.")
+        judged = " and ".join(one.name for one in runs.judged)
+        waiting = poster(f"The sites of {judged} are being compared with those of {runs.reference.name}.")
         return [*lines, waiting], figure, None, [], empty("not known yet", SITE_HEIGHT)
     places = {one.name: origin_of(one, found) for one, found in pairs}
     lines += [line for one, found in pairs for line in _about(found, places[one.name])]
@@ -350,7 +352,9 @@ def _site(
         for one in runs.judged
         if line[0].startswith(f"{one.name}: ") and (scale := scale_of(one, view.get("x"))) is not None
     }
-    return shaped(site_in_both(lines, metric, found.get((module, gemm, tensor))), view, runs.all[0], scales)
+    return shaped(site_in_both(lines, metric, found.get((module, gemm, tensor))), view, runs.all[0], scales).about(
+        " and ".join(one.name for one in runs.all), f"{module} {gemm} {tensor}", label_of(metric)
+    )
 
 
 PAGE = Page(name="compare", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

@@ -127,11 +127,12 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         words = "No rule found a fault, so there is no evidence to show."
         waiting = "Triage is running; evidence appears with the first finding."
         return _about(judged), rows, None, empty(waiting if judged.is_pending else words, 160), _silent(judged)
+    site = " ".join(part for part in (finding.module, finding.gemm, finding.tensor) if part)
     return (
         _about(judged),
         rows,
         _head(view, finding),
-        shaped(_evidence(run_view, judged, finding), view, run_view),
+        shaped(_evidence(run_view, judged, finding), view, run_view).about(run_view.name, f"{finding.code} {finding.name}", site),
         _manual(finding),
     )
 

@@ -14,7 +14,7 @@ from ..data import queries
 from ..data.health import DOC, HEALTH
 from ..data.healthy_ranges import envelope
 from ..data.heat_rows import MAX_ROWS, ORDERS, HeatRows, arranged, default_fold
-from ..data.metric_labels import grouped, with_name
+from ..data.metric_labels import grouped, label_of, with_name
 from ..data.records import Heat
 from ..figures import base as figures
 from ..figures.module import SITES
@@ -123,7 +123,8 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     words = _about(heat, site, len(run_view.run.modules)) + (READING if run_view.is_loading_cache else "")
     about = html.Div([note(words), *_ways(view, rows)])
     settings = [view.get(key) for key in ("from", "to", "fold", "open", "filter", "sort", "rows")]
-    return about, figures.heatmap(rows.heat, " ".join(settings), rows)
+    named = (run_view.name, site.replace(".", " "), HEALTH if metric == HEALTH else label_of(metric))
+    return about, figures.heatmap(rows.heat, " ".join(settings), rows).about(*named)
 
 
 def _rows(view: View) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from ..widgets import badge, card, code, control, facts, graded, graph, not_fini
 from .axes import controls, shaped
 from .base import Page
 from .heatmap import metric_options, read_thinly
+from .notes import notes_card
 from .overview import module_href, rules_in_words
 
 METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
@@ -162,6 +163,7 @@ def layout(view: View, run_view: RunView) -> Component:
                     className="controls",
                 ),
             ),
+            notes_card(View(view.page, view.run, {**view.params, "module": module}), run_view),
         ],
         className="page",
     )
@@ -196,6 +198,10 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     scale, headroom = ([t for t in lines[name] if (t.gemm, t.tensor) == site] for name in ("scale_inv_mean_log2", "headroom"))
     result = (site[0], RESULTS[Gemm(site[0])].value)
     traces = [t for t in lines["sqnr_db"] if (t.gemm, t.tensor) == result]
+    words, place = (run_view.name, module), " ".join(site)
+    nine.about(*words, label_of(metric))
+    split = shaped(history_figures.error_split(traces, step), view, run_view)
+    split.about(*words, " ".join(result), "SQNR of the error, split")
     if step is None:
         return (
             _head(view, run_view, module),
@@ -205,7 +211,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
             module_figures.scales([], []),
             module_figures.histogram(None),
             history_figures.exponents(None),
-            history_figures.error_split(traces),
+            split,
             None,
         )
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
@@ -216,10 +222,10 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         about,
         nine,
         _casts(run_view, module, site, step),
-        shaped(module_figures.scales(scale, headroom, step), view, run_view),
-        module_figures.histogram(hist, lost),
-        shaped(_history(view, run_view, module, step, lost), view, run_view),
-        shaped(history_figures.error_split(traces, step), view, run_view),
+        shaped(module_figures.scales(scale, headroom, step), view, run_view).about(*words, place, "scale_inv and headroom"),
+        module_figures.histogram(hist, lost).about(*words, place, f"exponents at step {step}"),
+        shaped(_history(view, run_view, module, step, lost), view, run_view).about(*words, place, "exponents over steps"),
+        split,
         _dumped(view, run_view, module, site, step),
     )
 

@@ -28,6 +28,7 @@ from ..web.urls import View, href
 from ..widgets import badge, card, code, facts, graph, grid, not_finite, note, number, percent, poster, table
 from .axes import controls, shaped
 from .base import Page
+from .notes import notes_card
 
 if TYPE_CHECKING:
     from fp8debug import Finding
@@ -107,6 +108,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 note="culprit first; click a module to see its numbers",
             ),
             card("Timeline", html.Div(happened, id="timeline"), note="findings where they begin, and what else happened"),
+            notes_card(view, run_view),
             card(
                 "Coverage", html.Div(covered, id="coverage"), note="what runs in FP8, under which cast, and why the rest does not"
             ),
@@ -123,6 +125,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     happened, num_events = run_view.cache("events", lambda: queries.events(run_view.run))
     marks = [(event["step"], _event_line(event)) for event in happened if event["step"] is not None]
     figure = shaped(figures.training(curves, source.marks(findings), lost_at, marks), view, run_view)
+    figure.about(run_view.name, "training")
     return (
         _verdict(run_view, judged),
         _classification(view, judged),

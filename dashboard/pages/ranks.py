@@ -10,6 +10,7 @@ from dash.development.base_component import Component
 from fp8debug.errors import Fp8DebugError
 
 from ..data import ranks as rank_data
+from ..data.metric_labels import label_of
 from ..figures.base import empty, heatmap
 from ..figures.module import SITES
 from ..figures.ranks import spread
@@ -127,7 +128,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
     words += f" {read_thinly(heat.steps_apart)}" if heat.steps_apart > 1 else ""
     about = note(words) if found is not None else poster(words + " All sites are being compared.")
-    return listed, about, rows, shaped(heatmap(heat), view, run_view), shaped(lines, view, run_view)
+    named = (run_view.name, module, " ".join(site), label_of(metric))
+    heats = shaped(heatmap(heat), view, run_view).about(*named, "by rank")
+    return listed, about, rows, heats, shaped(lines, view, run_view).about(*named, "ranks")
 
 
 def _site(view: View, run_view: RunView, found: Any) -> tuple[str, tuple[str, str], dict[str, Any] | None]:

@@ -27,6 +27,7 @@ from .downloads import hand_out_files
 from .early_shell import SCRIPTS
 from .grid_library import leave_out_grid
 from .mantine import dmc
+from .note_taking import take_notes
 from .plot_library import serve_library
 from .source import ServedFolder
 from .urls import parse
@@ -87,6 +88,7 @@ def make_app(path: str | Path | ServedFolder) -> dash.Dash:
     for name, entry in CONTENTS.items():
         _redraw(app, source, name, entry)
     hand_out_files(app, source)
+    take_notes(app, source)
     app.server.config[SCRIPTS] = lambda: [EARLY, *app._inline_scripts, app.renderer]  # Dash adds some with the first request
     return app
 
@@ -124,6 +126,7 @@ def _shell(asked: Asked | None = None, screen: Screen | None = None, live: str =
             dcc.Store(id="here", data=here),
             dcc.Store(id="seen"),
             dcc.Store(id="unlisted"),
+            dcc.Store(id="noted"),
             dcc.Store(id="reload"),
             dcc.Interval(id="tick", interval=REFRESH_MS),
             html.Header(

@@ -96,6 +96,8 @@ def guard(app: HasServer, token: str | None) -> None:
     def check() -> flask.Response | None:
         if any(flask.request.args.get(word) is not None for word in JOB_WORDS):
             return flask.Response("This dashboard has no background jobs.\n", 400, mimetype="text/plain")
+        if flask.request.method == "POST" and flask.request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin":
+            return _refusal("A page of another site asked: only the dashboard's own pages may.")
         if token is None:
             name = flask.request.host.rsplit(":", 1)[0].strip("[]")
             return None if is_loopback(name) else _refusal("This server answers to localhost only; start it with a token.")

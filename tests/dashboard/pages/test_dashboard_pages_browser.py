@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -207,8 +208,16 @@ def test_tables_are_saved_as_csv_and_plots_as_png(clean_page: Page, site: str) -
     assert rows[0][0] == "Cast" and rows[1][1] == "running" and len(rows) == 4
     with clean_page.expect_download() as waiting:
         clean_page.locator("[data-png=nine]").click()
-    assert waiting.value.suggested_filename == "nine.png"
+    assert waiting.value.suggested_filename == "sick-blocks.3.mlp.gate-SQNR-dB-steps-0-to-390.png"
     assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
+    picture = saved(clean_page, "[data-svg=nine]")
+    assert "sick · blocks.3.mlp.gate · SQNR, dB · steps 0 to 390" in picture
+    faces = set(re.findall(r"font-family: ([^;]*);", picture))
+    assert faces and all(face.startswith("Helvetica, Arial") and face.endswith("sans-serif") for face in faces)
+    head, first, *_ = saved(clean_page, "[data-csv=casts]").splitlines()
+    assert head.startswith("Cast,Role,sqnr_db,cosine") and "overflow_rate" in head
+    numbers = first.split(",running,")[1].split(",")
+    assert all(math.isfinite(float(number)) for number in numbers), "no percent, no comma, no icon"
     go(clean_page, f"{site}/?run=sick")
     expect(clean_page.locator("#findings .ag-row").first).to_be_attached()
     assert samples.SICK in saved(clean_page, "[data-csv-grid=findings]")

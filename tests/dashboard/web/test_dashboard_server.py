@@ -75,6 +75,28 @@ def test_a_name_that_someone_points_at_us_is_not(folder: Path, host: str) -> Non
     assert client(folder, None).get("/", headers={"Host": host}).status_code == 403
 
 
+def test_a_page_of_another_site_cannot_write_a_note(tmp_path: Path) -> None:
+    run = samples.write_healthy(tmp_path / "run", num_steps=20, modules=samples.gpt_modules(1))
+    asked = {"pathname": "/", "search": "", "key": None, "text": "hello", "at": 1}
+    outputs = [{"id": "notes-list", "property": "children"}, {"id": "note-status", "property": "children"}]
+    outputs.append({"id": "note-text", "property": "value"})
+    names = "..." + "...".join(f"{one['id']}.{one['property']}" for one in outputs)
+    body = {
+        "output": f"..{names.removeprefix('...')}..",
+        "outputs": outputs,
+        "inputs": [{"id": "noted", "property": "data", "value": asked}],
+        "changedPropIds": ["noted.data"],
+    }
+    browser = client(run, None)
+    for where in ("cross-site", "same-site"):
+        reply = browser.post("/_dash-update-component", json=body, headers={"Sec-Fetch-Site": where})
+        assert reply.status_code == 403 and not (run / "notes.json").exists(), where
+    text = browser.post("/_dash-update-component", data=json.dumps(body), content_type="text/plain")
+    assert text.status_code >= 400 and not (run / "notes.json").exists(), "what a form of an old browser could post"
+    reply = browser.post("/_dash-update-component", json=body, headers={"Sec-Fetch-Site": "same-origin"})
+    assert reply.status_code == 200 and "hello" in (run / "notes.json").read_text()
+
+
 def test_a_page_may_reach_this_server_only(folder: Path) -> None:
     reply = client(folder, None).get("/")
     policy = reply.headers["Content-Security-Policy"]
