@@ -137,7 +137,7 @@ def grid(
     component: Component = dag.AgGrid(
         id=id,
         # Not fitted by a callback: that leaves two pixels to scroll, and the bar lies over the last row.
-        columnDefs=[{"minWidth": _least(column), **column, "flex": column["width"]} for column in columns],
+        columnDefs=column_definitions(columns),
         rowData=list(rows),
         defaultColDef={"sortable": True, "resizable": True, "filter": True, "minWidth": 64},
         dashGridOptions={
@@ -162,6 +162,11 @@ def grid(
     )
     save = [_save("CSV", f"save the table {id} as CSV", {"data-csv-grid": id})] if csv else []
     return html.Div([component, *save], className="saved saved-grid", style={"--height": f"{height_of(len(rows))}px"})
+
+
+def column_definitions(columns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return columns as AG Grid takes them: their widths are shares, and no column is narrower than its words."""
+    return [{"minWidth": _least(column), **column, "flex": column["width"]} for column in columns]
 
 
 def _least(column: Mapping[str, Any]) -> int:
@@ -208,6 +213,25 @@ def text_control(name: str, value: str, label: str, placeholder: str, width: int
         size="xs",
         w=width,
         className="control",
+    )
+    return component
+
+
+def multi_control(name: str, value: str, options: Sequence[Any], label: str, placeholder: str) -> Component:
+    """Return a choice of several, which lives in the URL with ``SEPARATOR`` between them."""
+    component: Component = dmc.MultiSelect(
+        id={"control": name, "default": ""},
+        value=[one for one in value.split(SEPARATOR) if one],
+        data=list(options),
+        label=label,
+        placeholder=placeholder,
+        searchable=True,
+        clearable=True,
+        hidePickedOptions=True,
+        size="xs",
+        comboboxProps=COMBO_BOX,
+        maxDropdownHeight=420,
+        className="control multi",
     )
     return component
 

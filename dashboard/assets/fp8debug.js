@@ -412,6 +412,10 @@
   functions.bySeverity = (a, b) => grades.indexOf(a) - grades.indexOf(b);
   // "NaN" comes as text; it is worse than any number, and what is not there better.
   const rank = (value) => (value === null || value === undefined ? -Infinity : Number.isNaN(Number(value)) ? Infinity : Number(value));
+  // A setting is a number in one run and a word in another: numbers first, and what a run has not last.
+  const order = (value) => (value === null || value === undefined ? 2 : typeof value === "number" ? 0 : 1);
+  functions.bySetting = (a, b) => order(a) - order(b)
+    || (order(a) === 0 ? a - b : order(a) === 1 ? String(a).localeCompare(String(b)) : 0);
   functions.byNumber = (a, b) => (rank(a) === rank(b) ? 0 : rank(a) - rank(b));
 
   const grid = (window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {});
@@ -436,6 +440,11 @@
     };
     const box = { type: "checkbox", checked: isTicked, onChange: change, "aria-label": "tick " + name, tabIndex: -1 };
     return href ? window.React.createElement("input", box) : null;
+  };
+  grid.Line = function ({ data: { line, lineWords } }) {
+    if (!line || !line.startsWith("data:image/svg+xml,")) return "\u2013";
+    return window.React.createElement("img", { src: line, alt: lineWords, title: lineWords, className: "sparkline",
+      width: 110, height: 22 });
   };
   grid.Severity = function (props) {
     const icon = window.React.createElement("span", { className: "icon", "aria-hidden": true }, props.data.icon);

@@ -60,19 +60,25 @@ def _rows(run: Run, query: str, params: Sequence[object] = ()) -> list[dict[str,
     return found
 
 
-def training(run: Run) -> list[StepSeries]:
-    """Return loss, grad norm, loss scale and lr over steps, those that were recorded; constant ones but the loss are left out."""
-    aggregates = ", ".join(f"avg({c}) AS {c}, min({c}) AS {c}_low, max({c}) AS {c}_high" for c in SERIES)
+def training(run: Run, names: Sequence[str] = SERIES, most: int = MAX_POINTS) -> list[StepSeries]:
+    """Return loss, grad norm, loss scale and lr over steps, those that were recorded; constant ones but the loss are left out.
+
+    Args:
+        run: the run.
+        names: which of these.
+        most: points of a line at most.
+    """
+    aggregates = ", ".join(f"avg({c}) AS {c}, min({c}) AS {c}_low, max({c}) AS {c}_high" for c in names)
     bounds = run.sql("SELECT min(step) AS first, max(step) AS last FROM steps").to_pylist()[0]
     if bounds["first"] is None:
         return []
-    width = width_of(run, "raw_steps", bounds["first"], bounds["last"], MAX_POINTS)
+    width = width_of(run, "raw_steps", bounds["first"], bounds["last"], most)
     table = run.sql(
         f"SELECT min(step) AS step, {aggregates} FROM steps"
         f" GROUP BY CAST(floor((step - {int(bounds['first'])}) / {width}) AS BIGINT) ORDER BY 1"
     )
     steps, traces = ints(table, "step"), []
-    for name in SERIES:
+    for name in names:
         values, known = known_floats(table, name)
         low, high = (_gaps(floats(table, name + suffix)) for suffix in ("_low", "_high"))
         is_finite = np.isfinite(values)

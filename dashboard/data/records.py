@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -203,6 +204,8 @@ class Summary:
         written: when the newest file was written, in seconds since 1970; 0 when it is not known.
         problems: what could not be read.
         error: why the run cannot be run_view, or "".
+        line: the loss over steps, few points; None where none was recorded.
+        settings: see ``run_settings.settings_of``.
     """
 
     name: str
@@ -216,3 +219,5 @@ class Summary:
     written: float = 0.0
     problems: tuple[str, ...] = field(default_factory=tuple)
     error: str = ""
+    line: StepSeries | None = None
+    settings: Mapping[str, str | float] = field(default_factory=dict)

@@ -25,7 +25,7 @@ GRID_NUMBER = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.4~
 #: A share in percent, in a grid.
 GRID_PERCENT = {"function": f"params.value == null ? '{NO_DATA}' : d3.format('.3~%')(params.value)"}
 #: Orders of a grid's column, by functions of assets/fp8debug.js: the worst last, and numbers with NaN as the largest.
-BY_SEVERITY, BY_NUMBER = {"function": "bySeverity"}, {"function": "byNumber"}
+BY_SEVERITY, BY_NUMBER, BY_SETTING = ({"function": name} for name in ("bySeverity", "byNumber", "bySetting"))
 FAINT = "rgba(128,128,128,0.18)"
 
 #: Okabe and Ito's blue, lighter: a thin line of the original drowns in a dark page.

@@ -343,22 +343,28 @@ def _refresh(app: dash.Dash, source: ServedFolder) -> None:
 
     @app.callback(
         Output("runs", "rowData"),
+        Output("runs", "columnDefs"),
+        Output({"control": "columns", "default": ""}, "data"),
         Input("stamp", "data"),
         Input("settled", "data"),
-        State("asked", "data"),
+        Input("asked", "data"),
         State("runs", "rowData"),
+        State("runs", "columnDefs"),
+        State({"control": "columns", "default": ""}, "data"),
         prevent_initial_call=True,
     )
-    def relist(stamp: str | None, settled: Any, asked: Asked | None, shows: Any) -> Any:
+    def relist(stamp: str | None, settled: Any, asked: Asked | None, *shown: Any) -> list[Any]:
         from ..pages import runs
+        from ..widgets import column_definitions
         from . import screens
 
-        if asked is None or not screens.is_list(parse(asked["pathname"], asked["search"]), source):
+        view = None if asked is None else parse(asked["pathname"], asked["search"])
+        if view is None or not screens.is_list(view, source):
             raise PreventUpdate
         rows = runs.parts(source)
-        if rows == shows:
-            raise PreventUpdate
-        return rows
+        columns, settings = runs.configured(view, source)
+        new = [rows, column_definitions(columns), settings]
+        return [no_update if value == before else value for value, before in zip(new, shown, strict=True)]
 
     _in_browser(app, "pause", Output("tick", "disabled"), Input("follow", "checked"))
 

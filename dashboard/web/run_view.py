@@ -86,13 +86,14 @@ PENDING = Judgement(is_pending=True)
 
 @dataclass
 class Verdicts:
-    """The newest judgement of a run, shared by its states while it is being written, and the lock under which it is judged.
+    """The newest judgement of a run and the state of its files then, shared by its states, and the lock under which it is judged.
 
     A run that grows faster than it is judged has a verdict all the same: that of the state that was judged last. ``kept`` is what
     a page shows until its like of the new state is known.
     """
 
     latest: Judgement = PENDING
+    stamp: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -133,6 +134,11 @@ class RunView:
     _locks: dict[Any, threading.Lock] = field(default_factory=dict)
     _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
     _opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        """Take over what was concluded from this very state of the files."""
+        if self.verdicts.stamp == self.stamp != "":
+            self._judgement = self.verdicts.latest
 
     def second_connection(self) -> Run:
         """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
@@ -197,6 +203,7 @@ class RunView:
                 if self.is_superseded:
                     return self.verdicts.latest
                 self._judgement = self.verdicts.latest = self._triage()
+                self.verdicts.stamp = self.stamp
             return self._judgement
 
     def _triage(self) -> Judgement:

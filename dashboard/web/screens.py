@@ -104,7 +104,7 @@ def page_of(view: View, source: ServedFolder) -> Component:
         if is_list(view, source):
             from ..pages import runs
 
-            return html.Div([_heading("Runs"), runs.layout(source)])
+            return html.Div([_heading("Runs"), runs.layout(view, source)])
         if view.page not in PAGES:
             raise Fp8DebugError(f"no page {view.page!r}; there are {', '.join(PAGES)}")
         run_view = source.open(view.run)

@@ -18,10 +18,16 @@ if TYPE_CHECKING:
     from fp8debug import Finding
 
     from ..data.records import Mark, Summary
-    from .run_view import Judgement, RunView
+    from .run_view import Judgement, RunView, Verdicts
 
 #: A run whose files have not grown for this long and that was not closed is taken for killed.
 QUIET_S = 120.0
+#: Runs that are kept open, the last opened: each has threads and tens of MB.
+MAX_OPEN = 16
+#: Seconds between two judgements of a run that grows while others wait, and points of a line in the list of runs.
+REJUDGE_S, LINE_POINTS = 4.0, 48
+#: Runs that are read before the newest are looked at again.
+READ_AT_ONCE = 8
 _ORDER = {"error": 0, "warning": 1, "info": 2, "unknown": 3, "ok": 4}
 
 
@@ -49,7 +55,11 @@ class ServedFolder:
             raise RunError(f"{path}: neither a run nor a folder of runs; record one with fp8debug.watch(model, '{path}/exp1')")
         self._opened: dict[str, RunView] = {}
         self._lock = threading.Lock()
-        self._judging: threading.Thread | None = None
+        self._working: threading.Thread | None = None
+        self._has_read = threading.Event()
+        self._verdicts: dict[str, Verdicts] = {}
+        self._summaries: dict[str, tuple[str, Summary]] = {}
+        self._failed: dict[str, str] = {}
 
     def names(self) -> list[str]:
         """Return the names of the runs in the folder, the last written first; one run is not listed.
@@ -90,21 +100,29 @@ class ServedFolder:
             forget(folder)  # of a bucket the list of a whole folder holds no parts
         stamp = file_stamp(folder)
         with self._lock:
-            found = self._opened.get(folder.name)
+            found = self._opened.pop(folder.name, None)
             if found is None or found.stamp != stamp:
-                from fp8debug import Run
-
-                from ..data.large_run import LargeRun
-                from .run_view import SMALL_BYTES, RunView
-
-                size = int(stamp.split(".")[1], 16)
-                run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
-                run_view = RunView(run, stamp, size=size, name=run.name, siblings=self.names)
-                run_view.open_sibling = self.open if self.is_folder else None
                 if found is not None:
-                    run_view.verdicts, found.is_superseded = found.verdicts, True
-                found = self._opened[folder.name] = run_view
+                    found.is_superseded = True
+                found = self._new(folder, stamp)
+            self._opened[folder.name] = found  # the last opened is the last
+            while len(self._opened) > MAX_OPEN:
+                self._opened.pop(next(iter(self._opened)))
             return found
+
+    def _new(self, folder: Path, stamp: str) -> RunView:
+        """Return a run as its files are now, with what is concluded of it already."""
+        from fp8debug import Run
+
+        from ..data.large_run import LargeRun
+        from .run_view import SMALL_BYTES, RunView, Verdicts
+
+        size = int(stamp.split(".")[1], 16)
+        run = Run(folder) if size < SMALL_BYTES else LargeRun(folder)
+        verdicts = self._verdicts.setdefault(folder.name, Verdicts())
+        run_view = RunView(run, stamp, size=size, name=run.name, siblings=self.names, verdicts=verdicts)
+        run_view.open_sibling = self.open if self.is_folder else None
+        return run_view
 
     def read_ahead(self) -> None:
         """Read what the first page of a run shows: the browser takes as long to begin."""
@@ -123,41 +141,88 @@ class ServedFolder:
         run_view.load_cache()
 
     def is_triaged(self, name: str) -> bool:
-        """Return whether a run's findings are known, so that asking for them costs nothing."""
-        found = self._opened.get(name)
-        return found is not None and found.is_triaged
+        """Return whether a run's findings are known, those of an earlier state of its files too."""
+        found = self._verdicts.get(name)
+        return found is not None and found.stamp != ""
 
     def known(self, name: str) -> Judgement | None:
-        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has run_view."""
-        found = self._opened.get(name)
-        return None if found is None else found.latest()
+        """Return what is known of a run by now, also of an earlier state of its files; None of one that nobody has judged."""
+        found = self._verdicts.get(name)
+        return None if found is None else found.latest
 
     def judge_all(self, wait_s: float) -> bool:
-        """Judge all runs one after another in the background, newest first; wait a moment for it.
+        """Read and judge all runs one after another in the background, newest first; wait a moment for it.
 
         Returns:
-            False where all verdicts were known already.
+            False where all was known already.
         """
-        waiting = [name for name in self.names() if not self._is_current(name)]
-        if not waiting:
+        names = self.names()
+        if all(self._is_judged(name) and self._is_read(name) for name in names):
             return False
-        with self._lock:
-            if self._judging is None or not self._judging.is_alive():
-                self._judging = threading.Thread(target=self._judge, args=(waiting,), daemon=True)
-                self._judging.start()
-            thread = self._judging
-        thread.join(wait_s)
+        self._begin()
+        if self._working is not None:
+            self._working.join(wait_s)
         return True
 
-    def _is_current(self, name: str) -> bool:
-        """Return whether the findings of a run as its files are now are known."""
-        found = self._opened.get(name)
-        return found is not None and found.is_triaged and found.stamp == file_stamp(self.path / name)
+    def read_all(self, wait_s: float) -> None:
+        """Begin to read all runs in the background, as :meth:`judge_all`; wait until they are read, for a moment at most."""
+        end = time.monotonic() + wait_s
+        while not all(self._is_read(name) for name in self.names()):
+            self._begin()
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            self._has_read.wait(min(left, 0.2))
+            self._has_read.clear()
 
-    def _judge(self, names: Sequence[str]) -> None:
-        for name in names:
-            with suppress(Fp8DebugError, OSError):
-                self.open(name).judge()
+    def _begin(self) -> None:
+        with self._lock:
+            if self._working is None or not self._working.is_alive():
+                self._working = threading.Thread(target=self._work, daemon=True)
+                self._working.start()
+
+    def _is_judged(self, name: str) -> bool:
+        """Return whether the findings of a run as its files are now are known, or that it cannot be judged."""
+        found, stamp = self._verdicts.get(name), file_stamp(self.path / name)
+        return (found is not None and found.stamp == stamp) or self._failed.get(name) == stamp
+
+    def _is_read(self, name: str) -> bool:
+        """Return whether the line about a run is that of its files as they are now."""
+        found = self._summaries.get(name)
+        return found is not None and found[0] == file_stamp(self.path / name)
+
+    def _work(self) -> None:
+        """Read all runs, then judge them, newest first; those that are being written are judged as soon as they are read.
+
+        A run that grows meanwhile is judged every ``REJUDGE_S`` seconds, so that the others have their turns.
+        """
+        begun: dict[str, float] = {}
+        while True:
+            names, now = self.names(), time.monotonic()
+            unread = [name for name in names if not self._is_read(name)]
+            waiting = [n for n in names if now - begun.get(n, -REJUDGE_S) >= REJUDGE_S and not self._is_judged(n)]
+            live = [n for n in waiting if n not in unread and self._summaries[n][1].state == "writing"]
+            if live or (waiting and not unread):
+                chosen = (live or waiting)[0]
+                begun[chosen] = now
+                self._judge(chosen)
+            elif unread:
+                for name in unread[:READ_AT_ONCE]:
+                    with suppress(UnknownNameError):  # it is gone
+                        self.summary(name)
+                    self._has_read.set()
+            else:
+                return
+
+    def _judge(self, name: str) -> None:
+        folder = self.path / name
+        stamp = file_stamp(folder)
+        try:
+            found = self._opened.get(name)
+            run_view = found if found is not None and found.stamp == stamp else self._new(folder, stamp)
+            run_view.judge()
+        except (Fp8DebugError, OSError):
+            self._failed[name] = stamp
 
     def stamp(self, name: str | None) -> str:
         """Return the state of a run's files, or of the whole folder when no run is named; "" when it cannot be read."""
@@ -166,24 +231,35 @@ class ServedFolder:
                 forget(self.path)
                 stamps = {name: file_stamp(self.path / name) for name in self.names()}
                 self._written = {name: written_at(stamp) for name, stamp in stamps.items()}
-                return " ".join([*stamps.values(), *(name for name in stamps if self.is_triaged(name))])
+                judged = [self._verdicts[name].stamp for name in stamps if self.is_triaged(name)]
+                return " ".join([*stamps.values(), *judged, str(len(self._summaries))])
             folder = self.folder(name)
             forget(folder)  # an object store is listed when it is asked whether a run has grown, not for every answer
             return file_stamp(folder)
         except (OSError, UnknownNameError):
             return ""
 
-    def summary(self, name: str | None) -> Summary:
-        """Return one line about a run, also about one that cannot be run_view."""
+    def summaries(self) -> list[tuple[str, Summary | None]]:
+        """Return the names of the runs and the line about each, None of one that has not been read yet."""
+        return [(name, self._summaries.get(name, ("", None))[1]) for name in self.names()]
+
+    def summary(self, name: str) -> Summary:
+        """Return one line about a run, also about one that cannot be run_view; it is kept while its files stay the same."""
         from ..data import queries
         from ..data.records import Summary
+        from ..data.run_settings import settings_of
 
         folder = self.folder(name)
+        stamp = file_stamp(folder)
+        known = self._summaries.get(name)
+        if known is not None and known[0] == stamp:
+            return known[1]
         try:
-            run_view = self.open(name)
-            run = run_view.run
+            opened = self._opened.get(name)
+            run = opened.run if opened is not None and opened.stamp == stamp else self._new(folder, stamp).run
             steps = run.steps_range
-            return Summary(
+            lines = queries.training(run, ("loss",), LINE_POINTS)
+            found = Summary(
                 name=folder.name,
                 recipe=recipe_name(run.manifest),
                 first=steps[0],
@@ -194,9 +270,13 @@ class ServedFolder:
                 state=state(folder, run.rank_manifests),
                 written=last_write(folder),
                 problems=tuple(run.problems),
+                line=lines[0] if lines else None,
+                settings=settings_of(run.manifest),
             )
         except (Fp8DebugError, OSError) as error:
-            return Summary(name=folder.name, error=str(error))
+            found = Summary(name=folder.name, error=str(error))
+        self._summaries[name] = stamp, found
+        return found
 
 
 def is_run(folder: Path) -> bool:

@@ -195,7 +195,7 @@ def test_the_table_of_casts_prints_nan_and_not_zero(path: Path) -> None:
 
 def test_a_lost_loss_is_nan_in_the_list_and_on_the_page(path: Path) -> None:
     source = ServedFolder(path.parent)
-    (row,) = runs.parts(source)
+    (row,) = runs.parts(source, 60)
     assert row["loss"] == "NaN"
     assert "last lossNaN" in text(overview.parts(View("overview", "nan"), source.open("nan"))[0])
     assert (number(float("inf")), number(float("-inf")), percent(float("nan"))) == ("Inf", "-Inf", "NaN")

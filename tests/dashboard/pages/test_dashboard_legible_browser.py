@@ -249,7 +249,7 @@ def test_the_list_and_the_choice_of_runs_have_one_order_that_of_the_last_write(t
         if part.is_file():
             shutil.copyfile(part, tmp_path / "a" / part.relative_to(longer))
     source.stamp(None)
-    rows = runs.parts(source)
+    rows = runs.parts(source, 60)
     assert source.names() == [row["name"] for row in rows] == ["a", "c", "b"]
 
 

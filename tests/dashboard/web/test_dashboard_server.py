@@ -211,7 +211,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 def test_looking_at_every_page_writes_nothing(folder: Path) -> None:
     before, source = digest(folder), ServedFolder(folder)
-    runs.layout(source)
+    runs.layout(View("overview"), source)
     for name in ("sick", "healthy", "no-loss", "<b>hostile<b>"):
         for page in PAGES.values():
             view, run_view = View(page.name, name, {"with": "healthy"}), source.open(name)
@@ -270,7 +270,7 @@ def test_a_run_of_the_first_schema_is_shown_on_every_page(tmp_path: Path, page: 
 
 
 def test_the_list_says_when_a_run_was_written(folder: Path) -> None:
-    rows = {row["name"]: row for row in runs.parts(ServedFolder(folder))}
+    rows = {row["name"]: row for row in runs.parts(ServedFolder(folder), 60)}
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", rows["sick"]["written"])
     assert rows["empty"]["written"] == NO_DATA
 

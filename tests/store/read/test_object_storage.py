@@ -177,7 +177,7 @@ def test_the_dashboard_shows_runs_of_a_bucket_and_sees_them_grow(tmp_path: Path,
     write(tmp_path / "exp", plan)
     upload(tmp_path / "exp", "s3://bucket/shown/exp")
     source = ServedFolder("s3://bucket/shown")
-    (row,) = runs.parts(source)
+    (row,) = runs.parts(source, 60)
     assert (row["name"], row["last"], row["problems"]) == ("exp", 3, "\u2013") and row["written"].startswith("20")
     opened = source.open("exp")
     assert "No finding" in str(PAGES["overview"].layout(View("overview", "exp"), opened))
