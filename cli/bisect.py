@@ -16,7 +16,7 @@ from fp8debug.trials import Trials, bisect_run
 from fp8debug.trials.bisect import SearchPlan
 from fp8debug.trials.hints import hints
 
-from .console import open_run, print_table, write_file
+from .console import open_run, print_table, wide_option, write_file
 from .output import echo
 from .trial_options import ScriptCommand, make_script, script_options, shares
 from .trial_progress import Trainings, announce, lasting
@@ -36,6 +36,7 @@ from .verify import band
 @click.option("--yes", is_flag=True, help="Do not ask before the search.")
 @click.option("-o", "--output", metavar="FILE", help="Write the fallback list there too.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@wide_option
 def command(**options: Any) -> int:
     """Find the smallest set of (module, gemm) that must leave FP8 for the gap to BF16 to close, by delta debugging.
 
@@ -98,6 +99,6 @@ def _print(found: dict[str, Any]) -> None:
     if found["fallbacks"]:
         echo()
         rows = [[entry["module"], " ".join(entry["gemms"]), f"{entry['cost']:.1%}"] for entry in found["fallbacks"]]
-        print_table(["module", "gemms in BF16", "costs"], rows, wrap=["module"], more="--format json")
+        print_table(["module", "gemms in BF16", "costs"], rows, wrap=["module"])
         share = f"share of the gap closed {band(found['share'])}; " if found["share"] else ""
         echo(f"\n{share}{found['runs']} trainings, {lasting(found['seconds'])}\n{found['assumption']}")

@@ -6,7 +6,7 @@ import click
 
 from fp8debug.tools.calibration import Expected, calibrate
 
-from .console import open_run, print_table, warn, write_file
+from .console import open_run, print_table, warn, wide_option, write_file
 from .output import echo
 
 HEADER = [
@@ -21,6 +21,7 @@ HEADER = [
 @click.option("--percentile", default=99.9, show_default=True, help="Of the amaxes over the sampled steps.")
 @click.option("--margin", default=1.0, show_default=True, help="Factor on scale_inv; 2 leaves room for one binade of growth.")
 @click.option("--steps", metavar="A:B", help="Steps from A to before B, either side may be empty; or one step.")
+@wide_option
 def command(run: str, output: str | None, percentile: float, margin: float, steps: str | None) -> None:
     """Turn a window of RUN into static tensorwise scales.
 
@@ -44,7 +45,7 @@ def command(run: str, output: str | None, percentile: float, margin: float, step
             ran = None if site.running is None else site.running.sqnr_db
             cells = [site.module, f"{site.gemm} {site.tensor}", *own, ran, _proposed(site.proposal)]
             rows.append([*cells, None if site.proposal is None else site.proposal.sqnr_db, site.note or None])
-        print_table(HEADER, rows, wrap=["module", "proposal", "note"], drop=["note", "largest"], more="-o FILE")
+        print_table(HEADER, rows, wrap=["module", "proposal", "note"], drop=["note", "largest"])
 
 
 def _proposed(proposal: Expected | None) -> str | None:

@@ -11,7 +11,7 @@ from fp8debug.checkpoints import CHECKS, CheckReport, TensorFinding, check_check
 from fp8debug.escaping import one_line
 from fp8debug.rules.engine.config import load_settings
 
-from .console import print_table, progress
+from .console import print_table, progress, wide_option
 from .finding_report import cause_cell, counted, end_with, report_options, split_codes, write_report
 from .output import echo
 
@@ -24,6 +24,7 @@ from .output import echo
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--tensors", "wants_tensors", is_flag=True, help="Also list every quantized weight with its numbers.")
 @click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
+@wide_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -71,15 +72,13 @@ def _print(report: CheckReport, *, wants_tensors: bool) -> None:
     if report:
         echo()
         header = ["code", "severity", "tensor", "what"]
-        print_table(
-            header, [_row(finding) for finding in report], wrap=["tensor", "what"], drop=["severity"], more="--format json"
-        )
+        print_table(header, [_row(finding) for finding in report], wrap=["tensor", "what"], drop=["severity"])
         echo(f"\nfp8debug explain {report[0].code} says more")
     if wants_tensors:
         echo()
         columns = ("tensor", "layout", "format", "granularity", "rms", "gain", "sqnr_db", "ideal_sqnr_db", "worst_block_sqnr_db")
         rows = [[entry[column] for column in columns] for entry in report.to_dict()["weights"]]
-        print_table(columns, rows, wrap=["tensor"], more="--format json")
+        print_table(columns, rows, wrap=["tensor"])
 
 
 def _row(finding: TensorFinding) -> list[object]:

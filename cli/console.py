@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -25,15 +24,13 @@ from fp8debug.store.locations import ObjectPath, place_of
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
-from .output import MultilineCell, echo
+from .output import NUMBER, MultilineCell, broken, display_width, echo, reader_has_gone, terminal_width
 
 #: Where text wraps in a table that goes to a file or a pipe: wide enough that names do not; its other columns may go beyond.
 PIPE_WIDTH = 200
-#: Width of a terminal that does not tell its own, spaces between columns, and the least width of a column of text.
-DEFAULT_WIDTH, GAP, MIN_TEXT = 80, 2, 20
-#: A number with its sign; marks after which a long name may break.
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*(?:[eE][-+]?\d+)?%?")
-_MARKS = "._/-:,;"
+#: Spaces between columns, and the least width of a column of text.
+GAP, MIN_TEXT = 2, 20
+_WIDE = "fp8debug.wide"
 #: Progress shows only for what lasts longer.
 PATIENCE_S = 1.0
 
@@ -43,6 +40,16 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "info": {"fg": "cyan"},
     "ok": {"fg": "green", "bold": True},
 }
+
+
+def wide_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``--wide``, which :func:`print_table` obeys."""
+
+    def keep(context: click.Context, _: click.Parameter, is_wide: bool) -> None:
+        context.meta[_WIDE] = is_wide
+
+    words = "All columns of a table, however narrow the terminal is."
+    return click.option("--wide", is_flag=True, expose_value=False, callback=keep, help=words)(command)
 
 
 def open_run(*paths: str) -> Run:
@@ -87,32 +94,33 @@ def print_table(
     *,
     wrap: Sequence[str] = (),
     drop: Sequence[str] = (),
-    more: str = "",
 ) -> None:
     """Print a table to stdout: coloured on a terminal, plain elsewhere and under NO_COLOR.
 
     No cell is cut. Text wraps in the columns that may wrap; where the terminal is too narrow all the same, whole columns are left
-    out and named below the table. A file or a pipe gets all columns, on lines as long as they need.
+    out and named below the table, those without any data first. A file, a pipe and ``--wide`` get all columns, on lines as long
+    as they need.
 
     Args:
         header: titles, each its own.
         rows: cells; None is shown as a dash.
         wrap: titles of the columns whose text may wrap; a number is never broken.
         drop: titles in the order in which columns are left out; then the others from the right. The first column stays.
-        more: the option or format that shows the columns left out, e.g. ``--format csv``.
     """
     titles = [one_line(title) for title in header]
     cells = [[(cell(value), STYLES.get(str(value), {})) for value in row] for row in rows]
     columns = [_Column(title, [row[i][0] for row in cells], can_wrap=header[i] in wrap) for i, title in enumerate(titles)]
-    width = _width()
-    order = [list(header).index(title) for title in drop if title in header]
+    context = click.get_current_context(silent=True)
+    width = None if context is not None and context.meta.get(_WIDE) else terminal_width()
+    empty = [i for i in range(1, len(columns)) if cells and all(row[i][0] == "-" for row in cells)]
+    order = list(dict.fromkeys([*reversed(empty), *(list(header).index(title) for title in drop if title in header)]))
     kept, left_out = _fitting(columns, width, [*order, *(i for i in reversed(range(len(columns))) if i not in order)])
     widths = _widths([columns[place] for place in kept], width)
     has_colour = os.environ.get("TERM") not in ("dumb", "unknown")
     printed: list[str] = []
 
     def show(words: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        parts = [_broken(word, size) for (word, _), size in zip(words, widths, strict=True)]
+        parts = [broken(word, size) for (word, _), size in zip(words, widths, strict=True)]
         for number in range(max(map(len, parts))):
             line, gap = "", 0
             for (_, style), part, size in zip(words, parts, widths, strict=True):
@@ -120,7 +128,7 @@ def print_table(
                 if piece:
                     line += " " * gap + (click.style(piece, **style) if style and has_colour else piece)
                     gap = 0
-                gap += size - _length(piece) + GAP
+                gap += size - display_width(piece) + GAP
             printed.append(line)
 
     show([(titles[place], {"bold": True}) for place in kept])
@@ -128,12 +136,11 @@ def print_table(
         show([row[place] for place in kept])
     try:
         click.echo("\n".join(printed))
-    except BrokenPipeError:  # the reader (head, less) has gone; click would end the command with status 1
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        reader_has_gone()
     if left_out:
         names = ", ".join(titles[place] for place in sorted(left_out))
-        ways = f"{more} or a wider terminal" if more else "a wider terminal"
-        echo(f"+{len(left_out)} column{'' if len(left_out) == 1 else 's'} not shown: {names} ({ways})")
+        echo(f"+{len(left_out)} column{'' if len(left_out) == 1 else 's'}: {names} (--wide)")
 
 
 class _Column:
@@ -148,23 +155,11 @@ class _Column:
     def __init__(self, title: str, words: Sequence[str], *, can_wrap: bool) -> None:
         lines = [line for word in words for line in word.split("\n")]
         self.can_wrap = can_wrap
-        self.natural = max(map(_length, [title, *lines]))
-        self.least = max([*map(_length, title.split()), *map(_length, lines)], default=0)
+        self.natural = max(map(display_width, [title, *lines]))
+        self.least = max([*map(display_width, title.split()), *map(display_width, lines)], default=0)
         if can_wrap:
-            numbers = (_length(number) for text in (title, *lines) for number in _NUMBER.findall(text))
+            numbers = (display_width(number) for text in (title, *lines) for number in NUMBER.findall(text))
             self.least = max(min(self.natural, MIN_TEXT), max(numbers, default=0))
-
-
-def _width() -> int | None:
-    """Return how many characters fit on a line of stdout; None for a file or a pipe, whose lines have no end."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
-    if not sys.stdout.isatty():
-        return None
-    with suppress(OSError, ValueError):  # a stream of its own making has no file, and no terminal has no width
-        return os.get_terminal_size(sys.stdout.fileno()).columns or DEFAULT_WIDTH
-    return DEFAULT_WIDTH
 
 
 def _fitting(columns: Sequence[_Column], width: int | None, order: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -190,43 +185,6 @@ def _widths(columns: Sequence[_Column], width: int | None) -> list[int]:
         widths[place] += more
         over -= more
     return widths
-
-
-def _broken(text: str, width: int) -> list[str]:
-    """Return text as lines of a width: broken between words, and within a word that is longer after a mark, else anywhere."""
-    broken = []
-    for line in text.split("\n"):
-        rest = line
-        while _length(rest) > width:
-            size = _fits(rest, width)
-            head = rest[: size + 1]
-            at = head.rfind(" ")
-            if at <= 0:
-                whole = [found.span() for found in _NUMBER.finditer(rest)]
-                places = [i for i in range(1, size + 1) if not any(start < i < end for start, end in whole)] or [size]
-                at = max((i for i in places if rest[i - 1] in _MARKS), default=places[-1])
-            broken.append(rest[:at].rstrip())
-            rest = rest[at:].lstrip()
-        broken.append(rest)
-    return broken
-
-
-def _fits(text: str, width: int) -> int:
-    """Return how many characters of a text fit into a width, one at least."""
-    size, used = 0, 0
-    while size < len(text) and used + _length(text[size]) <= width:
-        used += _length(text[size])
-        size += 1
-    return max(1, size)
-
-
-def _length(text: str) -> int:
-    """Return how many columns of a terminal text takes."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
 
 
 def cell(value: object) -> str:

@@ -9,11 +9,12 @@ import click
 
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
+from fp8debug.formats import TRANSPOSED
 from fp8debug.rules.reading.lost import losses_of
 from fp8debug.store.flop_shares import Rest, gemm_shares
 from fp8debug.store.read.module_names import folded
 
-from .console import open_run, print_table, to_csv, to_json
+from .console import open_run, print_table, to_csv, to_json, wide_option
 from .output import echo
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
@@ -22,7 +23,6 @@ COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "rea
 _LAYOUT: dict[str, Any] = {
     "wrap": ["module", "casts", "reason", "note"],
     "drop": ["kind", "gemms", "requested", "casts", "note", "flops"],
-    "more": "--format csv",
 }
 
 #: The casts are those that the recorded steps ran, not those that were asked for. ``gemms`` is how many fprop/dgrad/wgrad GEMMs
@@ -65,6 +65,7 @@ SELECT count(*) FILTER (WHERE fp8) AS num_fp8, count(*) AS num,
 @click.argument("run")
 @click.option("--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 @click.option("--each", is_flag=True, help="A line for each module.  [default: one for layers that are alike]")
+@wide_option
 def command(run: str, form: str, each: bool) -> None:
     """List the Linears of RUN: whether each runs in FP8, its share of the FLOPs of all GEMMs, its casts, and why not.
 
@@ -88,6 +89,9 @@ def command(run: str, form: str, each: bool) -> None:
         rows += [_row_of_rest(rest) for rest in shares.rest]
     if form == "table" and not each:
         rows = _folded(rows)
+    if form == "table":
+        for row in rows:
+            row["casts"] = row["casts"] and _merged(row["casts"])
     for row in rows:
         row["flops"] = None if row["flops"] is None else _percent(row["flops"])
     if form != "table":
@@ -121,6 +125,31 @@ def _folded(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         flops = [rows[place]["flops"] for place in places if rows[place]["flops"] is not None]
         found.append({**rows[places[0]], "module": pattern, "flops": sum(flops) if flops else None})
     return found
+
+
+def _merged(casts: str) -> str:
+    """Return casts with the tensors that share one together; a tile that is turned for its GEMM counts as the same."""
+    by_tensor: dict[str, list[str]] = {}
+    for part in casts.split("; "):
+        tensor, _, cast = part.partition(": ")
+        by_tensor.setdefault(tensor, []).append(cast)
+    by_cast: dict[str, list[str]] = {}
+    for tensor, known in by_tensor.items():
+        apart = [cast for cast in known if not (_is_column(cast) and _turned(cast) in known)]
+        by_cast.setdefault(" / ".join(apart), []).append(tensor)
+    return "; ".join(f"{', '.join(tensors)}: {cast}" for cast, tensors in by_cast.items())
+
+
+def _turned(cast: str) -> str:
+    """Return the name of a cast for the transposed tensor."""
+    words = cast.split(" ")
+    return " ".join([*words[:1], *(TRANSPOSED.get(word, word) for word in words[1:2]), *words[2:]])
+
+
+def _is_column(cast: str) -> bool:
+    """Return whether a cast's blocks are one column wide."""
+    granularity = cast.split(" ")[1:2]
+    return granularity != [] and (granularity[0] == "columnwise" or granularity[0].endswith("x1"))
 
 
 def _row_of_rest(rest: Rest) -> dict[str, Any]:

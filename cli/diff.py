@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from fp8debug.escaping import one_line
 from fp8debug.rules.comparison.configuration import configuration_words
 from fp8debug.rules.comparison.runs import Differences, diff_runs
 from fp8debug.rules.comparison.sites import SiteDifference
 
-from .console import cell, open_run, print_table, to_csv, to_json_document, write_file
+from .console import cell, open_run, print_table, to_csv, to_json_document, wide_option, write_file
 from .output import echo
 
 HEADER = ["diverges at", "module", "site", "against", "what", "SQNR dB", "rms"]
@@ -28,6 +29,7 @@ MAX_DIFFERENCES = 20
 @click.option("--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Sites of a table; 0 for all.")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when the runs differ beyond the noise.")
 @click.option("-o", "--output", metavar="FILE", default="-", help="File for json or csv; stdout by default.")
+@wide_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -78,7 +80,10 @@ def _csv(found: Sequence[Differences]) -> str:
 
 
 def _print(found: Differences, limit: int) -> None:
-    echo(f"{found.names[0]} -> {found.names[1]}\n\nconfiguration differences:")
+    verdict = "they differ beyond the noise" if found.differ else "no difference beyond the noise"
+    if (site := found.first) is not None:
+        verdict += f", first {site.module} {site.gemm} {site.tensor} at step {site.diverges_at}"
+    echo(f"{found.names[0]} -> {found.names[1]}: {one_line(verdict)}\n\nconfiguration differences:")
     lines = [f"  {what}: {cell(a)} -> {cell(b)}" for what, a, b in configuration_words(found.configuration)]
     for line in lines[:MAX_DIFFERENCES] or ["  no difference"]:
         echo(line)
@@ -93,7 +98,7 @@ def _print(found: Differences, limit: int) -> None:
     if parted:
         echo()
         rows = [_row(site) for site in (parted[:limit] if limit else parted)]
-        print_table(HEADER, rows, wrap=["module", "what"], drop=["against"], more="--format csv")
+        print_table(HEADER, rows, wrap=["module", "what"], drop=["against"])
         if limit and parted[limit:]:
             echo(f"and {len(parted[limit:])} more; --limit 0 prints all")
 

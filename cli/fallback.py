@@ -16,7 +16,7 @@ from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import cost_basis
 from fp8debug.types import parse_share
 
-from .console import cell, open_run, print_table, progress, write_file
+from .console import cell, open_run, print_table, progress, wide_option, write_file
 from .output import echo
 
 HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "damage", "cheaper"]
@@ -30,6 +30,7 @@ HEADER = ["module", "gemms", "tensor", "run in", "when", "reasons", "costs", "da
 @click.option("--from-step", metavar="N", type=click.IntRange(min=0), help="BF16 entries hold from step N on: a cool-down.")
 @click.option("--until-step", metavar="N", type=click.IntRange(min=1), help="BF16 entries hold until step N: a warm-up.")
 @click.option("--fill", is_flag=True, help="Spend the budget on healthy GEMMs too, by damage.")
+@wide_option
 def command(
     run: str, budget: str, name: str | None, output: str, from_step: int | None, until_step: int | None, fill: bool
 ) -> None:
@@ -52,18 +53,20 @@ def command(
         _write(exporter, opened, fallbacks, output)
         return
     if fallbacks:
-        rows = _rows(fallbacks)
-        print_table(HEADER, rows, wrap=["module", "cheaper", "run in", "reasons"], drop=["cheaper"], more="--to json")
         spent = sum(fallback.cost for fallback in fallbacks)
         beyond = f", more than the budget of {share:.1%}: errors are cured whatever it is" if spent > share + 1e-9 else ""
-        echo(f"\ntogether {spent:.1%} of the FP8 speed-up{beyond}")
+        number = f"{len(fallbacks)} candidate{'' if len(fallbacks) == 1 else 's'}"
+        echo(f"{opened.name}: {number}, together {spent:.1%} of the FP8 speed-up{beyond}\n")
+        dropped = ["cheaper", "when", "damage", "tensor", "gemms", "reasons"]
+        print_table(HEADER, _rows(fallbacks), wrap=["module", "cheaper", "run in", "reasons"], drop=dropped)
+        echo()
         if basis := cost_basis(opened):
             echo(basis)
     else:
         echo("no candidates: nothing found that another cast or BF16 would cure")
     prior = positional_prior(opened)
     if prior:
-        echo(f"\nfolklore ({FOLKLORE}): {', '.join(prior)}")
+        echo(f"folklore ({FOLKLORE}): {', '.join(prior)}")
 
 
 def _write(exporter: Exporter, run: Run, fallbacks: list[Fallback], output: str) -> None:

@@ -10,7 +10,7 @@ import click
 from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.store.dump_files import dumps_at
 
-from .console import print_table, to_csv, to_json
+from .console import print_table, to_csv, to_json, wide_option
 from .output import echo
 
 #: What stands before the statistics in every row.
@@ -24,6 +24,7 @@ KEYS = ["file", "step", "rank", "module", "gemm", "tensor", "call", "cast_name",
 )
 @click.option("--columns", metavar="A,B", help="Only these statistics.")
 @click.option("--format", "form", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+@wide_option
 def command(files: tuple[str, ...], casts: tuple[str, ...], columns: str | None, form: str) -> None:
     """Replay casts on dumps: files, folders of them, or globs in quotes.
 
@@ -66,5 +67,5 @@ def _print(dump: Any, found: dict[str, dict[str, Any]], names: list[str]) -> Non
         echo("read in high precision: no cast ran; try one with --cast\n")
         return
     rows = [[name, *(values[name] for values in found.values())] for name in names]
-    print_table(["", *found], rows, wrap=list(found), more="--format csv")
+    print_table(["", *found], rows, wrap=list(found))
     echo()

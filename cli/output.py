@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from contextlib import suppress
+
 import click
 
 from fp8debug.escaping import plain
+
+#: Width of a terminal that does not tell its own.
+DEFAULT_WIDTH = 80
+#: A number with its sign; marks after which a long name may break.
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d.,]*(?:[eE][-+]?\d+)?%?")
+_MARKS = "._/-:,;"
 
 
 class MultilineCell(str):
@@ -12,5 +23,76 @@ class MultilineCell(str):
 
 
 def echo(message: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print text for people."""
-    click.echo(plain(message), err=err, nl=nl)
+    """Print text for people; on a terminal a line of stdout that is too long goes on below it, its numbers whole."""
+    text, width = plain(message), None if err else terminal_width()
+    if width is not None:
+        text = "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+    try:
+        click.echo(text, err=err, nl=nl)
+    except BrokenPipeError:
+        if not err:
+            reader_has_gone()
+
+
+def reader_has_gone() -> None:
+    """Send the rest of stdout nowhere: its reader (head, less) has gone, and click would end the command with status 1."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """Return a line as lines of a width; those after the first are indented by two more."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    if display_width(line) <= width or width <= 2 * len(indent):
+        return [line]
+    first, *_ = broken(line, width)
+    rest = line[len(first) :].lstrip()
+    return [first, *(indent + part for part in broken(rest, width - len(indent)))]
+
+
+def terminal_width() -> int | None:
+    """Return how many characters fit on a line of stdout; None for a file or a pipe, whose lines have no end."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
+    if not sys.stdout.isatty():
+        return None
+    with suppress(OSError, ValueError):  # a stream of its own making has no file, and no terminal has no width
+        return os.get_terminal_size(sys.stdout.fileno()).columns or DEFAULT_WIDTH
+    return DEFAULT_WIDTH
+
+
+def broken(text: str, width: int) -> list[str]:
+    """Return text as lines of a width: broken between words, and within a word that is longer after a mark, else anywhere."""
+    lines = []
+    for line in text.split("\n"):
+        rest = line
+        while display_width(rest) > width:
+            size = _fits(rest, width)
+            head = rest[: size + 1]
+            at = head.rfind(" ")
+            if at <= len(rest) - len(rest.lstrip()):
+                whole = [found.span() for found in NUMBER.finditer(rest)]
+                places = [i for i in range(1, size + 1) if not any(start < i < end for start, end in whole)] or [size]
+                at = max((i for i in places if rest[i - 1] in _MARKS), default=places[-1])
+            lines.append(rest[:at].rstrip())
+            rest = rest[at:].lstrip()
+        lines.append(rest)
+    return lines
+
+
+def _fits(text: str, width: int) -> int:
+    """Return how many characters of a text fit into a width, one at least."""
+    size, used = 0, 0
+    while size < len(text) and used + display_width(text[size]) <= width:
+        used += display_width(text[size])
+        size += 1
+    return max(1, size)
+
+
+def display_width(text: str) -> int:
+    """Return how many columns of a terminal text takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)

@@ -11,7 +11,7 @@ from fp8debug.escaping import one_line
 from fp8debug.parity import ParityReport, compare_paths
 from fp8debug.parity.rules import PathFinding
 
-from .console import print_table, progress
+from .console import print_table, progress, wide_option
 from .finding_report import cause_cell, counted, end_with, report_options, write_report
 from .output import echo
 
@@ -23,6 +23,7 @@ from .output import echo
 @click.option("--names", "table", metavar="FILE", help="TOML table of names that the two stacks do not share.")
 @report_options
 @click.option("--modules", "wants_modules", is_flag=True, help="Also list every compared module with its numbers.")
+@wide_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -66,14 +67,13 @@ def _print(report: ParityReport, *, wants_modules: bool) -> None:
             [_row(finding) for finding in report],
             wrap=["module", "what"],
             drop=["severity"],
-            more="--format json",
         )
         echo(f"\nfp8debug explain {report[0].code} says more")
     if wants_modules:
         echo()
         columns = ("module", "input_nmse", "output_nmse", "weight_nmse", "error_train", "error_rollout", "routing_flip_rate")
         rows = [[entry[column] for column in columns] for entry in report.to_dict()["modules"]]
-        print_table(columns, rows, wrap=["module"], more="--format json")
+        print_table(columns, rows, wrap=["module"])
 
 
 def _row(finding: PathFinding) -> list[object]:

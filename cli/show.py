@@ -11,7 +11,7 @@ import click
 from fp8debug.errors import UsageError
 from fp8debug.store.read.run import Run, StepRange, parse_steps
 
-from .console import open_run, print_table, to_csv, to_json, warn
+from .console import open_run, print_table, to_csv, to_json, warn, wide_option
 from .following import follow
 
 #: What stands before the statistics in every row.
@@ -37,6 +37,7 @@ SPARE_STATISTICS = ["cosine", "gain", "overflow_rate", "underflow_rate"]
 @click.option("--format", "form", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Rows of a table; 0 for all.")
 @click.option("--follow", "is_followed", is_flag=True, help="Print each step of a live run as it comes, until the run ends.")
+@wide_option
 def command(
     run: str,
     module: str,
@@ -106,7 +107,7 @@ class _Shown:
             names += [name for name in COUNTS[:2] if name in wanted]
         cells = [[_shown(name, row) for name in names] for row in rows]
         dropped = _dropped(rows, self._asked, is_own_choice=self._is_own_choice)
-        print_table(names, cells, wrap=["module", "cast_name"], drop=dropped, more="--columns")
+        print_table(names, cells, wrap=["module", "cast_name"], drop=dropped)
         if len(rows) < table.num_rows:
             warn(f"the first {len(rows)} of {table.num_rows} rows; --limit 0 prints all")
 

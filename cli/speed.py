@@ -13,7 +13,7 @@ from fp8debug.recipes import get_recipe
 from fp8debug.store.locations import place_of
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
-from .console import cell, open_run, print_table, progress, warn, write_file
+from .console import cell, open_run, print_table, progress, warn, wide_option, write_file
 from .output import echo
 
 HEADER = [
@@ -41,6 +41,7 @@ NOISY = 0.05
 @click.option("--energy/--no-energy", default=True, show_default=True, help="Read the board's energy, 2.4 s a shape.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.option("--plot", metavar="FILE", help="Draw the times as .svg, or as .html with plotly.")
+@wide_option
 def command(
     run: str | None, shapes: str | None, tokens: int | None, recipe: str | None, energy: bool, form: str, plot: str | None
 ) -> None:
@@ -90,7 +91,7 @@ def label(shape: Mapping[str, Any]) -> str:
 def _print(document: Mapping[str, Any]) -> None:
     echo(f"{document['device']}, torch {document['versions']['torch']}; shapes are tokens x in_features x out_features\n")
     rows = [row for shape in document["shapes"] for row in _rows(shape)]
-    print_table(HEADER, rows, wrap=["shape"], more="--format json")
+    print_table(HEADER, rows, wrap=["shape"])
     saved = total = 0.0
     for shape in document["shapes"]:
         bf16, fp8 = (len(shape["modules"]) * sum(shape["gemms"][g][key] for g in GEMMS) for key in ("bf16_us", "fp8_us"))

@@ -16,7 +16,7 @@ from fp8debug.rules.engine.config import load_settings
 from fp8debug.rules.reading.lost import Lost
 from fp8debug.store.read.run import Run
 
-from .console import cell, print_table, progress
+from .console import cell, print_table, progress, wide_option
 from .console import open_run as duckdb_run
 from .engine_options import engine_options
 from .finding_report import cause_cell, counted, end_with, report_options, split_codes, write_report
@@ -35,6 +35,7 @@ MAX_DIFFERENCES = 12
 @click.option("--ignore", metavar="CODES", help="All but these.")
 @click.option("--config", metavar="FILE", help="TOML file with thresholds; by default the nearest pyproject.toml upwards.")
 @click.option("--follow", "is_followed", is_flag=True, help="Judge a live run as it grows, until it ends; then as without.")
+@wide_option
 @engine_options
 @click.pass_context
 def command(
@@ -127,7 +128,7 @@ def _print(findings: Findings) -> None:
         echo()
         header = ["code", "severity", "module", "site", "steps", "what"]
         rows = [_row(finding) for finding in findings]
-        print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"], more="--format json")
+        print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"])
         echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)

@@ -15,7 +15,7 @@ from fp8debug.trials import Trials, arms_of, verify_run
 from fp8debug.trials.verify import ARMS
 from fp8debug.types import parse_share
 
-from .console import open_run, print_table, warn
+from .console import open_run, print_table, warn, wide_option
 from .output import echo
 from .trial_options import ScriptCommand, make_script, script_options, shares
 from .trial_progress import Trainings, announce
@@ -42,6 +42,7 @@ FINE = ("closed", "nothing_to_close")
 )
 @click.option("--every", type=int, help="Record statistics every so many steps too [losses alone].")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@wide_option
 def command(**options: Any) -> int:
     """Train a window of the unmodified script under several arms, same data and seeds, and say what share of the gap
     between BF16 and FP8 the candidates close.
@@ -90,17 +91,21 @@ def command(**options: Any) -> int:
     if options["form"] == "json":
         click.echo(json.dumps(found, indent=2))
     else:
-        rows = [_row(arm) for arm in found["arms"]]
-        print_table(HEADER, rows, wrap=["arm", "what"], drop=["what", "trainings"], more="--format json")
-        echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
-        if found["inference"]:
-            echo("")
-            print_table(INFERENCE_HEADER, [_inference_row(entry) for entry in found["inference"]])
-            echo("")
-        for statement in found["statements"]:
-            echo(statement)
+        _print(found)
     echo(f"Wrote {save_as}", err=True)
     return 0 if found["verdict"] in FINE else 1
+
+
+def _print(found: dict[str, Any]) -> None:
+    for statement in found["statements"]:
+        echo(statement)
+    echo()
+    print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["arm", "what"], drop=["what", "trainings"])
+    echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
+    if found["inference"]:
+        echo()
+        rows = [_inference_row(entry) for entry in found["inference"]]
+        print_table(INFERENCE_HEADER, rows, wrap=["weights of"], drop=["own loss"])
 
 
 def _row(arm: dict[str, Any]) -> list[object]:

@@ -15,6 +15,7 @@ from fp8debug.store.columns import numbers_of
 
 from . import queries
 from .arrays import floats, ints
+from .health import METRICS
 from .healthy_ranges import KIND_SQL, badness_sql, envelope, severities
 from .nonfinite import FINITE, state_sql, value_sql
 from .records import Floats, Ints
@@ -23,8 +24,6 @@ from .step_ranges import MOST_ROWS, ends, sites_within, step_range, width_of
 if TYPE_CHECKING:
     from fp8debug import Run
 
-#: Metrics with a healthy range that between them show each way in which a cast goes wrong (numerics.md, 4).
-METRICS = ("sqnr_db", "gain", "overflow_rate", "underflow_rate")
 #: Levels of a cell: below half of the way to a warning, below a warning, a warning, a reason to act; NaN or Inf; no data.
 HEALTHY, NEAR, WARNING, ERROR, NONFINITE, NO_DATA = range(6)
 #: In words, for legends and hover texts.
@@ -68,7 +67,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
     Args:
         run: the run.
         metrics: columns of ``sites``; those that were not recorded are passed over.
-        site: ``gemm.tensor``, or another choice of ``queries.where``; all operands, and results against the shadow, by default.
+        site: ``gemm.tensor``, or another choice of ``queries.where``; all of them by default.
 
     Raises:
         UnknownNameError: no such metric.
@@ -91,7 +90,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
     width = width_of(run, "raw", *shown, most)
     width = width if width > 1 or shown[1] - shown[0] < most else _interval(run)
     sites, apart = sites_within(run, *shown, run.num_rows > MOST_ROWS)
-    conditions = [queries.where(name, cast) for name in ([site] if site else ["operands", "results"])]
+    conditions = [queries.where(name, cast) for name in ([site] if site else ["operands", "results", "exact"])]
     chosen = " OR ".join(f"({condition})" for condition, _ in conditions)
     picked = ", ".join(f"CAST({value_sql(run, m)} AS DOUBLE) AS {m}, {badness_sql(m)} AS bad_{m}" for m in recorded)
     worst = ", ".join(f"max_by({m}, bad_{m}) FILTER (WHERE {m} IS NOT NULL) AS {m}" for m in recorded)

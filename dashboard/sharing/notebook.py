@@ -25,7 +25,8 @@ from fp8debug.store.read.run import Run
 from fp8debug.types import Gemm, TensorRole, match_fqn
 
 from ..data import queries
-from ..data.module_health import METRICS, NAMES, NO_DATA, NONFINITE, ModuleHealth, module_health
+from ..data.health import METRICS
+from ..data.module_health import NAMES, NO_DATA, NONFINITE, ModuleHealth, module_health
 from ..data.step_ranges import MOST_ROWS
 from .heatmap import codes_by_module, heatmap
 from .html_figure import HtmlFigure, fragment, table_figure
@@ -157,9 +158,9 @@ def heatmap_figure(run: Run, metric: str | None = None, site: str | None = None,
 
     Args:
         run: the run.
-        metric: a column of ``sites``; health by default, which is the worst of SQNR, gain, overflow and underflow.
-        site: ``gemm.tensor`` as ``fprop.input``, ``operands``, ``results`` (against the shadow) or ``exact``; operands and
-            results by default.
+        metric: a column of ``sites``; health by default, which is the worst of all metrics with a healthy range.
+        site: ``gemm.tensor`` as ``fprop.input``, ``operands``, ``results`` (against the shadow) or ``exact``; all by
+            default.
         module: glob over module names.
 
     Returns:

@@ -97,8 +97,8 @@ def run_report(run: Run, findings: Findings | None = None, against: Run | None =
 
 #: Beneath a heatmap of health.
 HEALTH_WORDS = (
-    "A cell is the worst of SQNR, gain, overflow and underflow over a module's operands and results, against the healthy range of"
-    " its cast (docs/numerics.md, section 4). Codes are those of findings."
+    "A cell is the worst of SQNR, overflow, underflow, gain, norm and cosine over a module's operands and results, against the"
+    " healthy range of its cast (docs/numerics.md, section 4). Codes are those of findings."
 )
 
 

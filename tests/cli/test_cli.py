@@ -285,8 +285,9 @@ def test_triage_imports_no_torch(runs: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_a_pipe_that_closes_is_no_error(runs: Path) -> None:
-    line = f"{sys.executable} -m fp8debug_cli.main show {runs}/sick --limit 0 | head -1"
+@pytest.mark.parametrize("width", ["", "80"])
+def test_a_pipe_that_closes_is_no_error(runs: Path, width: str) -> None:
+    line = f"COLUMNS={width} {sys.executable} -m fp8debug_cli.main show {runs}/sick --limit 0 | head -1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.startswith("step")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
@@ -39,12 +40,13 @@ def test_a_number_stands_whole_or_its_column_is_named(
     monkeypatch.delenv("COLUMNS", raising=False)
     if width:
         monkeypatch.setenv("COLUMNS", str(width))
-    print_table(HEADER, [ROW], wrap=["module", "what"], drop=["what"], more="--columns")
-    *lines, last = capsys.readouterr().out.splitlines()
-    is_whole = not last.startswith("+")
-    lines += [last] if is_whole else []
-    left_out = [] if is_whole else last.partition(": ")[2].partition(" (")[0].split(", ")
-    assert is_whole or (last.endswith("(--columns or a wider terminal)") and last.startswith(f"+{len(left_out)} column"))
+    print_table(HEADER, [ROW], wrap=["module", "what"], drop=["what"])
+    printed = capsys.readouterr().out.splitlines()
+    lines = list(itertools.takewhile(lambda line: not line.startswith("+"), printed))
+    footer = " ".join(line.strip() for line in printed[len(lines) :])
+    is_whole = not footer
+    left_out = [] if is_whole else footer.partition(": ")[2].removesuffix(" (--wide)").split(", ")
+    assert is_whole or re.fullmatch(rf"\+{len(left_out)} columns?: .* \(--wide\)", footer)
     assert [name for name in HEADER if name not in left_out] == lines[0].split()
     words = " ".join(lines[1:]).split()
     for name, text in zip(HEADER[1:-1], TEXTS, strict=True):
@@ -113,10 +115,12 @@ def _in_a_terminal(words: list[str], width: int, **environment: str) -> str:
 def test_show_on_a_terminal(runs: Path, width: int, environment: dict[str, str]) -> None:
     text = _in_a_terminal(["show", str(runs / "run"), "--limit", "5"], width, **environment)
     lines = text.splitlines()
+    wide = _in_a_terminal(["show", str(runs / "run"), "--limit", "5", "--wide"], width).splitlines()
     assert ("\x1b" in text) == (not environment)
-    assert max(len(line) for line in lines if "not shown" not in line and "\x1b" not in line) <= width
+    assert max(len(line) for line in lines if "\x1b" not in line) <= width
     assert text.count("5.341e-05") == 5, "amax, the smallest of numbers, in each row"
-    assert "(--columns or a wider terminal)" in lines[-1]
+    assert "(--wide)" in lines[-1] and not any(line.startswith("+") for line in wide) and "\x1b" not in "".join(wide[1:])
+    assert max(map(len, wide[1:])) > 150, "all columns, whatever the terminal's width"
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -93,7 +93,7 @@ def test_diff_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> None
     assert (said.code, said.err) == (0, "")
     lines = [" ".join(line.split()) for line in said.out.splitlines()]
     assert lines == [
-        "healthy -> sick",
+        "healthy -> sick: no difference beyond the noise",
         "",
         "configuration differences:",
         "blocks.1.mlp.up.fprop.input: e4m3fn 1x128 current -> e4m3fn 1x128 current then e4m3fn tensorwise delayed(16,max)",

@@ -275,9 +275,9 @@ class Run:
         """Return a metric of modules over steps, as a figure and as a table.
 
         Args:
-            metric: a column of ``sites``; the worst of SQNR, gain, overflow and underflow by default.
-            site: ``gemm.tensor`` as ``fprop.input``, ``operands``, ``results`` (against the shadow) or ``exact``; operands and
-                results by default.
+            metric: a column of ``sites``; the worst of all that have a healthy range by default.
+            site: ``gemm.tensor`` as ``fprop.input``, ``operands``, ``results`` (against the shadow) or ``exact``; all by
+                default.
             module: glob over module names.
 
         Raises:

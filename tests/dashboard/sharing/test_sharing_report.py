@@ -158,7 +158,7 @@ def test_the_level_of_a_cell_is_the_worst_of_all_metrics(tmp_path: Path) -> None
         [NEAR, HEALTHY, HEALTHY, HEALTHY, HEALTHY],
         *[[HEALTHY] * 5] * 2,
     ]
-    assert (health.metrics[health.causes[0, 2]], health.values[0, 2]) == ("gain", pytest.approx(1.02))
+    assert (health.metrics[health.causes[0, 2]], health.values[0, 2]) == ("norm_ratio", pytest.approx(1.0201, abs=1e-4))
     assert (health.metrics[health.causes[1, 3]], health.values[1, 3]) == ("sqnr_db", pytest.approx(12, abs=0.01))
 
 
