@@ -64,6 +64,11 @@ def worst_modules(heat: Heat, named: Sequence[str] = (), count: int = MAX_MODULE
     return [_of(heat, i) for i in chosen[:count]], len(chosen)
 
 
+def every_module(heat: Heat) -> list[WorstModule]:
+    """Return the worst of each module of a health, in execution order."""
+    return [_of(heat, i) for i in range(len(heat.modules))]
+
+
 def _of(heat: Heat, i: int) -> WorstModule:
     values = heat.values[i]
     found = np.zeros(len(values), np.int8) if heat.states is None else heat.states[i]

@@ -36,6 +36,7 @@ CONTENTS: dict[str, Entry] = {
         ),
     ),
     "heatmap": Entry("Heatmap", (("heat-about", "children"), ("heat", "figure"))),
+    "model": Entry("Model", (("model-about", "children"), ("model-tree", "children"))),
     "module": Entry(
         "Module",
         (

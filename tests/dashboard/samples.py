@@ -23,6 +23,7 @@ PAGES = {
     "runs": "/",
     "overview": "/?run=sick",
     "heatmap": "/heatmap?run=sick",
+    "model": "/model?run=sick",
     "module": f"/module?run=sick&module={SICK}&step=300",
     "ranks": "/ranks?run=ranks",
     "findings": "/findings?run=sick",

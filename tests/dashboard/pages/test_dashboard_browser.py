@@ -167,7 +167,7 @@ def test_the_head_of_a_page_is_reached_by_the_tab_key_in_reading_order(clean_pag
         reached.append(
             clean_page.evaluate("(at => at.getAttribute('aria-label') || at.innerText || at.id)(document.activeElement)")
         )
-    pages = ["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare", "Parity"]
+    pages = ["Overview", "Heatmap", "Model", "Module", "Ranks", "Findings", "Fallback", "Compare", "Parity"]
     assert reached == ["fp8debug", "run", *pages, "find a module", "follow", "Refresh", "dark or light"]
 
 

@@ -105,7 +105,7 @@ def test_on_a_telephone_every_page_is_reached_from_the_menu(narrow_page: Page, s
     menu = narrow_page.get_by_role("button", name=re.compile("Overview"))
     tabs = narrow_page.locator("#tabs a")
     expect(tabs.first).to_be_hidden()
-    for i, title in enumerate(["Overview", "Heatmap", "Module", "Ranks", "Findings", "Fallback", "Compare"]):
+    for i, title in enumerate(["Overview", "Heatmap", "Model", "Module", "Ranks", "Findings", "Fallback", "Compare"]):
         narrow_page.locator("#menu").click()
         expect(narrow_page.locator("#menu")).to_have_attribute("aria-expanded", "true")
         expect(tabs.nth(i)).to_be_in_viewport()
