@@ -18,7 +18,7 @@ from fp8debug.errors import UnknownNameError
 from fp8debug.registry import Registry
 
 if TYPE_CHECKING:
-    from fp8debug.rules.reading.prefilter import Look
+    from fp8debug.rules.reading.conditions import Look
     from fp8debug.store.read.run import Run
 
 #: The headings of every rule's docstring, in this order, after its one-line summary.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.forecasts import clipping_ahead
-from fp8debug.rules.reading.prefilter import Look, exceeds, look, some
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
 
 if TYPE_CHECKING:
@@ -83,23 +83,17 @@ class StaleScaleSaturation(Rule):
 
     @property
     def _look(self) -> Look:
-        return look(
-            self._bad,
-            ["overflow_rate", "headroom"],
-            f"{exceeds('num_saturated', 'numel', self.warn_rate)} AND {IS_DELAYED}",
-            gates=some("num_saturated", self.warn_rate),
-        )
+        conditions = [
+            Condition("overflow_rate", ">", self.warn_rate),
+            Keys(IS_DELAYED),
+            f"headroom > {self.min_headroom}",
+            f"num_saturated >= {self.min_elements}",
+        ]
+        return look(conditions, ["overflow_rate", "headroom"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""
         yield self._look
-
-    @property
-    def _bad(self) -> str:
-        return (
-            f"{IS_DELAYED} AND overflow_rate > {self.warn_rate} AND headroom > {self.min_headroom}"
-            f" AND num_saturated >= {self.min_elements}"
-        )
 
     def _clipping(self, run: Run) -> Iterable[Finding]:
         for trace in traces(run, self._look):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, look, underflows
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, times, traces
 
 if TYPE_CHECKING:
@@ -65,15 +65,13 @@ class StaleHistoryUnderflow(Rule):
     max_sqnr_db: float = 20.0
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"{IS_DELAYED} AND underflow_nonzero_rate > {self.max_rate} AND headroom < {self.max_headroom}"
-            f" AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}"
-        )
-
-    @property
     def _look(self) -> Look:
-        return look(self._bad, ["underflow_nonzero_rate", "headroom"], f"{underflows(self.max_rate)} AND {IS_DELAYED}")
+        conditions = [
+            Condition("underflow_nonzero_rate", ">", self.max_rate),
+            Keys(IS_DELAYED),
+            f"headroom < {self.max_headroom} AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}",
+        ]
+        return look(conditions, ["underflow_nonzero_rate", "headroom"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that underflow."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
-from fp8debug.rules.reading.prefilter import Look, look, may_have, source
+from fp8debug.rules.reading.prefilter import may_have, source
 from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
@@ -65,13 +66,12 @@ class ZeroTileNan(Rule):
     max_nonfinite: int = 0
 
     @property
-    def _bad(self) -> str:
-        return f"num_actual_nonfinite > {self.max_nonfinite}"
+    def _bad(self) -> Condition:
+        return Condition("num_actual_nonfinite", ">", self.max_nonfinite)
 
     @property
     def _look(self) -> Look:
-        hint = f"num_actual_nonfinite > {min(0, self.max_nonfinite)}"
-        return look(self._bad, _COLUMNS, hint, gates=[hint])
+        return look([self._bad], _COLUMNS)
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""
@@ -103,14 +103,14 @@ class ZeroTileNan(Rule):
         if not may_have(run, _POISONED):
             return []
         query = (
-            f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {self._bad}) AS maker,"
+            f"SELECT step, min(call_index) FILTER (WHERE num_tensors > 1 AND {self._bad.rows}) AS maker,"
             " min(call_index) FILTER (WHERE num_tensors = 1 AND gemm = 'fprop') AS single"
             f" FROM {source(run, _POISONED)} WHERE {poisoned} GROUP BY step ORDER BY step LIMIT 1"
         )
         for first in run.sql(query).to_pylist():
             if first["maker"] is not None and (first["single"] is None or first["maker"] < first["single"]):
                 merged = f"{poisoned} AND step = {first['step']} AND call_index = {first['maker']}"
-                return traces(run, look(self._bad, _COLUMNS, rows=merged))
+                return traces(run, look([self._bad], _COLUMNS, rows=merged))
         return []
 
     def _finding(self, trace: Trace) -> Finding:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
-from fp8debug.rules.reading.prefilter import Look, look, some
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -73,23 +73,17 @@ class ScaleRoundedDown(Rule):
     min_headroom_undeclared: float = 1.07
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
-            " AND num_saturated > 0 AND coalesce(gain, 1) <= 1.001"
-            f" AND (cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
-            f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
-            f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared})"
-        )
-
-    @property
     def _look(self) -> Look:
-        return look(
-            self._bad,
-            ["overflow_rate", "gain"],
-            f"num_saturated > 0 AND (NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%')",
-            gates=some("num_saturated"),
-        )
+        conditions = [
+            Condition("num_saturated", ">", 0),
+            Keys(f"NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%'"),
+            f"NOT {IS_DELAYED} OR headroom <= {self.max_headroom}",
+            "coalesce(gain, 1) <= 1.001",
+            f"cast_name LIKE '%pow2_floor%' AND coalesce(gain, 1) >= {self.min_gain}"
+            f" OR {_CLIPS_NOTHING} AND num_saturated >= {self.warn_elements} AND coalesce(gain, 1) >= {self.min_gain_undeclared}"
+            f" AND coalesce(headroom, 2) > {self.min_headroom_undeclared}",
+        ]
+        return look(conditions, ["overflow_rate", "gain"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that clip."""

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.forecasts import underflow_ahead
 from fp8debug.rules.reading.outlier_spread import spread_log2
-from fp8debug.rules.reading.prefilter import Look, look, underflows
 from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
 from fp8debug.types import Gemm, TensorRole
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
+
+_COLUMNS = ("underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist")
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,17 @@ class OutlierUnderflow(Rule):
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"gemm = 'fprop' AND tensor = 'input' AND underflow_nonzero_rate > {self.warn_rate}"
-            f" AND NOT ({IS_BELOW_8_BITS} AND underflow_nonzero_rate < {self.max_low_bit_rate})"
-            f" AND num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}"
-        )
+    def _look(self) -> Look:
+        return look(self._conditions, _COLUMNS)
 
     @property
-    def _look(self) -> Look:
-        return look(
-            self._bad,
-            ["underflow_nonzero_rate", "amax", "rms", "sqnr_db", "log2_hist"],
-            f"{underflows(self.warn_rate)} AND gemm = 'fprop' AND tensor = 'input'",
-        )
+    def _conditions(self) -> list[Condition | Keys | str]:
+        return [
+            Condition("underflow_nonzero_rate", ">", self.warn_rate),
+            Keys("gemm = 'fprop' AND tensor = 'input'"),
+            f"NOT ({IS_BELOW_8_BITS} AND underflow_nonzero_rate < {self.max_low_bit_rate})",
+            f"num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}",
+        ]
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow."""
@@ -111,7 +110,7 @@ class OutlierUnderflow(Rule):
         if cast is None:
             return
         rows = RUNNING.replace("actual", "NOT actual", 1)
-        tried = look(f"{self._bad} AND cast_name = '{cast}'", self._look.columns, rows=rows)
+        tried = look([*self._conditions, f"cast_name = '{cast}'"], _COLUMNS, rows=rows)
         for finding in self._flushed(traces(run, tried)):
             severity = Severity.WARNING if finding.severity is Severity.ERROR else Severity.INFO
             told = finding.message.replace(" underflows at step", " would underflow in FP8 at step", 1)

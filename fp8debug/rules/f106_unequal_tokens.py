@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, look, underflows
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
@@ -59,16 +59,13 @@ class UnequalTokens(Rule):
     min_steps: int = 2
 
     @property
-    def _bad(self) -> str:
-        return f"{_GRADIENT} AND underflow_nonzero_rate > {self.max_rate} AND num_underflow >= {self.min_elements}"
-
-    @property
     def _look(self) -> Look:
-        return look(
-            self._bad,
-            ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"],
-            f"{underflows(self.max_rate)} AND {_GRADIENT}",
-        )
+        conditions = [
+            Condition("underflow_nonzero_rate", ">", self.max_rate),
+            Keys(_GRADIENT),
+            f"num_underflow >= {self.min_elements}",
+        ]
+        return look(conditions, ["underflow_nonzero_rate", "sqnr_db", "max_block_range_log2"])
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients that underflow."""

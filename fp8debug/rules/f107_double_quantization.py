@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
-from fp8debug.rules.reading.prefilter import Look, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -67,22 +67,16 @@ class DoubleQuantization(Rule):
     min_steps: int = 2
 
     @property
-    def _bad(self) -> str:
-        sqnr = f"(sqnr_db + {deficit_sql()})"
-        return (
-            f"gemm = 'wgrad' AND {sqnr} BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db} AND numel >= {self.min_elements}"
-            f" AND coalesce(underflow_nonzero_rate, 0) < {self.max_lost_rate}"
-            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate} AND cast_name LIKE '% current%'"
-            f" AND cast_name NOT LIKE '%pow2%'"
-            f" AND NOT {SCALES_ARE_ROUNDED} AND headroom BETWEEN {self.min_headroom} AND {self.max_headroom}"
-        )
-
-    @property
     def _look(self) -> Look:
-        keys = "gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"
-        return look(
-            self._bad, ["sqnr_db"], f"headroom >= {self.min_headroom} AND {keys}", gates=[f"headroom >= {self.min_headroom}"]
-        )
+        conditions = [
+            Condition("headroom", ">=", self.min_headroom),
+            Keys("gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"),
+            f"headroom <= {self.max_headroom} AND numel >= {self.min_elements} AND NOT {SCALES_ARE_ROUNDED}",
+            f"(sqnr_db + {deficit_sql()}) BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db}",
+            f"coalesce(underflow_nonzero_rate, 0) < {self.max_lost_rate}",
+            f"coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}",
+        ]
+        return look(conditions, ["sqnr_db"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands whose scale is not of their own amax."""

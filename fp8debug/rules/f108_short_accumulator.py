@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import accumulator_floor_db, contracted_length
-from fp8debug.rules.reading.prefilter import FP8_PRODUCTS, Look, below_db, look
+from fp8debug.rules.reading.conditions import FP8_PRODUCTS, Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
@@ -67,13 +67,10 @@ class ShortAccumulator(Rule):
     once_sqnr_db: float = 10.0
 
     @property
-    def _bad(self) -> str:
-        return f"isfinite(sqnr_db) AND sqnr_db < {self.warn_sqnr_db}"
-
-    @property
     def _look(self) -> Look:
         keys = "actual AND reference = 'exact'"
-        return look(self._bad, _COLUMNS, below_db(self.warn_sqnr_db), rows=FP8_PRODUCTS, keys=keys)
+        conditions = [Condition("sqnr_db", "<", self.warn_sqnr_db), "isfinite(sqnr_db)"]
+        return look(conditions, _COLUMNS, rows=FP8_PRODUCTS, keys=keys)
 
     def looks(self) -> Iterable[Look]:
         """Return the results far from the exact product."""

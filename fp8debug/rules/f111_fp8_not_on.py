@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, look
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 from fp8debug.types import OPERANDS, Gemm
 
@@ -79,19 +79,15 @@ class Fp8NotOn(Rule):
     min_mantissa2: float = 1.05
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"sqnr_db > {self.min_sqnr_db} AND numel >= {self.min_elements}"
-            f" AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}"
-            f" AND coalesce(max_block_range_log2, {self.min_block_range_log2}) >= {self.min_block_range_log2}"
-            " AND coalesce(numel - num_zero"
-            f" >= {self.min_per_block} * greatest(num_blocks - coalesce(num_zero_blocks, 0), 1), true)"
-        )
-
-    @property
     def _look(self) -> Look:
         columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms"]
-        return look(self._bad, columns, f"sum_err2 < {10 ** (-self.min_sqnr_db / 10) * (1 + 1e-9):.16e} * sum_x2")
+        conditions = [
+            Condition("sqnr_db", ">", self.min_sqnr_db),
+            f"numel >= {self.min_elements} AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}",
+            f"coalesce(max_block_range_log2, {self.min_block_range_log2}) >= {self.min_block_range_log2}",
+            f"coalesce(numel - num_zero >= {self.min_per_block} * greatest(num_blocks - coalesce(num_zero_blocks, 0), 1), true)",
+        ]
+        return look(conditions, columns)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that are too good."""

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
 from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
-
-_REREAD = ("reread_sum_err2", "reread_sum_x2")
 
 
 @dataclass(frozen=True)
@@ -99,12 +97,12 @@ class StaleWeight(Rule):
 
     @property
     def _recheck(self) -> Look:
-        bad = (
-            f"tensor = 'weight' AND reread_sqnr_db < {self.max_own_scale_sqnr_db}"
-            f" AND sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}"
-        )
-        hint = f"{below_db(self.max_own_scale_sqnr_db, *_REREAD)} AND tensor = 'weight'"
-        return look(bad, ["sqnr_db", "reread_sqnr_db"], hint)
+        conditions = [
+            Condition("reread_sqnr_db", "<", self.max_own_scale_sqnr_db),
+            Keys("tensor = 'weight'"),
+            f"sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}",
+        ]
+        return look(conditions, ["sqnr_db", "reread_sqnr_db"])
 
     def _between_microbatches(self, run: Run) -> Iterable[Finding]:
         if not run.has("num_reread"):

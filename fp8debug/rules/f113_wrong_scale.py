@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import IS_DELAYED, ONE_SCALE, Look, exceeds, look
+from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -78,18 +78,16 @@ class WrongScale(Rule):
     min_elements: int = 256
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"abs(gain - 1) > {self.max_gain_error} AND cosine >= {self.min_cosine} AND numel >= {self.min_elements}"
-            f" AND coalesce(overflow_rate, 0) < {self.max_overflow_rate}"
-            f" AND (NOT {IS_DELAYED} OR coalesce(underflow_nonzero_rate, 0) < {self.max_underflow_rate}"
-            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate})"
-        )
-
-    @property
     def _look(self) -> Look:
         columns = ["gain", "abs(gain - 1) AS gain_error", "cosine", "scale_inv_min", "scale_inv_max"]
-        return look(self._bad, columns, exceeds("abs(sum_xy - sum_x2)", "sum_x2", self.max_gain_error))
+        conditions = [
+            Condition("gain", ">", self.max_gain_error, center=1),
+            f"cosine >= {self.min_cosine} AND numel >= {self.min_elements}",
+            f"coalesce(overflow_rate, 0) < {self.max_overflow_rate}",
+            f"NOT {IS_DELAYED} OR coalesce(underflow_nonzero_rate, 0) < {self.max_underflow_rate}"
+            f" AND coalesce(subnormal_rate, 0) < {self.max_subnormal_rate}",
+        ]
+        return look(conditions, columns)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands whose gain is off, and those that one scale for all blocks clips."""
@@ -98,16 +96,12 @@ class WrongScale(Rule):
 
     @property
     def _clipped(self) -> Look:
-        bad = (
-            f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND numel >= {self.min_elements}"
-            f" AND num_saturated > 0 AND {ONE_SCALE}"
-        )
-        return look(
-            bad,
-            ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"],
-            f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
-            gates=[f"headroom > {self.min_headroom}"],
-        )
+        conditions = [
+            Condition("headroom", ">", self.min_headroom),
+            Keys("cast_name LIKE '% current%'"),
+            f"numel >= {self.min_elements} AND num_saturated > 0 AND {ONE_SCALE}",
+        ]
+        return look(conditions, ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"])
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, exceeds, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -61,19 +61,13 @@ class RecomputeDiffers(Rule):
         return None if run.sql(query).num_rows else "no activation was recomputed for the backward pass"
 
     @property
-    def _bad(self) -> str:
-        return (
-            "gemm = 'wgrad' AND tensor = 'input' AND num_reread_blocks = num_blocks"
-            f" AND abs(reread_scale_log2) > {self.min_shift_log2}"
-        )
-
-    @property
     def _look(self) -> Look:
-        shift = exceeds(
-            "abs(reread_scale_inv_sum_log2 - scale_inv_sum_log2)", "num_blocks - num_zero_blocks", self.min_shift_log2
-        )
-        columns = ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"]
-        return look(self._bad, columns, f"num_reread_blocks > 0 AND {shift} AND gemm = 'wgrad' AND tensor = 'input'")
+        conditions = [
+            Condition("reread_scale_log2", ">", self.min_shift_log2, center=0),
+            Keys("gemm = 'wgrad' AND tensor = 'input'"),
+            "num_reread_blocks = num_blocks",
+        ]
+        return look(conditions, ["reread_scale_log2", "reread_sqnr_db", "abs(reread_scale_log2) AS shift", "sqnr_db"])
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs with another scale at the second read; one rank reads no more blocks again than it has."""

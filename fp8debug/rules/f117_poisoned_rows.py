@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, bad_rows, exceeds, look, some, underflows
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.prefilter import bad_rows
 from fp8debug.rules.reading.traces import percent, traces
 
 if TYPE_CHECKING:
@@ -63,16 +64,15 @@ class PoisonedRows(Rule):
 
     @property
     def _look(self) -> Look:
-        bad = f"{_SHARED} AND underflow_nonzero_rate > {self.max_rate}"
-        return look(bad, ["underflow_nonzero_rate"], f"{underflows(self.max_rate)} AND {_SHARED}")
+        return look([Condition("underflow_nonzero_rate", ">", self.max_rate), Keys(_SHARED)], ["underflow_nonzero_rate"])
 
     @property
     def _look_at_outputs(self) -> Look:
-        bad = f"bad_row_rate > {self.min_bad_rows} AND num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}"
-        hint = exceeds("num_bad_rows", "num_rows", self.min_bad_rows)
-        return look(
-            bad, ["bad_row_rate", "sqnr_db"], hint, rows=_OUTPUT, keys=_OUTPUT, gates=some("num_bad_rows", self.min_bad_rows)
-        )
+        conditions = [
+            Condition("bad_row_rate", ">", self.min_bad_rows),
+            f"num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}",
+        ]
+        return look(conditions, ["bad_row_rate", "sqnr_db"], rows=_OUTPUT, keys=_OUTPUT)
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow, and the outputs that lose rows."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, exceeds, look, some
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -60,22 +60,14 @@ class RoundsToOneCode(Rule):
     min_elements: int = 64
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"(NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom})"
-            f" AND overflow_rate > {self.min_overflow_rate} AND num_saturated >= {self.min_elements}"
-            f" AND cosine >= {self.min_cosine} AND gain BETWEEN {self.min_gain} AND {self.max_gain}"
-        )
-
-    @property
     def _look(self) -> Look:
-        columns = ["overflow_rate", "gain", "cosine", "1 - gain AS loss"]
-        return look(
-            self._bad,
-            columns,
-            exceeds("num_saturated", "numel", self.min_overflow_rate),
-            gates=some("num_saturated", self.min_overflow_rate),
-        )
+        conditions = [
+            Condition("overflow_rate", ">", self.min_overflow_rate),
+            f"NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom}",
+            f"num_saturated >= {self.min_elements}",
+            f"cosine >= {self.min_cosine} AND gain BETWEEN {self.min_gain} AND {self.max_gain}",
+        ]
+        return look(conditions, ["overflow_rate", "gain", "cosine", "1 - gain AS loss"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that clip."""

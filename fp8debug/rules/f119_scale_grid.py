@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import ONE_SCALE, Look, look
+from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import times, traces
 from fp8debug.rules.reading.weights import OUTGROWN_COSINE
 
@@ -56,21 +56,15 @@ class ScaleGrid(Rule):
     min_elements: int = 256
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"cast_name LIKE '% current%' AND headroom > {self.min_headroom} AND sqnr_db < {self.max_sqnr_db}"
-            f" AND cosine < {self.max_cosine} AND numel >= {self.min_elements} AND coalesce(NOT ({ONE_SCALE}), true)"
-            f" AND NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)"
-        )
-
-    @property
     def _look(self) -> Look:
-        return look(
-            self._bad,
-            ["sqnr_db", "headroom", "cosine"],
-            f"headroom > {self.min_headroom} AND cast_name LIKE '% current%'",
-            gates=[f"headroom > {self.min_headroom}"],
-        )
+        conditions = [
+            Condition("headroom", ">", self.min_headroom),
+            Keys("cast_name LIKE '% current%'"),
+            f"sqnr_db < {self.max_sqnr_db} AND cosine < {self.max_cosine} AND numel >= {self.min_elements}",
+            f"coalesce(NOT ({ONE_SCALE}), true)",
+            f"NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)",
+        ]
+        return look(conditions, ["sqnr_db", "headroom", "cosine"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""

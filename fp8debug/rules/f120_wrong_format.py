@@ -8,14 +8,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 _IS_E5M2 = "cast_name LIKE 'e5m2 %' AND tensor IN ('input', 'weight')"
-_DECLARED = look(_IS_E5M2, ["sqnr_db"], _IS_E5M2, gates=["cast_name LIKE 'e5m2 %'"])
+_DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2 %'")], ["sqnr_db"])
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,16 @@ class WrongFormat(Rule):
     min_steps: int = 2
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"cast_name LIKE 'e4m3fn %' AND sqnr_db BETWEEN {self.min_sqnr_db} AND {self.max_sqnr_db}"
-            f" AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}"
-            f" AND numel >= {self.min_elements}"
-            " AND coalesce(underflow_nonzero_rate, 0) < 0.01 AND coalesce(overflow_rate, 0) < 0.001"
-            " AND coalesce(subnormal_rate, 0) < 0.2"
-        )
-
-    @property
     def _look(self) -> Look:
-        return look(self._bad, ["sqnr_db"], f"{below_db(self.max_sqnr_db)} AND cast_name LIKE 'e4m3fn %'")
+        conditions = [
+            Condition("sqnr_db", "<=", self.max_sqnr_db),
+            Keys("cast_name LIKE 'e4m3fn %'"),
+            f"sqnr_db >= {self.min_sqnr_db} AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}",
+            f"numel >= {self.min_elements}",
+            "coalesce(underflow_nonzero_rate, 0) < 0.01 AND coalesce(overflow_rate, 0) < 0.001",
+            "coalesce(subnormal_rate, 0) < 0.2",
+        ]
+        return look(conditions, ["sqnr_db"])
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, in_batches, look, source_of_ranks
+from fp8debug.rules.reading.conditions import Look, look
+from fp8debug.rules.reading.prefilter import in_batches, source_of_ranks
 from fp8debug.rules.reading.traces import RUNNING, traces
 from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
 
@@ -99,7 +100,7 @@ class WeightCopyDiffers(Rule):
         )
         apart = {(row["module"], row["gemm"], row["step"]): row for row in in_batches(run, query)}
         within = [(module, step) for module, _, step in apart]
-        for whole in traces(run, look("tensor = 'weight' AND replicated", []), within) if apart else ():
+        for whole in traces(run, look(["tensor = 'weight' AND replicated"], []), within) if apart else ():
             trace = whole.where(lambda row, at=whole: (at.module, at.gemm, row["step"]) in apart)  # type: ignore[misc]  # bound now
             if trace is not None:
                 step = trace.rows[0]["step"]

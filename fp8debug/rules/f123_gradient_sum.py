@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -64,17 +64,14 @@ class Bf16GradientSum(Rule):
         return None if run.sql(query).num_rows else "no step has three microbatches or more, or weight.grad is kept elsewhere"
 
     @property
-    def _bad(self) -> str:
-        return (
-            f"num_grad >= {self.min_elements} AND grad_sum_sqnr_db < {self.warn_sqnr_db}"
-            f" AND grad_first_nmse < {self.max_first_nmse} AND num_grad_bf16 >= {self.min_bf16_rate} * num_grad"
-        )
-
-    @property
     def _look(self) -> Look:
-        hint = below_db(self.warn_sqnr_db, "grad_sum_err2", "grad_sum_x2")
+        conditions = [
+            Condition("grad_sum_sqnr_db", "<", self.warn_sqnr_db),
+            f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
+            f"num_grad_bf16 >= {self.min_bf16_rate} * num_grad",
+        ]
         rows = f"{_GRADIENT} AND num_nan + num_inf = 0"
-        return look(self._bad, ["grad_sum_sqnr_db", "grad_sum_gain"], hint, rows=rows, keys=_GRADIENT)
+        return look(conditions, ["grad_sum_sqnr_db", "grad_sum_gain"], rows=rows, keys=_GRADIENT)
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients far from their FP32 sum."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, exceeds, look, may_have
+from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
 if TYPE_CHECKING:
@@ -63,14 +64,15 @@ class LossScaleLoop(Rule):
     @property
     def _look(self) -> Look:
         gradients = "tensor = 'grad_output' AND reference = 'operand'"
-        hint = exceeds("num_zero", "numel", self.max_zero_rate)
-        # Every rank's extremes lie within those of all; a rank may have nothing but zeros.
-        hint += f" AND coalesce(amin, 1) >= {_SMALLEST} AND coalesce(amax, 0) < {_NORMAL}"
-        return look(self._low, [], hint, rows=f"{gradients} AND numel > 0", keys=gradients)
+        return look(self._low, [], rows=f"{gradients} AND numel > 0", keys=gradients)
 
     @property
-    def _low(self) -> str:
-        return f"amin >= {_SMALLEST} AND amax < {_NORMAL} AND zero_rate > {self.max_zero_rate}"
+    def _low(self) -> list[Condition]:
+        return [
+            Condition("zero_rate", ">", self.max_zero_rate),
+            Condition("amin", ">=", _SMALLEST),
+            Condition("amax", "<", _NORMAL),
+        ]
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients among FP16's subnormals."""
@@ -116,7 +118,7 @@ class LossScaleLoop(Rule):
             return
         query = (
             "SELECT step, count(DISTINCT module) AS num, avg(zero_rate) AS zero_rate,"
-            f" count(DISTINCT module) FILTER (WHERE {self._low}) AS num_low FROM sites"
+            f" count(DISTINCT module) FILTER (WHERE {' AND '.join(c.rows for c in self._low)}) AS num_low FROM sites"
             " WHERE tensor = 'grad_output' AND reference = 'operand' AND numel > 0 GROUP BY step ORDER BY step"
         )
         rows: list[dict[str, Any]] = run.sql(query).to_pylist()

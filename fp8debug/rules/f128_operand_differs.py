@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import cast_floor_db
-from fp8debug.rules.reading.prefilter import Look, below_db, exceeds, look, some
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -81,12 +81,11 @@ class OperandDiffers(Rule):
     @property
     def _unmeasured(self) -> Look:
         limit = self.max_unmeasured_underflow
-        hint = exceeds("num_underflow", "numel", limit)
-        return look(f"sum_err2 IS NULL AND underflow_rate > {limit}", ["underflow_rate"], hint, gates=some("num_underflow"))
+        return look([Condition("underflow_rate", ">", limit), "sum_err2 IS NULL"], ["underflow_rate"])
 
     @property
     def _look(self) -> Look:
-        return look(f"sqnr_db < {_HIGHEST_FLOOR_DB}", _COLUMNS, below_db(_HIGHEST_FLOOR_DB))
+        return look([Condition("sqnr_db", "<", _HIGHEST_FLOOR_DB)], _COLUMNS)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""

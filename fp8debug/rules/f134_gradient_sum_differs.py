@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -81,13 +81,12 @@ class GradientSumDiffers(Rule):
 
     @property
     def _look(self) -> Look:
-        bad = (
-            f"num_grad >= {self.min_elements} AND grad_sum_sqnr_db < {self.max_sqnr_db}"
-            f" AND grad_first_nmse < {self.max_first_nmse}"
-        )
-        hint = below_db(self.max_sqnr_db, "grad_sum_err2", "grad_sum_x2")
+        conditions = [
+            Condition("grad_sum_sqnr_db", "<", self.max_sqnr_db),
+            f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
+        ]
         columns = ["grad_sum_sqnr_db", "grad_sum_gain", "num_grad", "num_grad_bf16"]
-        return look(bad, columns, hint, rows=f"{_GRADIENT} AND num_nan + num_inf = 0", keys=_GRADIENT)
+        return look(conditions, columns, rows=f"{_GRADIENT} AND num_nan + num_inf = 0", keys=_GRADIENT)
 
     def looks(self) -> Iterable[Look]:
         """Return the gradients far from their FP32 sum."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.prefilter import Look, look
-from fp8debug.rules.reading.traces import RUNNING, Trace, traces
+from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -55,14 +55,7 @@ class RoundedTwice(Rule):
     @property
     def _look(self) -> Look:
         kind = "NOT actual AND reference = 'operand' AND tensor = 'weight'"
-        limit = 10 ** (-self.min_exact_db / 10)
-        return look(
-            f"sum_err2 <= {limit:.16e} * sum_x2 AND sum_x2 > 0 AND numel >= {self.min_elements}",
-            (),
-            f"sum_err2 <= {limit * (1 + 1e-9):.16e} * sum_x2 AND tensor = 'weight'",
-            rows=kind,
-            keys=kind,
-        )
+        return look([Condition("sqnr_db", ">=", self.min_exact_db), f"numel >= {self.min_elements}"], (), rows=kind, keys=kind)
 
     def looks(self) -> Iterable[Look]:
         """Return the weights that a what-if cast holds exactly."""
@@ -75,7 +68,7 @@ class RoundedTwice(Rule):
             return
         steps = {(t.module, t.gemm): {row["step"] for row in t.rows} for t in exact.values()}
         bad = f"sqnr_db < {self.max_sqnr_db} AND tensor = 'weight'"
-        running = look(bad, ["sqnr_db", "log2_hist", "range_log2"], rows=RUNNING)
+        running = look([bad], ["sqnr_db", "log2_hist", "range_log2"])
         for whole in traces(run, running, [(module, step) for (module, _), at in steps.items() for step in at]):
             key = whole.module, whole.gemm
             trace = whole.where(lambda row, key=key: row["step"] in steps.get(key, ()) and self._varies(row))  # type: ignore[misc]  # bound now

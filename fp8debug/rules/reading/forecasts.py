@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import Finding, Rule, Severity
+from fp8debug.rules.reading.conditions import look
 from fp8debug.rules.reading.model_structure import product_words
-from fp8debug.rules.reading.prefilter import has_cast, look
+from fp8debug.rules.reading.prefilter import has_cast
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, percent, sampled_steps, times, traces
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def clipping_ahead(rule: Rule, run: Run, limit: float, horizon: float) -> Iterat
     """
     if horizon <= 0 or not has_cast(run, IS_DELAYED):
         return
-    for trace in traces(run, look(f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}", ["headroom"])):
+    for trace in traces(run, look([f"{IS_DELAYED} AND headroom > 0 AND {_recent(run)}"], ["headroom"])):
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP]
         steps, values = [row["step"] for row in rows], [math.log2(row["headroom"]) for row in rows]
         is_static = trace.cast is not None and trace.cast.scaling == "static"
@@ -154,7 +155,7 @@ def underflow_ahead(
         return
     where = "gemm = 'fprop' AND tensor = 'input' AND cast_name LIKE '% tensorwise %' AND log2_hist IS NOT NULL"
     where += f" AND {_recent(run)}"
-    for trace in traces(run, look(where, ["amax", "scale_inv_max", "log2_hist"])):
+    for trace in traces(run, look([where], ["amax", "scale_inv_max", "log2_hist"])):
         cast = trace.cast
         rows = [row for row in trace.rows if row["step"] >= trace.start + WARMUP and row["amax"] and row["scale_inv_max"]]
         if cast is None or not rows:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fp8debug.rules.reading.prefilter import KEYS, RUNNING
+from fp8debug.rules.reading.conditions import KEYS, RUNNING
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run

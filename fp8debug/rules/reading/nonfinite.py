@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.rules.reading.prefilter import Look, bad_rows
+from fp8debug.rules.reading.conditions import Look
+from fp8debug.rules.reading.prefilter import bad_rows
 from fp8debug.types import RESULTS as _RESULTS
 from fp8debug.types import Gemm
 

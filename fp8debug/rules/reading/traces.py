@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import Finding, Rule, Severity, finite, round_stable
-from fp8debug.rules.reading.prefilter import IS_DELAYED as IS_DELAYED
-from fp8debug.rules.reading.prefilter import RUNNING as RUNNING
-from fp8debug.rules.reading.prefilter import Look, bad_rows
+from fp8debug.rules.reading.conditions import IS_DELAYED as IS_DELAYED
+from fp8debug.rules.reading.conditions import RUNNING as RUNNING
+from fp8debug.rules.reading.conditions import Look
+from fp8debug.rules.reading.prefilter import bad_rows
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:

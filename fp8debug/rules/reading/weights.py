@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
-from fp8debug.rules.reading.prefilter import Look, below_db, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, traces
 
 if TYPE_CHECKING:
@@ -62,15 +62,15 @@ def look_for_weights(limits: WeightLimits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "norm_ratio", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
-    hint = f"{below_db(max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))} AND tensor = 'weight'"
-    return look(_bad(limits), columns, hint)
+    highest = Condition("sqnr_db", "<", max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))  # the deficit is never negative
+    return look([highest, Keys("tensor = 'weight'"), _bad(limits)], columns)
 
 
 def _bad(limits: WeightLimits) -> str:
     sqnr = f"(sqnr_db + {deficit_sql()})"
     own_scale = f"NOT {IS_DELAYED} AND NOT {SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '%pow2%' AND abs(headroom - 1) > 0.002"
     return (
-        f"tensor = 'weight' AND numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
+        f"numel >= {limits.min_elements} AND coalesce(underflow_nonzero_rate, 0) < 0.05"
         f" AND ({sqnr} < {limits.max_sqnr_db} AND cosine < {limits.max_cosine}"
         f" AND (NOT {IS_DELAYED} OR {sqnr} < {_DELAYED_SQNR_DB} AND cosine < {_DELAYED_COSINE})"
         f" OR {own_scale} AND {sqnr} < {limits.max_own_scale_sqnr_db} AND cosine < 0.9995)"
