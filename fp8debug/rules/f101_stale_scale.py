@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.forecasts import clipping_ahead
 from fp8debug.rules.reading.traces import IS_DELAYED, Trace, above, percent, times, traces
 
@@ -83,7 +83,7 @@ class StaleScaleSaturation(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("overflow_rate", ">", self.warn_rate),
             Keys(IS_DELAYED),
             f"headroom > {self.min_headroom}",

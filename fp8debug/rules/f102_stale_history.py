@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, times, traces
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class StaleHistoryUnderflow(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("underflow_nonzero_rate", ">", self.max_rate),
             Keys(IS_DELAYED),
             f"headroom < {self.max_headroom} AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}",

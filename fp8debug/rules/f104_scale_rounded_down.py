@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ScaleRoundedDown(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("num_saturated", ">", 0),
             Keys(f"NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%'"),
             f"NOT {IS_DELAYED} OR headroom <= {self.max_headroom}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.forecasts import underflow_ahead
 from fp8debug.rules.reading.outlier_spread import spread_log2
 from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
@@ -91,7 +91,7 @@ class OutlierUnderflow(Rule):
         return look(self._conditions, _COLUMNS)
 
     @property
-    def _conditions(self) -> list[Condition | Keys | str]:
+    def _conditions(self) -> Conditions:
         return [
             Condition("underflow_nonzero_rate", ">", self.warn_rate),
             Keys("gemm = 'fprop' AND tensor = 'input'"),

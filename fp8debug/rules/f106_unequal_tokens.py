@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class UnequalTokens(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("underflow_nonzero_rate", ">", self.max_rate),
             Keys(_GRADIENT),
             f"num_underflow >= {self.min_elements}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, deficit_sql
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class DoubleQuantization(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("headroom", ">=", self.min_headroom),
             Keys("gemm = 'wgrad' AND cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%'"),
             f"headroom <= {self.max_headroom} AND numel >= {self.min_elements} AND NOT {SCALES_ARE_ROUNDED}",

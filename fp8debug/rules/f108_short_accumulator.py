@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import accumulator_floor_db, contracted_length
-from fp8debug.rules.reading.conditions import FP8_PRODUCTS, Condition, Look, look
+from fp8debug.rules.reading.conditions import FP8_PRODUCTS, Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, traces
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ShortAccumulator(Rule):
     @property
     def _look(self) -> Look:
         keys = "actual AND reference = 'exact'"
-        conditions = [Condition("sqnr_db", "<", self.warn_sqnr_db), "isfinite(sqnr_db)"]
+        conditions: Conditions = [Condition("sqnr_db", "<", self.warn_sqnr_db), "isfinite(sqnr_db)"]
         return look(conditions, _COLUMNS, rows=FP8_PRODUCTS, keys=keys)
 
     def looks(self) -> Iterable[Look]:

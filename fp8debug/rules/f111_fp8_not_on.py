@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 from fp8debug.types import OPERANDS, Gemm
 
@@ -81,7 +81,7 @@ class Fp8NotOn(Rule):
     @property
     def _look(self) -> Look:
         columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms"]
-        conditions = [
+        conditions: Conditions = [
             Condition("sqnr_db", ">", self.min_sqnr_db),
             f"numel >= {self.min_elements} AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}",
             f"coalesce(max_block_range_log2, {self.min_block_range_log2}) >= {self.min_block_range_log2}",

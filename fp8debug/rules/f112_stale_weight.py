@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, traces
 from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weights, off_weights
 
@@ -97,7 +97,7 @@ class StaleWeight(Rule):
 
     @property
     def _recheck(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("reread_sqnr_db", "<", self.max_own_scale_sqnr_db),
             Keys("tensor = 'weight'"),
             f"sqnr_db - reread_sqnr_db > CASE WHEN {IS_DELAYED} THEN 3 ELSE 1 END * {self.min_reread_gap_db}",

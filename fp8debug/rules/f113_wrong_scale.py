@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class WrongScale(Rule):
     @property
     def _look(self) -> Look:
         columns = ["gain", "abs(gain - 1) AS gain_error", "cosine", "scale_inv_min", "scale_inv_max"]
-        conditions = [
+        conditions: Conditions = [
             Condition("gain", ">", self.max_gain_error, center=1),
             f"cosine >= {self.min_cosine} AND numel >= {self.min_elements}",
             f"coalesce(overflow_rate, 0) < {self.max_overflow_rate}",
@@ -96,7 +96,7 @@ class WrongScale(Rule):
 
     @property
     def _clipped(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
             f"numel >= {self.min_elements} AND num_saturated > 0 AND {ONE_SCALE}",

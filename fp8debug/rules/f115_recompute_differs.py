@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RecomputeDiffers(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("reread_scale_log2", ">", self.min_shift_log2, center=0),
             Keys("gemm = 'wgrad' AND tensor = 'input'"),
             "num_reread_blocks = num_blocks",

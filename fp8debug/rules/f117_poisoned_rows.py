@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.prefilter import bad_rows
 from fp8debug.rules.reading.traces import percent, traces
 
@@ -68,7 +68,7 @@ class PoisonedRows(Rule):
 
     @property
     def _look_at_outputs(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("bad_row_rate", ">", self.min_bad_rows),
             f"num_bad_rows >= {self.min_rows} AND sqnr_db >= {self.min_sqnr_db}",
         ]

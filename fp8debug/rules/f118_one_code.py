@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import IS_DELAYED, percent, traces
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RoundsToOneCode(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("overflow_rate", ">", self.min_overflow_rate),
             f"NOT {IS_DELAYED} OR cast_name LIKE '%pow2_floor%' AND headroom <= {self.max_headroom}",
             f"num_saturated >= {self.min_elements}",

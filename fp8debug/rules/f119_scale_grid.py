@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import times, traces
 from fp8debug.rules.reading.weights import OUTGROWN_COSINE
 
@@ -57,7 +57,7 @@ class ScaleGrid(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
             f"sqnr_db < {self.max_sqnr_db} AND cosine < {self.max_cosine} AND numel >= {self.min_elements}",

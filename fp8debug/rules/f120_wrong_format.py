@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class WrongFormat(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("sqnr_db", "<=", self.max_sqnr_db),
             Keys("cast_name LIKE 'e4m3fn %'"),
             f"sqnr_db >= {self.min_sqnr_db} AND cosine < {self.max_cosine} AND abs(gain - 1) < {self.max_gain_error}",

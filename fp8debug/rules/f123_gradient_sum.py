@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Bf16GradientSum(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("grad_sum_sqnr_db", "<", self.warn_sqnr_db),
             f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
             f"num_grad_bf16 >= {self.min_bf16_rate} * num_grad",

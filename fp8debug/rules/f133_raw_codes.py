@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -64,7 +64,12 @@ class RawCodes(Rule):
     def _look(self) -> Look:
         near = " OR ".join(f"abs(amax / {value} - 1) <= {self.max_amax_error}" for value in _MAXIMA)
         least = min(_MAXIMA) * (1 - self.max_amax_error)
-        conditions = [Condition("amax", ">=", least), Keys("tensor = 'weight'"), f"numel >= {self.min_elements}", near]
+        conditions: Conditions = [
+            Condition("amax", ">=", least),
+            Keys("tensor = 'weight'"),
+            f"numel >= {self.min_elements}",
+            near,
+        ]
         return look(conditions, ["amax", "sum_err2", "sum_x2", "log2_hist", "range_log2"])
 
     def looks(self) -> Iterable[Look]:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class GradientSumDiffers(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("grad_sum_sqnr_db", "<", self.max_sqnr_db),
             f"num_grad >= {self.min_elements} AND grad_first_nmse < {self.max_first_nmse}",
         ]

@@ -13,6 +13,7 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fp8debug.metrics import derived_columns, slots
 from fp8debug.metrics.expression import parse
@@ -120,6 +121,10 @@ class Condition:
         return None if slot is None else slot.merge
 
 
+#: What a rule asks for: all of it must hold; text is an SQL predicate over the columns of ``sites``.
+Conditions: TypeAlias = "list[Condition | Keys | str]"
+
+
 @dataclass(frozen=True)
 class Look:
     """The rows that a rule asks for.
@@ -151,7 +156,6 @@ def look(conditions: Iterable[Condition | Keys | str], columns: Iterable[str], *
         rows: which rows are asked for; by default operands of running casts.
         keys: what their keys say.
     """
-    conditions = list(conditions)
     compared = [c for c in conditions if isinstance(c, Condition)]
     first = next((c for c in compared if c.some_rank), None)
     of_keys = [c for c in conditions if isinstance(c, Keys)]

@@ -10,7 +10,7 @@ import pytest
 
 from fp8debug.metrics import derived_columns
 from fp8debug.metrics.expression import to_sql
-from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Keys, look
+from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Conditions, Keys, look
 
 CONDITIONS = [
     Condition("underflow_nonzero_rate", ">", 0.05),
@@ -61,7 +61,7 @@ def test_what_follows_for_ranks_holds_for_every_joined_row(condition: Condition)
 
 
 def test_one_condition_of_a_rank_is_looked_for_and_all_on_keys() -> None:
-    conditions = [
+    conditions: Conditions = [
         Condition("overflow_rate", ">", 0.25),
         Condition("headroom", ">", 2),
         Keys("gemm = 'a' OR gemm = 'b'"),
