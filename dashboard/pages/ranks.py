@@ -10,6 +10,7 @@ from dash.development.base_component import Component
 from fp8debug.errors import Fp8DebugError
 
 from ..data import ranks as rank_data
+from ..data.heat_rows import MAX_ROWS, arranged
 from ..data.metric_labels import label_of
 from ..figures.base import empty, heatmap
 from ..figures.module import SITES
@@ -112,6 +113,8 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
             code("torchrun --nproc-per-node 2 -m fp8debug.run --out RUN train.py"),
         )
         return listed, about, [], empty("one rank only", 120), empty("one rank only", 120)
+    if run_view.is_small:  # at once, so that the site that is shown first is the one that lies apart
+        settle(view, run_view)
     found = run_view.cached(_key(view, run_view))
     rows = [_row(one, view, metric) for one in found or ()]
     try:
@@ -119,6 +122,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         rank = worst["outlier"] if worst is not None else run.ranks[0]
         step = worst["step"] if worst is not None else None
         heat = rank_data.by_rank(run, module, site, metric, run_view.is_huge)
+        drawn = arranged(heat, order="order" if len(heat.modules) <= MAX_ROWS else "worst")
         lines = spread(rank_data.spread_over_steps(run, module, site, metric, rank, run_view.is_huge), metric, step)
     except Fp8DebugError as error:
         return listed, note(str(error), kind="warning"), rows, empty("not recorded", 160), empty("not recorded", 160)
@@ -127,9 +131,10 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         beside = f"{number(worst['value'])} beside {number(worst['median'])}"
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
     words += f" {read_thinly(heat.steps_apart)}" if heat.steps_apart > 1 else ""
+    words += f" The {MAX_ROWS} worst of {drawn.total:,} ranks are drawn." if drawn.total > MAX_ROWS else ""
     about = note(words) if found is not None else poster(words + " All sites are being compared.")
     named = (run_view.name, module, " ".join(site), label_of(metric))
-    heats = shaped(heatmap(heat), view, run_view).about(*named, "by rank")
+    heats = shaped(heatmap(drawn.heat, rows=drawn), view, run_view).about(*named, "by rank")
     return listed, about, rows, heats, shaped(lines, view, run_view).about(*named, "ranks")
 
 

@@ -221,7 +221,7 @@ class Bench:
                 page.goto(f"{self.address}heatmap?site={SITES[turn % len(SITES)]}&metric={HEATMAPS[-1]}")
                 painted(page, "#heat .hm image")
             page.get_by_label("metric").first.click()
-            option = page.get_by_role("option", name=HEATMAPS[at], exact=True)
+            option = page.get_by_role("option", name=re.compile(rf"\b{HEATMAPS[at]}\)?$"))
             option.wait_for()
             shown = page.locator("#heat .hm image").get_attribute("href")
             since = time.perf_counter()
