@@ -16,6 +16,7 @@ from fp8debug.errors import Fp8DebugError
 
 from ..data import queries
 from ..data.coverage import coverage
+from ..data.metric_labels import label_of
 from ..data.nonfinite import NAMES
 from ..data.step_ranges import step_range
 from ..data.worst_modules import WorstModule, with_series, worst_modules
@@ -359,7 +360,8 @@ def _module_row(view: View, one: WorstModule, named: Sequence[Finding]) -> list[
     if image and one.series is not None:
         alt = f"{one.series.name}: {ends_in_words(one.series.steps, one.series.values)}"
         drawn = html.Img(src=image, alt=alt, title=alt, width=WIDTH, height=HEIGHT, className="sparkline")
-    what = f"{NAMES[one.state]}{since}" if one.state else f"{reason or 'no finite value'}{since}"
+    metric = f"{label_of(reason.metric)} of the {reason.gemm} {reason.tensor}" if reason is not None else "no finite value"
+    what = f"{NAMES[one.state] if one.state else metric}{since}"
     about = html.Div(what, className="dim")
     return [
         html.Span([link, " ", findings] if findings else [link]),

@@ -141,7 +141,7 @@ def row(summary: Summary, verdict: str, finding: str) -> dict[str, Any]:
         "href": None if summary.error else href("overview", summary.name),
         "severity": verdict,
         "icon": ICONS[verdict],
-        "word": "Judging" if finding == LOOKING else WORDS[verdict],
+        "word": "Judging" if finding in (LOOKING, READING) else WORDS[verdict],
         "finding": finding or NO_DATA,
         "recipe": summary.recipe,
         "last": summary.last,
