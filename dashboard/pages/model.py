@@ -67,7 +67,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     return lines, [_shown(child, view, 0, is_open) for child in root.children.values()]
 
 
-def _shown(node: ModuleNode, view: View, depth: int, is_open: bool) -> Component:
+def _shown(node: ModuleNode, view: View, depth: int, is_open: bool, above: str = "") -> Component:
     level, words = in_words(node.health)
     link: Any = node.name
     if node.entry is not None:
@@ -75,15 +75,16 @@ def _shown(node: ModuleNode, view: View, depth: int, is_open: bool) -> Component
         link = dcc.Link(node.name, href=href("module", view.run, module=node.path, step=since))
     elif len(node.children) > 1:
         link = f"{node.name} ({sum(node.casts.values()):,})"
+    casts = "; ".join(cast if len(node.casts) == 1 else f"{n:,} x {cast}" for cast, n in node.casts.items())
     cells = [
         html.Span(link, className="tree-name", style={"--depth": depth}),
         html.Span([f"{ICONS[level]} ", words], className=f"badge-{level}"),
         html.Span(percent(node.share), className="tree-share", style={"--share": node.share or 0.0}),
-        html.Span("; ".join(cast if n == 1 or len(node.casts) == 1 else f"{n:,} x {cast}" for cast, n in node.casts.items())),
+        html.Span("same", className="dim", title=casts) if casts == above else html.Span(casts),
     ]
     if not node.children:
         return html.Div(cells, className=f"tree-row tree-{level}")
-    children = [_shown(child, view, depth + 1, is_open) for child in node.children.values()]
+    children = [_shown(child, view, depth + 1, is_open, casts) for child in node.children.values()]
     is_shown = is_open or depth == 0 or rank_of(node.health) >= (False, LISTED)
     return html.Details([html.Summary(cells, className=f"tree-row tree-{level}"), *children], open=is_shown)
 
