@@ -80,7 +80,7 @@ def _shown(node: ModuleNode, view: View, depth: int, is_open: bool, above: str =
         html.Span(link, className="tree-name", style={"--depth": depth}),
         html.Span([f"{ICONS[level]} ", words], className=f"badge-{level}"),
         html.Span(percent(node.share), className="tree-share", style={"--share": node.share or 0.0}),
-        html.Span("same", className="dim", title=casts) if casts == above else html.Span(casts),
+        html.Span("same casts", className="dim", title=casts) if casts == above else html.Span(casts),
     ]
     if not node.children:
         return html.Div(cells, className=f"tree-row tree-{level}")
