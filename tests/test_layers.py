@@ -36,6 +36,7 @@ LAYERS = {
     "fp8debug.fallback": 6,
     "fp8debug.linear": 6,
     "fp8debug.tools": 6,
+    "fp8debug.trackers": 6,
     "fp8debug.adapters": 7,
     "fp8debug.exporters": 7,
     "fp8debug.faults": 7,
@@ -64,6 +65,7 @@ READING = (
         "fp8debug.trials",
         "fp8debug.checkpoints",
         "fp8debug.tools.te_stats",
+        "fp8debug.trackers",
         "fp8debug_cli",
         "fp8debug_dashboard",
     ),
@@ -78,6 +80,7 @@ RECORDING = (
         "fp8debug.run.auto_watch",
     ),
     *("fp8debug.store.write", "fp8debug.store.schema"),
+    "fp8debug.trackers.live",
     *("fp8debug.run.arms", "fp8debug.tools.energy", "fp8debug.tools.speed"),
     *("fp8debug.fallback.guard", "fp8debug.fallback.schedule"),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8debug.errors import Fp8DebugError, RunError
-from fp8debug.rules import Finding, Severity
+from fp8debug.rules import Finding
 from fp8debug.rules.engine.findings import Findings
 
 
@@ -52,13 +52,7 @@ def unpacked(document: dict[str, Any]) -> Findings:
     """Return the findings that :func:`packed` wrote."""
     rest = {name: value for name, value in document.items() if name != "findings"}
     rest |= {"steps": tuple(rest["steps"]), "skipped": [tuple(entry) for entry in rest["skipped"]]}
-    return Findings([_finding(values) for values in document["findings"]], **rest)
-
-
-def _finding(values: dict[str, Any]) -> Finding:
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list) and name != "parts"}
-    parts = tuple(_finding(part) for part in values["parts"])
-    return Finding(**{**values, **lists, "severity": Severity(values["severity"]), "parts": parts})
+    return Findings([Finding.unpacked(values) for values in document["findings"]], **rest)
 
 
 def _end_with_the_server() -> None:

@@ -112,6 +112,13 @@ class Finding:
     origin: str | None = None
     parts: tuple[Finding, ...] = field(default=(), repr=False, compare=False)
 
+    @classmethod
+    def unpacked(cls, values: Mapping[str, Any]) -> Finding:
+        """Return the finding of which ``dataclasses.asdict`` gave these values, through JSON or not."""
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list) and name != "parts"}
+        parts = tuple(cls.unpacked(part) for part in values["parts"])
+        return cls(**{**values, **lists, "severity": Severity(values["severity"]), "parts": parts})
+
     @property
     def order(self) -> tuple[int, int, int, int]:
         """Culprit order: errors first, then the first step, then execution (the backward pass from the last layer)."""

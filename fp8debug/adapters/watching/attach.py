@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,11 @@ from fp8debug.observer.sharding import describe_mesh
 from fp8debug.recipes import Recipe
 from fp8debug.store.dump_selectors import parse_selectors
 from fp8debug.store.write.writer import RunWriter
+from fp8debug.trackers.live import check_live, start_live
 from fp8debug.trainers import loop_of
+
+if TYPE_CHECKING:
+    from fp8debug.rules.base import Finding
 
 __all__ = ["Watch", "on_watch", "watch"]
 
@@ -66,6 +70,8 @@ def watch(
     budget: int | str | None = None,
     total_steps: int | None = None,
     inference: bool = False,
+    to: object = (),
+    on_finding: Callable[[Finding], object] | None = None,
 ) -> Watch:
     """Record the numerics of every FP8 GEMM of a model into a run directory; the training itself is not changed by a bit.
 
@@ -107,6 +113,9 @@ def watch(
         total_steps: steps of the whole run, for the plan; a million by default.
         inference: record the forward passes without gradients, and no others: rollouts, generation, evaluation. A step is a call
             of the model, or what lies between two calls of ``Watch.step()``. A model may have a watch of each kind at once.
+        to: trackers whose open run gets a few numbers of each sampled step, findings as alerts and the report: ``"wandb"``,
+            ``"tensorboard"``, ``"mlflow"``, ``"trackio"``, or a run of theirs, such as a ``SummaryWriter`` (docs/trackers.md).
+        on_finding: called in a thread of its own with each new warning or error (a ``fp8debug.Finding``) while training runs.
 
     Returns:
         The watch; also a context manager, closed at exit and on an exception.
@@ -120,6 +129,7 @@ def watch(
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
     check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled)
     check_inference(inference, target, optimizer=optimizer, guard=guard)
+    trackers = check_live(to, on_finding)
     limits = DumpLimits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
     settings = Settings(
         every=every,
@@ -202,10 +212,13 @@ def watch(
     dumper = None
     if selectors and writer.stopped is None:
         dumper = Dumper(writer.path, rank, selectors, every, limits, lambda step, text: say(writer, step, text, kind="dump"))
+    live = None
     try:
         resumption = Resumption(writer, resume_from or 0, checkpoint, roots)
         changes = RecipeChanges(candidates, writer, resume_from or 0, guard, resumption)
         resumption.compare(manifest)
+        if rank == 0 and writer.stopped is None and (trackers or on_finding is not None):
+            live = start_live(writer.path, trackers, on_finding)
         begun = Watch(
             candidates,
             roots,
@@ -218,8 +231,11 @@ def watch(
             compiled=compiled,
             stage=stage_of(mesh),
             matrices=matrices,
+            live=live,
         )
     except BaseException:
+        if live is not None:
+            live.close()
         if dumper is not None:
             dumper.close()
         writer.close()

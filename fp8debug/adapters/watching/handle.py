@@ -43,6 +43,7 @@ from fp8debug.observer.observer import Observer, Settings
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
 from fp8debug.store.write.writer import RunWriter
+from fp8debug.trackers.live import Live
 from fp8debug.types import Gemm, TensorRole
 
 _WATCHES: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -72,11 +73,13 @@ class Watch:
         compiled: str = "as_is",
         stage: int = 0,
         matrices: Sequence[Candidate] = (),
+        live: Live | None = None,
     ) -> None:
         self.path = writer.path
         self._candidates = candidates
         self._writer = writer
-        self._sink = StepWriter(writer, changes, dumper)
+        self._live = live
+        self._sink = StepWriter(writer, changes, dumper, live)
         self._sink.stages.update({stage} if stage else ())
         self._observer = Observer(settings, self._sink, self._report)
         if isinstance(writer, StandbyWriter):
@@ -110,7 +113,8 @@ class Watch:
         self._num_backwards = self._num_ended = 0
         self._started = time.perf_counter()
         self._closed = self._is_over = False
-        self._ending = [self._end_steps, self._end_recording, self._end_files]  # by close(), in order, what is not done yet
+        #: Of close(), in order, what is not done yet.
+        self._ending = [self._end_steps, self._end_recording, self._end_files, self._end_live]
         self._pid = os.getpid()
         self._has_looked = self._has_told_compiled = False
         self._unseen: set[str] = set()
@@ -352,9 +356,20 @@ class Watch:
         self._writer.close()
         TOKENS.pop(self._observer, None)  # which would keep the model alive
 
+    def _end_live(self) -> None:
+        if self._live is not None:
+            try:
+                self._live.close()
+            except Exception as error:
+                if not is_ours(error):
+                    raise
+                say(None, 0, f"trackers: {type(error).__name__}: {error}"[:300])
+
     def _leave(self) -> None:
         """Let go of the model in a forked child, and write nothing."""
         self._closed = self._is_over = True
+        if self._live is not None:
+            self._live.leave()
         self.detach()
 
     def __enter__(self) -> Watch:

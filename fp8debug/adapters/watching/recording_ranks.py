@@ -125,6 +125,11 @@ class StandbyWriter(RunWriter):
         elif add:
             self._added.update(changes)
 
+    def then(self, job: Callable[[], object]) -> None:
+        """Have a function called by the writer, once awake."""
+        if self._writer is not None:
+            self._writer.then(job)
+
     def flush(self) -> None:
         """Wait for the disk, once awake."""
         if self._writer is not None:

@@ -20,6 +20,7 @@ from fp8debug.adapters.watching.row_batch import BatchCache, by_execution, check
 from fp8debug.observer.observer import FinishedStep, RowInfo
 from fp8debug.observer.table import Snapshot
 from fp8debug.store.write.writer import RunWriter
+from fp8debug.trackers.live import Live
 from fp8debug.types import RESULTS, Gemm
 
 
@@ -30,14 +31,15 @@ class StepWriter:
         writer: where rows and events go.
         changes: whose guard, if any, is shown the rows.
         dumper: is told of the first NaN or Inf of a step, and of its loss.
+        live: is told when the rows of a step are written; None for nobody.
 
     Attributes:
         stages: numbers of the pipeline stages that run here; none without a pipeline.
     """
 
-    def __init__(self, writer: RunWriter, changes: RecipeChanges, dumper: Dumper | None) -> None:
+    def __init__(self, writer: RunWriter, changes: RecipeChanges, dumper: Dumper | None, live: Live | None = None) -> None:
         self.stages: set[int] = set()
-        self._writer, self._changes, self._dumper = writer, changes, dumper
+        self._writer, self._changes, self._dumper, self._live = writer, changes, dumper, live
         self._nonfinite: set[tuple[str, str, str]] = set()
         self._found: list[tuple[str, str]] = []
         self._described = BatchCache(writer.rank, writer.breathe)
@@ -75,6 +77,9 @@ class StepWriter:
             is_later = (unseen or finished.tables) and not self.decides
             progress.step = partial(self._with_nonfinite_event, row) if is_later else self._with_nonfinite_event(row)
         self._writer.steps(progress.step, once=True)
+        if self._live is not None and finished.sampled:
+            self._live.look(is_due=True)
+            self._writer.then(partial(self._live.note_step, finished.step))
 
     def _rows(self, finished: FinishedStep, snapshot: Snapshot, filled: dict[int, RowInfo]) -> pa.RecordBatch:
         self._writer.breathe()

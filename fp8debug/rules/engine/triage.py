@@ -64,34 +64,10 @@ def triage(
         raise UsageError(f"progress is a function of (done, all, code), got {progress!r}")
     run = run if isinstance(run, Run) else open_runs([run] if isinstance(run, str | Path) else run)
     comparison = None if baseline is None else compare(run, baseline if isinstance(baseline, Run) else Run(baseline))
-    skipped: list[tuple[str, str]] = []
-    findings: list[Finding] = []
-    unexplained: dict[str, list[Finding]] = {}
     if run.problems and not run.num_rows:
         raise RunError(f"{run.name} has no statistics that can be read: {run.problems[0]}")
-    is_kept_whole(run)
-    reasons = {rule.code: _missing(rule, run) for rule in rules.values()}
-    screen(run, [SICK, *(look for rule in rules.values() if reasons[rule.code] is None for look in rule.looks())])
-    for done, rule in enumerate(rules.values()):
-        if progress is not None:
-            progress(done, len(rules), rule.code)
-        reason = reasons[rule.code]
-        if reason is None:
-            found = list(rule.check(run))
-            if rule.only_unexplained:
-                unexplained[rule.code] = found
-            else:
-                findings += _joined(found)
-        elif rule.code in wanted:
-            skipped.append((rule.code, reason))
-    known = _explained(findings)
-    for found in unexplained.values():
-        findings += _joined(f for f in found if (f.module, f.tensor) not in known)
-    # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
-    ordered = sorted(findings, key=lambda f: (f.order, f.code))
-    ordered = mark_victims(ordered, rules, sampled_steps(run))
-    standing = [f for f in ordered if rules[f.code].holds_beside(f, [o for o in ordered if o is not f], run)]
-    standing.sort(key=lambda f: (f.order, f.code))
+    standing, reasons = judge(run, rules, progress)
+    skipped = [(code, reason) for code, reason in reasons.items() if reason is not None and code in wanted]
     lost = losses_of(run)
     classification = with_lost(classify(run, standing, rules, comparison, sum(map(bool, reasons.values()))), lost)
     return Findings(
@@ -104,6 +80,40 @@ def triage(
         lost=[one.to_dict() for one in lost],
         thresholds={code: rule.thresholds for code, rule in rules.items() if code in wanted},
     )
+
+
+def judge(
+    run: Run, rules: Mapping[str, Rule], progress: Callable[[int, int, str], None] | None = None
+) -> tuple[list[Finding], dict[str, str | None]]:
+    """Return the findings of some rules in culprit order, and by code the reason why a rule cannot judge.
+
+    Args:
+        run: the run.
+        rules: by code.
+        progress: as of :func:`triage`.
+    """
+    findings: list[Finding] = []
+    unexplained: dict[str, list[Finding]] = {}
+    is_kept_whole(run)
+    reasons = {rule.code: _missing(rule, run) for rule in rules.values()}
+    screen(run, [SICK, *(look for rule in rules.values() if reasons[rule.code] is None for look in rule.looks())])
+    for done, rule in enumerate(rules.values()):
+        if progress is not None:
+            progress(done, len(rules), rule.code)
+        if reasons[rule.code] is None:
+            found = list(rule.check(run))
+            if rule.only_unexplained:
+                unexplained[rule.code] = found
+            else:
+                findings += _joined(found)
+    known = _explained(findings)
+    for found in unexplained.values():
+        findings += _joined(f for f in found if (f.module, f.tensor) not in known)
+    # Rules that nobody selected still bear witness: a spike is not FP8's doing only if no rule says otherwise.
+    ordered = sorted(findings, key=lambda f: (f.order, f.code))
+    ordered = mark_victims(ordered, rules, sampled_steps(run))
+    standing = [f for f in ordered if rules[f.code].holds_beside(f, [o for o in ordered if o is not f], run)]
+    return sorted(standing, key=lambda f: (f.order, f.code)), reasons
 
 
 def _missing(rule: Rule, run: Run) -> str | None:

@@ -243,6 +243,11 @@ class RunWriter:
         if changes and self._is_open() and self.stopped is None:
             self._worker.put(job)
 
+    def then(self, job: Callable[[], object]) -> None:
+        """Have a function called in the writer's thread once all rows so far are with the operating system; it must not raise."""
+        if self._is_open() and self.stopped is None:
+            self._worker.put(job)
+
     def breathe(self) -> None:
         """Between two pieces of work in the writer's thread: let others run; elsewhere it does nothing."""
         self._worker.breathe()
