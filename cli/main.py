@@ -33,6 +33,7 @@ COMMANDS = {
     "coverage": "Say which modules run in FP8, under which casts, and why not.",
     "speed": "Time every layer's GEMMs in BF16 and in FP8 on this GPU.",
     "fallback": "List what to run in another cast or in BF16.",
+    "export": "Put a run into W&B, TensorBoard, MLflow or Trackio.",
     "verify": "Re-run a window with the candidates and say what they buy.",
     "bisect": "Find by the loss alone what must leave FP8.",
     "import": "Turn another tool's statistics into a run.",

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if (options.resume_from or 0) < 0:
             raise UsageError(f"--resume-from is the number of the first step, 0 or more, got {options.resume_from}")
-        recording = _recording(options)
+        recording = _recording(options, out.name)
         arm = Arm.read(options.arm) if options.arm else None
         if options.steps is not None and arm is None:
             raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
@@ -275,8 +275,12 @@ def _holds_run(out: Path) -> bool:
     return (out / "manifest.json" if rank == 0 else out / f"rank={rank:05d}").exists()
 
 
-def _recording(options: argparse.Namespace) -> dict[str, Any]:
+def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
     """Return the arguments of :func:`fp8debug.watch` that the command line gives.
+
+    Args:
+        options: of the command line.
+        run: name of the run.
 
     Raises:
         UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
@@ -303,8 +307,18 @@ def _recording(options: argparse.Namespace) -> dict[str, Any]:
         check_ranks(found.setdefault("ranks", _ranks(options.ranks)))
     if options.guard is not None:
         found["guard"] = Guard(after=options.guard)
+    if options.to:
+        found["to"] = tuple(name for word in options.to for name in word.split(","))
+    if options.alert is not None:
+        from fp8debug.trackers.alerts import AlertSender
+
+        found["on_finding"] = AlertSender(options.alert, run)
+    if options.to or options.alert is not None:
+        from fp8debug.trackers.live import check_live
+
+        check_live(found.get("to"), found.get("on_finding"))
     if found and options.arm:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        given = ", ".join("--alert" if name == "on_finding" else f"--{name.replace('_', '-')}" for name in found)
         raise UsageError(f"{given} and --arm do not go together: an arm records its loss, and statistics only with --every")
     return found
 
@@ -373,6 +387,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", metavar="SIZE", help="disk space for the statistics of all ranks, e.g. 50GB; --every grows as it takes")
     add("--total-steps", metavar="N", type=int, help="steps of the whole run, for that plan (default: a million)")
     add("--ranks", metavar="R,R", help="global ranks that record, or all (default: all of up to 16, else one replica)")
+    add(
+        "--to",
+        metavar="TRACKER",
+        action="append",
+        default=[],
+        help="wandb, tensorboard, mlflow, trackio: the run that is open there",
+    )
+    add("--alert", metavar="URL|COMMAND", help="post each new error there, or start a program with it, while training runs")
     add("--guard", metavar="M", type=int, help="put a module into BF16 after M sampled steps of hard evidence: changes the run")
     add("--arm", help="train another arm of the script: bf16, fp8, fp8_tensors (FP8 tensors, BF16 GEMMs), or an arm's JSON file")
     add("--recipe", metavar="RECIPE", help="with --arm: what a model without FP8 modules is converted to")

@@ -140,9 +140,9 @@ def trackers_of(to: object) -> list[tuple[Tracker, TrackerRun | None]]:
     return found
 
 
-def is_class(given: object, name: str, *modules: str) -> bool:
-    """Return whether an object is of a class of that name in one of some modules, or of one derived from it."""
-    return any(c.__name__ == name and c.__module__.startswith(modules) for c in type(given).__mro__)
+def is_class(kind: type[Any], name: str, *modules: str) -> bool:
+    """Return whether a class has that name in one of some modules, or is derived from one that has."""
+    return any(c.__name__ == name and str(c.__module__).startswith(modules) for c in kind.__mro__)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

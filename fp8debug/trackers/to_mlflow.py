@@ -68,7 +68,7 @@ class Mlflow(Tracker):
 
     def wrap(self, given: object) -> TrackerRun | None:
         """Take what ``mlflow.start_run()`` returned."""
-        return self._wrapped(given) if is_class(given, "Run", "mlflow") else None
+        return self._wrapped(given) if is_class(type(given), "Run", "mlflow") else None
 
     def create(self, name: str, project: str, folder: Path) -> TrackerRun:
         """Open a run in an experiment, where ``MLFLOW_TRACKING_URI`` says."""

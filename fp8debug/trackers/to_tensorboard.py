@@ -112,20 +112,21 @@ class TensorBoard(Tracker):
         """Return the writer that is open, the newest of several; all objects of the process are looked at."""
         if not any(module in sys.modules for module in _MODULES):
             return None
-        found = [one for one in gc.get_objects() if self._is_writer(one) and is_open(one)]
+        kinds = {kind for kind in set(map(type, gc.get_objects())) if _is_writer_class(kind)}
+        found = [one for one in gc.get_objects() if type(one) in kinds and is_open(one)] if kinds else []
         return TensorBoardRun(found[-1]) if found else None
 
     def wrap(self, given: object) -> TrackerRun | None:
         """Take a ``SummaryWriter``."""
-        return TensorBoardRun(given) if self._is_writer(given) else None
+        return TensorBoardRun(given) if _is_writer_class(type(given)) else None
 
     def create(self, name: str, project: str, folder: Path) -> TrackerRun:
         """Write event files into a folder; TensorBoard has no projects."""
         return EventFiles(folder)
 
-    def _is_writer(self, given: object) -> bool:
-        kind = type(given)
-        return kind.__name__ == "SummaryWriter" and is_class(given, "SummaryWriter", *_MODULES)
+
+def _is_writer_class(kind: type[Any]) -> bool:
+    return is_class(kind, "SummaryWriter", *_MODULES)
 
 
 def is_open(writer: Any) -> bool:

@@ -65,7 +65,7 @@ class Trackio(Tracker):
 
     def wrap(self, given: object) -> TrackerRun | None:
         """Take what ``trackio.init()`` returned."""
-        return TrackioRun(given) if is_class(given, "Run", "trackio") else None
+        return TrackioRun(given) if is_class(type(given), "Run", "trackio") else None
 
     def create(self, name: str, project: str, folder: Path) -> TrackerRun:
         """Open a run in the local store, or where ``TRACKIO_SPACE_ID`` and its like say."""

@@ -76,7 +76,7 @@ class Wandb(Tracker):
 
     def wrap(self, given: object) -> TrackerRun | None:
         """Take what ``wandb.init()`` returned."""
-        return WandbRun(given) if is_class(given, "Run", "wandb") else None
+        return WandbRun(given) if is_class(type(given), "Run", "wandb") else None
 
     def create(self, name: str, project: str, folder: Path) -> TrackerRun:
         """Open a run; ``WANDB_MODE``, ``WANDB_ENTITY`` and ``WANDB_DIR`` hold as ever."""
