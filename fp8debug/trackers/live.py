@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Seconds that the end of a training waits for the judge and the report, and then for each tracker.
 JUDGE_PATIENCE_S, TRACKER_PATIENCE_S = 60.0, 30.0
+#: Seconds for the judge to end by itself.
+STOP_S = 2.0
 #: Steps in a row that the judge may fail to read before that is reported.
 MAX_PROBLEMS = 3
 
@@ -145,11 +147,12 @@ class Live:
             if process.stdin is not None:
                 process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.5)
+            process.wait(STOP_S)
         if process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # the report's process too
             process.wait()
+        self._threads[0].join(STOP_S)  # which now reads the end of it
         if process.stdout is not None and not self._threads[0].is_alive():
             process.stdout.close()
 

@@ -34,6 +34,7 @@ class TrackerThread:
         self._is_open = threading.Event()
         self._since: float | None = None  # of the call under way
         self._num_looks = 0
+        self._is_given_up = False  # what is left is for nobody: the report is deleted
         self._has_told: set[str] = set()
         self._thread = threading.Thread(target=self._work, name=f"fp8debug-{tracker.name}", daemon=True)
         self.look()
@@ -85,6 +86,7 @@ class TrackerThread:
             pass
         self._thread.join(patience_s)
         if self._thread.is_alive():
+            self._is_given_up = True
             self.tell("hangs", f"{self.name} does not answer: the last values and the report may be missing there")
 
     def tell(self, kind: str, text: str) -> None:
@@ -96,7 +98,7 @@ class TrackerThread:
     def _work(self) -> None:
         self._is_open.wait()
         assert self._run is not None
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._is_given_up:
             self._since = time.monotonic()
             try:
                 job(self._run)

@@ -1,6 +1,6 @@
 """CPU and wall time of the judge beside a training: its start, and one judgement, by the number of modules.
 
-    python tests/bench/live.py --modules 6 60 560
+python tests/bench/live.py --modules 6 60 560
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
             for name in ("first", "second"):
                 begun, cpu = time.perf_counter(), time.process_time()
                 judge.step()
-                print(f"{count} modules, {name} judgement: {time.process_time() - cpu:.2f} s CPU, {time.perf_counter() - begun:.2f} s")
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - begun
+                print(f"{count} modules, {name} judgement: {cpu:.2f} s CPU, {wall:.2f} s")
                 judge._last = -1
 
 

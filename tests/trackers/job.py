@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import fp8debug
+import fp8debug.trackers.live
 
 FAULT, NUM_STEPS, EVERY = 4, 14, 2
 
@@ -88,6 +89,7 @@ def main(folder: Path, names: list[str]) -> dict[str, Any]:
 
     live: dict[str, Any] = {"to": names, "on_finding": on_finding} if names else {}
     losses = []
+    fp8debug.trackers.live.JUDGE_PATIENCE_S = 240  # on a machine with other work
     with fp8debug.watch(model, folder / "run", every=EVERY, optimizer=optimizer, **live) as watch:
         for step in range(NUM_STEPS):
             if names and step == FAULT + 2 * EVERY:

@@ -92,7 +92,9 @@ def test_tracker_values_are_those_of_the_run(tracked: Trained) -> None:
 
     events = EventAccumulator(str(tracked.folder / "tensorboard"))
     events.Reload()
-    rows = Run(tracked.folder / "run").table(["step", "gemm", "sqnr_db"], gemm="wgrad", reference="operand", actual=True).to_pylist()
+    rows = (
+        Run(tracked.folder / "run").table(["step", "gemm", "sqnr_db"], gemm="wgrad", reference="operand", actual=True).to_pylist()
+    )
     for event in events.Scalars("fp8debug/operand_sqnr_db_min/wgrad"):
         assert event.value == pytest.approx(min(row["sqnr_db"] for row in rows if row["step"] == event.step), rel=1e-6)
 
