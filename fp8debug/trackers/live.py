@@ -188,13 +188,13 @@ class Live:
     def _pass_on(self, answer: Mapping[str, Any], *, is_last: bool) -> None:
         for step, values in answer.get("steps", {}).items():
             named = {f"{self._prefix}{name}": value for name, value in values.items()}
-            self._put(lambda run, step=int(step), named=named: run.scalars(step, named))
+            self._put(partial(_scalars, int(step), named))
         for values in answer.get("findings", ()):
             if self._on_finding is not None:
                 self._findings.put(values)
             title = f"{values['code']} {values['name']}" + (f": {values['module']}" if values["module"] else "")
             text, severity = finding_line(self._path.name, values), str(values["severity"])
-            self._put(lambda run, step=values["steps"][0], t=title, text=text, s=severity: run.alert(step, t, text, s))
+            self._put(partial(_alert, values["steps"][0], title, text, severity))
         if is_last and answer:
             last = answer["last"]
             columns = {"worst_modules": (answer["worst_columns"], answer["worst"])}
@@ -202,7 +202,7 @@ class Live:
                 columns["findings"] = (list(answer["all"][0]), answer["all"])
             for name, (header, rows) in columns.items():
                 self._put(partial(_table, f"{self._prefix}{name}", header, rows, last))
-            if answer["report"]:
+            if answer["report"] and self._report is not None:
                 self._put(partial(_report, self._report))
 
     def _put(self, job: Callable[[TrackerRun], object]) -> None:
@@ -242,6 +242,14 @@ def start_live(
     except OSError as error:
         say(f"no live findings or tracker values: {error}; the recording goes on")
         return None
+
+
+def _scalars(step: int, values: Mapping[str, float], run: TrackerRun) -> None:
+    run.scalars(step, values)
+
+
+def _alert(step: int, title: str, text: str, severity: str, run: TrackerRun) -> None:
+    run.alert(step, title, text, severity)
 
 
 def _table(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], step: int, run: TrackerRun) -> None:

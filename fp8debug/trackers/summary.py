@@ -112,15 +112,8 @@ def worst_modules(run: Run, findings: Iterable[Finding] = (), most: int = MAX_WO
 
 def finding_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
     """Return a row of ``FINDING_COLUMNS`` for each finding."""
-    return [
-        {
-            **{name: getattr(f, name) for name in ("code", "module", "gemm", "tensor", "message", "cure")},
-            "severity": str(f.severity),
-            "first_step": f.steps[0],
-            "last_step": f.steps[1],
-        }
-        for f in findings
-    ]
+    known = [{**f.to_dict(), "first_step": f.steps[0], "last_step": f.steps[1]} for f in findings]
+    return [{name: row[name] for name in FINDING_COLUMNS} for row in known]
 
 
 def _least(reference: str, gemm: str | None = None) -> str:

@@ -47,7 +47,7 @@ class WandbRun(TrackerRun):
         """Put a table into the summary."""
         import wandb
 
-        data = [[row.get(column) for column in columns] for row in rows]
+        data: list[Any] = [[row.get(column) for column in columns] for row in rows]
         self._run.log({name: wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)}, commit=self._is_own)
 
     def report(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class WandbRun(TrackerRun):
 
     def close(self) -> None:
         """Finish the run."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Wandb(Tracker):

@@ -96,7 +96,7 @@ def main(folder: Path, names: list[str]) -> dict[str, Any]:
                 alarm.wait(60)  # a step of this model takes a millisecond: two sampled ones, recorded now, are to be enough
             x = torch.randn(64, 64) * random.random() * np.random.rand()
             loss = (model(x) - x).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item().hex())

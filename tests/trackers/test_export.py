@@ -57,7 +57,8 @@ def test_a_run_goes_to_wandb_with_a_row_for_each_sampled_step(
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert Said(capsys, sick.path.parent, "export RUNS/run --to wandb --name again").code == 0
+    done = Said(capsys, sick.path.parent, "export RUNS/run --to wandb --name again")
+    assert done.code == 0, done.err
     rows = [row for row in readers.wandb_history(tmp_path) if "fp8debug/loss" in row]
     assert [row["fp8debug/step"] for row in rows] == [0, 10, 20, 30, 40]
     kinds = [record.WhichOneof("record_type") for record in readers.wandb_records(tmp_path)]

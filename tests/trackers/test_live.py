@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ class Memory(Tracker):
         return self.run
 
 
+def _scalars(step: int, run: TrackerRun) -> None:
+    run.scalars(step, {})
+
+
 @pytest.fixture
 def memory() -> Iterator[Memory]:
     tracker = TRACKERS.add("memory", Memory())
@@ -87,7 +92,7 @@ def train(path: Path, *, fault: bool = False, num_steps: int = 4, **options: Any
         for _ in range(num_steps):
             x = torch.randn(16, 32)
             loss = (model(x) - x).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -159,7 +164,7 @@ def test_without_an_open_run_one_line_says_how_to_open_one(
 def test_a_run_that_is_opened_later_gets_every_step(memory: Memory) -> None:
     thread = sending.TrackerThread(memory)
     for step in range(3):
-        thread.put(lambda run, step=step: run.scalars(step, {}))
+        thread.put(partial(_scalars, step))
         thread.look()
     memory.run = MemoryRun()
     thread.look()
@@ -177,7 +182,7 @@ def test_jobs_beyond_what_may_wait_are_dropped(
     hanging = MemoryRun("hangs")
     thread = sending.TrackerThread(memory, hanging)
     for step in range(50):
-        thread.put(lambda run, step=step: run.scalars(step, {}))
+        thread.put(partial(_scalars, step))
     assert lines(capsys) == ["fp8debug: memory does not answer; training goes on without it"]
     hanging.released.set()
     thread.end(30)
