@@ -40,6 +40,6 @@ def command(run: str, name: str, output: str | None, project: str, run_name: str
     folder = Path(output) if output is not None else Path(str(opened.path)) / "tensorboard"
     num_steps, has_report = export(opened, findings, tracker.create(run_name or opened.name, project, folder))
     if not has_report:
-        warn("the HTML report could not be made: fp8debug triage RUN --format html says why")
+        warn("the HTML report could not be made: fp8debug report RUN says why")
     where = f"; tensorboard --logdir {folder}" if name == "tensorboard" else ""
     echo(f"{num_steps} sampled steps of {opened.name} to {name}{where}")

@@ -94,7 +94,7 @@ class Judge:
 
 def write_report(run: str, path: str) -> bool:
     """Write the HTML report of a run; return whether it is there."""
-    command = [sys.executable, "-m", "fp8debug_cli.main", "triage", run, "--format", "html", "-o", path, "--fail-on", "never"]
+    command = [sys.executable, "-m", "fp8debug_cli.main", "report", run, "-o", path]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=REPORT_S, check=True)
     except (OSError, subprocess.SubprocessError):
