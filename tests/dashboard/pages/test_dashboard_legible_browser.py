@@ -187,7 +187,6 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
 ) -> None:
     if is_large:  # the verdict, and what else takes long, come after the first paint
         monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
-        monkeypatch.setattr(overview, "SMALL_BYTES", 0)
     narrow_page.add_init_script(SHIFTS)
     with served(folder) as address:
         for name, page in samples.PAGES.items():
