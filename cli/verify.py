@@ -100,7 +100,7 @@ def _print(found: dict[str, Any]) -> None:
     for statement in found["statements"]:
         echo(statement)
     echo()
-    print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["arm", "what"], drop=["what", "trainings"])
+    print_table(HEADER, [_row(arm) for arm in found["arms"]], wrap=["arm", "what"], drop=["what", "trainings", "loss"])
     echo(f"\nmean loss of the last {found['num_last']} of {found['num_steps']} steps; 95 % intervals in brackets")
     if found["inference"]:
         echo()
