@@ -5,8 +5,10 @@ It reads a line of JSON for each request and answers with one:
     {"step": 120}             -> {"steps": {"120": {"loss": 2.1, ...}}, "findings": [...]}   what is new
     {"finish": "report.html"} -> {"findings": [...], "worst": [...], "all": [...], "last": 400, "report": true}
 
-The rules are those that name the rows that they ask for (``Rule.looks``); they see the last sampled steps. At the end all rules
-see the whole run. When the training ends, however it does, so does the judge: it holds the other end of stdin.
+The rules are those that name the rows that they ask for (``Rule.looks``); they see the last sampled steps. F125 joins when a
+loss is NaN or Inf. At the end all rules see the whole run.
+
+When the training ends, however it does, so does the judge: it holds the other end of stdin.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Judge:
         self._run: RecentRun | None = None
         self._last = -1
         self._rules = {rule.code: rule for rule in RULES if tuple(rule.looks())}
+        self._lost = RULES.get("F125")  # which reads every loss, and is asked when one is gone
         self._worst: dict[tuple[str, str | None], Severity] = {}  # of a code in a module
         self._known: list[Finding] = []
 
@@ -54,7 +57,8 @@ class Judge:
         run = self._run
         if not run.sampled_steps or run.sampled_steps[-1] <= self._last:
             return {"steps": {}, "findings": []}
-        new = self._new(judge(run, self._rules)[0])
+        rules = self._rules | {self._lost.code: self._lost} if self._is_lost(run) else self._rules
+        new = self._new(judge(run, rules)[0])
         scalars = step_scalars(run, self._known, after=max(self._last, run.first - 1))
         self._last = run.sampled_steps[-1]
         return {"steps": scalars, "findings": [asdict(finding) for finding in new]}
@@ -77,6 +81,13 @@ class Judge:
             "last": run.steps_range[1],
             "report": report is not None and write_report(self._path, report),
         }
+
+    def _is_lost(self, run: RecentRun) -> bool:
+        """Return whether a loss or gradient norm is NaN or infinite in the window or since it."""
+        # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
+        names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
+        gone = " OR ".join(f"lower(CAST({name} AS STRING)) IN {names}" for name in ("loss", "grad_norm"))
+        return run.sql(f"SELECT 1 AS one FROM steps WHERE step >= {run.first} AND ({gone}) LIMIT 1").num_rows > 0
 
     def _new(self, findings: list[Finding]) -> list[Finding]:
         """Return the warnings and errors that are new; one that only follows into further modules is not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,24 @@ def test_a_step_that_one_rank_lacks_is_not_judged_yet(tmp_path: Path) -> None:
     assert RecentRun(tmp_path / "ahead").last == 1
 
 
+def test_a_step_whose_statistics_were_not_read_yet_is_left_for_the_next_time(tmp_path: Path) -> None:
+    """The steps' file is read after that of the statistics, and a step may be written in between."""
+    from tests.store.recording import record, site_rows
+
+    writer = record(tmp_path / "run", range(0))
+    for step in (0, 1):
+        writer.stats(site_rows(step))
+        writer.steps({"step": step, "sampled": True})
+    writer.steps({"step": 2, "sampled": True})
+    writer.flush()
+    recent = RecentRun(tmp_path / "run")
+    assert (recent.last, recent.sampled_steps) == (1, [0, 1])
+    writer.stats(site_rows(2))
+    writer.close()
+    recent.refresh()
+    assert (recent.last, recent.sampled_steps) == (2, [0, 1, 2])
+
+
 def test_the_judge_tells_each_finding_once_and_a_healthy_run_has_none(tmp_path: Path, sick: Run) -> None:
     judge = Judge(str(sick.path))
     first = judge.step()
@@ -149,6 +168,13 @@ def test_the_judge_tells_each_finding_once_and_a_healthy_run_has_none(tmp_path: 
     healthy = Judge(str(tmp_path / "healthy"))
     assert healthy.step()["findings"] == [] == healthy.finish(None)["findings"]
     json.dumps(last)
+
+
+def test_a_loss_that_is_nan_between_sampled_steps_is_an_error_at_the_next(tmp_path: Path) -> None:
+    lost = {step: {"loss": math.nan} for step in range(25, 31)}
+    build(tmp_path / "run", num_steps=31, every=10, steps=lost)
+    findings = Judge(str(tmp_path / "run")).step()["findings"]
+    assert [(f["code"], f["severity"], f["steps"][0]) for f in findings] == [("F125", "error", 25)]
 
 
 def test_statistics_of_transformer_engine_go_to_a_tracker(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8debug.store.read.files import RunFiles
 from fp8debug.store.read.run import Run
-from fp8debug.store.schema import STEPS, Column
+from fp8debug.store.schema import STATS, STEPS, Column
 
 #: Sampled steps whose rows are read: rules that ask for three bad ones in a row see some more.
 NUM_SAMPLED = 8
@@ -48,12 +48,19 @@ class RecentRun(Run):
         self.first, self.last = 0, 2**62
         steps = self._table_sql("steps", [c for c in STEPS if c.name in ("step", "rank", "sampled")], files)
         self._create("all_steps", steps)
-        ranks = self.sql("SELECT rank, max(step) AS last FROM all_steps GROUP BY rank").to_pylist()
-        sampled = self.sql("SELECT DISTINCT step FROM all_steps WHERE sampled AND step IS NOT NULL ORDER BY step")[
-            "step"
-        ].to_pylist()
-        behind = sampled[-self._num_sampled] if len(sampled) > self._num_sampled else -1
-        self.last = min((row["last"] for row in ranks if row["last"] is not None and row["last"] >= behind), default=-1)
+        query = "SELECT DISTINCT step FROM all_steps WHERE sampled AND step IS NOT NULL ORDER BY step"
+        sampled = self.sql(query)["step"].to_pylist()
+        behind = sampled[-self._num_sampled] if len(sampled) > self._num_sampled else 0
+        self.first = behind
+        self._create("all_stats", self._table_sql("stats", [c for c in STATS if c.merge == "key" or c.name == "rank"], files))
+        # The files were read one after the other: a step's row may be there, and its statistics, written before it, not yet.
+        query = f"""
+            SELECT CASE WHEN coalesce(stats.last, -1) < steps.sampled THEN steps.sampled - 1 ELSE steps.last END AS last
+            FROM (SELECT rank, max(step) AS last, max(step) FILTER (WHERE sampled) AS sampled FROM all_steps GROUP BY rank)
+                AS steps
+            LEFT JOIN (SELECT rank, max(step) AS last FROM all_stats GROUP BY rank) AS stats USING (rank)
+            WHERE steps.last >= {behind}"""
+        self.last = min((row["last"] for row in self.sql(query).to_pylist()), default=-1)
         self._sampled = [step for step in sampled if step <= self.last]
         self.first = min(self._sampled[-self._num_sampled :], default=0)
         super()._create_views(files)
