@@ -162,7 +162,7 @@ def test_slash_finds_a_module(clean_page: Page, site: str) -> None:
 def test_the_head_of_a_page_is_reached_by_the_tab_key_in_reading_order(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/module?run=sick&module={samples.SICK}")
     reached = []
-    for _ in range(14):
+    for _ in range(15):
         clean_page.keyboard.press("Tab")
         reached.append(
             clean_page.evaluate("(at => at.getAttribute('aria-label') || at.innerText || at.id)(document.activeElement)")
