@@ -87,7 +87,8 @@ class Judge:
         # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
         names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
         gone = " OR ".join(f"lower(CAST({name} AS STRING)) IN {names}" for name in ("loss", "grad_norm"))
-        return run.sql(f"SELECT 1 AS one FROM steps WHERE step >= {run.first} AND ({gone}) LIMIT 1").num_rows > 0
+        query = f"SELECT 1 AS one FROM steps WHERE step >= {run.first} AND ({gone}) LIMIT 1"
+        return bool(run.sql(query).num_rows)
 
     def _new(self, findings: list[Finding]) -> list[Finding]:
         """Return the warnings and errors that are new; one that only follows into further modules is not."""
