@@ -64,9 +64,10 @@ def test_the_line_is_that_of_the_worst_metric_at_its_site(path: Path) -> None:
     run = Run(path)
     found = with_series(run, worst_modules(queries.health(run))[0], "running")
     lines = {one.module: one.series for one in found}
-    assert lines[UP] is not None and lines[UP].steps.tolist() == [0, 10, 20, 30]
-    assert lines[UP].values[2:].tolist() == pytest.approx([12, 12], abs=1e-3) and lines[UP].values[0] > 25
-    assert lines[DOWN] is not None and lines[DOWN].values[1] == pytest.approx(29.5, abs=1e-3)
+    up, down = lines[UP], lines[DOWN]
+    assert up is not None and up.steps.tolist() == [0, 10, 20, 30]
+    assert up.values[2:].tolist() == pytest.approx([12, 12], abs=1e-3) and up.values[0] > 25
+    assert down is not None and down.values[1] == pytest.approx(29.5, abs=1e-3)
     assert with_series(run, [WorstModule(module=UP, severity=float("nan"))], "running")[0].series is None
 
 
@@ -107,7 +108,7 @@ def test_most_rules_skipped_is_a_doubt_beside_healthy() -> None:
     from fp8debug.rules import RULES
     from fp8debug.rules.engine.findings import Findings
 
-    skipped = [(code, "no column") for code in list(RULES)[: len(RULES) - 3]]
+    skipped = [(rule.code, "no column") for rule in list(RULES)[: len(RULES) - 3]]
     weak = Judgement(known=Findings([], skipped=skipped))
     assert weak.verdict == "ok" and overview.few_rules(weak) == f"{len(skipped)} of {len(RULES)} rules skipped: data not recorded"
     assert f"3 of {len(RULES)} rules ran, {len(skipped)} skipped; none found a fault" in overview.sentence(weak)
