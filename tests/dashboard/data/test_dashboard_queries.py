@@ -90,9 +90,8 @@ def test_training_leaves_out_what_was_not_recorded_or_never_moves(folder: Path) 
     assert queries.training(Run(folder / "no-loss")) == [] and queries.last_loss(Run(folder / "no-loss")) is None
 
 
-def test_training_is_reduced_with_a_band(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries, "MAX_POINTS", 50)
-    loss = queries.training(run)[0]
+def test_training_is_reduced_with_a_band(run: Run) -> None:
+    loss = queries.training(run, most=50)[0]
     assert len(loss.values) == 50 and loss.low is not None and loss.high is not None
     assert (loss.low <= loss.values).all() and (loss.values <= loss.high).all()
 
@@ -269,7 +268,7 @@ def test_a_loss_that_became_nan_is_told(tmp_path: Path) -> None:
     steps = {step: {"loss": float("nan")} for step in range(12, 20)}
     run = build(tmp_path / "run", num_steps=20, steps=steps)
     assert queries.loss_lost_at(run) == 12 and str(queries.last_loss(run)) == "nan"
-    loss = queries.training(run)[0]
+    loss = queries.training(run, most=50)[0]
     assert loss.steps.tolist() == list(range(20)) and loss.states is not None
     assert loss.states.tolist() == 12 * [FINITE] + 8 * [NAN] and np.isnan(loss.values[12:]).all()
 
