@@ -54,6 +54,7 @@ def test_the_overview_says_what_is_ill_since_when_and_what_to_do(clean_page: Pag
     expect(worst).to_have_count(1)
     expect(worst).to_contain_text("lost")
     assert clean_page.locator("#worst img.sparkline").evaluate("image => image.complete && image.naturalWidth > 0")
+    expect(clean_page.locator("#findings .ag-row").first).to_be_visible()  # all rows are drawn at once
     expect(clean_page.locator("#timeline tbody tr")).to_have_count(clean_page.locator("#findings .ag-row").count())
     expect(clean_page.locator("#coverage")).to_contain_text("30 of 31")
     expect(clean_page.locator("#coverage")).to_contain_text("an override left it in BF16")
