@@ -332,6 +332,8 @@ class RunView:
 
     def has_health(self) -> bool:
         """Return whether the health of the whole run is known without reading it."""
+        if self.metric_cache is not None and self.metric_cache.health is not None:
+            return True
         key = ("heat", HEALTH, "all", self.cached("default cast"), (None, None), self.is_thin_health())
         return self.is_cached(key)
 
