@@ -170,3 +170,19 @@ def test_damage_that_listing_the_modules_meets_is_said(tmp_path: Path, monkeypat
     names = screens.module_names(large)
     assert names and large.run.problems == [f"{part} is damaged; its rows are left out"]
     assert "is damaged" in str(screens.problems(large)) and large.run.sql("SELECT 1 AS one FROM modules").num_rows == len(names)
+
+
+def test_the_health_of_a_large_run_is_known_before_and_after_its_table_is_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table comes after the health was read of some steps: the overview had waited for good for that of all."""
+    monkeypatch.setattr(opened_module, "SMALL_BYTES", 0)
+    large = ServedFolder(folder / "sick").open(None)
+    assert not large.has_health()
+    before = large.heat()
+    assert large.has_health()
+    large.load_cache()
+    assert large._loading_cache is not None
+    large._loading_cache.join()
+    assert large.metric_cache is not None and large.has_health()
+    assert set(large.heat().modules) == set(before.modules)
