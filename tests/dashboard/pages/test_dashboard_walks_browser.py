@@ -100,7 +100,7 @@ def test_findings_are_filtered_sorted_and_grouped(clean_page: Page, tmp_path: Pa
 
 def test_the_overview_has_the_loss_scale_under_the_findings(clean_page: Page, site: str) -> None:
     go(clean_page, f"{site}/?run=sick")
-    for name in ("loss", "grad_norm", "loss_scale", "lr"):
+    for name in ("loss", "gradient norm", "loss scale", "learning rate"):
         expect(clean_page.locator("#loss").get_by_text(name, exact=True)).to_be_attached()
     expect(clean_page.locator("#loss")).to_contain_text("F101")
 
