@@ -116,7 +116,7 @@ class Condition:
 
     @property
     def _merge(self) -> str | None:
-        """How the slots of two ranks join; None for a derived column."""
+        """Rule by which the slots of two ranks join; None for a derived column."""
         slot = slots().get(self.column)
         return None if slot is None else slot.merge
 
