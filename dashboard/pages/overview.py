@@ -206,21 +206,23 @@ def _verdict(run_view: RunView, judged: Judgement) -> list[Component | None]:
 
 def few_rules(judged: Judgement) -> str:
     """Return how many rules were skipped where most of them were, else "": a verdict of few rules is a weak one."""
+    if judged.known is None:  # the rules are not imported before the first paint
+        return ""
     from fp8debug.rules import RULES
 
-    num, skipped = len(RULES), len(judged.known.skipped) if judged.known is not None else 0
+    num, skipped = len(RULES), len(judged.known.skipped)
     return f"{skipped} of {num} rules skipped: data not recorded" if 2 * skipped > num else ""
 
 
 def sentence(judged: Judgement) -> str:
     """Return the verdict in words."""
-    from fp8debug.rules.reading.lost import Lost
-
     findings = judged.known
     if judged.failure:
         return f"Triage could not run: {judged.failure}"
     if findings is None:
         return "Triage is running; its findings appear here."
+    from fp8debug.rules.reading.lost import Lost
+
     again = " The run has grown since: triage is running again." if judged.is_pending else ""
     lost = f" Not all was recorded: {Lost(**findings.lost[0])}." if findings.lost else ""
     if not findings:
