@@ -115,6 +115,16 @@
     Promise.all(others).finally(() => { isSharing = false; });
   };
 
+  // The cells of a heatmap share a few texts: they come once, and each cell's place among them.
+  const withTexts = (trace) => {
+    const { words } = trace.meta || {}, { bdata, shape } = trace.text || {};
+    if (!words || !bdata) return trace;
+    const places = new Uint16Array(Uint8Array.from(atob(bdata), (one) => one.charCodeAt(0)).buffer);
+    const cells = Number(shape.split(",")[1]), text = [];
+    for (let at = 0; at < places.length; at += cells) text.push(Array.from(places.subarray(at, at + cells), (place) => words[place]));
+    return { ...trace, text };
+  };
+
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
   const drawSeenFirst = (library) => {
     // dcc.Graph writes a zoom into its figure, where it counts as asked for by the server: plotly would take it back with the next
@@ -140,7 +150,8 @@
     library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
       sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
-    const draw = (plot, figure) => react(plot, { ...figure, layout: withCursor(withZoom(zoomed(plot, figure.layout))) }).then((drawn) => {
+    const draw = (plot, figure) => react(plot, { ...figure, data: figure.data.map(withTexts),
+      layout: withCursor(withZoom(zoomed(plot, figure.layout))) }).then((drawn) => {
       const box = plot.closest(".saved-plot");
       if (box) box.classList.toggle("saved-nothing", !figure.data.length);  // it says why it is empty: no picture to save
       if (!plot.zooms) {

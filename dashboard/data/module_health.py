@@ -19,7 +19,7 @@ from .health import METRICS
 from .healthy_ranges import KIND_SQL, badness_sql, envelope, severities
 from .nonfinite import FINITE, state_sql, value_sql
 from .records import Floats, Ints
-from .step_ranges import MOST_ROWS, ends, sites_within, step_range, width_of
+from .step_ranges import MOST_ROWS, sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -80,7 +80,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
         return ModuleHealth(
             modules=(),
             steps=np.zeros(0, np.int32),
-            last=ends(run)[1],
+            last=run.steps_range[1],
             levels=nothing,
             metrics=recorded,
             causes=nothing,
@@ -102,7 +102,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
         " ORDER BY module, cell, kind",
         [value for _, values in conditions for value in values],
     )
-    return _grid(table, recorded, modules, ends(run)[1], apart)
+    return _grid(table, recorded, modules, run.steps_range[1], apart)
 
 
 def _interval(run: Run) -> int:

@@ -59,18 +59,8 @@ def sites_within(run: Run, first: int, last: int, is_thin: bool = False) -> tupl
     return f"({run.sites_of(f'(SELECT * FROM raw WHERE {within}) AS chosen', run.slots)}) AS few WHERE TRUE", apart
 
 
-def ends(run: Run) -> tuple[int, int]:
-    """Return the first and the last step that was recorded, 0 and 0 for a run without data.
-
-    They are those of ``Run.steps_range``, which lists all sampled steps: what a page asks for first shall not wait for that.
-    """
-    query = "SELECT min(step) AS first, max(step) AS last FROM (SELECT step FROM raw_steps UNION ALL SELECT step FROM raw) AS a"
-    row = run.memo("ends", lambda: run.sql(query).to_pylist()[0])
-    return (0, 0) if row["first"] is None else (row["first"], row["last"])
-
-
 def step_range(run: Run, first: int | None = None, last: int | None = None) -> tuple[int, int] | None:
     """Return the steps of a run, inclusive, cut to what is asked for; None where nothing is left of them."""
-    low, high = ends(run)
+    low, high = run.steps_range
     low, high = max(low, low if first is None else first), min(high, high if last is None else last)
     return (low, high) if low <= high else None

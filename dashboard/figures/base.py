@@ -269,14 +269,14 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
         ends = {"zmin": SEVERITY_RANGE[0], "zmax": SEVERITY_RANGE[1], "colorscale": SEVERITY_SCALE}
         shown = {"z": colors, **ends, "colorbar": severity_ticks(heat.metric, heat.kinds[~np.isnan(heat.values)])}
     texts = _cell_texts(heat, rows, states)
-    if texts is not None:
+    if texts:
         hover += "<br>%{text}"
     cells = {
         "type": "heatmap",
         "x": heat.steps,
         "y": names,
         "customdata": heat.values,
-        **({"text": texts} if texts is not None else {}),
+        **texts,
         "hovertemplate": f"<b>%{{y}}</b><br>step %{{x}}<br>{hover}<extra></extra>",
         "hoverongaps": False,
         "xgap": 1 if len(heat.steps) <= 120 else 0,
@@ -315,32 +315,33 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     )
 
 
-def _cell_texts(heat: Heat, rows: HeatRows | None, states: States) -> list[list[str]] | None:
+def _cell_texts(heat: Heat, rows: HeatRows | None, states: States) -> Part:
     """Return what the box of each cell adds: the module of a fold that is shown, and metric and site of a severity.
 
-    Healthy cells of a module have none: most are healthy, and text is the widest that goes to the browser.
+    Each text goes to the browser once, in ``meta.words``; ``text`` has its place there for each cell, uint16 ``[rows, cells]``,
+    and assets/fp8debug.js puts the one for the other. Healthy cells of a module have none. Empty where no cell has any.
     """
-    folds = [len(of) > 1 for of in rows.members] if rows is not None else [False] * len(heat.modules)
-    if heat.reasons is None and not any(folds):
-        return None
-    found = [[""] * len(heat.steps) for _ in heat.modules]
-    reasons: dict[int, str] = {}
-    is_bad = (states == FINITE) & (heat.values > 0) if heat.reasons is not None else np.zeros(states.shape, np.bool_)
-    is_named = is_bad | (np.array(folds)[:, None] & (states != MISSING))
-    for i, j in np.argwhere(is_named).tolist():
-        words = []
-        if folds[i] and rows is not None:
-            words.append(plain(rows.names[rows.worst[i, j]]))
-        if is_bad[i, j] and heat.reasons is not None:
-            code = int(heat.reasons[i, j]) % (ROOM * ROOM)
-            words.append(reasons.setdefault(code, str(reason_of(code, heat.sites))))
-        found[i][j] = ": ".join(words)
-    return found
+    folds = np.array([len(of) > 1 for of in rows.members] if rows is not None else [False] * len(heat.modules), np.bool_)
+    if heat.reasons is None and not folds.any():
+        return {}
+    modules = np.zeros(states.shape, np.int64)
+    if rows is not None:
+        modules = np.where(folds[:, None] & (states != MISSING), rows.worst.astype(np.int64) + 1, 0)
+    reasons, room = np.zeros(states.shape, np.int64), ROOM * ROOM + 1
+    if heat.reasons is not None:
+        reasons = np.where((states == FINITE) & (heat.values > 0), heat.reasons % (ROOM * ROOM) + 1, 0)
+    found, places = np.unique(np.append(modules * room + reasons, 0), return_inverse=True)
+    words = []
+    for code in found.tolist():
+        module, reason = divmod(code, room)
+        named = [plain(rows.names[module - 1])] if module and rows is not None else []
+        words.append(": ".join([*named, *([str(reason_of(reason - 1, heat.sites))] if reason else [])]))
+    return {"text": places[:-1].reshape(states.shape).astype(np.uint16), "meta": {"words": words}}
 
 
 def _heat_states(figure: Figure, heat: Heat, states: States, cells: Part) -> bool:
     """Add the cells that are NaN, infinite or not recorded, each kind in its own colour, and a legend; tell if there are any."""
-    shared: Part = {key: cells[key] for key in ("type", "x", "y", "xgap", "ygap", "hoverongaps", "text") if key in cells}
+    shared: Part = {key: cells[key] for key in ("type", "x", "y", "xgap", "ygap", "hoverongaps", "text", "meta") if key in cells}
     found = [state for state in STATE_COLORS if (states == state).any()]
     for state in found:
         color, z = STATE_COLORS[state], np.where(states == state, np.float32(1), np.float32(np.nan))

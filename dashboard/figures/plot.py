@@ -150,7 +150,7 @@ def _packed(trace: Part) -> Part:
 
 
 def _array(values: np.ndarray[Any, Any]) -> Part:
-    dtype = np.dtype(np.float32 if values.dtype.kind == "f" else np.int32)
+    dtype = np.dtype({"f": np.float32, "u": np.uint16}.get(values.dtype.kind, np.int32))
     data = np.ascontiguousarray(values, dtype=dtype)
     found: Part = {"dtype": dtype.str[1:], "bdata": base64.b64encode(data.data if data.size else b"").decode("ascii")}
     return found if data.ndim == 1 else {**found, "shape": ", ".join(map(str, data.shape))}

@@ -34,6 +34,7 @@ class RunFile:
         schema: Arrow schema of its rows; parts with equal ones share the object.
         rows: the rows of a stream; None for a part, which the query engine reads itself.
         first_step: smallest step, None without one.
+        last_step: largest step, None where it is not known without reading rows.
         is_whole: every row is known to have its keys; else readers leave out the rows that lack one.
     """
 
@@ -44,6 +45,7 @@ class RunFile:
     schema: pa.Schema
     rows: pa.Table | None
     first_step: int | None
+    last_step: int | None = None
     is_whole: bool = False
 
 
@@ -72,6 +74,17 @@ class RunFiles:
     def of(self, table: str | None = None) -> Iterator[RunFile]:
         """Return the files of a table, or of all."""
         return (s for group in self.sources.values() for s in group if table in (None, s.table))
+
+    def step_ends(self) -> tuple[int, int] | None:
+        """Return the first and the last step of statistics and steps, None where footers alone do not tell them."""
+        found = [
+            (source, before) for before, group in self.sources.items() for source in group if source.table in ("stats", "steps")
+        ]
+        first = [source.first_step for source, _ in found if source.first_step is not None]
+        # A later writing begins at ``before``, so what an earlier one has beyond it is not the last step.
+        last = [s.last_step if before is None else min(s.last_step, before - 1) for s, before in found if s.last_step is not None]
+        is_known = all(s.is_whole and s.rows is None for s, _ in found) and len(first) == len(last) == len(found) > 0
+        return (min(first), max(last)) if is_known else None
 
 
 def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
@@ -198,10 +211,17 @@ def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path]
             continue
         if metadata.num_rows and (schema is last or _fits(schema, table, path, problems)):
             last = schema
-            first = _first_step(metadata)
-            whole = _is_whole(metadata, table)
+            first, last_step = _step_ends(metadata)
             yield RunFile(
-                path=path, table=table, rank=rank, number=number, schema=schema, rows=None, first_step=first, is_whole=whole
+                path=path,
+                table=table,
+                rank=rank,
+                number=number,
+                schema=schema,
+                rows=None,
+                first_step=first,
+                last_step=last_step,
+                is_whole=_is_whole(metadata, table),
             )
 
 
@@ -235,13 +255,16 @@ def _family(arrow: pa.DataType) -> str:
     return "timestamp" if pa.types.is_timestamp(arrow) else str(arrow)
 
 
-def _first_step(metadata: pq.FileMetaData) -> int | None:
+def _step_ends(metadata: pq.FileMetaData) -> tuple[int | None, int | None]:
+    """Return the smallest and the largest step of a part; no largest where a row group does not tell its own."""
     index = places(metadata).get("step")
     if index is None:
-        return None
+        return None, None
     found = [metadata.row_group(group).column(index).statistics for group in range(metadata.num_row_groups)]
-    steps = [one.min for one in found if one is not None and one.has_min_max]
-    return min((step for step in steps if isinstance(step, int)), default=None)
+    known = [(one.min, one.max) for one in found if one is not None and one.has_min_max]
+    ends = [(low, high) for low, high in known if isinstance(low, int) and isinstance(high, int)]
+    last = max((high for _, high in ends), default=None) if len(ends) == len(found) else None
+    return min((low for low, _ in ends), default=None), last
 
 
 def _is_whole(metadata: pq.FileMetaData, table: str) -> bool:

@@ -63,6 +63,7 @@ class RecentRun(Run):
         self.last = min((row["last"] for row in self.sql(query).to_pylist()), default=-1)
         self._sampled = [step for step in sampled if step <= self.last]
         self.first = min(self._sampled[-self._num_sampled :], default=0)
+        self._footer_ends = None  # they know of steps behind the last that every rank has written
         super()._create_views(files)
 
     def _table_sql(self, table: str, columns: Sequence[Column], files: RunFiles) -> str:

@@ -111,6 +111,7 @@ class Run:
         self.manifest, self.rank_manifests = files.manifest, files.rank_manifests
         self.ranks, self.problems = files.ranks, files.problems
         self._memo: dict[str, Any] = {}
+        self._footer_ends = files.step_ends()
         self._modules: list[dict[str, Any]] | None = None
         self._connection = connect(self._folders())
         self._create_views(files)
@@ -360,12 +361,14 @@ class Run:
 
     @property
     def steps_range(self) -> tuple[int, int]:
-        """The first and the last step that was recorded."""
-        query = "SELECT min(step) AS first, max(step) AS last FROM raw_steps"
+        """The first and the last step that was recorded, 0 and 0 without any; the footers of parts tell it without their rows."""
+        if self._footer_ends is not None:
+            return self._footer_ends
+        query = (
+            "SELECT min(step) AS first, max(step) AS last FROM (SELECT step FROM raw_steps UNION ALL SELECT step FROM raw) AS a"
+        )
         row = self.memo("steps_range", lambda: self.sql(query).to_pylist()[0])
-        ends = (row["first"], row["last"], *self.sampled_steps[:1], *self.sampled_steps[-1:])
-        known = [step for step in ends if step is not None]
-        return min(known, default=0), max(known, default=0)
+        return (0, 0) if row["first"] is None else (row["first"], row["last"])
 
     @property
     def num_rows(self) -> int:

@@ -150,6 +150,15 @@ def test_each_row_of_a_heatmap_has_a_label_and_room_for_it() -> None:
         assert 1.2 * size <= (figure.layout["height"] - 74) / drawn and figure.layout["height"] <= 1400
 
 
+def test_a_text_of_many_cells_travels_once_with_its_place_in_each() -> None:
+    values = [[31.0] * 3, [31.0, 12.0, 12.0], [float("nan")] * 3]
+    rows = arranged(replace(heat("sqnr_db", values), modules=("blocks.0.<q>", "blocks.0.up", "head")), fold="blocks")
+    cells = figures.heatmap(rows.heat, rows=rows).data[0]
+    words = cells["meta"]["words"]
+    assert [[words[place] for place in row] for row in cells["text"]] == [["blocks.0.&lt;q>"] + ["blocks.0.up"] * 2, [""] * 3]
+    assert cells["text"].dtype == np.uint16 and len(words) == 3
+
+
 @pytest.mark.parametrize("name", ["<b>x</b>", "<a href='http://x'>y</a>", "%{zz}", "a & b"])
 def test_names_stay_text(name: str) -> None:
     shown = figures.plain(name)

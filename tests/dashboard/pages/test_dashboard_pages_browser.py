@@ -264,6 +264,21 @@ def test_a_fold_opens_where_it_is_clicked_and_rows_are_sorted_and_filtered(clean
     expect(labels).to_have_count(6)
 
 
+def test_two_clicks_lead_from_a_fold_to_the_nine_sites_of_its_worst_module(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/heatmap?run=sick&fold=blocks&sort=worst")
+    labels = clean_page.locator("#heat .ytick")
+    for count in (6, 10):
+        expect(labels).to_have_count(count)
+        box = clean_page.locator("#heat .nsewdrag").bounding_box()
+        assert box is not None
+        clean_page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 0.5 * box["height"] / count)
+        expect(clean_page.locator("#heat .hoverlayer")).to_contain_text(samples.SICK)
+        clean_page.mouse.down()
+        clean_page.mouse.up()
+    expect(clean_page.locator("h1")).to_have_text(samples.SICK)
+    expect(clean_page.locator("#nine .scatterlayer .trace").first).to_be_attached()
+
+
 def test_a_browser_without_idle_callbacks_has_tables_and_one_that_lost_their_script_says_so(
     page: Page, warm: None, site: str
 ) -> None:

@@ -41,6 +41,14 @@ def test_a_run_resumed_into_its_own_folder_is_one(tmp_path: Path) -> None:
     assert (finding.code, finding.module, finding.steps) == ("F101", CULPRIT, (70, 90))
 
 
+def test_the_last_step_is_that_of_the_last_writing_as_its_rows_have_it(tmp_path: Path) -> None:
+    write(tmp_path / "run", Plan(num_steps=60, with_results=False))
+    resumed(tmp_path / "run", Plan(num_steps=40, with_results=False), 20)
+    run = Run(tmp_path / "run")
+    rows = run.sql("SELECT min(step) AS first, max(step) AS last FROM raw_steps").to_pylist()
+    assert rows == [{"first": 0, "last": 39}] and run.steps_range == (0, 39)
+
+
 def test_folders_of_one_run_are_one(tmp_path: Path) -> None:
     write(tmp_path / "first", Plan(num_steps=60, with_results=False))
     resumed(tmp_path / "second", SICK, 50, resume=False)
