@@ -17,7 +17,7 @@ from fp8debug.trials.bisect import SearchPlan
 from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, wide_option, write_file
-from .output import echo
+from .output import echo, write
 from .trial_options import ScriptCommand, make_script, script_options, shares
 from .trial_progress import Trainings, announce, lasting
 from .verify import band
@@ -84,7 +84,7 @@ def command(**options: Any) -> int:
             **limits,
         )
     if options["form"] == "json":
-        click.echo(json.dumps(found, indent=2))
+        write(json.dumps(found, indent=2))
     else:
         _print(found)
     echo(f"Wrote {save_as}", err=True)

@@ -24,7 +24,7 @@ from fp8debug.store.locations import ObjectPath, place_of
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
-from .output import NUMBER, MultilineCell, broken, display_width, echo, reader_has_gone, terminal_width
+from .output import NUMBER, MultilineCell, broken, display_width, echo, terminal_width, write
 
 #: Where text wraps in a table that goes to a file or a pipe: wide enough that names do not; its other columns may go beyond.
 PIPE_WIDTH = 200
@@ -134,10 +134,7 @@ def print_table(
     show([(titles[place], {"bold": True}) for place in kept])
     for row in cells:
         show([row[place] for place in kept])
-    try:
-        click.echo("\n".join(printed))
-    except BrokenPipeError:
-        reader_has_gone()
+    write("\n".join(printed))
     if left_out:
         names = ", ".join(titles[place] for place in sorted(left_out))
         echo(f"+{len(left_out)} column{'' if len(left_out) == 1 else 's'}: {names} (--wide)")
@@ -231,7 +228,7 @@ def _strict(value: Any) -> Any:
 def write_file(path: str, text: str) -> None:
     """Write a file whole or not at all, and say so on stderr; ``-`` is stdout."""
     if path == "-":
-        click.echo(visible(text), nl=False)
+        write(visible(text), nl=False)
         return
     target = place_of(path)
     try:

@@ -15,7 +15,7 @@ from fp8debug.store.flop_shares import Rest, gemm_shares
 from fp8debug.store.read.module_names import folded
 
 from .console import open_run, print_table, to_csv, to_json, wide_option
-from .output import echo
+from .output import echo, write
 
 COLUMNS = ["module", "kind", "fp8", "requested", "flops", "gemms", "casts", "reason", "note"]
 
@@ -95,7 +95,7 @@ def command(run: str, form: str, each: bool) -> None:
     for row in rows:
         row["flops"] = None if row["flops"] is None else _percent(row["flops"])
     if form != "table":
-        click.echo(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
+        write(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
         return
     totals = opened.sql(TOTALS).to_pylist()[0]
     if shares is not None:

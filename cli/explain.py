@@ -10,6 +10,8 @@ from fp8debug.parity.rules import PATHS
 from fp8debug.rules import RULES
 from fp8debug.rules.base import Documented
 
+from .output import write
+
 
 @click.command("explain")
 @click.argument("code", required=False)
@@ -18,13 +20,13 @@ def command(code: str | None, wants_list: bool) -> None:
     """Print the manual page of the rule CODE (F101, or its name): what it detects, why it matters, the cure."""
     if wants_list or code is None:
         for rule in _all():
-            click.echo(f"{rule.code}  {rule.name:24}  {rule.summary}")
+            write(f"{rule.code}  {rule.name:24}  {rule.summary}")
         return
     rule = _rule(code)
-    click.echo(f"{click.style(f'{rule.code} {rule.name}', bold=True)}\n\n{rule.summary}")
+    write(f"{click.style(f'{rule.code} {rule.name}', bold=True)}\n\n{rule.summary}")
     for heading, text in rule.manual().items():
         indented = "\n".join(f"    {line}".rstrip() for line in text.splitlines())
-        click.echo(f"\n{click.style(heading, bold=True)}\n{indented}")
+        write(f"\n{click.style(heading, bold=True)}\n{indented}")
 
 
 def _all() -> list[Documented]:

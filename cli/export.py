@@ -29,7 +29,7 @@ def command(run: str, name: str, output: str | None, project: str, run_name: str
     here. A run that is being recorded is sent by fp8debug run --to.
     """
     tracker = TRACKERS.get(name)
-    tracker.require()
+    tracker.require("name another tracker after --to")
     if output is not None and name != "tensorboard":
         raise UsageError(f"-o is for --to tensorboard; {name} keeps its files where its own settings say")
     opened = open_run(run)

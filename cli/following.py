@@ -9,7 +9,7 @@ from fp8debug.errors import RunError
 from fp8debug.store.read.resumed import open_runs
 from fp8debug.store.read.run import Run
 
-from .output import echo
+from .output import echo, has_reader
 
 #: Seconds between two looks at the files.
 INTERVAL_S = 1.0
@@ -19,7 +19,7 @@ _LAST = "SELECT min(last) AS last FROM (SELECT rank, max(step) AS last FROM raw_
 
 
 def follow(paths: Sequence[str], show: Callable[[Run, list[int]], None], interval_s: float = INTERVAL_S) -> None:
-    """Call ``show`` with the run and the sampled steps that are new in it, until all of its ranks have ended.
+    """Call ``show`` with the run and the sampled steps that are new in it, until all of its ranks have ended, or nobody reads on.
 
     A run that is not there yet is waited for. A step is shown once a later one was begun on every rank.
 
@@ -43,7 +43,7 @@ def follow(paths: Sequence[str], show: Callable[[Run, list[int]], None], interva
             if whole:
                 seen = whole[-1]
                 show(run, whole)
-            if has_ended:
+            if has_ended or not has_reader():
                 return
         sleep(interval_s)
 

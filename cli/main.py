@@ -93,6 +93,12 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(status(sys.argv[1:] if args is None else args))
 
 
+def _without_reader() -> int:
+    """Return the status where the reader of our output (head, less) has gone: nothing is left to say, not even by a flush."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 def next_step(here: Path) -> str:
     """Return what to do next in a folder: judge the newest run in it, or up to two folders below, or record the first."""
     found: list[tuple[float, Path]] = []
@@ -110,6 +116,7 @@ def next_step(here: Path) -> str:
 
 def status(args: list[str]) -> int:
     """Run the command line; return its exit code."""
+    stdout = sys.stdout
     try:
         plain: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
         code = cli.main(args, prog_name="fp8debug", standalone_mode=False, **plain)
@@ -129,9 +136,11 @@ def status(args: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone; nothing is left to say, not even by the interpreter's flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _without_reader()
+    except SystemExit:
+        if sys.stdout is stdout:  # a script's own
+            raise
+        return _without_reader()  # click was printing itself, --help say: it puts another stream in place, and exits with 1
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         return _fail(f"{error.strerror or error}{':' + where if where else ''}", EXIT_USAGE)

@@ -11,7 +11,7 @@ from fp8debug.errors import UnknownNameError, UsageError
 from fp8debug.store.dump_files import dumps_at
 
 from .console import print_table, to_csv, to_json, wide_option
-from .output import echo
+from .output import echo, write
 
 #: What stands before the statistics in every row.
 KEYS = ["file", "step", "rank", "module", "gemm", "tensor", "call", "cast_name", "actual"]
@@ -49,7 +49,7 @@ def command(files: tuple[str, ...], casts: tuple[str, ...], columns: str | None,
             _print(dump, found, names)
     if form != "table":
         fields = list(rows[0]) if rows else KEYS
-        click.echo(to_json(rows) if form == "json" else to_csv(fields, rows), nl=False)
+        write(to_json(rows) if form == "json" else to_csv(fields, rows), nl=False)
 
 
 def _names(found: dict[str, dict[str, Any]], asked: list[str] | None) -> list[str]:

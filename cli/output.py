@@ -27,16 +27,32 @@ def echo(message: str = "", *, err: bool = False, nl: bool = True) -> None:
     text, width = plain(message), None if err else terminal_width()
     if width is not None:
         text = "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+    if err:
+        with suppress(BrokenPipeError):
+            click.echo(text, err=True, nl=nl)
+    else:
+        write(text, nl=nl)
+
+
+def write(text: str, *, nl: bool = True) -> None:
+    """Write text to stdout as it is: what programs read, or what is escaped already.
+
+    Once its reader (head, less) has gone, the rest goes nowhere, and the command ends with its own status; click's would be 1.
+    """
+    global _has_reader
     try:
-        click.echo(text, err=err, nl=nl)
+        click.echo(text, nl=nl)
     except BrokenPipeError:
-        if not err:
-            reader_has_gone()
+        _has_reader = False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def reader_has_gone() -> None:
-    """Send the rest of stdout nowhere: its reader (head, less) has gone, and click would end the command with status 1."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+_has_reader = True
+
+
+def has_reader() -> bool:
+    """Return whether stdout still has a reader, as far as it has been written to."""
+    return _has_reader
 
 
 def _folded(line: str, width: int) -> list[str]:

@@ -13,6 +13,7 @@ from fp8debug.store.read.run import Run, StepRange, parse_steps
 
 from .console import open_run, print_table, to_csv, to_json, warn, wide_option
 from .following import follow
+from .output import write
 
 #: What stands before the statistics in every row.
 KEYS = ["step", "module", "gemm", "tensor", "reference", "actual", "cast_name"]
@@ -99,7 +100,7 @@ class _Shown:
             warn("no recorded row matches")
         if self._form != "table":
             found = [{name: _recorded(name, row) for name in names} for row in table.to_pylist()]
-            click.echo(to_json(found) if self._form == "json" else to_csv(names, found, header=not self._has_header), nl=False)
+            write(to_json(found) if self._form == "json" else to_csv(names, found, header=not self._has_header), nl=False)
             self._has_header = True
             return
         rows = (table.slice(0, min(self._limit, table.num_rows)) if self._limit else table).to_pylist()

@@ -14,7 +14,7 @@ from fp8debug.store.locations import place_of
 from fp8debug.store.speed_file import GEMMS, SPEED_VERSION, load_shapes, shapes_of, write_speed
 
 from .console import cell, open_run, print_table, progress, warn, wide_option, write_file
-from .output import echo
+from .output import echo, write
 
 HEADER = [
     "shape",
@@ -67,7 +67,7 @@ def command(
     with progress("timing") as report:
         document = {"schema": SPEED_VERSION, **measure_shapes(wanted, energy=energy, progress=report)}
     if form == "json":
-        click.echo(json.dumps(document, indent=2))
+        write(json.dumps(document, indent=2))
     else:
         _print(document)
     if opened is not None:

@@ -16,7 +16,7 @@ from fp8debug.trials.verify import ARMS
 from fp8debug.types import parse_share
 
 from .console import open_run, print_table, warn, wide_option
-from .output import echo
+from .output import echo, write
 from .trial_options import ScriptCommand, make_script, script_options, shares
 from .trial_progress import Trainings, announce
 
@@ -89,7 +89,7 @@ def command(**options: Any) -> int:
             warn(f"arm {arm['name']}: {arm['problem']}")
             echo("".join(f"    {line}\n" for line in arm["stderr"].splitlines()), nl=False, err=True)
     if options["form"] == "json":
-        click.echo(json.dumps(found, indent=2))
+        write(json.dumps(found, indent=2))
     else:
         _print(found)
     echo(f"Wrote {save_as}", err=True)

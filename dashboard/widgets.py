@@ -124,6 +124,7 @@ def grid(
     rows: Sequence[Mapping[str, Any]],
     none: str,
     csv: bool = True,
+    search: str = "",
 ) -> Component:
     """Return an AG Grid that filters and sorts; cells are text, links come from the ``Link`` renderer in assets.
 
@@ -133,6 +134,7 @@ def grid(
         rows: one mapping per row.
         none: what it says without rows.
         csv: it has a button that saves it.
+        search: only rows that hold these words are shown.
     """
     component: Component = dag.AgGrid(
         id=id,
@@ -145,6 +147,7 @@ def grid(
             "rowHeight": ROW_HEIGHT,
             "headerHeight": HEADER_HEIGHT,
             "localeText": {"noRowsToShow": none},
+            "quickFilterText": search,
             "animateRows": False,
             "popupParent": {"function": "pageBody()"},  # in a low grid a filter's box has no room
             "tooltipShowDelay": 300,

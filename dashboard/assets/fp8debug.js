@@ -353,7 +353,10 @@
       reload(now) { if (now) window.location.reload(); },
       pause(follow) { return !follow; },
       search_runs(text) {
-        const runs = document.getElementById("runs") && window.dash_ag_grid.getApi("runs");
+        const search = document.getElementById("runs-search");
+        if (!search) return;
+        if ((query().get("q") || "") !== (text || "")) silently({ q: text || null });
+        const runs = window.dash_ag_grid.getApi("runs");
         if (runs) runs.setGridOption("quickFilterText", text || "");
       },
       open_module(name) {
@@ -365,8 +368,8 @@
         const point = click && click.points && click.points[0];
         if (!point || !Number.isFinite(Number(point.x)) || point.y === undefined) return;
         const now = new URLSearchParams(window.location.search);
-        const { meta } = document.querySelector("#heat .js-plotly-plot").layout;
-        if (meta && meta.folds.includes(point.y)) {
+        const meta = metaOf(document.querySelector("#heat .js-plotly-plot"));
+        if (meta.folds.includes(point.y)) {
           const opened = (now.get("open") || "").split("~").filter(Boolean);
           set({ open: [...opened, plainText(String(point.y))].join("~"), rows: null });
           return;
@@ -374,20 +377,20 @@
         // A health says which metric at which site is worst.
         const [, metric, worst] = /(\w+) at (\w+\.\w+)/.exec(point.text || "") || [];
         const site = worst || now.get("site");
-        visit("/module", changed("", { run: now.get("run"), module: plainText(String(point.y)), step: Math.trunc(Number(point.x)),
+        visit("/module", changed("", { run: now.get("run"), module: plainText(String(point.y)), step: Math.round(stepAt(meta, Number(point.x))),
           metric: metric || now.get("metric"), site: site && site.includes(".") ? site : null }));
       },
       // A box drawn in the heatmap asks for its steps at full resolution; a double click takes the range away again.
       zoom(change) {
-        if (!change) return;
+        const plot = document.querySelector("#heat .js-plotly-plot");
+        if (!change || !plot) return;
         const ends = (axis) => [0, 1].map((i) => Number(change[`${axis}axis.range[${i}]`]));
-        const steps = ends("x"), rows = ends("y"), wanted = {};
+        const steps = ends("x").map((x) => stepAt(metaOf(plot), x)), rows = ends("y"), wanted = {};
         if (steps.every(Number.isFinite)) {
           const [from, to] = [Math.max(0, Math.ceil(Math.min(...steps))), Math.max(0, Math.floor(Math.max(...steps)))];
           if (to >= from) Object.assign(wanted, { from, to });
         } else if (change["xaxis.autorange"]) Object.assign(wanted, { from: null, to: null });
-        const plot = document.querySelector("#heat .js-plotly-plot");
-        const num = plot && plot._fullLayout.yaxis._categories.length;
+        const num = plot._fullLayout.yaxis._categories.length;
         if (rows.every(Number.isFinite) && num) {
           // Row i is drawn from i - 0.5 to i + 0.5; one of which a tenth is in the box is not meant.
           const low = Math.max(0, Math.floor(Math.min(...rows) + 0.6)), high = Math.min(num - 1, Math.ceil(Math.max(...rows) - 0.6));

@@ -100,8 +100,12 @@ def _any(found: States) -> States | None:
 def disagreement(run: Run, metric: str, is_thin: bool = False) -> list[dict[str, Any]]:
     """Return the sites at which ranks differ most in a metric of the running cast, the largest spread first.
 
-    Each row has module, gemm, tensor, reference, step (of the largest spread), spread, median, scale_spread (largest
-    difference of scale_inv between ranks, in powers of two), outlier (rank farthest from the median) and its value.
+    Before all others come those that hold NaN or Inf on some ranks and not on the rest, in the order of steps and execution.
+
+    Each row has module, gemm, tensor, reference, step (of the largest spread, or the first at which ranks differ in NaN or Inf),
+    spread, median, scale_spread (largest difference of scale_inv between ranks, in powers of two), outlier (rank farthest from
+    the median) and its value, state (of the outlier, see ``nonfinite``; 0 where its ranks are all finite, or all not) and
+    num_lost, the ranks with NaN or Inf at that step. Spread, median and value are None where state is not 0.
 
     Raises:
         UnknownNameError: no such metric.
@@ -110,19 +114,38 @@ def disagreement(run: Run, metric: str, is_thin: bool = False) -> list[dict[str,
     within, _ = step_condition(run, *(step_range(run) or (0, 0)), is_thin)
     site = "module, gemm, tensor, reference"
     found: list[dict[str, Any]] = run.sql(
-        f"WITH picked AS (SELECT step, rank, {site}, CAST({name} AS DOUBLE) AS v, scale_inv_mean_log2 AS s FROM stats"
-        f" WHERE actual AND reference <> 'exact' AND isfinite({name}) AND {within}), of_step AS ("
-        f" SELECT step, {site}, max(v) - min(v) AS spread, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) AS median,"
-        f" max(s) - min(s) AS scale_spread FROM picked GROUP BY step, {site} HAVING count(DISTINCT rank) > 1), worst AS ("
-        f" SELECT {site}, max(spread) AS spread, max_by(step, spread) AS step, max_by(median, spread) AS median,"
-        f" max(scale_spread) AS scale_spread FROM of_step GROUP BY {site} ORDER BY spread DESC, {site} LIMIT {MAX_SITES})"
-        " SELECT w.module, w.gemm, w.tensor, w.reference, w.step, w.spread, w.median, w.scale_spread,"
-        " max_by(p.rank, abs(p.v - w.median)) AS outlier, max_by(p.v, abs(p.v - w.median)) AS value FROM worst w JOIN picked p"
+        f"WITH picked AS (SELECT step, rank, {site}, CASE WHEN isfinite({name}) THEN CAST({value_sql(run, name)} AS DOUBLE) END"
+        f" AS v, {state_sql(run, name)} AS state, scale_inv_mean_log2 AS s, call_index FROM stats"
+        f" WHERE actual AND reference <> 'exact' AND {within}), of_step AS (SELECT step, {site}, min(call_index) AS place,"
+        " max(v) - min(v) AS spread, percentile_cont(0.5) WITHIN GROUP (ORDER BY v) AS median, max(s) - min(s) AS scale_spread,"
+        " count(DISTINCT rank) FILTER (WHERE state > 0) AS num_lost, count(DISTINCT rank) AS num FROM picked"
+        f" WHERE v IS NOT NULL OR state > 0 GROUP BY step, {site} HAVING count(DISTINCT rank) > 1), judged AS ("
+        " SELECT *, CASE WHEN num_lost BETWEEN 1 AND num - 1 THEN 1 ELSE 0 END AS lost FROM of_step), worst AS ("
+        f" SELECT {site}, max(lost) AS lost, min(place) AS place, max(spread) AS spread,"
+        " max_by(step, (lost, CASE WHEN lost = 1 THEN -step ELSE spread END)) AS step,"
+        " max_by(num_lost, (lost, CASE WHEN lost = 1 THEN -step ELSE spread END)) AS num_lost,"
+        " max_by(median, (lost, CASE WHEN lost = 1 THEN -step ELSE spread END)) AS median, max(scale_spread) AS scale_spread"
+        f" FROM judged WHERE lost = 1 OR spread IS NOT NULL GROUP BY {site}), listed AS (SELECT * FROM worst"
+        " ORDER BY lost DESC, CASE WHEN lost = 1 THEN step END, CASE WHEN lost = 1 THEN place END,"
+        f" CASE WHEN lost = 1 THEN 0 ELSE spread END DESC, {site} LIMIT {MAX_SITES})"
+        " SELECT w.module, w.gemm, w.tensor, w.reference, w.step, w.scale_spread, w.lost, w.place, w.num_lost,"
+        " CASE WHEN w.lost = 0 THEN w.spread END AS spread, CASE WHEN w.lost = 0 THEN w.median END AS median,"
+        " max_by(p.rank, (w.lost * p.state, abs(coalesce(p.v, w.median) - w.median), -p.rank)) AS outlier,"
+        " CASE WHEN w.lost = 0 THEN max_by(p.v, abs(p.v - w.median)) END AS value, w.lost * max(p.state) AS state"
+        " FROM listed w JOIN picked p"
         " ON p.module = w.module AND p.gemm = w.gemm AND p.tensor = w.tensor AND p.reference = w.reference AND p.step = w.step"
-        " GROUP BY w.module, w.gemm, w.tensor, w.reference, w.step, w.spread, w.median, w.scale_spread"
-        " ORDER BY w.spread DESC, w.module, w.gemm, w.tensor"
+        " GROUP BY w.module, w.gemm, w.tensor, w.reference, w.step, w.spread, w.median, w.scale_spread, w.lost, w.place,"
+        " w.num_lost"
     ).to_pylist()
-    return found
+
+    def order(row: dict[str, Any]) -> tuple[Any, ...]:
+        lost, gemms = row.pop("lost"), ("fprop", "dgrad", "wgrad")
+        place, gemm = row.pop("place"), gemms.index(row["gemm"]) if row["gemm"] in gemms else len(gemms)
+        if lost:  # operands before the result
+            return 0, row["step"], place if place is not None else 1 << 31, gemm, row["reference"] != "operand", row["tensor"]
+        return 1, -row["spread"], row["module"], row["gemm"], row["tensor"]
+
+    return sorted(found, key=order)
 
 
 def rank_rows(run: Run) -> list[dict[str, Any]]:

@@ -309,7 +309,7 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     return figure.set(
         height,
         margin=margin,
-        meta={"folds": folds},
+        meta={**figure.layout["meta"], "folds": folds},
         showlegend=has_legend,
         legend={**LEGEND, "itemclick": False, "itemdoubleclick": False},
     )

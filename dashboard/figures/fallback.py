@@ -97,5 +97,5 @@ def trials(document: Mapping[str, Any]) -> Figure:
     if not figure.data:
         return empty("verify.json holds no losses yet", 160)
     figure.axis("y", title="loss", standoff=4)
-    figure.axis("x", title="step")
+    figure.over_steps()
     return figure.set(260, showlegend=True, legend=LEGEND, margin={"t": 26}, hovermode="x")

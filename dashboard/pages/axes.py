@@ -27,13 +27,18 @@ def scale_of(run_view: RunView, name: str) -> StepScale | None:
     return found
 
 
-def controls(view: View, run_view: RunView) -> Component:
-    """Return the choices; of the axis those that the run recorded."""
+def choice_of_x(view: View, run_view: RunView) -> Component:
+    """Return the choice of the x axis among what the run recorded."""
     known = ["step", *(name for name in ("tokens", "time") if run_view.run.has(name))]
     x = view.get("x", "step")
+    return segments("x", "step", x if x in known else "step", [{"value": n, "label": _LABELS[n]} for n in known], "x")
+
+
+def controls(view: View, run_view: RunView) -> Component:
+    """Return the choices; of the axis those that the run recorded."""
     smooth = view.get("smooth")
     shown = [
-        segments("x", "step", x if x in known else "step", [{"value": n, "label": _LABELS[n]} for n in known], "x"),
+        choice_of_x(view, run_view),
         segments("y", "linear", "log" if view.get("y") == "log" else "linear", ["linear", "log"], "y"),
         control(
             "smooth",

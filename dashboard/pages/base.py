@@ -40,6 +40,6 @@ class Page:
     settle: Callable[[View, RunView], object] = _judge
 
     @property
-    def outputs(self) -> tuple[tuple[str, str], ...]:
+    def outputs(self) -> tuple[tuple[str | dict[str, str], str], ...]:
         """(component id, property) of what changes."""
         return CONTENTS[self.name].outputs

@@ -17,7 +17,7 @@ class Entry(NamedTuple):
     """
 
     title: str
-    outputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str | dict[str, str], str], ...]
 
 
 #: In the order of the navigation; a name is the path of the page's URL and the name of its module.
@@ -49,6 +49,7 @@ CONTENTS: dict[str, Entry] = {
             ("history", "figure"),
             ("split", "figure"),
             ("dumped", "children"),
+            ({"control": "step", "default": ""}, "data"),
         ),
     ),
     "ranks": Entry(

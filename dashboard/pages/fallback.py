@@ -21,6 +21,7 @@ from ..figures.theme import BY_NUMBER, GRID_NUMBER, GRID_PERCENT, NO_DATA, plain
 from ..web.run_view import SMALL_BYTES, RunView
 from ..web.urls import View, href
 from ..widgets import badge, card, code, control, graph, grid, note, number, percent, poster, segments, slider, table
+from .axes import shaped
 from .base import Page
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         basis = cost_basis(run_view.run) or "Costs are shares of the FLOPs; fp8debug speed RUN measures them."
         total = damage(run_view.fallbacks(1.0, fill=True)) or 1.0
         curve = pareto([_choice(run_view, share, total) for share in CURVE], _chosen(fallbacks, budget, total))
+        curve.about(run_view.name, "damage recovered over speed-up given back", _steps(run_view))
     except Fp8DebugError as error:
         return [], "", note(str(error), kind="error"), None, empty("nothing to choose from", 200), proof
     cost = sum(f.cost for f in fallbacks)
@@ -180,6 +182,12 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         curve,
         proof,
     )
+
+
+def _steps(run_view: RunView) -> str:
+    """Return the steps that the damage was recorded in, for the picture's title: its axes are none of steps."""
+    first, last = run_view.run.steps_range
+    return f"steps {first} to {last}"
 
 
 def _chosen(fallbacks: list[Fallback], budget: int, total: float) -> BudgetPoint:
@@ -232,7 +240,8 @@ def _proof(view: View, run_view: RunView) -> list[Component]:
         shown.append(html.H3([badge(GRADES.get(verdict, "unknown"), f"{name}: {verdict.replace('_', ' ')}")]))
         shown.append(html.Ul([html.Li(line) for line in found["statements"]]))
         if found.get("arms"):
-            shown += [_arms(found), graph("trials", trials(found))]
+            curves = trials(found).about(run_view.name, f"arms of fp8debug {name.removesuffix('.json')}", "loss")
+            shown += [_arms(found), graph("trials", shaped(curves, view, run_view))]
     return shown
 
 

@@ -17,11 +17,13 @@ from ..data.heat_rows import MAX_ROWS, ORDERS, HeatRows, arranged, default_fold
 from ..data.metric_labels import grouped, label_of, with_name
 from ..data.records import Heat
 from ..figures import base as figures
+from ..figures.axes import is_over_steps, rescaled
 from ..figures.module import SITES
 from ..web import source
 from ..web.run_view import RunView
 from ..web.urls import View, href
 from ..widgets import SEPARATOR, card, control, graph, note, text_control
+from .axes import choice_of_x, scale_of
 from .base import Page
 
 METRIC, SITE = HEALTH, "worst"
@@ -83,6 +85,7 @@ def layout(view: View, run_view: RunView) -> Component:
             control("fold", fold, view.get("fold", fold), _options(FOLD_LABELS), "rows", 190),
             control("sort", ORDERS[0], view.get("sort", ORDERS[0]), _options(ORDER_LABELS), "sort", 160),
             text_control("filter", view.get("filter"), "filter", "name or *.mlp.*", 200),
+            choice_of_x(view, run_view),
         ],
         className="controls",
     )
@@ -124,7 +127,8 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     about = html.Div([note(words), *_ways(view, rows)])
     settings = [view.get(key) for key in ("from", "to", "fold", "open", "filter", "sort", "rows")]
     named = (run_view.name, site.replace(".", " "), HEALTH if metric == HEALTH else label_of(metric))
-    return about, figures.heatmap(rows.heat, " ".join(settings), rows).about(*named)
+    figure, scale = figures.heatmap(rows.heat, " ".join(settings), rows).about(*named), scale_of(run_view, view.get("x"))
+    return about, figure if scale is None or not is_over_steps(figure) else rescaled(figure, scale)
 
 
 def _rows(view: View) -> tuple[int, int] | None:

@@ -80,12 +80,6 @@ def default_step(run_view: RunView, module: str, steps: list[int]) -> int | None
     return _nearest(steps, min(begins)) if begins else steps[-1] if steps else None
 
 
-def chosen_step(view: View, run_view: RunView, module: str, steps: list[int]) -> int | None:
-    """Return the sampled step nearest to the URL's, or the default."""
-    asked = view.get_int("step")
-    return default_step(run_view, module, steps) if asked is None else _nearest(steps, asked)
-
-
 def _nearest(steps: list[int], wanted: int) -> int | None:
     return min(steps, key=lambda step: abs(step - wanted)) if steps else None
 
@@ -98,11 +92,11 @@ def layout(view: View, run_view: RunView) -> Component:
         words = note(f"No module {view.get('module')!r} in this run: {why}", kind="error")
         heading = html.H1("No such module", className="only-read")
         return html.Div([heading, card("Cannot show this", words, note("Press / to search all modules."))], className="page")
-    head, about, nine, table_of_casts, scale, hist, over_time, split, dumped = parts(view, run_view)
-    steps = _sampled(run_view, module)
-    step = chosen_step(view, run_view, module, steps)
+    head, about, nine, table_of_casts, scale, hist, over_time, split, dumped, choices = parts(view, run_view)
+    asked = view.get_int("step")
+    steps = _sampled(run_view, module) if asked is not None else []
+    step = "" if asked is None or not steps else str(_nearest(steps, asked))
     site = chosen_site(view)
-    default = default_step(run_view, module, steps)
     metrics = metric_options(run_view.recorded())
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
@@ -150,14 +144,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 html.Div(dumped, id="dumped"),
                 note=html.Div(
                     [
-                        control(
-                            "step",
-                            "",
-                            "" if view.get_int("step") is None else str(step),
-                            _steps(steps, default, step),
-                            "step",
-                            140,
-                        ),
+                        control("step", "", step, choices, "step", 140),
                         control("cast", CAST, view.get("cast", CAST), casts, "range drawn for", 340),
                     ],
                     className="controls",
@@ -180,15 +167,16 @@ def _steps(steps: list[int], default: int | None, chosen: int | None) -> list[di
 
 
 def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
-    """Return head, line about the metric, nine sites, casts, scales, histogram, its history, split error and block map."""
+    """Return head, line about the metric, nine sites, casts, scales, histogram, its history, split error, block map and steps."""
     module = chosen_module(view, run_view)
     if module is None:
         nothing = empty("no such module")
-        return [], [], nothing, [], nothing, nothing, nothing, nothing, None
+        return [], [], nothing, [], nothing, nothing, nothing, nothing, None, []
     run, site, metric = run_view.run, chosen_site(view), view.get("metric", METRIC)
     steps = _sampled(run_view, module)
-    step = chosen_step(view, run_view, module, steps)
-    about = _about(run_view, metric)
+    default = default_step(run_view, module, steps)  # once: the findings may come while the page is being made
+    step = default if view.get_int("step") is None else _nearest(steps, int(view.get("step")))
+    choices, about = _steps(steps, default, step), _about(run_view, metric)
     try:
         lines = _lines(run_view, module, metric)
         nine = shaped(module_figures.sites(lines[metric], metric, site, step), view, run_view)
@@ -213,6 +201,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
             history_figures.exponents(None),
             split,
             None,
+            choices,
         )
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
     hist = queries.histogram(run, module, site, step, cast)
@@ -227,6 +216,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         shaped(_history(view, run_view, module, step, lost), view, run_view).about(*words, place, "exponents over steps"),
         split,
         _dumped(view, run_view, module, site, step),
+        choices,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dash import html
@@ -120,7 +121,9 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         }
         for place, one in enumerate(found["modules"])
     ]
-    return lines, paths(found["modules"], list(causes)), rows
+    beside = Path(str(found["rollout"])).name
+    figure = paths(found["modules"], list(causes)).about(run_view.name, f"with {beside}", "relative difference of paths")
+    return lines, figure, rows
 
 
 PAGE = Page(name="parity", layout=layout, parts=parts, is_pending=is_pending, settle=settle)

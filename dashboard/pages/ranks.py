@@ -12,6 +12,8 @@ from fp8debug.errors import Fp8DebugError
 from ..data import ranks as rank_data
 from ..data.heat_rows import MAX_ROWS, arranged
 from ..data.metric_labels import label_of
+from ..data.nonfinite import INF
+from ..data.nonfinite import NAMES as NAMES_OF
 from ..figures.base import empty, heatmap
 from ..figures.module import SITES
 from ..figures.ranks import spread
@@ -127,7 +129,12 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     except Fp8DebugError as error:
         return listed, note(str(error), kind="warning"), rows, empty("not recorded", 160), empty("not recorded", 160)
     words = f"{module}, {site[0]} {site[1]}, running cast, on {len(run.ranks)} ranks."
-    if worst is not None:
+    if worst is not None and worst["state"]:
+        rest = len(run.ranks) - worst["num_lost"]
+        others = f" and {worst['num_lost'] - 1} more" if worst["num_lost"] > 1 else ""
+        whole = "the other rank has none" if rest == 1 else f"the other {rest} ranks have none"
+        words += f" {NAMES_OF[worst['state']]} on rank {rank}{others} from step {worst['step']:,}; {whole}."
+    elif worst is not None:
         beside = f"{number(worst['value'])} beside {number(worst['median'])}"
         words += f" Rank {rank} lies farthest from the median, at step {worst['step']:,}: {beside}."
     words += f" {read_thinly(heat.steps_apart)}" if heat.steps_apart > 1 else ""
@@ -154,6 +161,8 @@ def _row(one: dict[str, Any], view: View, metric: str) -> dict[str, Any]:
     site = f"{one['gemm']}.{one['tensor']}"
     target = href("ranks", view.run, of=one["module"], site=site, metric=view.get("metric"))
     numbers = {name: plain_number(one[name]) for name in ("spread", "median", "value", "scale_spread")}
+    if one["state"]:
+        numbers |= {"spread": "NaN", "value": "Inf" if one["state"] == INF else "NaN"}  # as text: worse than every number
     return {**one, **numbers, "id": f"{one['module']} {site} {one['reference']}", "site": site.replace(".", " "), "href": target}
 
 

@@ -65,7 +65,7 @@ def layout(view: View, source: ServedFolder) -> Component:
     """Return the page."""
     chosen = html.Span("tick two or more to compare them", id="compare-chosen", className="dim")
     label = {"aria-label": "search the runs"}
-    search = dmc.TextInput(id="runs-search", placeholder="Search  ( / )", size="xs", w=220, **label)
+    search = dmc.TextInput(id="runs-search", value=view.get("q"), placeholder="Search  ( / )", size="xs", w=220, **label)
     record = f"fp8debug.watch(model, '{source.path}/exp1')"
     first = None if source.names() else note("This folder is empty. To record a run into it: ", code(record))
     rows = parts(source, READ_WAIT_S)
@@ -76,7 +76,7 @@ def layout(view: View, source: ServedFolder) -> Component:
             card(
                 "Runs",
                 multi_control("columns", view.get("columns"), settings, "columns", "settings to show"),
-                grid("runs", columns, rows, "No run yet: the first one stands here when it comes"),
+                grid("runs", columns, rows, "No run yet: the first one stands here when it comes", search=view.get("q")),
                 first,
                 note=html.Div([search, html.Span([words, chosen])], className="controls"),
             )

@@ -316,7 +316,7 @@ def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
     if options.to or options.alert is not None:
         from fp8debug.trackers.live import check_live
 
-        check_live(found.get("to"), found.get("on_finding"))
+        check_live(found.get("to"), found.get("on_finding"), ("--to", "--alert"))
     if found and options.arm:
         given = ", ".join("--alert" if name == "on_finding" else f"--{name.replace('_', '-')}" for name in found)
         raise UsageError(f"{given} and --arm do not go together: an arm records its loss, and statistics only with --every")

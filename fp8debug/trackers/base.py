@@ -100,24 +100,28 @@ class Tracker(ABC):
             folder: of the files, where the tracker writes files.
         """
 
-    def require(self) -> None:
+    def require(self, otherwise: str) -> None:
         """Check that the library is installed.
+
+        Args:
+            otherwise: what else the user may do, in the words of the option that names the tracker.
 
         Raises:
             UsageError: it is not.
         """
         if find_spec(self.module.partition(".")[0]) is None:
-            raise UsageError(f"{self.name} is not installed: pip install {self.package}, or leave {self.name!r} out of to=")
+            raise UsageError(f"{self.name} is not installed: pip install {self.package}, or {otherwise}")
 
 
 TRACKERS: Registry[Tracker] = Registry("tracker")
 
 
-def trackers_of(to: object) -> list[tuple[Tracker, TrackerRun | None]]:
+def trackers_of(to: object, option: str = "to=") -> list[tuple[Tracker, TrackerRun | None]]:
     """Return the trackers that ``watch(to=...)`` names, each with its run where an object was given for it.
 
     Args:
         to: a name, an object such as a ``SummaryWriter`` or what ``wandb.init()`` returned, or a sequence of these.
+        option: what the user calls it.
 
     Raises:
         UsageError: neither the name nor the class of one is known, or a library is not installed.
@@ -127,15 +131,15 @@ def trackers_of(to: object) -> list[tuple[Tracker, TrackerRun | None]]:
     for entry in to if isinstance(to, list | tuple | set) else (to,):
         if isinstance(entry, str):
             if entry not in TRACKERS:
-                raise UsageError(f"to= names no tracker: {entry!r}: {suggest(entry, known)}")
+                raise UsageError(f"{option} names no tracker: {entry!r}: {suggest(entry, known)}")
             tracker = TRACKERS.get(entry)
-            tracker.require()
+            tracker.require(f"leave {entry!r} out of {option}")
             if tracker not in [other for other, _ in found]:
                 found.append((tracker, None))
             continue
         wrapped = next(((t, run) for t in TRACKERS if (run := t.wrap(entry)) is not None), None)
         if wrapped is None:
-            raise UsageError(f"to= takes names ({', '.join(known)}) or an open run of theirs, got {type(entry).__name__}")
+            raise UsageError(f"{option} takes names ({', '.join(known)}) or an open run of theirs, got {type(entry).__name__}")
         found.append(wrapped)
     return found
 

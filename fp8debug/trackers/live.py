@@ -44,17 +44,24 @@ _NOT_FOR_THE_JUDGE = ("FP8DEBUG", "PYTHONVERBOSE", "PYTHONPROFILEIMPORTTIME", "P
 _FOLDERS: list[Path] = []  # of the watches that are open in this process: names of all but the first begin with theirs
 
 
-def check_live(to: object, on_finding: object) -> list[tuple[Tracker, TrackerRun | None]]:
+def check_live(
+    to: object, on_finding: object, options: tuple[str, str] = ("to=", "on_finding=")
+) -> list[tuple[Tracker, TrackerRun | None]]:
     """Look at the arguments ``to`` and ``on_finding`` of :func:`fp8debug.watch`; return the trackers.
+
+    Args:
+        to: the trackers.
+        on_finding: what is called with each finding.
+        options: what the user calls these two.
 
     Raises:
         UsageError: one cannot be used, or what judges is not installed.
     """
     if on_finding is not None and not callable(on_finding):
         raise UsageError(f"on_finding must be a function of one Finding, got {on_finding!r}")
-    found = trackers_of(to) if to is not None and to != () and to != [] else []
+    found = trackers_of(to, options[0]) if to is not None and to != () and to != [] else []
     if (found or on_finding is not None) and find_spec("duckdb") is None:
-        raise UsageError("to= and on_finding= need duckdb, which judges the run: pip install duckdb")
+        raise UsageError(f"{' and '.join(options)} need duckdb, which judges the run: pip install duckdb")
     return found
 
 

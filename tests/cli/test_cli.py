@@ -285,6 +285,33 @@ def test_triage_imports_no_torch(runs: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "show RUN --format csv",
+        "show RUN --format json",
+        "show RUN --follow",
+        "coverage RUN --format csv",
+        "triage RUN --format json",
+        "triage RUN",
+        "report RUN -o -",
+        "explain --list",
+        "explain F101",
+        "--help",
+    ],
+)
+def test_a_reader_that_has_gone_before_the_first_line_is_no_error(runs: Path, line: str) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    words = [str(runs / "healthy") if word == "RUN" else word for word in line.split()]
+    command = [sys.executable, "-m", "fp8debug_cli.main", *words]
+    try:
+        done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    finally:
+        os.close(written)
+    assert done.returncode == 0 and not re.search("Traceback|error|Broken pipe", done.stderr), done.stderr
+
+
 @pytest.mark.parametrize("width", ["", "80"])
 def test_a_pipe_that_closes_is_no_error(runs: Path, width: str) -> None:
     line = f"COLUMNS={width} {sys.executable} -m fp8debug_cli.main show {runs}/sick --limit 0 | head -1"

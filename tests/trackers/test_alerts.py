@@ -126,7 +126,7 @@ def test_the_address_is_neither_printed_nor_written(server: tuple[str, list[Any]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "wandb,tensorbord"], "to= names no tracker: 'tensorbord': did you mean 'tensorboard'?"),
+        (["--to", "wandb,tensorbord"], "--to names no tracker: 'tensorbord': did you mean 'tensorboard'?"),
         (["--alert", "no-such-program"], "--alert: no program 'no-such-program'"),
         (["--alert", "true", "--arm", "bf16"], "--alert and --arm do not go together"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from fp8debug.errors import UsageError
 from fp8debug.store.read.recent import RecentRun
 from fp8debug.store.read.run import Run
+from fp8debug.trackers import base
 from fp8debug.trackers.judging import Judge
 from fp8debug.trackers.summary import SCALARS, step_scalars, worst_modules
 from tests.cli.said import Said
@@ -90,13 +91,21 @@ def test_a_run_goes_to_mlflow_and_trackio(
         assert calls == [*["scalars"] * 5, "table", "table", "report", "close"]
 
 
-def test_what_cannot_be_exported_is_one_line(capsys: pytest.CaptureFixture[str], sick: Run) -> None:
+def test_what_cannot_be_exported_is_one_line(
+    capsys: pytest.CaptureFixture[str], sick: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = Said(capsys, sick.path.parent, "export RUNS/run --to wandbb")
     assert (done.code, done.err) == (2, "error: unknown tracker 'wandbb': did you mean 'wandb'?\n")
     done = Said(capsys, sick.path.parent, "export RUNS/run --to mlflow -o somewhere")
     assert (done.code, done.err) == (
         2,
         "error: -o is for --to tensorboard; mlflow keeps its files where its own settings say\n",
+    )
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
+    done = Said(capsys, sick.path.parent, "export RUNS/run --to wandb")
+    assert (done.code, done.err) == (
+        2,
+        "error: wandb is not installed: pip install wandb, or name another tracker after --to\n",
     )
 
 

@@ -25,7 +25,7 @@ from fp8debug_dashboard.figures import history as history_figures
 from fp8debug_dashboard.figures import module as module_figures
 from fp8debug_dashboard.figures.fallback import BudgetPoint
 from fp8debug_dashboard.pages import compare, fallback, module, overview, runs
-from fp8debug_dashboard.web.run_view import Judgement, RunView
+from fp8debug_dashboard.web.run_view import PENDING, Judgement, RunView
 from fp8debug_dashboard.web.source import ServedFolder
 from fp8debug_dashboard.web.urls import View
 from fp8debug_dashboard.widgets import number, percent
@@ -179,6 +179,18 @@ def test_the_worst_modules_are_those_that_are_nan(path: Path) -> None:
     ]
     shown = overview.parts(View("overview"), run_view)[3]
     assert total == 2 and f"NaN from step {samples.NAN_STEP}" in text(shown) and "data:image/svg" in str(shown)
+
+
+def test_the_choice_of_steps_names_the_one_that_is_shown_also_when_the_findings_come_late(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_view, view = ServedFolder(path).open(None), View("module", None, {"module": samples.NAN_MODULE})
+    judged = [run_view.judge(), PENDING]
+    monkeypatch.setattr(RunView, "judged", lambda self: judged[-1])
+    for step in (110, samples.NAN_STEP):
+        *_, choices = parts = module.parts(view, run_view)
+        assert choices[0]["label"] == f"{step} (auto)" and f"at step {step}" in text(parts[3])
+        judged.pop()
 
 
 def test_the_table_of_casts_prints_nan_and_not_zero(path: Path) -> None:

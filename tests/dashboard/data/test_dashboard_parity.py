@@ -38,6 +38,7 @@ def test_two_runs_are_compared_when_one_is_chosen(folder: Path) -> None:
     assert not parity.is_pending(view, run_view) and rows
     assert [row["place"] for row in rows] == list(range(len(rows)))
     assert "modules compared; none differs beyond noise" in words(about) and figure.data
+    assert figure.layout["meta"]["about"] == ["train", "with rollout", "relative difference of paths"]
     assert parity.layout(view, run_view) is not None
 
 

@@ -31,6 +31,7 @@ from fp8debug_dashboard.data.healthy_ranges import (
 from fp8debug_dashboard.data.nonfinite import FINITE, NAN
 from fp8debug_dashboard.data.trial_files import read_trial
 from fp8debug_dashboard.pages import fallback
+from fp8debug_dashboard.pages import ranks as ranks_page
 from fp8debug_dashboard.web import urls
 from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.source import recipe_name
@@ -298,6 +299,28 @@ def test_ranks_that_differ_are_found_with_the_step_and_the_rank(folder: Path) ->
     spread = rank_data.spread_over_steps(run, "blocks.1.mlp.up", SITE, "scale_inv_mean_log2", samples.SICK_RANK)
     assert spread.median.high is not None and spread.outlier.values[-1] == pytest.approx(spread.median.high[-1])
     assert [row["rank"] for row in rank_data.rank_rows(run)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("metric", ["sqnr_db", "scale_inv_mean_log2"])
+def test_a_site_that_is_nan_on_one_rank_only_comes_first(tmp_path: Path, metric: str) -> None:
+    first = samples.gpt_modules(2)[6][0]
+    later = samples.gpt_modules(2)[0][0]  # is lost on a later step, and all ranks lose the last module
+    overrides = [
+        Override(module=first, tensor="weight", slots=samples.LOST, steps=(30, None), ranks=(1,)),
+        Override(module=later, slots=samples.LOST, steps=(50, None), ranks=(1,)),
+        Override(module=samples.gpt_modules(2)[9][0], slots=samples.LOST, steps=(10, None)),
+    ]
+    run = build(tmp_path / "run", num_steps=60, every=10, modules=samples.gpt_modules(2), world_size=2, overrides=overrides)
+    found = rank_data.disagreement(run, metric)
+    keys = ("module", "gemm", "tensor", "step", "outlier", "num_lost", "state", "spread", "value")
+    assert [found[0][key] for key in keys] == [first, "fprop", "weight", 30, 1, 1, NAN, None, None]
+    lost = [row for row in found if row["state"]]
+    assert {row["module"] for row in lost} == {first, later} and found[: len(lost)] == lost
+    assert all(row["spread"] is not None and row["step"] < 60 for row in found[len(lost) :]) and len(found) > len(lost)
+    heat = rank_data.by_rank(run, first, ("fprop", "weight"), metric)
+    assert heat.states is not None and heat.states[:, -1].tolist() == [FINITE, NAN]
+    about = ranks_page.parts(urls.View("ranks", None, {"metric": metric}), RunView(run, "stamp"))[1]
+    assert f"{first}, fprop weight" in str(about) and "NaN on rank 1 from step 30; the other rank has none." in str(about)
 
 
 def test_history_has_the_shares_of_each_step_and_the_scale_of_the_cast(run: Run) -> None:

@@ -279,6 +279,32 @@ def test_two_clicks_lead_from_a_fold_to_the_nine_sites_of_its_worst_module(clean
     expect(clean_page.locator("#nine .scatterlayer .trace").first).to_be_attached()
 
 
+def test_the_heatmap_lies_over_tokens_too_and_marks_the_cursor(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/heatmap?run=sick&step=200&x=tokens")
+    expect(clean_page.locator("#heat .xtitle")).to_have_text("tokens")
+    marked = clean_page.evaluate(MARKED)["heat"]
+    steps, at = clean_page.evaluate("(({ steps, at }) => [steps, at])(document.querySelector('.js-plotly-plot').layout.meta)")
+    assert marked == pytest.approx(at[steps.index(200)])
+    box = clean_page.locator("#heat .nsewdrag").bounding_box()
+    assert box is not None
+    clean_page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 9.5 / 30 * box["height"])
+    clean_page.mouse.down()
+    clean_page.mouse.move(box["x"] + 0.75 * box["width"], box["y"] + 9.5 / 30 * box["height"], steps=4)
+    clean_page.mouse.up()
+    expect(clean_page).to_have_url(re.compile(r"from=19\d&to=(29|30)\d"))
+
+
+def test_the_search_of_the_runs_stands_in_the_address(clean_page: Page, site: str) -> None:
+    go(clean_page, f"{site}/")
+    expect(clean_page.locator("#runs .ag-row").nth(1)).to_be_attached()
+    clean_page.get_by_label("search the runs").fill("sick")
+    expect(clean_page.locator("#runs .ag-row")).to_have_count(1)
+    assert clean_page.url == f"{site}/?q=sick"
+    clean_page.reload()
+    expect(clean_page.locator("#runs .ag-row")).to_have_count(1)
+    expect(clean_page.get_by_label("search the runs")).to_have_value("sick")
+
+
 def test_a_browser_without_idle_callbacks_has_tables_and_one_that_lost_their_script_says_so(
     page: Page, warm: None, site: str
 ) -> None:
