@@ -27,6 +27,8 @@ ROUNDINGS = ("nearest", "stochastic")
 HADAMARDS = (0, 16)
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _MAX_HISTORY = 2**20
+#: Signs of Transformer Engine's Hadamard transform for NVFP4 (``get_wgrad_sign_vector``): bit i set negates element i.
+HADAMARD_SIGNS = 0xD7E8
 #: An operand without a cast in ``Recipe.plan``.
 HIGH_PRECISION = "bf16"
 
@@ -57,6 +59,8 @@ class Cast:
         seed: stochastic only, of the random numbers; equal tensors under equal casts give equal data.
         hadamard: 16 transforms groups of 16 elements along the blocks before the cast, by a Hadamard matrix with fixed random
             signs; 0 does not. :func:`~fp8debug.dequantize` undoes it, and so does a GEMM of two such operands.
+        hadamard_signs: of the transform, 16 bits; bit i is set where element i of a group is negated. Transformer Engine's by
+            default; torchao draws them for each module.
         four_over_six: the better of two scales per block, one that maps its amax to the format's max and one to two thirds of
             that, by the sum of absolute errors ("Four Over Six", arXiv 2512.02010, and Transformer Engine's default).
 
@@ -79,6 +83,7 @@ class Cast:
     seed: int = 0
     hadamard: int = 0
     four_over_six: bool = False
+    hadamard_signs: int = HADAMARD_SIGNS
 
     @cached_property
     def _hash(self) -> int:
@@ -105,6 +110,7 @@ class Cast:
             ("scale_inv", _optional, "a number"),
             ("seed", index, "a whole number"),
             ("hadamard", index, "a whole number"),
+            ("hadamard_signs", index, "a whole number"),
         ):
             try:
                 object.__setattr__(self, name, number(getattr(self, name)))
@@ -131,6 +137,8 @@ class Cast:
             raise UsageError(f"hadamard is {' or '.join(map(str, HADAMARDS))}, got {self.hadamard}")
         if self.hadamard and self.line is None:
             raise UsageError(f"hadamard needs blocks of one row or column, such as '1x16', got {self.granularity!r}")
+        if not 0 <= self.hadamard_signs < 2**16 or (self.hadamard_signs != HADAMARD_SIGNS and not self.hadamard):
+            raise UsageError(f"hadamard_signs is for hadamard=16, from 0 to 65535, got {self.hadamard_signs}")
 
     def _check_scale_format(self) -> None:
         stored = SCALE_FORMATS[self.scale_format]
@@ -196,6 +204,7 @@ class Cast:
         more += "" if self.tensor_scale == "none" else f" tensor_scale={self.tensor_scale}"
         more += "" if self.rounding == "nearest" else f" {self.rounding}({self.seed})" if self.seed else f" {self.rounding}"
         more += f" hadamard={self.hadamard}" if self.hadamard else ""
+        more += f" signs={self.hadamard_signs:#06x}" if self.hadamard_signs != HADAMARD_SIGNS else ""
         more += " four_over_six" if self.four_over_six else ""
         return f"{self.format} {self.granularity} {scaling}{rounding}{eps}{more}"
 
@@ -256,6 +265,8 @@ def _parsed_option(word: str) -> dict[str, Any]:
             return {"scale_format": value}
         case "hadamard" if equals:
             return {"hadamard": int(value)}
+        case "signs":
+            return {"hadamard_signs": int(value, 16)}
         case "tensor_scale":
             return {"tensor_scale": value}
     rounding, _, seed = word.removesuffix(")").partition("(")

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8debug.errors import AttachError
+from fp8debug.formats import TRANSPOSED
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast, Recipe
 from fp8debug.registry import Registry
 
 #: A cast of these attributes, the same object every time: what is known of a cast at a site is found by its identity.
 same_cast = lru_cache(maxsize=1024)(Cast)
+
+
+@lru_cache(maxsize=1024)
+def changed(cast: Cast, **changes: Any) -> Cast:
+    """Return a cast with other attributes; the same object every time."""
+    return replace(cast, **changes)
+
+
+def turned(cast: Cast) -> Cast:
+    """Return the cast of the transposed tensor; the same object every time."""
+    return changed(cast, granularity=TRANSPOSED[cast.granularity])
 
 
 #: Oldest versions of other libraries that are read, by distribution: Transformer Engine's ``QuantizedTensorStorage`` came with

@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8debug.adapters.base import ADAPTERS, class_of, num_dims, same_cast
+from fp8debug.adapters.base import ADAPTERS, class_of, num_dims
 from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import DECODERS, SCALED, GemmOperand, SeenGemm
+from fp8debug.adapters.interception.scale_layouts import side_of_blocks
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.formats import GRANULARITIES, block_shape
 from fp8debug.kernels.reference import FORMAT_OF
@@ -28,7 +29,9 @@ from fp8debug.recipes import Cast, Recipe
 from fp8debug.types import OPERAND_SITES, Gemm, TensorRole
 
 #: ``_scaled_mm_v2`` names its scalings by number (torch.nn.functional.ScalingType).
-_TENSORWISE, _ROWWISE, _TILES, _BLOCKS = 0, 1, 4, 5
+_TENSORWISE, _ROWWISE, _BLOCKS_OF_16, _BLOCKS_OF_32, _TILES, _BLOCKS = range(6)
+#: A scaling of blocks, and that of blocks under a scale of the whole tensor.
+_IN_BLOCKS = ([_BLOCKS_OF_16], [_BLOCKS_OF_32], [_BLOCKS_OF_16, _TENSORWISE])
 _PLAIN = (Tensor, nn.Parameter)
 #: Scale grids that ``_scaled_mm`` tells apart by shape alone.
 _BY_SHAPE = ("tensorwise", "rowwise", "columnwise", "1x128", "128x1", "128x128")
@@ -58,18 +61,31 @@ def side_of(data: Tensor, scale_inv: Tensor, among: Sequence[str] = _BY_SHAPE) -
 def _scaled_mm(args: Mapping[str, Any], result: Any) -> SeenGemm:
     if args.get("scale_result") is not None or result.element_size() == 1:
         raise ValueError("its result is in FP8")
-    sides = side_of(args["self"], args["scale_a"]), side_of(args["mat2"], args["scale_b"])
-    return SeenGemm("_scaled_mm", *sides, result, args.get("bias"))
+    data, scales = (args["self"], args["mat2"]), (args["scale_a"], args["scale_b"])
+    if all(scale.element_size() == 1 for scale in scales):  # blocks, whose scales cuBLAS reads in tiles, and hipBLASLt does not
+        first, second = (
+            side_of_blocks(values, scale, is_swizzled=torch.version.hip is None)
+            for values, scale in zip((data[0], data[1].t()), scales, strict=True)
+        )
+        return SeenGemm("_scaled_mm", first, second.t(), result, args.get("bias"))
+    return SeenGemm("_scaled_mm", side_of(data[0], scales[0]), side_of(data[1], scales[1]), result, args.get("bias"))
 
 
 def _scaled_mm_v2(args: Mapping[str, Any], result: Any) -> SeenGemm:
     sides = []
     for name, end in (("self", "a"), ("mat2", "b")):
-        scales, kinds = args[f"scale_{end}"], list(args[f"recipe_{end}"])
-        if len(kinds) != 1 or any(args[f"swizzle_{end}"]) or args.get("contraction_dim"):
-            raise ValueError(f"scaling types {kinds} of _scaled_mm_v2 are not read")
+        scales, kinds, swizzles = args[f"scale_{end}"], list(args[f"recipe_{end}"]), list(args[f"swizzle_{end}"])
         data = args[name] if end == "a" else args[name].t()  # [M or N, K] with the scales of its rows
-        side = _side_of_kind(data, scales[0], kinds[0])
+        if args.get("contraction_dim") or any(swizzles[1:]):
+            raise ValueError(f"scaling types {kinds} of _scaled_mm_v2, swizzled {swizzles}, are not read")
+        if kinds in _IN_BLOCKS:
+            side = side_of_blocks(data, *scales, is_swizzled=any(swizzles))
+            if side.granularity != ("1x32" if kinds[0] == _BLOCKS_OF_32 else "1x16"):
+                raise ValueError(f"scaling type {kinds[0]} of _scaled_mm_v2 with scales in {scales[0].dtype} is not read")
+        elif len(kinds) == 1 and not any(swizzles):
+            side = _side_of_kind(data, scales[0], kinds[0])
+        else:
+            raise ValueError(f"scaling types {kinds} of _scaled_mm_v2, swizzled {swizzles}, are not read")
         sides.append(side if end == "a" else side.t())
     return SeenGemm("_scaled_mm_v2", sides[0], sides[1], result, args.get("bias"))
 
@@ -154,11 +170,10 @@ class ScaledMm:
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to the module."""
 
-        def cast_of(which: Gemm, role: TensorRole, number_format: str, granularity: str) -> Cast:
-            assert granularity in GRANULARITIES
-            cast = same_cast(format=number_format, granularity=granularity)
-            _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = cast
-            return cast
+        def cast_of(which: Gemm, role: TensorRole, seen: Cast) -> Cast:
+            assert seen.granularity in GRANULARITIES
+            _CASTS.setdefault(module, dict.fromkeys(OPERAND_SITES))[which, role] = seen
+            return seen
 
         return InterceptingProbe(observer, name, cast_of, trial=WhatIfProbe(observer, name, actual=False)).install(module)
 

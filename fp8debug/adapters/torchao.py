@@ -1,12 +1,15 @@
-"""The adapter of torchao's Float8Linear: tensorwise, rowwise, rowwise_with_gw_hp, and any other config; emulated or not.
+"""The adapters of torchao's Linears: Float8Linear with any config, MXFP8Linear and NVFP4Linear; emulated or not.
 
-In eager its GEMMs are ``aten.mm`` of two Float8TrainingTensors, whose ``_scale`` is what the tensor was *multiplied* by. torchao
-forms scales from amax clamped to 1e-12, in FP64, which rounds to the same FP32 as ours.
+In eager the GEMMs of Float8Linear are ``aten.mm`` of two Float8TrainingTensors, whose ``_scale`` is what the tensor was
+*multiplied* by. torchao forms scales from amax clamped to 1e-12, in FP64, which rounds to the same FP32 as ours. Those of
+MXFP8Linear are ``aten.mm`` of two MXTensors with E8M0 scales of 32 elements, plain or in cuBLAS's tiles; those of NVFP4Linear
+``F.scaled_mm``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,10 +19,11 @@ from torch import Tensor, nn
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
+from fp8debug.adapters.interception.scale_layouts import side_of_blocks
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.observer.observer import Observer
-from fp8debug.recipes import Cast, Recipe
+from fp8debug.recipes import Cast, Recipe, get_recipe
 from fp8debug.types import OPERANDS, Gemm, TensorRole
 
 #: torchao.float8.float8_utils.EPS
@@ -72,6 +76,24 @@ def _side(x: Any) -> GemmOperand:
 SUBCLASSES.append(_training_tensors)
 
 
+def _mx_tensors(first: Any, second: Any, result: Tensor) -> SeenGemm | None:
+    if type(first).__name__ != "MXTensor" or type(second).__name__ != "MXTensor":
+        return None
+    sides = _mx_side(first, first.qdata, first.scale), _mx_side(second, second.qdata.t(), second.scale.t()).t()
+    return SeenGemm("mm of MXTensors", *sides, result)
+
+
+def _mx_side(x: Any, data: Tensor, scale: Tensor) -> GemmOperand:
+    """Return an operand ``[rows, K]`` in blocks along K."""
+    if x.block_size != 32 or isinstance(x.elem_dtype, str):
+        raise ValueError(f"an MXTensor of {x.elem_dtype} in blocks of {x.block_size} is not read")
+    data = data.view(x.elem_dtype) if data.dtype is torch.uint8 else data
+    return side_of_blocks(data, scale, is_swizzled=x.is_swizzled_scales)
+
+
+SUBCLASSES.append(_mx_tensors)
+
+
 class TorchAo:
     """Float8Linear modules of torchao."""
 
@@ -93,11 +115,12 @@ class TorchAo:
         """Listen to the module."""
         recipe = recipe_of_config(module.config)
 
-        def cast_of(which: Gemm, role: TensorRole, number_format: str, granularity: str) -> Cast:
+        def cast_of(which: Gemm, role: TensorRole, seen: Cast) -> Cast:
             cast = recipe.casts[which, role]
-            same = cast is not None and granularity in (cast.granularity, "tensorwise")  # one row has one scale
-            if cast is None or number_format != cast.format or not same:
-                raise ValueError(f"{which} {role} is {number_format} {granularity}, and its config says {cast or 'bf16'}")
+            same = cast is not None and seen.granularity in (cast.granularity, "tensorwise")  # one row has one scale
+            if cast is None or seen.format != cast.format or not same:
+                found = f"{seen.format} {seen.granularity}"
+                raise ValueError(f"{which} {role} is {found}, and its config says {cast or 'bf16'}")
             return cast
 
         return InterceptingProbe(observer, name, cast_of, _input_dtype).install(module)
@@ -108,4 +131,74 @@ def _input_dtype() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None
 
 
+#: torchao's ScaleCalculationMode as a rounding of the scale.
+SCALE_MODES = {"floor": "pow2_floor", "rceil": "pow2_ceil", "ceil": "pow2_amax_ceil", "even": "pow2_even"}
+
+
+@cache
+def mx_recipe(mode: str, wgrad_in_high_precision: bool) -> Recipe:
+    """Return the casts of an MXFP8Linear.
+
+    Args:
+        mode: value of its ScaleCalculationMode.
+        wgrad_in_high_precision: whether its wgrad is left in high precision.
+    """
+    cast = Cast(granularity="1x32", scale_rounding=SCALE_MODES[mode])
+    casts = {key: None if wgrad_in_high_precision and key[0] is Gemm.WGRAD else cast for key in FIELDS}
+    return Recipe("torchao_mxfp8", casts)
+
+
+@cache
+def nvfp4_recipe(signs: tuple[int, ...]) -> Recipe:
+    """Return the casts of an NVFP4Linear: those of ``nvfp4``, with the signs of its own Hadamard transform.
+
+    Args:
+        signs: 16 numbers, each 1 or -1.
+    """
+    mask = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
+    casts = get_recipe("nvfp4").casts
+    own = {key: replace(cast, hadamard_signs=mask) if cast and cast.hadamard else cast for key, cast in casts.items()}
+    return Recipe("torchao_nvfp4", own)
+
+
+def _recipe_of_blocks(module: Any) -> Recipe:
+    if any(c.__name__ == "MXFP8Linear" for c in type(module).__mro__):
+        return mx_recipe(module.scale_calculation_mode.value, module.wgrad_with_hp)
+    return nvfp4_recipe(tuple(module.rht_sign_vector))
+
+
+class TorchAoBlocks:
+    """MXFP8Linear and NVFP4Linear modules of torchao."""
+
+    name = "torchao_blocks"
+    kind = ""  # the class's name
+    fp8 = True
+    is_intercepted = True
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether it is one of the two; torchao is not imported for that."""
+        return any(
+            c.__name__ in ("MXFP8Linear", "NVFP4Linear") and c.__module__.startswith("torchao.prototype.")
+            for c in type(module).__mro__
+        )
+
+    def recipe(self, module: nn.Module) -> Recipe | None:
+        """Return what its attributes say."""
+        return _recipe_of_blocks(module)
+
+    def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
+        """Listen to the module."""
+        casts = _recipe_of_blocks(module).casts
+
+        def cast_of(which: Gemm, role: TensorRole, seen: Cast) -> Cast:
+            cast = casts[which, role]
+            shapes = {cast.granularity, *(("1x16", "16x1") if cast.granularity == "16x16" else ())} if cast else set()
+            if cast is None or seen.format != cast.format or seen.granularity not in shapes:
+                raise ValueError(f"{which} {role} is {seen.format} {seen.granularity}, and its module says {cast or 'bf16'}")
+            return cast
+
+        return InterceptingProbe(observer, name, cast_of).install(module)
+
+
 ADAPTERS.add(TorchAo.name, TorchAo())
+ADAPTERS.add(TorchAoBlocks.name, TorchAoBlocks())

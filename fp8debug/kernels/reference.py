@@ -43,7 +43,7 @@ from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, OF_TORCH_DTYPE, SCALE_FORMATS, Format, block_shape
 from fp8debug.metrics import METRICS, Metric, Pair, Source, derive
 from fp8debug.metrics.base import blocked, spread
-from fp8debug.recipes import Cast
+from fp8debug.recipes import HADAMARD_SIGNS, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -98,7 +98,7 @@ def as_cast_reads(source: Source, cast: Cast) -> Source:
     if not cast.hadamard:
         return source
     assert cast.line is not None
-    return Source(hadamard(source.value, cast.line))
+    return Source(hadamard(source.value, cast.line, cast.hadamard_signs))
 
 
 #: Largest E4M3 scale of a block under ``four_over_six``, 1.5 times which E4M3 has (arXiv 2512.02010; Transformer Engine).
@@ -267,7 +267,7 @@ def dequantize(q: Quantized, cast: Cast, dtype: torch.dtype = torch.float32) -> 
     values = flat * spread(q.scale_inv, *block, *flat.shape)
     if cast.hadamard:
         assert cast.line is not None
-        values = hadamard(values, cast.line, undo=True)
+        values = hadamard(values, cast.line, cast.hadamard_signs, undo=True)
     return values.reshape(data.shape).to(dtype)
 
 
@@ -320,11 +320,11 @@ _MIN_STEP = 32
 
 def _with_one_transform(first: Operand, second: Operand) -> tuple[Operand, Operand]:
     """Return operands that are both transformed alike, so that their product is that of the originals, or neither of them."""
-    transforms = [(o[1].hadamard, o[1].line) if isinstance(o, tuple) and o[1].hadamard else None for o in (first, second)]
-    if transforms[0] is not None and transforms[1] is not None:
+    signs = [o[1].hadamard_signs if isinstance(o, tuple) and o[1].hadamard else None for o in (first, second)]
+    if signs[0] is not None and signs[0] == signs[1]:
         return first, second
     first, second = (
-        dequantize(*o) if isinstance(o, tuple) and t is not None else o for o, t in zip((first, second), transforms, strict=True)
+        dequantize(*o) if isinstance(o, tuple) and s is not None else o for o, s in zip((first, second), signs, strict=True)
     )
     return first, second
 
@@ -498,9 +498,8 @@ _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _NUM_ROUNDS = 10
 #: Bits of a random number: as many as an FP32 mantissa has.
 _RANDOM_BITS = 24
-#: Size of the transform, and its random signs, fixed in Transformer Engine for NVFP4 (``get_wgrad_sign_vector``).
+#: Size of the transform.
 HADAMARD = 16
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def philox(counter: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
@@ -541,17 +540,17 @@ def uniform(x: Tensor, seed: int) -> Tensor:
 
 
 @cache
-def _matrix(device: torch.device) -> Tensor:
-    """Return diag(signs) @ H / 4 in FP64, H by Sylvester's construction: orthogonal."""
-    h = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while len(h) < HADAMARD:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = torch.tensor(SIGNS, dtype=torch.float64, device="cpu")
-    matrix: Tensor = signs[:, None] * h * HADAMARD**-0.5
-    return matrix.to(device)
+def _matrix(device: torch.device, signs: int) -> Tensor:
+    """Return diag(signs) @ H / 4 in FP64, H by Sylvester's construction: orthogonal. Nothing is copied from the host."""
+    place = torch.arange(HADAMARD, device=device)
+    both = place[:, None] & place  # H[i, j] is -1 to the number of bits of i & j
+    both = both ^ both >> 2
+    is_negative = (both ^ both >> 1 ^ (place.new_full((), signs) >> place)[:, None]) & 1
+    matrix: Tensor = (1 - 2 * is_negative).double() * HADAMARD**-0.5
+    return matrix
 
 
-def hadamard(x: Tensor, dim: int, *, undo: bool = False) -> Tensor:
+def hadamard(x: Tensor, dim: int, signs: int = HADAMARD_SIGNS, *, undo: bool = False) -> Tensor:
     """Transform groups of 16 neighbours along a dimension: x' = x diag(signs) H / 4; those after the last whole group stay.
 
     The matrix is orthogonal, so that two operands transformed along the dimension that their GEMM contracts have the same
@@ -560,12 +559,13 @@ def hadamard(x: Tensor, dim: int, *, undo: bool = False) -> Tensor:
     Args:
         x: FP32 ``[rows, columns]``.
         dim: 0 or 1.
+        signs: 16 bits; bit i is set where element i of a group is negated.
         undo: the inverse.
     """
     whole = x.shape[dim] // HADAMARD * HADAMARD
     if not whole or not x.numel():
         return x
-    matrix = _matrix(x.device)
+    matrix = _matrix(x.device, signs)
     part = x.narrow(dim, 0, whole).double()
     part = part.t() if dim == 0 else part
     groups = part.reshape(-1, HADAMARD) @ (matrix.t() if undo else matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from tests.adapters import blocks
 from tests.adapters.linears import ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
@@ -72,6 +74,7 @@ def train(
     microbatches: int = 1,
     p: float = 0.0,
     device: str = "cpu",
+    tokens: int = 16,
 ) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Return losses, last gradients and buffers, and what Dynamo counted."""
     torch._dynamo.reset()
@@ -100,7 +103,7 @@ def train(
     torch.manual_seed(1)
     for step in range(STEPS):
         for part in range(microbatches):
-            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 10 * part)).bfloat16().to(device)
+            x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(step + 10 * part)).bfloat16().to(device)
             loss = called(x).float().square().mean()
             loss.backward()
         losses.append(loss.item())
@@ -145,6 +148,67 @@ def test_so_they_are(options: dict[str, Any], tmp_path: Path) -> None:
     # Eager checkpoints have let go of the input when wgrad runs: a repetition records more than they do.
     train(kind, tmp_path / "eager", backend=None, **{**options, "whole": "", "checkpointed": False})
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
+
+
+def in_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x ``[rows, K]`` in MXFP8: data, and the scales of 1x32 blocks, powers of two in tiles of 128x4."""
+    grid = x.float().reshape(x.shape[0], -1, 32)
+    exponent = (grid.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    data = (grid * (-exponent).exp2()).reshape(x.shape).to(torch.float8_e4m3fn)
+    scales = (exponent[..., 0] + 127).to(torch.uint8)
+    scales = nn.functional.pad(scales, (0, -scales.shape[1] % 4, 0, -scales.shape[0] % 128))
+    tiles = scales.reshape(scales.shape[0] // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)
+    return data, tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    newer: Any = nn.functional
+    kind, tiles = newer.ScalingType.BlockWise1x32, newer.SwizzleType.SWIZZLE_32_4_4
+    (first, scale_a), (second, scale_b) = in_blocks(a), in_blocks(b)
+    found: Tensor = newer.scaled_mm(first, second.t(), scale_a, kind, scale_b, kind, tiles, tiles)
+    return found
+
+
+class _InBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return multiply(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return multiply(grad, weight.t().contiguous()), multiply(grad.t().contiguous(), x.t().contiguous())
+
+
+class MxLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _InBlocks.apply(x, self.weight)
+        return out
+
+
+def mx_net(kind: str) -> Net:
+    """Return blocks of torchao's MXFP8Linear, or of Linears over ``F.scaled_mm`` in blocks of 32."""
+    torch.manual_seed(0)
+    if kind == "scaled_mm_v2":
+        return Net(lambda a, b: MxLinear(a, b, bias=False), False).bfloat16()
+    made = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    emulated = made.KernelPreference.EMULATED
+    return Net(lambda a, b: made.MXFP8Linear(a, b, bias=False, kernel_preference=emulated), False).bfloat16()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["torchao mxfp8", "scaled_mm_v2"])
+def test_blocks_of_32_are_repeated(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "net", lambda kind, checkpointed: mx_net(kind))
+    with blocks.kernels():
+        alone = train(kind, tokens=96)
+        train(kind, tmp_path / "eager", backend=None, tokens=96)
+        assert_same(train(kind, tmp_path / "run", tokens=96), alone)
+    assert_same_rows(tmp_path / "run", tmp_path / "eager")
+    found = rows(tmp_path / "run")
+    assert {row["step"] for row in found} == {0, 2} and len({row["module"] for row in found}) == 2 * BLOCKS
+    assert {row["cast_name"].split(" @ ")[0].split()[1] for row in found} == {"1x32", "32x1"}
 
 
 @pytest.mark.parametrize("kind", ["torchao tensorwise", "torchao rowwise"])

@@ -17,7 +17,6 @@ from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, f
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
 from fp8debug.kernels.dispatch import Operand
-from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
@@ -29,8 +28,8 @@ from fp8debug.observer.sharding import layout_by_marks
 from fp8debug.recipes import Cast
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
-#: (gemm, tensor, format, granularity) -> the cast that is in force there.
-CastOf = Callable[[Gemm, TensorRole, str, str], Cast]
+#: (gemm, tensor, cast as far as the GEMM shows it) -> the cast that is in force there.
+CastOf = Callable[[Gemm, TensorRole, Cast], Cast]
 #: Modules that a watch listens to, by whether it records inference.
 _INTERCEPTED: dict[bool, WeakSet[nn.Module]] = {False: WeakSet(), True: WeakSet()}
 
@@ -395,8 +394,10 @@ class InterceptingProbe(Probe):
     def _as_operand(self, which: Gemm, role: TensorRole, side: GemmOperand) -> Operand:
         if side.scale_inv is None:
             return side.values
-        cast = self._cast_of(which, role, FORMAT_OF[side.values.dtype], side.granularity)
-        return Quantized(side.values, side.scale_inv.float()), cast
+        cast, scale_inv = self._cast_of(which, role, side.seen_cast), side.scale_inv.float()
+        if cast.granularity == "16x16":  # whose GEMM reads a scale for each row or column of a block
+            scale_inv = scale_inv[::16] if side.granularity == "1x16" else scale_inv[:, ::16]
+        return Quantized(side.values, scale_inv), cast
 
     def report_once(self, text: str) -> None:
         """Report something of this module, the first time in the life of the watch."""

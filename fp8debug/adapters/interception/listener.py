@@ -26,12 +26,15 @@ from torch._C import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8debug.adapters.base import same_cast, turned
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_fp8_linear
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
+from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, ordinary_torch, set_modes
 from fp8debug.observer.observer import Observer
+from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
 
 #: Nodes looked at between a module's output and its input.
@@ -43,19 +46,27 @@ MAX_COPIED = 2**29
 class GemmOperand(NamedTuple):
     """One operand as its GEMM has it, ``[rows, columns]``: FP8 with scale_inv ``[block rows, block columns]``, or neither.
 
-    ``version`` is autograd's count of writes to the values when the GEMM ran; None where it is not to be compared.
+    ``version`` is autograd's count of writes to the values when the GEMM ran; None where it is not to be compared. ``cast`` is
+    the cast where dtype and granularity do not name it: blocks of 16 or 32 elements.
     """
 
     values: Tensor
     scale_inv: Tensor | None = None
     granularity: str = ""
     version: int | None = None
+    cast: Cast | None = None
 
     def t(self) -> GemmOperand:
         """Return it transposed."""
         if self.scale_inv is None:
             return GemmOperand(self.values.t(), version=self.version)
-        return GemmOperand(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version)
+        cast = None if self.cast is None else turned(self.cast)
+        return GemmOperand(self.values.t(), self.scale_inv.t(), TRANSPOSED[self.granularity], self.version, cast)
+
+    @property
+    def seen_cast(self) -> Cast:
+        """The cast as far as the GEMM shows it."""
+        return self.cast or same_cast(format=FORMAT_OF[self.values.dtype], granularity=self.granularity)
 
     def held(self, *, copied: bool) -> GemmOperand:
         """Return it to be read later: a copy, or the same with its version."""

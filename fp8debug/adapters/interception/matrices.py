@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import TensorWeakRef
 
-from fp8debug.adapters.base import num_dims, same_cast
+from fp8debug.adapters.base import num_dims
 from fp8debug.adapters.interception.gemm_flops import GemmCounter, is_of_fp8_linear
 from fp8debug.adapters.interception.intercepting_probe import ForwardCall, InterceptingProbe, fitting, weak_view
 from fp8debug.adapters.interception.listener import SeenGemm, listener_of
@@ -133,10 +133,9 @@ class MatrixProbe(InterceptingProbe):
         name = matrix.weight_names[0]
         self.layout = layout_by_marks(matrix.owner, matrix.owner._parameters.get(name))
 
-    def _named(self, which: Gemm, role: TensorRole, number_format: str, granularity: str) -> Cast:
-        cast = same_cast(format=number_format, granularity=granularity)
-        CASTS.setdefault(self.matrix, {})[which, role] = cast
-        return cast
+    def _named(self, which: Gemm, role: TensorRole, seen: Cast) -> Cast:
+        CASTS.setdefault(self.matrix, {})[which, role] = seen
+        return seen
 
     def _has_room(self, device: torch.device) -> bool:
         trial = self._trial

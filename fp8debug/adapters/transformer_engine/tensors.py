@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
+from fp8debug.adapters.interception.scale_layouts import power_of_two, unswizzled
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.recipes import Cast
 
@@ -166,28 +167,7 @@ def _mxfp8(tensor: Any, columnwise: bool) -> GemmOperand | None:
     codes = _codes(data, _dtype(tensor))
     rows, columns = codes.shape
     scale_inv = scale_inv.detach().view(torch.uint8)
-    if tensor._with_gemm_swizzled_scales:
-        scale_inv = unswizzled(scale_inv.t()).t() if columnwise else unswizzled(scale_inv)
     grid = (-(-rows // _MX_BLOCK), columns) if columnwise else (rows, -(-columns // _MX_BLOCK))
+    if tensor._with_gemm_swizzled_scales:
+        scale_inv = unswizzled(scale_inv, *grid[::-1]).t() if columnwise else unswizzled(scale_inv, *grid)
     return GemmOperand(codes, power_of_two(scale_inv[: grid[0], : grid[1]]), "32x1" if columnwise else "1x32")
-
-
-def unswizzled(scales: Tensor) -> Tensor:
-    """Return ``[rows, columns]``, multiples of 128 and 4, out of memory in tiles of 128x4 as cuBLAS reads them.
-
-    Tiles follow each other along a row; in one, byte ``16 (r % 32) + 4 (r // 32) + c`` is row r, column c.
-
-    Args:
-        scales: of that shape; its memory, in whatever order its strides name, is one piece.
-    """
-    rows, columns = scales.shape
-    flat = scales.as_strided((rows * columns,), (1,))
-    tiles = flat.reshape(rows // 128, columns // 4, 32, 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
-
-
-def power_of_two(exponents: Tensor) -> Tensor:
-    """Return E8M0 bytes as FP32: 2^(e - 127), and NaN for 255; from the bits, as an exponential may flush the smallest."""
-    bits = exponents.to(torch.int32) << 23
-    bits = torch.where(exponents == 0, 1 << 22, bits)
-    return torch.where(exponents == 255, 0x7FC00000, bits).view(torch.float32)
