@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8debug.adapters.base import ADAPTERS
 from fp8debug.adapters.interception.intercepting_probe import InterceptingProbe
 from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm
-from fp8debug.adapters.interception.scale_layouts import side_of_blocks
+from fp8debug.adapters.interception.scale_layouts import SCALE_MODES, side_of_blocks
 from fp8debug.adapters.scaled_mm import SUBCLASSES, side_of
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.observer.observer import Observer
@@ -129,10 +129,6 @@ class TorchAo:
 def _input_dtype() -> torch.dtype | None:
     """Return the dtype that Float8Linear.forward casts its input to; None where it does not."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else None
-
-
-#: torchao's ScaleCalculationMode as a rounding of the scale.
-SCALE_MODES = {"floor": "pow2_floor", "rceil": "pow2_ceil", "ceil": "pow2_amax_ceil", "even": "pow2_even"}
 
 
 @cache

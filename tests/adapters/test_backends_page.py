@@ -18,7 +18,8 @@ def test_each_cell_is_a_test_or_the_word_no() -> None:
     begin = next(i for i, line in enumerate(lines) if line.startswith("| backend |"))
     table = list(takewhile(lambda line: line.startswith("|"), lines[begin + 2 :]))
     cells = [cell.strip() for line in table for cell in line.split("|")[2:-1]]
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "adapters").rglob("*.py")}
+    folders = [ROOT / "tests" / name for name in ("adapters", "conditions")]
+    sources = {path.stem: path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")}
     assert len(table) > 5 and len(cells) == 4 * len(table)
     for cell in cells:
         if cell != "no":

@@ -6,6 +6,9 @@
 
 Which rows are whose stands in ``offs``, on the device: nobody may wait for it. So nothing here is sliced by expert; rows are
 weighted by a mask, and a loop over the experts, whose number is known, does the rest.
+
+In MXFP8 the scales of 1x32 blocks lie in cuBLAS's tiles of 128x4, the tiles of each expert behind those of the one before it: its
+rows padded to 128 where the tokens are rows, its blocks padded to 4 where they are contracted (torchao's ``mxfp8_grouped_mm``).
 """
 
 from __future__ import annotations
@@ -17,13 +20,22 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.interception.listener import DECODERS, version_of
+from fp8debug.adapters.interception.scale_layouts import E8M0, block_cast, power_of_two, unswizzled
 from fp8debug.kernels.reference import FORMAT_OF
+from fp8debug.recipes import Cast
 
-_ROWWISE = 1  # torch.nn.functional.ScalingType.RowWise
+_ROWWISE, _BLOCKS_OF_32 = 1, 3  # of torch.nn.functional.ScalingType
+#: Elements of a block in MX.
+BLOCK = 32
 
 
 class SeenGroupedGemm(NamedTuple):
-    """One grouped GEMM that ran, decode factors a row of ``first`` and a column of ``second``, for wgrad of each expert."""
+    """One grouped GEMM that ran.
+
+    Without ``cast`` a decode factor belongs to a row of ``first`` and a column of ``second``, for wgrad of each expert. With
+    it the factors are those of blocks along the contracted dimension: ``scale_first [rows, blocks]``, ``scale_second [E, N,
+    blocks]``, for wgrad ``[columns, blocks]``; the cast is that of ``first``, and of ``second`` transposed.
+    """
 
     first: Tensor
     second: Tensor
@@ -33,6 +45,7 @@ class SeenGroupedGemm(NamedTuple):
     result: Tensor
     is_fast: bool
     is_fp8: bool = False  # to the scopes of a Linear it is none of its own
+    cast: Cast | None = None
     versions: tuple[int | None, ...] = ()
 
     def held(self) -> SeenGroupedGemm:
@@ -50,6 +63,8 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
     first, second, offs = args["self"], args["mat2"], args.get("offs")
     if offs is None or first.dim() != 2 or args.get("bias") is not None or args.get("scale_result") is not None:
         raise ValueError(f"a grouped GEMM of {first.dim()}-D by {second.dim()}-D without offsets, or with a bias, is not read")
+    if all(scale.dtype is E8M0 for scale in scales):
+        return _read_blocks(first, second, scales, offs, result)
     experts = offs.shape[0]
     lines = first.shape[0] * (experts if second.dim() == 2 else 1), second.shape[-1] * experts
     if first.dtype not in FORMAT_OF or any(s.dtype is not torch.float32 for s in scales):
@@ -61,13 +76,71 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
     return SeenGroupedGemm(first.detach(), second.detach(), scale_first, scale_second, offs.clone(), result.detach(), is_fast)
 
 
+def _read_blocks(first: Tensor, second: Tensor, scales: Sequence[Tensor], offs: Tensor, result: Tensor) -> SeenGroupedGemm:
+    cast, experts, length = block_cast(first, scales[0]), offs.shape[0], first.shape[1]
+    if cast.format == "e2m1fn" or length % 128:
+        raise ValueError(f"a grouped GEMM in blocks of {first.dtype} that contracts {length} elements is not read")
+    if second.dim() == 3:
+        grid_first = _of_rows(scales[0], offs, first.shape[0], length // BLOCK)
+        parts = [unswizzled(scale, second.shape[-1], length // BLOCK) for scale in scales[1].reshape(experts, -1)]
+        grid_second = torch.stack([part.view(torch.uint8) for part in parts])
+    else:
+        grid_first = _of_columns(scales[0], offs, first.shape[0], length // BLOCK)
+        grid_second = _of_columns(scales[1], offs, second.shape[1], length // BLOCK)
+    factors = power_of_two(grid_first), power_of_two(grid_second)
+    return SeenGroupedGemm(first.detach(), second.detach(), *factors, offs.clone(), result.detach(), False, cast=cast)
+
+
+def _place(row: Tensor, column: Tensor, columns: Tensor | int) -> Tensor:
+    """Return where a scale lies in tiles of 128x4, ``columns`` a row of tiles."""
+    return (row // 128 * (columns // 4) + column // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+
+
+def _of_rows(scales: Tensor, offs: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return the bytes ``[rows, blocks]`` of scales whose experts begin at whole tiles of rows."""
+    row = torch.arange(rows, device=scales.device)
+    expert, start, padded = _starts(row, offs, 128)
+    place = _place((row - start + padded)[:, None], torch.arange(blocks, device=scales.device), blocks)
+    return _taken(scales, place, expert[:, None] < len(offs))
+
+
+def _of_columns(scales: Tensor, offs: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return the bytes ``[rows, blocks]`` of scales whose experts begin at whole tiles of blocks."""
+    block, ends = torch.arange(blocks, device=scales.device), offs // BLOCK
+    expert, start, padded = _starts(block, ends, 4)
+    widths = -(-ends.diff(prepend=ends.new_zeros(1)).long() // 4) * 4
+    width = widths[expert.clamp(max=len(offs) - 1)]
+    row = torch.arange(rows, device=scales.device)[:, None]
+    place = padded * (-(-rows // 128) * 128) + _place(row, block - start, width)
+    return _taken(scales, place, expert < len(offs))
+
+
+def _starts(places: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the expert of each place, where it begins, and where it begins once all before it are padded to a multiple."""
+    expert = expert_of(places, ends)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).long()
+    padded = -(-sizes // multiple) * multiple
+    mine = expert.clamp(max=len(ends) - 1)
+    return expert, (sizes.cumsum(0) - sizes)[mine], (padded.cumsum(0) - padded)[mine]
+
+
+def _taken(scales: Tensor, place: Tensor, is_of_expert: Tensor) -> Tensor:
+    """Return the bytes at places of the memory; 127, a factor of 1, where nothing belongs to an expert."""
+    flat = scales.as_strided((scales.numel(),), (1,)).view(torch.uint8)
+    found = flat[place.clamp(0, max(0, len(flat) - 1))]
+    return torch.where(is_of_expert, found, 127)
+
+
 def _scaled_grouped_mm(args: Mapping[str, Any], result: Any) -> SeenGroupedGemm:
     return _read(args, (args["scale_a"], args["scale_b"]), result)
 
 
 def _scaled_grouped_mm_v2(args: Mapping[str, Any], result: Any) -> SeenGroupedGemm:
     kinds = [list(args[f"recipe_{end}"]) for end in "ab"]
-    if kinds != [[_ROWWISE], [_ROWWISE]] or any(args["swizzle_a"]) or any(args["swizzle_b"]) or args.get("contraction_dim"):
+    swizzles = [list(args[f"swizzle_{end}"]) for end in "ab"]
+    is_rowwise = kinds == [[_ROWWISE], [_ROWWISE]] and not any(map(any, swizzles))
+    is_mx = kinds == [[_BLOCKS_OF_32], [_BLOCKS_OF_32]] and all(map(any, swizzles))
+    if not (is_rowwise or is_mx) or args.get("contraction_dim"):
         raise ValueError(f"scaling types {kinds} of _scaled_grouped_mm_v2 are not read")
     return _read(args, (args["scale_a"][0], args["scale_b"][0]), result)
 
@@ -108,3 +181,10 @@ def contracted(first: Tensor, second: Tensor, expert: Tensor, e: int) -> Tensor:
     """Return ``first.t() @ second`` ``[N, K]`` over the rows of one expert, FP32."""
     mine = (expert == e)[:, None]
     return torch.where(mine, first.float(), 0.0).t() @ torch.where(mine, second.float(), 0.0)
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the FP32 values of codes ``[rows, c]`` under the factors ``[rows, blocks]`` of a row's blocks, or of the row."""
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
+    return codes.float() * scales

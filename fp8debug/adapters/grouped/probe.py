@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8debug.adapters.base import same_cast
-from fp8debug.adapters.grouped.gemms import SeenGroupedGemm, by_expert, contracted, expert_of
+from fp8debug.adapters.base import same_cast, turned
+from fp8debug.adapters.grouped.gemms import SeenGroupedGemm, by_expert, contracted, decoded, expert_of
 from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, SubLinearProbe, record_tokens
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
@@ -18,6 +18,7 @@ from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.isolation import isolated
 from fp8debug.observer.observer import Observer, RowKey
 from fp8debug.observer.rechecks import WhatIfSlots
+from fp8debug.recipes import Cast
 from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 
@@ -102,8 +103,8 @@ class GroupProbe(SubLinearProbe):
         """Record an operand ``[M, ..]``; rows of no expert, which hold anything, count as zeros."""
         outside = (mine == len(gemm.offs))[:, None]
         codes = gemm.first.view(torch.uint8).masked_fill(outside, 0).view(gemm.first.dtype)
-        scales = gemm.scale_first.reshape(-1, 1).masked_fill(outside, 1)
-        self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, WhatIfSlots())
+        scales = gemm.scale_first.reshape(len(codes), -1).masked_fill(outside, 1)
+        self._rows_of(site, Source(x.masked_fill(outside, 0)), codes, scales, WhatIfSlots(), gemm.cast)
 
     def _rows_of(
         self,
@@ -112,13 +113,15 @@ class GroupProbe(SubLinearProbe):
         codes: Tensor,
         scales: Tensor,
         what_if: WhatIfSlots | None,
-        name: str = "rowwise",
+        cast: Cast | None = None,
+        *,
+        is_turned: bool = False,
     ) -> None:
-        """Record an operand with a scale a row, and the what-if casts beside it where ``what_if`` is given."""
-        cast = same_cast(format=FORMAT_OF[codes.dtype], granularity="rowwise")
-        named = same_cast(format=cast.format, granularity=name)
+        """Record an operand with a scale a row or block, and the what-if casts beside it where ``what_if`` is given."""
+        cast = cast or same_cast(format=FORMAT_OF[codes.dtype], granularity="rowwise")
+        named = turned(cast) if is_turned else cast
         CASTS.setdefault(self.sublinear, {})[site] = named
-        q = Quantized(codes, scales.reshape(-1, 1).contiguous())
+        q = Quantized(codes, scales.reshape(len(codes), -1).contiguous())
         if what_if is not None:
             self._operand(*site, source, (q, cast), what_if)
             return
@@ -130,8 +133,8 @@ class GroupProbe(SubLinearProbe):
         lines = weight.transpose(-2, -1).reshape(-1, weight.shape[-2])
         codes = gemm.second.transpose(-2, -1).reshape(lines.shape)
         is_fprop = which is Gemm.FPROP
-        what_if, name = (self._what_if_weight, "rowwise") if is_fprop else (None, "columnwise")
-        self._rows_of((which, TensorRole.WEIGHT), Source(lines), codes, gemm.scale_second, what_if, name)
+        what_if, site = self._what_if_weight if is_fprop else None, (which, TensorRole.WEIGHT)
+        self._rows_of(site, Source(lines), codes, gemm.scale_second, what_if, gemm.cast, is_turned=not is_fprop)
         if gemm.is_fast:
             FAST.setdefault(self.sublinear, set()).add(which)
         FAST.setdefault(self.sublinear, set())
@@ -142,14 +145,15 @@ class GroupProbe(SubLinearProbe):
         """Record sampled rows of fprop's or dgrad's result beside the shadow and the exact GEMM."""
         expert, experts = mine[rows], len(gemm.offs)
         shadow = by_expert(x[rows].bfloat16(), expert, lambda e: weight[e].bfloat16(), experts).bfloat16().float()
-        first = gemm.first.view(torch.uint8)[rows].view(gemm.first.dtype).float() * gemm.scale_first.reshape(-1, 1)[rows]
-        scale_second = gemm.scale_second.reshape(experts, 1, -1)
-        exact = by_expert(first, expert, lambda e: gemm.second[e].float() * scale_second[e], experts)
+        codes = gemm.first.view(torch.uint8)[rows].view(gemm.first.dtype)
+        first = decoded(codes, gemm.scale_first.reshape(len(gemm.first), -1)[rows])
+        scale_second = gemm.scale_second.reshape(experts, gemm.second.shape[-1], -1)
+        exact = by_expert(first, expert, lambda e: decoded(gemm.second[e].t(), scale_second[e]).t(), experts)
         picked = torch.where((expert < experts)[:, None], gemm.result[rows].float(), 0.0)
         return self._results(which, shadow, exact, picked, rows)
 
     def _wgrad(self, x: Tensor, grad: Tensor, gemm: SeenGroupedGemm, mine: Tensor) -> None:
-        """Record sampled columns of wgrad's result; its operands' scales change from expert to expert and have no row."""
+        """Record sampled columns of wgrad's result; scales of rows change from expert to expert and have no row of their own."""
         experts, columns = len(gemm.offs), self._sample(x.shape[1], x.device)
         if gemm.first.shape != grad.t().shape or gemm.second.shape != x.shape:
             self.report_once(
@@ -157,16 +161,43 @@ class GroupProbe(SubLinearProbe):
             )
             return
         a, b = gemm.first.t(), gemm.second.view(torch.uint8)[:, columns].view(gemm.second.dtype)
-        scale_a, scale_b = gemm.scale_first.reshape(experts, 1, -1), gemm.scale_second.reshape(experts, 1, -1)[:, :, columns]
         parts = [contracted(grad.bfloat16(), x[:, columns].bfloat16(), mine, e) for e in range(experts)]
-        exact = [contracted(a.float() * scale_a[e], b.float() * scale_b[e], mine, e) for e in range(experts)]
+        if gemm.cast is not None:
+            self._contracted_blocks(TensorRole.GRAD_OUTPUT, grad, gemm.first.t(), gemm.scale_first, gemm.cast, mine, experts)
+            self._contracted_blocks(TensorRole.INPUT, x, gemm.second, gemm.scale_second, gemm.cast, mine, experts)
+            left, right = decoded(gemm.first, gemm.scale_first).t(), decoded(b.t(), gemm.scale_second[columns]).t()
+            exact = [contracted(left, right, mine, e) for e in range(experts)]
+        else:
+            scale_a, scale_b = gemm.scale_first.reshape(experts, 1, -1), gemm.scale_second.reshape(experts, 1, -1)[:, :, columns]
+            exact = [contracted(a.float() * scale_a[e], b.float() * scale_b[e], mine, e) for e in range(experts)]
         found = gemm.result[:, :, columns].float().reshape(-1, parts[0].shape[1])
         self._results(Gemm.WGRAD, torch.cat(parts).bfloat16().float(), torch.cat(exact), found, columns)
+
+    def _contracted_blocks(
+        self, role: TensorRole, x: Tensor, codes: Tensor, scales: Tensor, cast: Cast, mine: Tensor, experts: int
+    ) -> None:
+        """Record an operand of wgrad ``[M, ..]`` in blocks of tokens, of which each belongs to one expert.
+
+        Args:
+            role: grad_output or input.
+            x: ``[M, n]`` in high precision.
+            codes: ``[M, n]``.
+            scales: ``[n, blocks of tokens]``.
+            cast: of the transposed tensor.
+            mine: the expert of each token.
+            experts: their number, which stands for none.
+        """
+        outside = (mine == experts)[:, None]
+        codes = codes.view(torch.uint8).masked_fill(outside, 0).view(codes.dtype)
+        named = turned(cast)
+        CASTS.setdefault(self.sublinear, {})[Gemm.WGRAD, role] = named
+        source = Source(x.masked_fill(outside, 0))
+        self._operand(Gemm.WGRAD, role, source, (Quantized(codes, scales.t().contiguous()), named), WhatIfSlots())
 
     def _results(self, which: Gemm, shadow: Tensor, exact: Tensor, found: Tensor, sample: Tensor | slice) -> OutputError:
         is_whole = which is not Gemm.WGRAD
         pair = Pair(source=Source(shadow), y=found, whole_rows=is_whole)
-        formats = " @ ".join(["e4m3fn rowwise"] * 2) if which is Gemm.WGRAD else self._names(which)
+        formats = self._names(which) or " @ ".join(["e4m3fn rowwise"] * 2)
         key = RowKey(which, RESULTS[which], formats, Reference.SHADOW, self.actual)
         if which is Gemm.FPROP:
             self._output_key = (key,)

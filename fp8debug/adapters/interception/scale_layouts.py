@@ -24,6 +24,8 @@ from fp8debug.recipes import Cast
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 #: The dtype of powers of two; None where torch has none.
 E8M0 = getattr(torch, "float8_e8m0fnu", None)
+#: torchao's ScaleCalculationMode as a rounding of the scale.
+SCALE_MODES = {"floor": "pow2_floor", "rceil": "pow2_ceil", "ceil": "pow2_amax_ceil", "even": "pow2_even"}
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 

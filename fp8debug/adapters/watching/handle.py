@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
+from fp8debug.adapters.grouped.emulated import wrap_emulated_experts
 from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import RootHooks, listener_of
 from fp8debug.adapters.interception.matrices import OutsideGemms
@@ -137,6 +138,7 @@ class Watch:
             self._undo.append(RootHooks(roots, self._observer, self._counter, intercepts, is_reported, self._outside).remove)
             if intercepts or matrices:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
+            self._undo.append(wrap_emulated_experts(listener_of(self._observer)))
             self._undo.append(ignore_shape_inference(self._observer, self._see_stage))
             if compiled == "repeat":
                 watched: dict[int, set[str]] = {}
