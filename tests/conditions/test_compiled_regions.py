@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 from tests.adapters import blocks
-from tests.adapters.linears import ScaledLinear
+from tests.adapters.linears import ScaledLinear, same, sites
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
@@ -95,7 +95,8 @@ def train(
     if backend and whole == "wrapped":
         called = cast(nn.Module, torch.compile(model, backend=backend, fullgraph=True))
     elif backend:
-        for region in [model] if whole else model.blocks:
+        linears = [m for block in model.blocks for m in (cast(Block, block).up, cast(Block, block).down)]
+        for region in linears if whole == "linears" else [model] if whole else model.blocks:
             region.compile(backend=backend, fullgraph=True)
     if when == "after":
         attach()
@@ -140,7 +141,9 @@ def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"whole": "itself"}, {"whole": "wrapped"}, {"checkpointed": True}, {"microbatches": 3}], ids=str
+    "options",
+    [{"whole": "itself"}, {"whole": "wrapped"}, {"whole": "linears"}, {"checkpointed": True}, {"microbatches": 3}],
+    ids=str,
 )
 def test_so_they_are(options: dict[str, Any], tmp_path: Path) -> None:
     kind = "torchao rowwise"
@@ -209,6 +212,25 @@ def test_blocks_of_32_are_repeated(kind: str, tmp_path: Path, monkeypatch: pytes
     found = rows(tmp_path / "run")
     assert {row["step"] for row in found} == {0, 2} and len({row["module"] for row in found}) == 2 * BLOCKS
     assert {row["cast_name"].split(" @ ")[0].split()[1] for row in found} == {"1x32", "32x1"}
+
+
+def test_experts_are_repeated(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.prototype.moe_training.mxfp8_grouped_mm")
+    from tests.adapters import test_grouped_blocks as grouped
+
+    def compiled() -> nn.Module:
+        torch._dynamo.reset()
+        net = grouped.build()
+        net.experts.compile(backend="aot_eager")
+        return net
+
+    expected, net = grouped.train(compiled()), compiled()
+    for path, options in ((tmp_path / "run", {"compiled": "repeat"}), (tmp_path / "eager", {})):
+        with fp8debug.watch(net, path, every=1, shadow="full", what_if=(), **options) as watch:
+            assert same(grouped.train(net, watch), expected)
+        net = grouped.build()
+    assert_same_rows(tmp_path / "run", tmp_path / "eager")
+    assert sites(fp8debug.Run(tmp_path / "run"), "experts.w2") == grouped.NINE
 
 
 @pytest.mark.parametrize("kind", ["torchao tensorwise", "torchao rowwise"])

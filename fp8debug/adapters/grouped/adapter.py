@@ -21,6 +21,7 @@ from fp8debug.adapters.grouped.gemms import SeenGroupedGemm
 from fp8debug.adapters.grouped.probe import GroupProbe
 from fp8debug.adapters.interception.calls import observe_calls
 from fp8debug.adapters.interception.listener import listener_of, nodes_between
+from fp8debug.adapters.interception.regions import as_it_is
 from fp8debug.adapters.interception.sublinears import SubLinear, seen_recipe, stacks_of
 from fp8debug.errors import AttachError
 from fp8debug.kernels.torch_state import untraced
@@ -81,7 +82,8 @@ class GroupedCallObserver:
         """Fit what was observed to the autograd functions that ran it, in order, and these to the parameters they lead to."""
         output = output[0] if isinstance(output, tuple) else output
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if top is not None and top(True) is not None:
+        hooks = None if top is None else top(True)
+        if hooks is not None and hooks[1] is not as_it_is:
             self._say("its GEMMs run under activation checkpointing, where their inputs are not to be had")
             return
         nodes = [] if output is None or not output.requires_grad else nodes_between(output, *args)

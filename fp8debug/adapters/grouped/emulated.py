@@ -87,7 +87,7 @@ def _gemm_of(name: str, casts: list[tuple[Tensor, Tensor]], offs: Tensor, result
     if len(casts) != 2:
         raise ValueError(f"{name} of an operand that was cast before is not read")
     (first, scale_first), (second, scale_second) = casts
-    scales = (power_of_two(scale.view(torch.uint8)) for scale in (scale_first, scale_second))
+    scales = power_of_two(scale_first.view(torch.uint8)), power_of_two(scale_second.view(torch.uint8))
     cast = changed(block_cast(first, scale_first), scale_rounding=SCALE_MODES[mode.value])
     result = result.transpose(-2, -1) if name == "_compute_wgrad_emulated" else result
     return SeenGroupedGemm(

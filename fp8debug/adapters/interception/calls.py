@@ -256,6 +256,14 @@ def _observed_call(entry: _ObservedModule, *args: Any, **kwargs: Any) -> Any:
         call.end()
 
 
+def call_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module, compiled or not, as eager code with its observers around ``forward``."""
+    entry = _ENTRIES.get(id(module))
+    if entry is not None:
+        return _observed_call(entry, *args, **kwargs)
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+
+
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether anything runs around ``forward`` in ``Module.__call__``."""
     own = vars(module)

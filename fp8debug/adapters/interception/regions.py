@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from fp8debug.adapters.interception.calls import observe_regions
+from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
@@ -37,6 +37,8 @@ from fp8debug.observer.observer import Observer
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
+#: torchao's parameters of experts: a tensor and the configuration of its GEMMs.
+_WRAPPERS = ("Float8TrainingWeightWrapperTensor", "MXFP8TrainingWeightWrapperTensor")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -262,7 +264,7 @@ class Regions:
         try:
             is_one_of_many = is_distributed and torch.distributed.get_world_size() > 1
             set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
-            with _unchanged(region.modules), saved_tensors_hooks(_within_memory(region.devices), _as_it_is):
+            with _unchanged(region.modules), saved_tensors_hooks(_within_memory(region.devices), as_it_is):
                 yield
         finally:
             set_modes(modes)
@@ -311,7 +313,7 @@ class _Repetition:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._in_place())
             stack.enter_context(self._observer.repeating(self._recorded, self._first))
-            output = self._region.module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+            output = call_eagerly(self._region.module, *args, **kwargs)
         return _pytree.tree_leaves(output)
 
     def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -394,10 +396,15 @@ def _when_known(tensors: Sequence[Tensor], take: Callable[[Sequence[Tensor | Non
     return [node.register_prehook(partial(see, key)) for key, node in nodes.items()]
 
 
+def _is_plain(x: Any) -> bool:
+    """Return whether it is a tensor of torch's own, or one that torchao wraps to choose the precision of its GEMMs."""
+    return type(x) in _PLAIN or type(x).__name__ in _WRAPPERS
+
+
 def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise where a second run of a region's forward would not be without a trace."""
     for x in _pytree.tree_leaves((args, kwargs)):
-        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+        if isinstance(x, Tensor) and not _is_plain(x):
             raise NotRepeatedError(f"its input is a {type(x).__name__}")
     for module in region.modules:
         name = type(module).__name__
@@ -408,15 +415,15 @@ def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         if isinstance(module, Fp8Linear) and " delayed(" in module.recipe.plan:
             raise NotRepeatedError("an Fp8Linear in it has delayed scaling")
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and type(tensor) not in _PLAIN:
+            if tensor is not None and not _is_plain(tensor):
                 raise NotRepeatedError(f"it holds a {type(tensor).__name__}")
 
 
 def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:
     """Return the tensors that a call may not write to if it is to be repeated, each with its version."""
-    found = [("its input", x) for x in _pytree.tree_leaves((args, kwargs)) if type(x) in _PLAIN]
+    found = [("its input", x) for x in _pytree.tree_leaves((args, kwargs)) if _is_plain(x)]
     for module in region.modules:
-        found += [(f"the attribute {name}", x) for name, x in vars(module).items() if type(x) in _PLAIN]
+        found += [(f"the attribute {name}", x) for name, x in vars(module).items() if _is_plain(x)]
         found += [("a parameter", p) for p in module._parameters.values() if p is not None]
     return [(what, x, x._version) for what, x in found if not x.is_inference()]
 
@@ -445,5 +452,6 @@ def _within_memory(devices: Sequence[torch.device]) -> Callable[[Tensor], Tensor
     return save
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def as_it_is(x: Tensor) -> Tensor:
+    """Return what a repetition saved for its backward pass: the tensor itself."""
     return x
