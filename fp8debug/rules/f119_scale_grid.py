@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import times, traces
-from fp8debug.rules.reading.weights import OUTGROWN_COSINE
+from fp8debug.rules.reading.weights import HAS_OUTGROWN
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -40,8 +40,8 @@ class ScaleGrid(Rule):
     Thresholds
         - max_sqnr_db 10: numerics.md, 5, has below 0 dB; a grid whose blocks differ by a third gives 10 dB. No published basis.
         - min_headroom 1.25: amax over what the scale holds; under current scaling 1, with a scale rounded down at most 1.143.
-        - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight with a cosine above 0.9 that is
-          too short is an older one of its own (F112).
+        - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight that is
+          too short, with its error across its FP8 values, is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
     """
 
@@ -62,7 +62,7 @@ class ScaleGrid(Rule):
             Keys("cast_name LIKE '% current%'"),
             f"sqnr_db < {self.max_sqnr_db} AND cosine < {self.max_cosine} AND numel >= {self.min_elements}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
-            f"NOT (tensor = 'weight' AND cosine > {OUTGROWN_COSINE} AND norm_ratio < 1)",
+            f"NOT (tensor = 'weight' AND {HAS_OUTGROWN})",
         ]
         return look(conditions, ["sqnr_db", "headroom", "cosine"])
 

@@ -101,6 +101,18 @@ def test_a_stale_weight_in_the_band_of_e5m2(tmp_path: Path, headroom: float, cod
     assert (finding.code, finding.module) == (code, CULPRIT)
 
 
+@pytest.mark.parametrize(("cosine", "length", "headroom", "code"), [
+    (0.7402, 0.7447, 2.1162, "F112"),  # measured: a weight of 9 steps ago at a learning rate of 0.01
+    (0.7393, 0.6185, 2.2454, "F112"),  # the same once it has grown in its own direction
+    (0.7402, 1.0, 2.1162, "F119"),  # permuted scales keep the length
+    (0.7402, 0.7447, 9.0, "F119"),  # no block grows so much more than the weight
+])  # fmt: skip
+def test_a_weight_that_has_outgrown_an_old_copy(tmp_path: Path, cosine: float, length: float, headroom: float, code: str) -> None:
+    slots = {**rotated(cosine, length), "headroom": headroom}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**WEIGHT, slots=slots)]))
+    assert (finding.code, finding.module) == (code, CULPRIT)
+
+
 def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Path) -> None:
     override = Override(**{**WEIGHT, "steps": (None, None)}, slots=rotated(0.02))
     (finding,) = triage(build(tmp_path / "run", overrides=[override]))

@@ -83,10 +83,7 @@ TRIALS: tuple[Trial, ...] = (
     ),
     Trial(fault="unasked_fp8", code="F110", cure="overrides", module="head", at=0, change=_in_bf16("head")),
     Trial(fault="unconverted", code="F110", cure="convert", at=0, change=_convert),
-    Trial(
-        fault="stale_weight", code="F112", cure="BF16 for the module", setting=Setting(lr=2e-3),
-        change=_in_bf16("blocks.1.down"),
-    ),
+    Trial(fault="stale_weight", code="F112", cure="BF16 for the module", change=_in_bf16("blocks.1.down")),
     Trial(fault="wrong_scale", code="F113", cure="BF16", recommended=True),
     Trial(fault="recompute_scale", code="F115", cure="BF16 for wgrad", recommended=True),
     Trial(fault="padding_rows", code="F117", cure="1x128", recommended=True, situation=True),
