@@ -18,7 +18,7 @@ from fp8debug.trials.hints import hints
 
 from .console import open_run, print_table, wide_option, write_file
 from .output import echo, write
-from .trial_options import ScriptCommand, make_script, script_options, shares
+from .trial_options import ScriptCommand, make_script, modules_of_other_stacks, script_options, shares
 from .trial_progress import Trainings, announce, lasting
 from .verify import band
 
@@ -72,6 +72,7 @@ def command(**options: Any) -> int:
         found = bisect_run(
             trials,
             recipe=script.recipe,
+            further=[*modules_of_other_stacks(run, script.recipe), *options["also"]],
             suspects=suspects,
             damage=damage,
             repeats=options["repeats"],

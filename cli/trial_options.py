@@ -11,7 +11,7 @@ import click
 
 from fp8debug.errors import UsageError
 from fp8debug.recipes import get_recipe
-from fp8debug.run.arms import CHANGEABLE, unchangeable
+from fp8debug.run.arms import KNOWN_KINDS
 from fp8debug.store.read.run import Run
 from fp8debug.trials import Script
 from fp8debug.trials.gap import CLOSED, MIN_GAP
@@ -55,6 +55,12 @@ def script_options(function: F) -> F:
             click.option("--last", type=int, help="Compare the mean loss of so many last steps [a quarter, at least 8]."),
             click.option("--seed-arg", metavar="NAME", help="The script's seed argument, e.g. --seed [its seeds are shifted]."),
             click.option("--recipe", help="Recipe of the FP8 arms if the script's model is plain [the one RUN tried]."),
+            click.option(
+                "--also",
+                multiple=True,
+                metavar="FQN",
+                help="A module that is no Linear and runs in FP8: attention, an embedding, a head; repeat it.",
+            ),
             click.option("--launcher", metavar="WORDS", help="In place of python: 'torchrun --nproc-per-node 2'."),
             click.option("--timeout", type=float, metavar="S", help="Seconds that one training may take."),
             click.option("--min-gap", default=f"{MIN_GAP:.2%}", show_default=True, help="Less, of BF16's loss, is no gap."),
@@ -71,9 +77,6 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
     """Return the script with what the options leave open taken from the run."""
     recipe = options["recipe"]
     in_fp8 = [module for module in run.modules if module.get("fp8")]
-    foreign = [module for module in in_fp8 if module.get("kind") not in CHANGEABLE]
-    if recipe is None and foreign:
-        raise UsageError(f"nothing is trained: {unchangeable(str(foreign[0]['fqn']), str(foreign[0]['kind']))}")
     if recipe is None and not in_fp8:
         recipe = str(run.manifest.get("plain_recipe") or "blockwise")
     elif recipe is not None:
@@ -94,6 +97,18 @@ def make_script(run: Run, options: dict[str, Any]) -> Script:
         every=options.get("every"),
         timeout_s=options["timeout"],
     )
+
+
+def modules_of_other_stacks(run: Run, recipe: str | None) -> list[str]:
+    """Return the modules of other stacks that a run recorded in FP8, which only their GEMMs show.
+
+    Args:
+        run: the run.
+        recipe: what the script's plain model is converted to; then there are none.
+    """
+    if recipe is not None:
+        return []
+    return [str(module["fqn"]) for module in run.modules if module.get("fp8") and module.get("kind") not in KNOWN_KINDS]
 
 
 def _words(launcher: str | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from fp8debug.types import parse_share
 
 from .console import open_run, print_table, warn, wide_option
 from .output import echo, write
-from .trial_options import ScriptCommand, make_script, script_options, shares
+from .trial_options import ScriptCommand, make_script, modules_of_other_stacks, script_options, shares
 from .trial_progress import Trainings, announce
 
 HEADER = ["arm", "what", "loss", "above BF16", "share closed", "closed", "trainings"]
@@ -64,7 +64,14 @@ def command(**options: Any) -> int:
         candidates = recommend(run, triage(run), parse_share(options["budget"]))
         if not candidates:
             warn("no candidates: the recorded statistics ask for none; `fp8debug bisect` searches by the loss alone")
-    arms = arms_of(names, [entry.to_dict() for entry in candidates], positional_prior(run), script.recipe, options["held"])
+    others = modules_of_other_stacks(run, script.recipe)
+    if "fp8_tensors" in names and others:
+        warn(
+            f"no arm fp8_tensors: {others[0]} is of another stack, whose operands cannot stay in FP8 while its GEMMs run in BF16"
+        )
+        names.remove("fp8_tensors")
+    entries = [entry.to_dict() for entry in candidates]
+    arms = arms_of(names, entries, positional_prior(run), script.recipe, options["held"], [*others, *options["also"]])
     folder = Path(options["out"]) if options["out"] else run.path / "verify"
     trials = Trials(folder, script, fresh=options["fresh"])
     number = len(arms) * options["repeats"]

@@ -47,6 +47,7 @@ _WATCH_OPTIONS = (
     "plain_recipe",
     "shadow_rows",
     "resume_from",
+    "checkpoint",
     "compiled",
     "inference",
     "budget",
@@ -283,10 +284,11 @@ def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
         run: name of the run.
 
     Raises:
-        UsageError: a dump, a recipe or the guard cannot be used; seen now, not when the model is ready.
+        UsageError: a dump, a recipe, the checkpoint or the guard cannot be used; seen now, not when the model is ready.
     """
     from fp8debug.fallback.guard import Guard
     from fp8debug.recipes import get_recipe
+    from fp8debug.store.configuration import settings_of_checkpoint
     from fp8debug.store.dump_selectors import Selector
     from fp8debug.store.volume import parse_size
 
@@ -295,6 +297,7 @@ def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
         value = getattr(options, name)
         if value not in (None, []):
             found[name] = tuple(value) if isinstance(value, list) else value
+    settings_of_checkpoint(options.checkpoint)
     for text in options.dump:
         Selector.parse(text)
     for recipe in [*options.what_if, *([options.plain_recipe] if options.plain_recipe else [])]:
@@ -384,6 +387,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
+    add(
+        "--checkpoint", metavar="DIR", help="folder that training goes on from: its FP8 settings are compared with those in force"
+    )
     add("--budget", metavar="SIZE", help="disk space for the statistics of all ranks, e.g. 50GB; --every grows as it takes")
     add("--total-steps", metavar="N", type=int, help="steps of the whole run, for that plan (default: a million)")
     add("--ranks", metavar="R,R", help="global ranks that record, or all (default: all of up to 16, else one replica)")

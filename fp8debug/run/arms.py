@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.store.file_checks import read_json
@@ -32,8 +32,9 @@ REFUSED = "fp8debug: this arm cannot be trained: "
 #: ``every`` of an arm that records its loss alone, which is what counts, unless ``--every`` asks for statistics.
 NEVER = 2**62
 
-#: Kinds of modules, as a manifest has them, whose casts an arm can change; None in a run that says no kind.
-CHANGEABLE = ("Fp8Linear", "Float8Linear", "Linear", None)
+#: Kinds of modules, as a manifest has them, whose casts an arm knows; None in a run that says no kind. Modules of other stacks
+#: leave FP8 by what ``other_stacks`` does.
+KNOWN_KINDS = ("Fp8Linear", "Float8Linear", "Linear", None)
 
 #: What computes: nothing in FP8, what the script converts, or the same with every operand dequantized before its GEMM.
 COMPUTES = ("bf16", "fp8", "fp8_tensors")
@@ -51,6 +52,7 @@ class Arm:
         recipe: what a model without FP8 modules is converted to; None leaves such a model to be an error.
         held: steps after the window in which the weights stay as they were trained, for the loss of inference.
         inference: ``bf16`` or ``fp8`` in those steps; None is what it was trained in.
+        further: names of modules of other stacks that the BF16 arm takes out of FP8: Linears, or such as attention.
 
     Raises:
         UnknownNameError: no such compute, or no such inference.
@@ -63,6 +65,7 @@ class Arm:
     recipe: str | None = None
     held: int = 0
     inference: str | None = None
+    further: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.compute not in COMPUTES:
@@ -75,7 +78,9 @@ class Arm:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         entries = [dict(entry) for entry in self.fallbacks]
-        values = {"name": self.name, "compute": self.compute, "fallbacks": entries, "recipe": self.recipe}
+        values: dict[str, Any] = {"name": self.name, "compute": self.compute, "fallbacks": entries, "recipe": self.recipe}
+        if self.further:
+            values["further"] = list(self.further)
         return {**values, "held": self.held, "inference": self.inference} if self.held else values
 
     @classmethod
@@ -89,7 +94,8 @@ class Arm:
             return cls(name=text, compute=text)
         try:
             values = read_json(Path(text))
-            return cls(**{**values, "fallbacks": tuple(values["fallbacks"])})
+            further = tuple(values.get("further", ()))
+            return cls(**{**values, "fallbacks": tuple(values["fallbacks"]), "further": further})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -97,24 +103,22 @@ class Arm:
             raise UsageError(f"--arm is one of {', '.join(COMPUTES)} or a JSON file of an arm, got {text!r}: {why}") from None
 
 
-def unchangeable(name: str, kind: str) -> str:
-    """Return what to say of an FP8 module of another stack."""
-    return (
-        f"{name} is a {kind}, whose casts an arm cannot change; take the script's own FP8 off"
-        " and give --recipe NAME, which converts its nn.Linear modules"
-    )
-
-
 def convert_plain(arm: Arm, roots: Sequence[nn.Module]) -> None:
     """Convert a model that has no FP8 module to the arm's recipe; a BF16 arm leaves it as it is.
+
+    Modules of other stacks show whether they run in FP8 when they run: without a recipe they are taken to.
 
     Raises:
         UsageError: FP8 is wanted, and the arm has no recipe.
     """
     from fp8debug.adapters.watching.coverage import candidates_of
     from fp8debug.linear import convert
+    from fp8debug.run.other_stacks import may_run_fp8
 
-    if any(c.fp8 for c in candidates_of(roots)) or arm.compute == "bf16":
+    candidates = candidates_of(roots)
+    if any(c.fp8 for c in candidates) or arm.compute == "bf16":
+        return
+    if arm.recipe is None and any(may_run_fp8(c) for c in candidates):
         return
     if arm.recipe is None:
         raise UsageError("the script's model has no module in FP8; give --recipe NAME to convert every nn.Linear of it")
@@ -122,32 +126,40 @@ def convert_plain(arm: Arm, roots: Sequence[nn.Module]) -> None:
         convert(root, arm.recipe)
 
 
-def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict[str, int]:
+def apply_arm(
+    arm: Arm, roots: Sequence[nn.Module], start_step: int = 0, refuse: Callable[[str], NoReturn] | None = None
+) -> dict[str, int]:
     """Change a model as the arm says, in place.
 
     Args:
         arm: what to change.
         roots: the model, or the chunks of one.
         start_step: number of the step that begins, for fallbacks that hold in some steps only.
+        refuse: takes the reason where the first training call of a module of another stack shows that the arm cannot change it;
+            by default it raises a UsageError there.
 
     Returns:
         How many modules run in FP8 now, and how many Linears there are.
 
     Raises:
         NoMatchError: a fallback names no module; the message has the closest names.
-        UsageError: the model has no FP8 module and the arm no recipe, or has FP8 modules that no arm can change.
+        UsageError: the model has no FP8 module and the arm no recipe, or the arm asks for what its stack cannot do.
     """
     from fp8debug.adapters.watching.coverage import candidates_of
     from fp8debug.fallback import Fallback
     from fp8debug.linear import Fp8Linear
+    from fp8debug.run.other_stacks import change_others, may_run_fp8, raise_usage_error
 
     convert_plain(arm, roots)
     candidates = candidates_of(roots)
     torchao = {c.fqn: c.module for c in candidates if c.adapter is not None and c.adapter.name == "torchao"}
-    foreign = [c for c in candidates if c.fp8 and not isinstance(c.module, Fp8Linear) and c.fqn not in torchao]
-    if foreign and (arm.compute != "fp8" or arm.fallbacks):
-        raise UsageError(unchangeable(foreign[0].fqn, type(foreign[0].module).__name__))
     layers = [c.module for c in candidates if isinstance(c.module, Fp8Linear)]
+    others = [c for c in candidates if may_run_fp8(c)]
+    if arm.compute == "fp8_tensors" and others and not layers and not torchao:
+        raise UsageError(
+            f"{others[0].fqn} is a {type(others[0].module).__name__}, whose operands an arm cannot keep in FP8 while its GEMMs"
+            " run in BF16; leave out the arm fp8_tensors"
+        )
     if arm.compute == "bf16":
         for layer in layers:
             layer.set_recipe("bf16")
@@ -159,8 +171,9 @@ def apply_arm(arm: Arm, roots: Sequence[nn.Module], start_step: int = 0) -> dict
         from fp8debug.run.torchao_arms import change_modules
 
         entries = change_modules(torchao, arm.compute, entries)
-        if entries and not layers:
-            raise NoMatchError("fallback module", entries[0].module, torchao)
+    entries = change_others(roots, candidates, arm.compute, entries, arm.further, refuse or raise_usage_error)
+    if entries and not layers:
+        raise NoMatchError("fallback module", entries[0].module, [c.fqn for c in candidates])
     _apply_fallbacks(entries, roots, start_step)
     return {"fp8": sum(c.fp8 for c in candidates_of(roots)), "linears": len(candidates)}
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -330,8 +330,8 @@ class ArmWatch:
     def _begin(self, module: nn.Module) -> None:
         roots = self._targets or roots_of(module)
         if self._arm.held:
-            self._held = HeldWeights(self._arm, roots)
-        applied = apply_arm(self._arm, roots, self._first)
+            self._held = HeldWeights(self._arm, roots, _refuse)
+        applied = apply_arm(self._arm, roots, self._first, _refuse)
         if self.watch is None:
             self._num_watches += 1
             self.watch = self._begin_watch(module, self._out, {})
@@ -431,7 +431,7 @@ def _shown(path: Path) -> str:
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
 
 
-def _refuse(why: str) -> None:
+def _refuse(why: str) -> NoReturn:
     print(f"{REFUSED}{why}", file=sys.stderr)
     raise SystemExit(2) from None
 

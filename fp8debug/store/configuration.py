@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8debug.errors import UsageError
 from fp8debug.formats import format_named
 from fp8debug.recipes import Cast
+from fp8debug.store.file_checks import read_json
+from fp8debug.store.read.manifest import checked
 from fp8debug.types import OPERAND_SITES, plain_name
 
 #: Sites that a sentence names.
@@ -191,3 +194,30 @@ def _of_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterab
         if was != is_now:
             is_notable = is_variable or key == "float32_matmul_precision"
             yield Difference(setting=f"environment.{key}", before=was, now=is_now, is_notable=is_notable)
+
+
+def settings_of_checkpoint(folder: str | Path | None) -> tuple[dict[str, Any] | None, Mapping[str, Any] | None]:
+    """Return the manifest of a run and the ``quantization_config`` that a checkpoint's folder holds.
+
+    Raises:
+        UsageError: it holds neither.
+    """
+    if folder is None:
+        return None, None
+    folder = Path(folder)
+    manifest, config = _json(folder / "manifest.json"), _json(folder / "config.json")
+    stored = checked(manifest, folder / "manifest.json", []) if "modules" in manifest else None
+    declared = config.get("quantization_config")
+    if stored is None and not isinstance(declared, Mapping):
+        raise UsageError(
+            f"checkpoint {folder} states no FP8 settings: neither a run's manifest.json nor quantization_config in config.json"
+        )
+    return stored, declared if isinstance(declared, Mapping) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -71,6 +71,7 @@ class _Search:
 
     trials: Trials
     recipe: str | None
+    further: tuple[str, ...]
     repeats: int
     last: int | None
     min_gap: float
@@ -102,7 +103,7 @@ class _Search:
         return sum(map(len, self.curves.values()))
 
     def baseline(self, repeat: int) -> None:
-        self.train(Arm(name="bf16", compute="bf16", recipe=self.recipe), repeat, "BF16")
+        self.train(Arm(name="bf16", compute="bf16", recipe=self.recipe, further=self.further), repeat, "BF16")
         self.train(Arm(name="fp8", recipe=self.recipe), repeat, "FP8")
 
     def assess(self, *names: str) -> Assessment:
@@ -145,6 +146,7 @@ def bisect_run(
     trials: Trials,
     *,
     recipe: str | None = None,
+    further: Sequence[str] = (),
     suspects: Sequence[str] = (),
     damage: Mapping[str, float] | None = None,
     repeats: int = 3,
@@ -162,6 +164,8 @@ def bisect_run(
     Args:
         trials: where trainings are done and remembered; a search that was killed goes on from there.
         recipe: what a model without FP8 modules is converted to.
+        further: modules in FP8 that a training without statistics does not show: Linears of other stacks, and what is none, such
+            as attention or an embedding.
         suspects: modules that triage named, tried together before all others.
         damage: recorded damage by module; the modules are tried in its order.
         repeats: seeds at most for one test.
@@ -206,6 +210,7 @@ def bisect_run(
     search = _Search(
         trials=trials,
         recipe=recipe,
+        further=tuple(further),
         repeats=repeats,
         last=last,
         min_gap=min_gap,
@@ -222,6 +227,7 @@ def bisect_run(
         if found.verdict not in ("gap", "diverged"):
             return save(search, found.verdict, statements)
         modules += [m for m in Run(trials.folder / "fp8-0").modules if m.get("fp8")]
+        modules += [{"fqn": name} for name in further if name not in {m["fqn"] for m in modules}]
         names = ranked([m["fqn"] for m in modules], suspects, damage or {})
         search.units = _all_gemms(names)
         plan = plan_of(len(names), max_runs, search.seconds / search.num_trained, search.num_trained)

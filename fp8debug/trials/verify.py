@@ -59,7 +59,12 @@ Report = Callable[[int, int, str], None]
 
 
 def arms_of(
-    names: Sequence[str], candidates: Sequence[Mapping[str, Any]], prior: Sequence[str], recipe: str | None, held: int = 0
+    names: Sequence[str],
+    candidates: Sequence[Mapping[str, Any]],
+    prior: Sequence[str],
+    recipe: str | None,
+    held: int = 0,
+    further: Sequence[str] = (),
 ) -> list[Arm]:
     """Return the arms of these names; those that would only repeat another are left out.
 
@@ -69,9 +74,11 @@ def arms_of(
         prior: modules that the positional prior leaves in BF16.
         recipe: what a model without FP8 modules is converted to.
         held: steps after the window in which the weights are held; with them the arms of inference are there too.
+        further: modules that leave FP8 too where an arm runs in BF16: Linears of other stacks, and what is none.
     """
+    more = tuple(further)
     made = {
-        "bf16": Arm(name="bf16", compute="bf16", recipe=recipe, held=held),
+        "bf16": Arm(name="bf16", compute="bf16", recipe=recipe, held=held, further=more),
         "fp8": Arm(name="fp8", recipe=recipe, held=held),
         "fp8_tensors": Arm(name="fp8_tensors", compute="fp8_tensors", recipe=recipe),
     }
@@ -82,8 +89,8 @@ def arms_of(
         made["prior"] = Arm(name="prior", fallbacks=entries, recipe=recipe)
     arms = [made[name] for name in ARMS if name in made and name in {"bf16", "fp8", *names}]
     if held:
-        arms.append(Arm(name="fp8_inference", compute="bf16", recipe=recipe, held=held, inference="fp8"))
-        arms.append(Arm(name="bf16_inference", recipe=recipe, held=held, inference="bf16"))
+        arms.append(Arm(name="fp8_inference", compute="bf16", recipe=recipe, held=held, inference="fp8", further=more))
+        arms.append(Arm(name="bf16_inference", recipe=recipe, held=held, inference="bf16", further=more))
     return arms
 
 

@@ -83,6 +83,20 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
     assert run.steps_range == (0, 7)
 
 
+def test_the_settings_of_a_checkpoint_are_compared(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = 'fp8debug.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), "RECIPE")'
+    plain = "nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))"
+    text = "import fp8debug\n" + PLAIN.replace(plain, model)
+    script.write_text(text.replace("RECIPE", "blockwise"))
+    assert main(["--out", str(tmp_path / "first"), str(script)]) == 0
+    script.write_text(text.replace("RECIPE", "blockwise_pow2"))
+    capsys.readouterr()
+    assert main(["--out", str(tmp_path / "second"), "--checkpoint", str(tmp_path / "first"), str(script)]) == 0
+    assert "the checkpoint: scale_rounding: none -> pow2_ceil (2 modules, first 0)" in capsys.readouterr().err
+    (finding,) = fp8debug.triage(tmp_path / "second")
+    assert finding.code == "F144"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -93,6 +107,7 @@ def test_the_options_of_watch_reach_it(script: Path, tmp_path: Path) -> None:
         (["--total-steps", "0"], "--total-steps must be at least 1, got 0"),
         (["--ranks", "some"], "ranks must be 'all' or a list of global ranks, got 'some'"),
         (["--ranks", "1,2"], "ranks must hold rank 0, which writes the manifest of the run, got [1, 2]"),
+        (["--checkpoint", "."], "checkpoint . states no FP8 settings: neither a run's manifest.json nor quantization_config"),
         (["--guard", "0"], "a guard needs after >= 1"),
         (["--resume-from", "-1"], "--resume-from is the number of the first step, 0 or more, got -1"),
         (

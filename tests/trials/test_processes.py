@@ -20,7 +20,6 @@ from fp8debug.run.arms import Arm
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trials import Script
 from fp8debug.trials.script import with_seed
-from fp8debug_cli.main import status
 from tests.trials.quick_launcher import MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -205,22 +204,27 @@ def test_a_script_that_trains_nothing_is_named(folder: Path) -> None:
     assert "warning: arm fp8: the script trained no model with a Linear: no forward ran with gradients on" in err
 
 
-@pytest.mark.parametrize("command", ["verify", "bisect --yes"])
-def test_fp8_of_another_stack_is_refused_before_anything_is_trained(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    modules = [{"fqn": "layers.0.fc1", "kind": "TELinear", "fp8": True, "in_features": 64, "out_features": 64}]
-    writer = RunWriter(tmp_path / "run", manifest={"modules": modules})
+def test_a_script_of_another_stack_is_verified_from_end_to_end(tmp_path: Path) -> None:
+    """Its one FP8 Linear is of its own making, over ``_scaled_mm``: BF16 and the candidates are trained, not fp8_tensors."""
+    model = "nn.Sequential(nn.Linear(64, 128), nn.GELU(), ScaledLinear(128, 64).bfloat16())"
+    script = PLAIN.replace("nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))", model)
+    script = script.replace("from torch import nn", "from torch import nn\nfrom tests.adapters.linears import ScaledLinear")
+    script = script.replace(".square()", ".float().square()")
+    (tmp_path / "train.py").write_text(script.replace("nn.Linear(64, 128)", "nn.Linear(64, 128).bfloat16()").replace(
+        "torch.randn(64, 64)", "torch.randn(64, 64).bfloat16()"))  # fmt: skip
+    module = {"fqn": "2", "kind": "ScaledLinear", "fp8": True, "in_features": 128, "out_features": 64}
+    writer = RunWriter(tmp_path / "run", manifest={"modules": [module]})
     writer.steps({"step": 0, "sampled": False, "loss": 1.0})
     writer.close()
-    (tmp_path / "train.py").touch()
-    words = [*command.split(), str(tmp_path / "run"), "--script", str(tmp_path / "train.py")]
-    assert status(words) == 2
-    assert capsys.readouterr().err == (
-        "error: nothing is trained: layers.0.fc1 is a TELinear, whose casts an arm cannot change; take the script's own FP8 off"
-        " and give --recipe NAME, which converts its nn.Linear modules\n"
-    )
-    assert not (tmp_path / "run" / "verify").exists() and not (tmp_path / "run" / "bisect").exists()
+    entry = {"module": "2", "gemms": ["fprop", "dgrad", "wgrad"], "tensor": "*", "cast": None}
+    (tmp_path / "list.json").write_text(json.dumps({"fallbacks": [entry]}))
+    own = ("--arms", "fp8_tensors,candidates", "--fallbacks", "list.json", "--repeats", "1", "--format", "json", "--steps", "6")
+    code, out, err = finish(start(tmp_path, "verify", "run", *own, "--script", "train.py"))
+    assert code in (0, 1) and "warning: no arm fp8_tensors: 2 is of another stack" in err, err
+    losses = {arm["name"]: arm["losses"][0] for arm in json.loads(out)["arms"]}
+    assert list(losses) == ["bf16", "fp8", "candidates"]
+    assert losses["candidates"] == losses["bf16"] != losses["fp8"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.05)
 
 
 def test_a_missing_script(folder: Path) -> None:

@@ -521,12 +521,12 @@ class RootHooks:
         self._listener.forget()
 
 
-def nodes_between(output: Tensor, *inputs: Any) -> list[Any]:
-    """Return the autograd nodes that lead from a module's output to its inputs and parameters, without theirs."""
+def nodes_between(output: Tensor, *inputs: Any, limit: int = MAX_NODES) -> list[Any]:
+    """Return the autograd nodes from a module's output to its inputs and parameters, without theirs: ``limit`` at most."""
     stop = [x.grad_fn for x in inputs if isinstance(x, Tensor)]
     found: list[Any] = []
     todo = [output.grad_fn]
-    while todo and len(found) < MAX_NODES:
+    while todo and len(found) < limit:
         node = todo.pop()
         if node is None or node.name().endswith("AccumulateGrad") or any(node is other for other in (*stop, *found)):
             continue

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fp8debug.errors import UsageError
-from fp8debug.store.configuration import Difference, declared_differences, differences
-from fp8debug.store.file_checks import read_json
+from fp8debug.store.configuration import Difference, declared_differences, differences, settings_of_checkpoint
 from fp8debug.store.read.manifest import checked
 from fp8debug.store.write.writer import RunWriter
 
@@ -42,7 +40,7 @@ class Resumption:
         self._known: set[tuple[str, Difference]] = set()
         own = writer.earlier if writer.rank == 0 else {}
         self._earlier = checked(own, writer.path, []) if own else None
-        self._stored, self._declared = _of_checkpoint(checkpoint)
+        self._stored, self._declared = settings_of_checkpoint(checkpoint)
         if self._declared is None:
             self._declared = next(filter(None, map(_of_model, roots)), None)
         kept = (self._earlier or {}).get("resumed") or []
@@ -75,33 +73,6 @@ class Resumption:
             yield CHECKPOINT, differences(self._stored, manifest)
         if self._declared is not None:
             yield CHECKPOINT, declared_differences(self._declared, manifest)
-
-
-def _of_checkpoint(folder: str | Path | None) -> tuple[dict[str, Any] | None, Mapping[str, Any] | None]:
-    """Return the manifest of a run and the ``quantization_config`` that a checkpoint's folder holds.
-
-    Raises:
-        UsageError: it holds neither.
-    """
-    if folder is None:
-        return None, None
-    folder = Path(folder)
-    manifest, config = _json(folder / "manifest.json"), _json(folder / "config.json")
-    stored = checked(manifest, folder / "manifest.json", []) if "modules" in manifest else None
-    declared = config.get("quantization_config")
-    if stored is None and not isinstance(declared, Mapping):
-        raise UsageError(
-            f"checkpoint {folder} states no FP8 settings: neither a run's manifest.json nor quantization_config in config.json"
-        )
-    return stored, declared if isinstance(declared, Mapping) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _of_model(root: nn.Module) -> Mapping[str, Any] | None:

@@ -135,5 +135,5 @@ BY_HAND: dict[str, str] = {
     "F125": "the batch and the learning rate are the program's; what the finding claims is that FP8 is not at fault",
     "F126": "the gradient that overflows has a cause in the model, which has to be found",
     "F143": "the loss function that loses the gradient is the program's",
-    "F144": "settings of a resume, no fault to plant; the same flags are the cure (tests/rules/test_settings_of_a_resume.py)",
+    "F144": "settings of a resume, no fault to plant; the same flags are the cure (tests/adapters/watching/test_resumption.py)",
 }
