@@ -562,6 +562,7 @@
       title: { text, x: 0, xref: "container", xanchor: "left", pad: { l: 12 }, y: 1, yref: "container", yanchor: "top",
         font: { size: 13, family: FACE, color: style.color } } };
     layout.title.pad.t = 8;
+    layout.annotations = (layout.annotations || []).map((note) => ({ ...note, bgcolor: style.backgroundColor }));
     window.Plotly.downloadImage({ data: plot.data, layout },
       { format, scale: format === "png" ? 2 : 1, filename: fileName(...words), width: plot.clientWidth, height: layout.height });
   };

@@ -234,7 +234,7 @@ def mark_gaps(figure: Figure, steps: Ints, states: States, i: int = 0, what: str
             {"type": "rect", "x0": begin, "x1": end, **across, "fillcolor": color, "opacity": 0.14, "line": {"width": 0}}
         )
         figure.rule(color, i, x=begin, width=1.4)
-        is_late = len(steps) > 1 and begin - int(steps[0]) > 0.6 * (int(steps[-1]) - int(steps[0]))
+        is_late = len(steps) > 1 and begin - int(steps[0]) > 0.7 * (int(steps[-1]) - int(steps[0]))
         place: Part = {"xanchor": "right", "xshift": -4} if is_late else {"xanchor": "left", "xshift": 4}
         figure.note(words, i, xref=f"x{n}", x=begin, y=0.98, yanchor="top", yshift=-13 * row, **place)
 

@@ -74,12 +74,13 @@ def settle(view: View, run_view: RunView) -> object:
 def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
     listed, about, rows, heat, lines = parts(view, run_view)
+    is_one = len(run_view.run.ranks) < 2  # there is nothing to compare
     metric, default = _metric(view, run_view), default_metric(run_view)
     names = [str(m["fqn"]) for m in run_view.run.modules]
     sites = [{"value": "", "label": "(largest spread)"}, *({"value": n, "label": n.replace(".", " ")} for n in NAMES)]
     controls = html.Div(
         [
-            control("metric", default, metric, metric_options(run_view.recorded()), "metric", 230),
+            control("metric", default, metric, metric_options(run_view.recorded()), "metric", 340),
             control("of", "", view.get("of"), [{"value": "", "label": "(largest spread)"}, *names], "module", 280),
             control("site", "", view.get("site"), sites, "site", 180),
         ],
@@ -89,16 +90,17 @@ def layout(view: View, run_view: RunView) -> Component:
         [
             card(
                 "One site on every rank",
-                controls,
+                html.Div(controls, hidden=is_one),
                 html.Div(about, id="ranks-about"),
-                axis_controls(view, run_view),
-                graph("rank-lines", lines),
-                graph("rank-heat", heat),
+                html.Div([axis_controls(view, run_view), graph("rank-lines", lines), graph("rank-heat", heat)], hidden=is_one),
             ),
-            card(
-                "Sites by disagreement",
-                grid("rank-sites", COLUMNS, rows, "No site with two ranks"),
-                note=f"the largest spread first, {rank_data.MAX_SITES} sites at most; click a module to see it above",
+            html.Div(
+                card(
+                    "Sites by disagreement",
+                    grid("rank-sites", COLUMNS, rows, "No site with two ranks"),
+                    note=f"the largest spread first, {rank_data.MAX_SITES} sites at most; click a module to see it above",
+                ),
+                hidden=is_one,
             ),
             card("Ranks", html.Div(listed, id="rank-list")),
         ],

@@ -196,6 +196,16 @@ def test_what_stands_on_a_page_stays_where_it_is_while_it_loads(
 
 
 @browser_test
+def test_the_head_is_one_line_from_a_laptop_on_with_a_step_chosen_too(clean_page: Page, site: str) -> None:
+    settle(clean_page, f"{site}/?run=sick&step=300")
+    for width in (1240, 1280, 1470, 1920):
+        clean_page.set_viewport_size({"width": width, "height": 900})
+        clean_page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
+        box = clean_page.locator(".top").bounding_box()
+        assert box is not None and box["height"] < 50, f"the head breaks at {width}"
+
+
+@browser_test
 def test_every_page_has_its_own_title(clean_page: Page, site: str) -> None:
     titles = {}
     for name, address in samples.PAGES.items():
