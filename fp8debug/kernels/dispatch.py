@@ -99,6 +99,11 @@ def quantize(
     return reference.quantize(x, cast, scale_inv)
 
 
+def quantizes_on_gpu(x: Tensor, cast: Cast, scale_inv: Tensor | None = None) -> bool:
+    """Return whether :func:`quantize` has a kernel for the tensor, whose outputs have a layout of their own; x may be fake."""
+    return x.is_cuda and _why_not(x, cast, scale_inv) is None
+
+
 def quantize_observed(
     x: Tensor,
     cast: Cast,

@@ -26,7 +26,7 @@ from fp8debug.errors import UsageError
 from fp8debug.formats import FORMATS, block_shape
 from fp8debug.kernels.amax_history import AmaxHistory, Use
 from fp8debug.kernels.backend import gpu
-from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm, quantize, quantize_pair
+from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm, quantize, quantize_pair, quantizes_on_gpu
 from fp8debug.recipes import HIGH_PRECISION, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
 
@@ -189,8 +189,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parsed = parse_plan(plan)
     across, down = parsed.casts[_X_FPROP], parsed.casts[_X_WGRAD] if learns else None
-    first = _nothing(x) if across is None else _new(x, across, False)
-    second = _nothing(x) if down is None or _is_shared(parsed, x) else _new(x, down, True)
+    first = _nothing(x) if across is None else _new(x, across, given, False)
+    second = _nothing(x) if down is None or _is_shared(parsed, x) else _new(x, down, given_wgrad, True)
     return *first, *second
 
 
@@ -389,9 +389,13 @@ def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, p
     return gemm(which, first, second, dtype=dtype, fast_accum=which in plan.fast_accum).contiguous()
 
 
-def _new(x: Tensor, cast: Cast, contracts_rows: bool) -> Quantized:
+def _new(x: Tensor, cast: Cast, given: Tensor | None, contracts_rows: bool) -> Quantized:
     """Return memory for a quantized tensor, laid out as ``dispatch.quantize`` lays it out on the device."""
-    if x.is_cuda:
+    return _empty(x, cast, contracts_rows, quantizes_on_gpu(x, cast, given))
+
+
+def _empty(x: Tensor, cast: Cast, contracts_rows: bool, is_of_kernel: bool) -> Quantized:
+    if is_of_kernel:
         return Quantized(*gpu().new_outputs(x, cast, "columns" if contracts_rows else "rows"))
     rows, columns = x.shape
     block = block_shape(cast.granularity, rows, columns)
@@ -409,15 +413,14 @@ def _laid_out(q: Quantized, x: Tensor, cast: Cast | None, contracts_rows: bool, 
         q = Quantized(q.data, q.scale_inv.clone())
     if cast is None or not q.data.numel():
         return q
-    strides = _strides(tuple(x.shape), x.is_cuda, cast, contracts_rows)
+    strides = _strides(tuple(x.shape), quantizes_on_gpu(x, cast, given), cast, contracts_rows)
     return Quantized(*(_with_strides(t, s) for t, s in zip(q, strides, strict=True)))
 
 
 @lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, int], is_cuda: bool, cast: Cast, contracts_rows: bool) -> tuple[tuple[int, ...], ...]:
+def _strides(shape: tuple[int, int], is_of_kernel: bool, cast: Cast, contracts_rows: bool) -> tuple[tuple[int, ...], ...]:
     x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    made = gpu().new_outputs(x, cast, "columns" if contracts_rows else "rows") if is_cuda else None
-    return tuple(t.stride() for t in made or _new(x, cast, contracts_rows))
+    return tuple(t.stride() for t in _empty(x, cast, contracts_rows, is_of_kernel))
 
 
 def _with_strides(t: Tensor, strides: tuple[int, ...]) -> Tensor:
