@@ -14,10 +14,10 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from fp8debug.kernels.dispatch import CastWithSlots, Operand, finite_amax, gemm,
 from fp8debug.recipes import HIGH_PRECISION, Cast
 from fp8debug.types import CONTRACTS_ROWS, OPERAND_SITES, Gemm, Quantized, TensorRole
 
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+_LIBRARY: Any = torch.library.Library("fp8debug", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 #: An operand of a GEMM by name.
 Key = tuple[Gemm, TensorRole]
 _X_FPROP, _W_FPROP = (Gemm.FPROP, TensorRole.INPUT), (Gemm.FPROP, TensorRole.WEIGHT)
@@ -130,6 +133,26 @@ def _next_scale(
     return scale_inv
 
 
+def _pure_op(name: str) -> Callable[[Run], Run]:
+    """Make an op of a function that writes to no argument and returns none.
+
+    ``torch.library.custom_op`` checks that at every call, which takes a host as long as it takes to start a kernel.
+    """
+
+    def register(run: Run) -> Run:
+        schema = torch.library.infer_schema(run, mutates_args=())
+        _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # torch's
+        return run
+
+    return register
+
+
+def _fake_of(name: str) -> Callable[[Run], Run]:
+    registered: Callable[[Run], Run] = torch.library.register_fake(f"fp8debug::{name}", lib=_LIBRARY)
+    return registered
+
+
 @torch.library.custom_op("fp8debug::delayed_scale_inv", mutates_args=("memory",))
 def _delayed_scale_inv(x: Tensor, memory: Tensor, plan: str, operand: int, use: str, after: Tensor | None) -> Tensor:
     """Return an operand's scale_inv from its amax history, FP32 ``[]``; the history has this call's amax from then on.
@@ -162,7 +185,7 @@ def _is_shared(plan: LinearPlan, x: Tensor) -> bool:
     return cast == plan.casts[_X_WGRAD] and not is_delayed and not x.is_cuda
 
 
-@torch.library.custom_op("fp8debug::linear_quantize", mutates_args=())
+@_pure_op("linear_quantize")
 def _quantize(
     x: Tensor, plan: str, learns: bool, given: Tensor | None = None, given_wgrad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -175,15 +198,14 @@ def _quantize(
     with _without_autocast(x):
         pair = _pair(x, across, down)
         if pair is not None:
-            first, second = pair[0][0], pair[1][0]
-        else:
-            first = _nothing(x) if across is None else quantize(x, across, given)
-            shared = _is_shared(parse_plan(plan), x)
-            second = _nothing(x) if down is None or shared else quantize(x, down, given_wgrad, contracts_rows=True)
+            return *pair[0][0], *pair[1][0]  # by a kernel, into what :func:`_new` returns
+        first = _nothing(x) if across is None else quantize(x, across, given)
+        shared = _is_shared(parse_plan(plan), x)
+        second = _nothing(x) if down is None or shared else quantize(x, down, given_wgrad, contracts_rows=True)
     return *_laid_out(first, x, across, False, given), *_laid_out(second, x, down, True, given_wgrad)
 
 
-@_quantize.register_fake
+@_fake_of("linear_quantize")
 def _(
     x: Tensor, plan: str, learns: bool, given: Tensor | None = None, given_wgrad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -194,7 +216,7 @@ def _(
     return *first, *second
 
 
-@torch.library.custom_op("fp8debug::linear_fprop", mutates_args=())
+@_pure_op("linear_fprop")
 def _fprop(
     x: Tensor,
     weight: Tensor,
@@ -227,7 +249,7 @@ def _fprop(
     return output
 
 
-@_fprop.register_fake
+@_fake_of("linear_fprop")
 def _(
     x: Tensor, weight: Tensor, data: Tensor, scale_inv: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str,
     trains: bool, learns: bool, w_given: Tensor | None = None, g_memory: Tensor | None = None,
@@ -238,7 +260,7 @@ def _(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.custom_op("fp8debug::linear_backward", mutates_args=())
+@_pure_op("linear_backward")
 def _backward(
     grad_output: Tensor,
     weight: Tensor,
@@ -276,7 +298,7 @@ def _backward(
     return nothing if dgrad is None else dgrad[2], nothing.clone() if wgrad is None else wgrad[2]
 
 
-@_backward.register_fake
+@_fake_of("linear_backward")
 def _(
     grad_output: Tensor, weight: Tensor, data_wgrad: Tensor, scale_inv_wgrad: Tensor, plan: str, dtype: torch.dtype,
     wants_input: bool, wants_weight: bool, g_given: Tensor | None = None, w_given: Tensor | None = None,
@@ -328,7 +350,7 @@ def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grads[0] if wants_input else None, grads[1] if wants_weight else None, *[None] * (ctx.num_inputs - 2)
 
 
-_fprop.register_autograd(_differentiate, setup_context=_setup)
+torch.library.register_autograd("fp8debug::linear_fprop", _differentiate, setup_context=_setup, lib=_LIBRARY)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -386,7 +408,8 @@ def _gradients(
 
 
 def _product(which: Gemm, first: Operand, second: Operand, dtype: torch.dtype, plan: LinearPlan) -> Tensor:
-    return gemm(which, first, second, dtype=dtype, fast_accum=which in plan.fast_accum).contiguous()
+    product = gemm(which, first, second, dtype=dtype, fast_accum=which in plan.fast_accum)
+    return product if product.is_contiguous() else product.contiguous()
 
 
 def _new(x: Tensor, cast: Cast, given: Tensor | None, contracts_rows: bool) -> Quantized:

@@ -3,7 +3,8 @@
 Llama-like blocks (``step.py``) in BF16 with AdamW, each block compiled with ``fullgraph=True``. A time is the median over blocks
 of ``--steps`` steps of a block's wall-clock time over its steps, the device idle before and after; no times are asserted. Models
 that are compared train in turn in one process, from one seed on one batch, so that a clock that drifts is in both; where one of
-two is watched, the line also says whether their losses were equal to the last bit and how many graphs the watch added.
+two is watched, the line also says how many graphs the watch added and, with ``--deterministic``, whether the losses were equal to
+the last bit: without it attention's gradient is not the same twice.
 
     speed     Fp8Linear and torchao against BF16, all compiled; ``--sizes 2048 4096``
     idle      a watch that samples nothing
@@ -77,7 +78,7 @@ class Job:
         elif kind != "bf16":
             fp8debug.convert(self.model, kind)
         for block in self.model if compiles else ():
-            block.compile(fullgraph=True, backend=options.backend)
+            block.compile(fullgraph=True, backend=options.backend, mode=options.mode)
         if dist.is_initialized():
             for block in self.model:
                 fully_shard(block)
@@ -161,7 +162,7 @@ def cost(row: str, name: str, size: Size, kind: str, every: int, options: argpar
         first, second = in_turn([alone, seen], options)
     added = counters["stats"]["unique_graphs"] - before
     same = torch.equal(torch.stack(alone.losses[: len(seen.losses)]), torch.stack(seen.losses))
-    bits = "losses equal" if same else "LOSSES DIFFER"
+    bits = ("losses equal" if same else "LOSSES DIFFER") if options.deterministic else "losses not compared"
     what = f"{kind}, " + ("not sampling" if every == NOT_SAMPLING else f"every {every}")
     details = f"{first:.2f} -> {second:.2f} ms, {bits}, {added} graphs more"
     return Line(row, name, what, f"{100 * (second / first - 1):+.1f} %", details)
@@ -186,6 +187,8 @@ def on_ranks(name: str, kind: str, options: argparse.Namespace) -> Line | None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0"]
     words += ["--rdzv_backend", "c10d", __file__, "--rank-of", kind, "--sizes", name, "--backend", options.backend]
     words += ["--steps", str(options.steps), "--blocks", str(options.blocks)]
+    words += ["--mode", options.mode] if options.mode else []
+    words += ["--deterministic"] if options.deterministic else []
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     found = [line for line in done.stdout.splitlines() if line.startswith('["ranks"')]
     if not found:
@@ -230,10 +233,15 @@ def main() -> None:
         "--kinds", nargs="+", default=["blockwise", "torchao"], help="torchao, or recipes of Fp8Linear; ours first"
     )
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--mode", help="of torch.compile: reduce-overhead replays CUDA graphs")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="compare losses to the last bit; the gradient of attention differs else"
+    )
     parser.add_argument("--steps", type=int, default=10, help="of a block; a multiple of 10 where every 10th is sampled")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
     if options.rank_of:
         as_rank(options)
         return
@@ -252,7 +260,9 @@ def main() -> None:
                 if is_gpu:
                     torch.cuda.empty_cache()
             print(f"{row:6} {name:5} took {time.perf_counter() - start:.0f} s", flush=True)
-    print(f"\n{where}, torch {torch.__version__}, {options.backend}, {options.blocks} blocks of {options.steps} steps")
+    print(
+        f"\n{where}, torch {torch.__version__}, {options.mode or options.backend}, {options.blocks} blocks of {options.steps} steps"
+    )
     for line in table:
         print(f"| {line.row} | {line.size} | {line.what} | {line.value} |")
 

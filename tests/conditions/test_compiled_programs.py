@@ -36,6 +36,10 @@ class Lora(nn.Module):
         return cast(Tensor, self.base(x) + self.b(self.a(x)))
 
 
+def without_bias(fan_in: int, fan_out: int) -> nn.Linear:
+    return nn.Linear(fan_in, fan_out, bias=False)
+
+
 class Block(nn.Module):
     def __init__(self, make: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -58,6 +62,8 @@ class Program(NamedTuple):
         is_shared: one block stands for all.
         batches: rows of x by step; ``mark_dynamic`` where they vary.
         options: of ``compile``.
+        recipe: of ``convert``; empty where the Linears stay as they are.
+        device: of the model.
     """
 
     make: Callable[[int, int], nn.Module] = ScaledLinear
@@ -69,6 +75,8 @@ class Program(NamedTuple):
     is_shared: bool = False
     batches: tuple[int, ...] = (16,)
     options: dict[str, Any] = {"backend": "aot_eager"}  # noqa: RUF012 - a NamedTuple's default
+    recipe: str = ""
+    device: str = "cpu"
 
 
 class Net(nn.Module):
@@ -92,8 +100,10 @@ def train(program: Program, path: Path | None, *, compiles: bool = True) -> tupl
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = Net(program).bfloat16()
-    for region in ([model] if program.whole else model.blocks) if compiles else []:
+    model: nn.Module = Net(program).bfloat16().to(program.device)
+    if program.recipe:
+        model = fp8debug.convert(model, program.recipe)
+    for region in ([model] if program.whole else cast(Net, model).blocks) if compiles else []:
         region.compile(fullgraph=True, **program.options)
     watch = fp8debug.watch(model, path, every=EVERY, what_if=(), compiled="repeat") if path else None
     losses = []
@@ -101,7 +111,7 @@ def train(program: Program, path: Path | None, *, compiles: bool = True) -> tupl
         losses_now = []
         for part in range(program.passes):
             given = torch.Generator().manual_seed(step + 10 * part)
-            x = torch.randn(program.batches[step % len(program.batches)], WIDTH, generator=given).bfloat16()
+            x = torch.randn(program.batches[step % len(program.batches)], WIDTH, generator=given).bfloat16().to(program.device)
             if len(program.batches) > 1:
                 torch._dynamo.mark_dynamic(x, 0)
             output = model(x.requires_grad_())
@@ -146,9 +156,25 @@ PROGRAMS = {
 }
 
 
+CUDA_GRAPHS = {
+    f"{mode} of {what}": Program(make=make, recipe=recipe, options={"mode": mode}, device="cuda")
+    for what, make, recipe in (("any Linear", ScaledLinear, ""), ("Fp8Linear", without_bias, "blockwise"))
+    for mode in ("reduce-overhead", "max-autotune")
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDA_GRAPHS)
+def test_replayed_cuda_graphs_are_recorded(name: str, tmp_path: Path) -> None:
+    compare(CUDA_GRAPHS[name], tmp_path)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: str, tmp_path: Path) -> None:
-    program = PROGRAMS[name]
+    compare(PROGRAMS[name], tmp_path)
+
+
+def compare(program: Program, tmp_path: Path) -> None:
     alone = train(program, None)
     watched = train(program, tmp_path / "run")
     assert watched[0] == alone[0] and watched[2] == alone[2] and not alone[2]["recompile_limit"]
