@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -210,3 +211,17 @@ def is_batched(x: Tensor) -> bool:
 def is_capturing() -> bool:
     """Return whether a CUDA graph captures what runs now."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]  # torch's
+
+
+def is_of_cuda_graph() -> bool:
+    """Return whether a CUDA graph captures what runs now, or inductor runs it once before, when all memory is the graph's.
+
+    Inductor ends the program where memory of a graph that is not its own output lives on.
+    """
+    if is_capturing():
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():
+        return False
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream() == manager.stream

@@ -115,8 +115,6 @@ class Probe(CastRecorder):
         if self.module in self.observer.not_again:
             return False
         if is_capturing():
-            if self.observer.begun is not None:
-                return False  # in the call of a region, which is repeated
             self.give_up("a CUDA graph captures it; capture a step that is not sampled and run the sampled ones without it")
             return False
         if is_transformed():

@@ -260,9 +260,8 @@ def main() -> None:
                 if is_gpu:
                     torch.cuda.empty_cache()
             print(f"{row:6} {name:5} took {time.perf_counter() - start:.0f} s", flush=True)
-    print(
-        f"\n{where}, torch {torch.__version__}, {options.mode or options.backend}, {options.blocks} blocks of {options.steps} steps"
-    )
+    how = options.mode or options.backend
+    print(f"\n{where}, torch {torch.__version__}, {how}, {options.blocks} blocks of {options.steps} steps")
     for line in table:
         print(f"| {line.row} | {line.size} | {line.what} | {line.value} |")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from fp8debug.adapters.interception import linear_ops
 from tests.adapters.linears import CHECKPOINTS, ScaledLinear
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
@@ -95,7 +96,9 @@ class Net(nn.Module):
         return {"output": x, "loss": loss, "both": (x, loss)}[self.program.returns]
 
 
-def train(program: Program, path: Path | None, *, compiles: bool = True) -> tuple[list[float], list[Tensor], dict[str, Any]]:
+def train(
+    program: Program, path: Path | None, *, compiles: bool = True, recorded: Literal["as_is", "repeat"] = "repeat"
+) -> tuple[list[float], list[Tensor], dict[str, Any]]:
     """Return losses, gradients of the last step, and what Dynamo counted."""
     torch._dynamo.reset()
     counters.clear()
@@ -105,7 +108,7 @@ def train(program: Program, path: Path | None, *, compiles: bool = True) -> tupl
         model = fp8debug.convert(model, program.recipe)
     for region in ([model] if program.whole else cast(Net, model).blocks) if compiles else []:
         region.compile(fullgraph=True, **program.options)
-    watch = fp8debug.watch(model, path, every=EVERY, what_if=(), compiled="repeat") if path else None
+    watch = fp8debug.watch(model, path, every=EVERY, what_if=(), compiled=recorded) if path else None
     losses = []
     for step in range(STEPS):
         losses_now = []
@@ -163,17 +166,6 @@ CUDA_GRAPHS = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CUDA_GRAPHS)
-def test_replayed_cuda_graphs_are_recorded(name: str, tmp_path: Path) -> None:
-    compare(CUDA_GRAPHS[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: str, tmp_path: Path) -> None:
-    compare(PROGRAMS[name], tmp_path)
-
-
 def compare(program: Program, tmp_path: Path) -> None:
     alone = train(program, None)
     watched = train(program, tmp_path / "run")
@@ -189,3 +181,29 @@ def compare(program: Program, tmp_path: Path) -> None:
         {(r["step"], r["module"], r["gemm"], r["tensor"], r["reference"]) for r in rows(tmp_path / n)} for n in ("run", "eager")
     ]
     assert keys[0] == keys[1] and {key[0] for key in keys[0]} == {0, 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUDA_GRAPHS)
+def test_replayed_cuda_graphs_are_recorded(name: str, tmp_path: Path) -> None:
+    compare(CUDA_GRAPHS[name], tmp_path)
+
+
+def test_ops_that_a_cuda_graph_takes_are_left_to_the_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(linear_ops, "is_of_cuda_graph", lambda: True)
+    program = Program(make=without_bias, recipe="blockwise")
+    compare(program, tmp_path)
+    capsys.readouterr()
+    alone = train(program, None)
+    assert train(program, tmp_path / "as_is", recorded="as_is")[0] == alone[0]
+    said = (
+        "blocks.0.up is not recorded in full at step 0: a CUDA graph replays it; watch(..., compiled='repeat') records beside it"
+    )
+    assert capsys.readouterr().err.count(said) == 1 and not rows(tmp_path / "as_is")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_bits_graphs_and_rows_are_those_without_a_watch_and_of_eager_code(name: str, tmp_path: Path) -> None:
+    compare(PROGRAMS[name], tmp_path)

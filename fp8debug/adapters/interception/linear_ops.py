@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8debug.kernels import linear_ops
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.kernels.torch_state import is_of_cuda_graph
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward
@@ -48,13 +49,16 @@ class LinearOps:
     def begin_forward(self, x: Tensor, weight: Tensor, *, trains: bool) -> linear_ops.OpRecorder | None:
         """Return what records a forward op; None where nothing is recorded of it."""
         found = self._of(weight, trains)
+        if found is not None and is_of_cuda_graph():
+            found.leave_out()
+            return None
         if found is not None:
             found.begin(2 * x.numel() * weight.shape[0], trains)
         return found
 
     def begin_backward(self, weight: Tensor) -> linear_ops.OpRecorder | None:
         """Return what records a backward op; None where nothing is recorded of it."""
-        return self._of(weight, True)
+        return None if is_of_cuda_graph() else self._of(weight, True)
 
     def _of(self, weight: Tensor, trains: bool) -> LinearRecorder | None:
         address = weight.data_ptr(), trains
@@ -112,6 +116,11 @@ class LinearRecorder:
         with torch.set_grad_enabled(trains):  # the op of a pass that trains runs below autograd
             self._is_sampled = self._probe.begin()
         self._probe.layout = None
+
+    def leave_out(self) -> None:
+        """Leave out a forward op that is captured: a replay records nothing, and rows of now would be in a graph's memory."""
+        if self._probe.observer.begun is None and self._probe.observer.sampling:
+            self._probe.give_up("a CUDA graph replays it; watch(..., compiled='repeat') records beside it")
 
     def quantize(self, key: linear_ops.Key, x: Tensor, cast: Cast, scale_inv: Tensor | None) -> Quantized | None:
         """Quantize an operand and keep its statistics; None where the op is to do it."""
