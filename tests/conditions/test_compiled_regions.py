@@ -313,3 +313,67 @@ def test_what_cannot_be_repeated_is_named_and_trains_as_before(
 
     assert run(tmp_path / "run") == run(None)
     assert capsys.readouterr().err.count(f"not recorded inside compiled code: {reason};") == 1
+
+
+class Losses:
+    """A list of losses that blocks add to and the training loop empties, as models with experts have it."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        self.found.append(loss)
+
+    def take(self) -> Tensor:
+        found, self.found = self.found, []
+        return cast(Tensor, sum(found))
+
+
+LOSSES = Losses()
+USED = torch.zeros(())
+
+
+class WithLoss(Block):
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        LOSSES.add(y.float().abs().mean())
+        if self.writes:
+            USED.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["a list", "a tensor"])
+def test_what_a_forward_changes_elsewhere_is_as_without_a_watch(
+    writes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(path: Path | None) -> tuple[list[float], float]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        USED.zero_()
+        model = nn.Sequential(*(WithLoss(ScaledLinear) for _ in range(2))).bfloat16()
+        for block in model:
+            cast(WithLoss, block).writes = writes
+            block.compile(backend="aot_eager")
+        watch = fp8debug.watch(model, path, every=2, what_if=(), compiled="repeat") if path else None
+        losses = []
+        for step in range(STEPS):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = model(x).float().square().mean() + 0.1 * LOSSES.take()
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for q in model.parameters():
+                    q.sub_(cast(Tensor, q.grad), alpha=0.01)
+                    q.grad = None
+            if watch is not None:
+                watch.step(loss=loss)
+        if watch is not None:
+            watch.close()
+        return losses, USED.item()
+
+    assert run(tmp_path / "run") == run(None)
+    reason = "not recorded inside compiled code: a tensor outside of it is written to before its backward pass ends"
+    assert (reason in capsys.readouterr().err) is writes
+    assert bool(rows(tmp_path / "run")) is not writes

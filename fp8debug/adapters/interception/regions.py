@@ -5,8 +5,8 @@ in sampled steps too: no node, guard or graph is added, so its bits cannot diffe
 region's own forward runs once more, uncompiled, from the same inputs, weights and random numbers, and that gradient runs through
 it; the ordinary probes record both under its modules' names. One region at a time: a repetition holds its activations no longer
 than its own backward pass, and until then its inputs alone. Nothing of it reaches the training: weights
-are aliases without their hooks and ``grad``, buffers are copies, random states and attributes are put back, what autograd saves
-passes by activation checkpointing, and a collective ends it.
+are aliases without their hooks and ``grad``, buffers are copies, random states, attributes and what else the program's functions
+reach (``program_state.py``) are put back, what autograd saves passes by activation checkpointing, and a collective ends it.
 
 The rows are those of eager code on the trained run's own inputs and gradients. Where torch.compile rounds less often between the
 GEMMs than eager code does, that difference is in them.
@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
 from fp8debug.adapters.interception.listener import listener_of
+from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
 from fp8debug.linear import Fp8Linear
@@ -62,16 +64,18 @@ class _Random(NamedTuple):
     """States of the random generators that a forward pass may draw from."""
 
     python: Any
+    numpy: Any
     cpu: Tensor
     gpus: dict[torch.device, Tensor]
 
     @classmethod
     def now(cls, devices: Sequence[torch.device]) -> _Random:
         gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
-        return cls(random.getstate(), torch.get_rng_state(), gpus)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus)
 
     def restore(self) -> None:
         random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         for device, state in self.gpus.items():
             torch.cuda.set_rng_state(state, device)
@@ -274,7 +278,7 @@ class Regions:
         """Leave a region out from now on and report that, the first of them on stderr."""
         reason = (
             str(error)
-            if isinstance(error, NotRepeatedError)
+            if isinstance(error, (NotRepeatedError, TooManyObjectsError))
             else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         )
         name = self._names[id(module)] or type(module).__name__
@@ -356,11 +360,12 @@ class _Repetition:
 
 @contextmanager
 def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what the modules' attributes are, counters for instance."""
-    before = [(vars(m), dict(vars(m))) for m in modules]
+    """Put back what the modules' attributes are, counters for instance, and all that their functions reach."""
+    before, state = [(vars(m), dict(vars(m))) for m in modules], ProgramState(modules)
     try:
         yield
     finally:
+        state.restore()
         for now, then in before:
             for name in now.keys() - then.keys():
                 del now[name]
@@ -422,6 +427,7 @@ def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:
     """Return the tensors that a call may not write to if it is to be repeated, each with its version."""
     found = [("its input", x) for x in _pytree.tree_leaves((args, kwargs)) if _is_plain(x)]
+    found += [("a tensor outside of it", x) for x in ProgramState(region.modules).tensors if _is_plain(x)]
     for module in region.modules:
         found += [(f"the attribute {name}", x) for name, x in vars(module).items() if _is_plain(x)]
         found += [("a parameter", p) for p in module._parameters.values() if p is not None]
