@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -209,7 +210,9 @@ def why_no_kernels() -> str | None:
     if torch.version.hip:
         return "the kernels are written for GPUs of NVIDIA"
     try:
-        import_module("triton")
+        triton = import_module("triton")
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
+    if find_spec("triton.tools.tensor_descriptor") is None:
+        return f"the kernels need Triton 3.4, which comes with torch 2.8; Triton {triton.__version__} is installed"
     return None

@@ -21,9 +21,6 @@ from fp8debug.rules import Severity, triage
 from fp8debug.rules.reading.lost import in_one_sentence, losses_of
 from fp8debug.store.read.run import Run
 from fp8debug_cli.main import status
-from fp8debug_dashboard.pages.overview import sentence
-from fp8debug_dashboard.web.run_view import Judgement
-from fp8debug_dashboard.web.triage_process import packed, unpacked
 from tests.synthetic import MODULES, build
 
 DOWN = "blocks.1.mlp.down"
@@ -84,6 +81,11 @@ def test_a_run_that_lost_a_module_is_not_healthy(path: Path) -> None:
 
 
 def test_every_report_has_it(path: Path) -> None:
+    pytest.importorskip("dash", reason="the dashboard is not installed")
+    from fp8debug_dashboard.pages.overview import sentence
+    from fp8debug_dashboard.web.run_view import Judgement
+    from fp8debug_dashboard.web.triage_process import packed, unpacked
+
     run = Run(path)
     findings = triage(run)
     told = f"down is not recorded from step 4 on: {WHY}"
