@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8debug
 from tests.adapters import blocks
 from tests.adapters.linears import ScaledLinear, same, sites
+from tests.adapters.watching.test_watch import NINE
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
 
@@ -225,12 +226,13 @@ def test_experts_are_repeated(tmp_path: Path) -> None:
         return net
 
     expected, net = grouped.train(compiled()), compiled()
-    for path, options in ((tmp_path / "run", {"compiled": "repeat"}), (tmp_path / "eager", {})):
-        with fp8debug.watch(net, path, every=1, shadow="full", what_if=(), **options) as watch:
+    options: dict[str, Any] = {"every": 1, "shadow": "full", "what_if": ()}
+    for path, how in ((tmp_path / "run", {"compiled": "repeat"}), (tmp_path / "eager", {})):
+        with fp8debug.watch(net, path, **options, **how) as watch:
             assert same(grouped.train(net, watch), expected)
         net = grouped.build()
     assert_same_rows(tmp_path / "run", tmp_path / "eager")
-    assert sites(fp8debug.Run(tmp_path / "run"), "experts.w2") == grouped.NINE
+    assert sites(fp8debug.Run(tmp_path / "run"), "experts.w2") == NINE
 
 
 @pytest.mark.parametrize("kind", ["torchao tensorwise", "torchao rowwise"])

@@ -272,7 +272,10 @@ class TransformerEngine:
         """Return the casts that were observed of one of its Linears; None before the first, and without any."""
         if not isinstance(module, SubLinear):
             return None
-        return seen_recipe(module, f"te_{type(recipe_in_force(module.owner)).__name__}")
+        recipe = recipe_in_force(module.owner)
+        # Of NVTE_BACKWARD_OVERRIDE, which the library reads when a recipe is made: dgrad and wgrad read other operands then.
+        backward = getattr(recipe, "backward_override", None)
+        return seen_recipe(module, f"te_{type(recipe).__name__}" + (f" backward={backward}" if backward else ""))
 
     def attach(self, module: nn.Module, name: str, observer: Observer) -> Callable[[], None]:
         """Listen to one of a module's Linears.

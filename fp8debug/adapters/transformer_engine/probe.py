@@ -188,6 +188,6 @@ class TeProbe(SubLinearProbe):
         side = side_of_storage(storage, (which, role) in CONTRACTS_ROWS) if side is None else side
         if side is None or side.scale_inv is None:
             return None if side is None else side.values
-        cast = cast_of_storage(storage, side.granularity, recipe_in_force(self.sublinear.owner))
+        cast = side.cast or cast_of_storage(storage, side.granularity, recipe_in_force(self.sublinear.owner))
         CASTS.setdefault(self.sublinear, {})[which, role] = cast
         return Quantized(side.values, side.scale_inv.to(torch.float32, copy=True)), cast

@@ -9,9 +9,14 @@ and column-wise (blocks along the first). What lies how, of a tensor ``[M, K]`` 
 | Float8BlockwiseQTensor 1x128 | ``[M, K]``, transposed ``[K/128, M]`` | transposed ``[K, M]``, ``[M/128, K]`` |
 | Float8BlockwiseQTensor 128x128 | ``[M, K]``, ``[M/128, K/128]`` | transposed ``[K, M]``, transposed ``[K/128, M/128]`` |
 | MXFP8Tensor | ``[M, K]``, E8M0 ``[M, K/32]`` | ``[M, K]``, E8M0 ``[M/32, K]`` |
+| NVFP4Tensor 1x16 | ``[M, K/2]``, E4M3 ``[M, K/16]``, the tensor's amax | transposed ``[K, M/2]``, ``[K, M/16]``, an amax |
+| NVFP4Tensor 16x16 | the same, each scale repeated for 16 rows | the same |
 
-Dimensions of scale_inv are rounded up and padded, the last of blockwise ones to 4; MXFP8's to 128 along the data and 4 along the
-blocks, and it may be swizzled into the 128x4 tiles that cuBLAS reads. Nothing is copied but scales.
+NVFP4's column-wise data are those of the transformed tensor where the quantizer has a Hadamard transform. ``NVFP4TensorRef``, the
+plain-torch reference that trains without the units, has the same layout under other names. An ``IdentityTensor`` is the tensor
+that it holds. Dimensions of scale_inv are rounded up and padded, the last of blockwise ones to 4; MXFP8's to 128 along the data
+and 4 along the blocks, NVFP4's to 128 and 4; both may be swizzled into the 128x4 tiles that cuBLAS reads. Nothing is copied but
+scales and FP4 codes.
 """
 
 from __future__ import annotations
@@ -23,12 +28,14 @@ from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
-from fp8debug.adapters.interception.scale_layouts import power_of_two, unswizzled
+from fp8debug.adapters.interception.scale_layouts import power_of_two, unpacked, unswizzled
+from fp8debug.formats import FORMATS
 from fp8debug.kernels.reference import FORMAT_OF
-from fp8debug.recipes import Cast
+from fp8debug.recipes import HADAMARD_SIGNS, Cast
 
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-_BLOCK, _MX_BLOCK = 128, 32
+_BLOCK, _MX_BLOCK, _NV_BLOCK = 128, 32, 16
+_NVFP4 = {"NVFP4TensorStorage", "NVFP4TensorRef"}
 _KNOWN_DTYPES: dict[Any, torch.dtype] = {}  # by the library's own
 _NAMES: dict[type, frozenset[str]] = {}
 
@@ -48,6 +55,8 @@ def unwrapped(tensor: Any, columnwise: bool) -> Any:
         return unwrapped(tensor.get_tensor(columnwise), columnwise)
     if "HybridQuantizedTensorStorage" in names:
         return unwrapped(tensor.columnwise_sub_storage if columnwise else tensor.rowwise_sub_storage, columnwise)
+    if "IdentityTensorStorage" in names:
+        return tensor._hp_data
     return tensor
 
 
@@ -77,6 +86,8 @@ def side_of_storage(tensor: Any, columnwise: bool) -> GemmOperand | None:
         return _tensorwise(tensor, columnwise)
     if "MXFP8TensorStorage" in names:
         return _mxfp8(tensor, columnwise)
+    if names & _NVFP4:
+        return _nvfp4(tensor, columnwise)
     raise ValueError(f"{type(tensor).__name__} is not read")
 
 
@@ -86,7 +97,7 @@ def cast_of_storage(tensor: Any, granularity: str, recipe: Any) -> Cast:
     Raises:
         ValueError: its format is not read.
     """
-    tensor = unwrapped(tensor, granularity in ("128x1", "32x1"))
+    tensor = unwrapped(tensor, granularity in ("128x1", "32x1", "16x1"))
     quantizer = getattr(tensor, "_quantizer", None)
     number_format = FORMAT_OF[_dtype(tensor)]
     is_delayed = "Float8Quantizer" in names_of(quantizer) or (quantizer is None and hasattr(recipe, "amax_history_len"))
@@ -171,3 +182,57 @@ def _mxfp8(tensor: Any, columnwise: bool) -> GemmOperand | None:
     if tensor._with_gemm_swizzled_scales:
         scale_inv = unswizzled(scale_inv, *grid[::-1]).t() if columnwise else unswizzled(scale_inv, *grid)
     return GemmOperand(codes, power_of_two(scale_inv[: grid[0], : grid[1]]), "32x1" if columnwise else "1x32")
+
+
+def _nvfp4(tensor: Any, columnwise: bool) -> GemmOperand | None:
+    if "NVFP4TensorRef" in names_of(tensor):
+        data, scale_inv = (tensor.data_t, tensor.scale_t) if columnwise else (tensor.data, tensor.scale)
+        amax = tensor.global_amax_col if columnwise else tensor.global_amax_row
+        four_over_six, bound, is_swizzled = tensor.nvfp4_use_4over6, tensor.nvfp4_e4m3_max, False
+    else:
+        data, scale_inv, amax = (
+            getattr(tensor, f"_{name}")
+            for name in (
+                ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
+                if columnwise
+                else ("rowwise_data", "rowwise_scale_inv", "amax_rowwise")
+            )
+        )
+        four_over_six, bound = tensor._nvfp4_use_4over6, tensor._nvfp4_e4m3_max
+        is_swizzled = tensor._with_gemm_swizzled_scales
+    if data is None or scale_inv is None or amax is None:
+        return None
+    cast = _nvfp4_cast(tensor._quantizer, columnwise, four_over_six=four_over_six, is_row_scaled=amax.numel() > 1)
+    codes = unpacked(data.detach().reshape(data.shape[0], -1) if columnwise else data.detach().reshape(-1, data.shape[-1]))
+    rows, blocks = codes.shape[0], -(-codes.shape[1] // _NV_BLOCK)
+    scales = scale_inv.detach().view(torch.uint8)
+    scales = unswizzled(scales, rows, blocks) if is_swizzled else scales[:rows, :blocks]
+    if cast.granularity == "16x16" and len(scales) == rows:
+        scales = scales[::_NV_BLOCK]
+    # In FP32, as the library's dequantization does: the amax over what the largest code under the largest scale stands for.
+    top = amax.detach().float().reshape(-1, 1)[:rows] / (FORMATS["e2m1fn"].max * bound)
+    found = GemmOperand(codes, scales.contiguous().view(torch.float8_e4m3fn).float() * top, cast.granularity, cast=cast)
+    return found.t() if columnwise else found
+
+
+def _nvfp4_cast(quantizer: Any, columnwise: bool, *, four_over_six: bool, is_row_scaled: bool) -> Cast:
+    """Return the cast along the rows of data in NVFP4, which are columns of the tensor where it is read column-wise.
+
+    Raises:
+        ValueError: the scales are powers of two.
+    """
+    if getattr(quantizer, "pow_2_scales", False):
+        raise ValueError("FP4 with power-of-two scales is not read")
+    is_2d = bool(getattr(quantizer, "with_2d_quantization", False)) or getattr(quantizer, "quant_tile_shape", None) == (16, 16)
+    has_transform = columnwise and bool(getattr(quantizer, "with_rht", False))
+    has_signs = bool(getattr(quantizer, "rht_matrix_random_sign_mask_t", getattr(quantizer, "with_random_sign_mask", True)))
+    return same_cast(
+        format="e2m1fn",
+        granularity="16x16" if is_2d else "1x16",
+        scale_format="e4m3fn",
+        tensor_scale="row" if is_row_scaled else "tensor",
+        rounding="stochastic" if getattr(quantizer, "stochastic_rounding", False) else "nearest",
+        hadamard=16 if has_transform else 0,
+        hadamard_signs=0 if has_transform and not has_signs else HADAMARD_SIGNS,
+        four_over_six=four_over_six,
+    )

@@ -23,6 +23,7 @@ from tests.adapters.transformer_engine.engine_state import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     autocast,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "autocast",
     "engine",
 ]
@@ -252,7 +254,9 @@ class _LayerNormMLP(torch.autograd.Function):
     ) -> tuple[Tensor, None]:
         gemm, flat = SPACES["layernorm_mlp"].general_gemm, inp.reshape(-1, inp.shape[-1])
         normed = norm(module, flat)
-        delayed, fused = (isinstance(q["input"][1], k) for k in (t.Float8Quantizer, (t.Float8Quantizer, t.MXFP8Quantizer)))
+        delayed, fused = (
+            isinstance(q["input"][1], k) for k in (t.Float8Quantizer, (t.Float8Quantizer, t.MXFP8Quantizer, t.NVFP4Quantizer))
+        )
         x1, q1 = cast(normed if delayed else normed.to(inp.dtype), q["input"][0]), cast(w1, q["weight"][0])
         q2 = cast(w2, q["weight"][1])
         fc1_out = gemm(q1, x1, out_dtype=inp.dtype, bias=b1, use_split_accumulator=True)[0]

@@ -37,6 +37,12 @@ class MXFP8BlockScaling:
     is_swizzled: bool = False
 
 
+@dataclass
+class NVFP4BlockScaling:
+    is_swizzled: bool = False
+    backward_override: str | None = None
+
+
 class State:
     """The recipe in force, and the modules whose delayed scales are updated when it ends."""
 
@@ -110,6 +116,13 @@ class Base(nn.Module):
             make = lambda role: t.Float8BlockQuantizer(block_scaling_dim=2 if role == "weight" else 1, **same)  # noqa: E731
         elif isinstance(recipe, MXFP8BlockScaling):
             make = lambda role: t.MXFP8Quantizer(optimize_for_gemm=recipe.is_swizzled)  # noqa: E731
+        elif isinstance(recipe, NVFP4BlockScaling):
+
+            def make(role: str) -> t.Quantizer:
+                is_weight, is_grad = role == "weight", role == "grad_output"
+                options = {"with_rht": not is_weight, "with_2d_quantization": is_weight, "stochastic_rounding": is_grad}
+                return t.NVFP4Quantizer(**options, optimize_for_gemm=recipe.is_swizzled)
+
         else:
             make = lambda role: t.Float8CurrentScalingQuantizer(*([e5m2] if role == "grad_output" else []))  # noqa: E731
         return {role: [make(role) for _ in range(g)] for role in ("input", "weight", "grad_output")}

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8debug.kernels.reference import quantize
+from fp8debug.formats import FORMATS
+from fp8debug.kernels.reference import hadamard, quantize
 from fp8debug.recipes import Cast
+from tests.adapters.blocks import packed
 
 
 class DType(IntEnum):
@@ -211,5 +213,60 @@ class MXFP8Quantizer(Quantizer):
 
         row = stored("1x32", 128, 4) if self.rowwise else None
         found = MXFP8TensorStorage(row, stored("32x1", 4, 128) if self.columnwise else None, self.dtype, self)
+        found._with_gemm_swizzled_scales = self.optimize_for_gemm
+        return found
+
+
+class NVFP4TensorStorage(Blocks):
+    _with_gemm_swizzled_scales = False
+    _nvfp4_use_4over6 = False
+    _nvfp4_e4m3_max = 448
+    _amax_rowwise: Any
+    _amax_columnwise: Any
+
+    def values(self, columnwise: bool) -> Tensor:
+        """Return what the GEMM reads: column-wise the transformed tensor, whose transform the product undoes."""
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        amax = self._amax_columnwise if columnwise else self._amax_rowwise
+        table = torch.tensor([FORMATS["e2m1fn"].value(code) for code in range(16)])
+        byte = data.long()
+        values = table[torch.stack((byte & 15, byte >> 4), -1).flatten(1)]
+        if self._with_gemm_swizzled_scales:
+            scale = from_tiles(scale)
+        factors = scale.view(torch.float8_e4m3fn).float() * (amax / (6 * 448))
+        i, j = torch.arange(values.shape[0])[:, None], torch.arange(values.shape[1])[None]
+        found: Tensor = values * factors[i, j // 16]
+        return found.t() if columnwise else found
+
+
+class NVFP4Quantizer(Quantizer):
+    with_rht = False
+    with_2d_quantization = False
+    stochastic_rounding = False
+    rht_matrix_random_sign_mask_t = 0xD7E8
+    optimize_for_gemm = False
+
+    def __call__(self, x: Tensor) -> NVFP4TensorStorage:
+        two = self.with_2d_quantization
+        how: Any = {"scale_format": "e4m3fn", "tensor_scale": "tensor"}
+        how["rounding"] = "stochastic" if self.stochastic_rounding else "nearest"
+        cast = Cast(format="e2m1fn", granularity="16x16" if two else "1x16", **how)
+
+        def stored(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            amax = x.float().abs().amax().reshape(1)
+            q = quantize(x.contiguous(), cast)
+            scales = (q.scale_inv / (amax / (6 * 448))).to(torch.float8_e4m3fn)
+            scales = padded((scales.repeat_interleave(16, 0)[: len(x)] if two else scales).view(torch.uint8), 128, 4)
+            return (
+                packed(q.data).view(torch.uint8),
+                to_tiles(scales).view(scales.shape) if self.optimize_for_gemm else scales,
+            ), amax
+
+        row, row_amax = stored(x) if self.rowwise else (None, None)
+        turned = hadamard(x.float(), 0, self.rht_matrix_random_sign_mask_t) if self.with_rht else x
+        column, column_amax = stored(turned.t()) if self.columnwise else (None, None)
+        found = NVFP4TensorStorage(row, column, self.dtype, self)
+        found._amax_rowwise, found._amax_columnwise = row_amax, column_amax
         found._with_gemm_swizzled_scales = self.optimize_for_gemm
         return found
