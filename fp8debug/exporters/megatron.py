@@ -1,8 +1,9 @@
 """Megatron-LM and what builds on it: the file of ``--te-precision-config-file``, one per pipeline stage.
 
-The first matcher that matches a module's path decides, and ``training_recipe: {}`` is high precision inside an FP8 job. Paths
-are those below the GPTModel, and under pipeline parallelism their layer index counts from the first layer of the stage, so
-one file for all stages would hit every stage.
+The first matcher that matches a module's path decides, and a recipe of no field is high precision inside an FP8 or FP4 job; a
+module that leaves FP4 for FP8 has that recipe in place of the job's. The evaluation recipe is the training recipe: a model is
+evaluated as it is trained. Paths are those below the GPTModel, and under pipeline parallelism their layer index counts from the
+first layer of the stage, so one file for all stages would hit every stage.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, in_bf16, limits, several, yaml_string
+from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, limits, several, whole_modules, yaml_string
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
     from fp8debug.store.read.run import Run
 
 _NOTHING: Mapping[str, Any] = {}
-CONFIGS = """configs:
-  bf16:
+#: By precision the fields of a TEQuantizationRecipe (megatron-core 0.16.1).
+RECIPES = {
+    "bf16": "{}",
+    "mxfp8": '{fp8_quantization_recipe: "mxfp8", fp8_format: "e4m3"}',
+    "blockwise": '{fp8_quantization_recipe: "blockwise", fp8_format: "e4m3"}',
+    "tensorwise": '{fp8_quantization_recipe: "tensorwise", fp8_format: "e4m3"}',
+}
+CONFIG = """  {name}:
     transformer_engine_config_type: "TEQuantizationParams"
-    training_recipe: {}
+    training_recipe: {recipe}
+    evaluation_recipe: {recipe}
 """
 
 
@@ -33,9 +41,9 @@ class MegatronExporter(Exporter):
 
     def notes(self, run: Run, fallbacks: Sequence[Fallback]) -> list[str]:
         """Return what the file cannot say."""
-        notes = limits(run, fallbacks, per_gemm=False)
+        notes = limits(run, fallbacks, per_gemm=False, has_precisions=True)
         stages = _stages(run)
-        shared = [m for m in in_bf16(run, fallbacks) if sum(m in names for names, _ in stages.values()) > 1]
+        shared = [m for m in whole_modules(run, fallbacks) if sum(m in names for names, _ in stages.values()) > 1]
         if shared:
             notes.append(
                 "run has modules of one name on several pipeline stages and joins what they show, so the file of each of"
@@ -48,11 +56,11 @@ class MegatronExporter(Exporter):
 
     def export(self, run: Run, fallbacks: Sequence[Fallback]) -> str:
         """Return the YAML document for all stages in one; what a job without pipeline parallelism wants."""
-        return self._text(run, fallbacks, list(in_bf16(run, fallbacks)), "")
+        return self._text(run, fallbacks, list(whole_modules(run, fallbacks)), "")
 
     def files(self, run: Run, fallbacks: Sequence[Fallback]) -> dict[str, str]:
         """Return one document per pipeline stage; a single one where there is one stage."""
-        modules, stages = list(in_bf16(run, fallbacks)), _stages(run)
+        modules, stages = list(whole_modules(run, fallbacks)), _stages(run)
         if len(stages) < 2:
             return {"": self.export(run, fallbacks)}
         return {
@@ -66,11 +74,17 @@ class MegatronExporter(Exporter):
         self, run: Run, fallbacks: Sequence[Fallback], modules: Sequence[str], about: str, before: Mapping[str, Any] = _NOTHING
     ) -> str:
         first, *rest = header(run, self.name, self.notes(run, fallbacks))
-        lines = [comments([first, *([f"for {about}"] if about else []), *rest]), CONFIGS]
+        precision = whole_modules(run, fallbacks)
+        used = ["bf16", *sorted({precision[module] for module in modules} - {"bf16"})]
+        lines = [comments([first, *([f"for {about}"] if about else []), *rest]), "configs:\n"]
+        lines += [CONFIG.format(name=name, recipe=RECIPES[name]) for name in used]
         lines.append("matchers:\n" if modules else "matchers: {}\n")
         for number, module in enumerate(modules):
             pattern = yaml_string(_glob(_in_stage(_below_model(module), before)))
-            lines.append(f"  fp8debug_{number}:\n    config: bf16\n    type: glob\n    pattern: {pattern}\n    enabled: true\n")
+            config = precision[module]
+            lines.append(
+                f"  fp8debug_{number}:\n    config: {config}\n    type: glob\n    pattern: {pattern}\n    enabled: true\n"
+            )
         return "".join(lines)
 
 

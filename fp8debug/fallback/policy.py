@@ -1,7 +1,8 @@
 """The only policy: from findings and measured errors to a list of candidates that should leave their cast.
 
 Hard faults come first and always, each with the cheapest cure that its rule knows: another cast costs no speed, BF16
-for one GEMM costs its share of the speed-up that `fp8debug speed` measured, or else of the FLOPs. Then, within the
+for one GEMM costs its share of the speed-up that `fp8debug speed` measured, or else of the FLOPs. A GEMM of less than 8 bits
+climbs one rung, to FP8, and leaves FP8 only when a run with that shows it still. Then, within the
 budget, what the recorded errors ask for. The list names candidates; only a run with it applied proves them.
 """
 
@@ -16,11 +17,12 @@ import numpy as np
 from fp8debug.errors import UsageError
 from fp8debug.fallback.candidates import GEMMS, Fallback
 from fp8debug.fallback.measured import ResultError, changed, gemm_shares, is_same, parsed, result_errors, running_casts
+from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.recipes import Cast
 from fp8debug.rules import RULES, Finding, Severity
 from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
-from fp8debug.types import Gemm, parse_share
+from fp8debug.types import OPERANDS, Gemm, parse_share
 
 #: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
 #: give: 28.5 - 3.5 = 25 dB for two E4M3 operands (numerics.md, 4).
@@ -31,6 +33,11 @@ EXPLAINED_DB = 6.0
 #: Sampled steps that must show it (numerics.md, 4), and the share of all damage that a candidate must have (no
 #: published basis: a layer that does a hundredth of the damage is not the one to pay for).
 MATERIAL_STEPS, MATERIAL_SHARE = 3, 0.01
+#: The rung above FP4 and FP6: MXFP8, whose units lie beside theirs (Blackwell), or tiles of 128 where the run has such FP8.
+RUNGS = {32: Cast(granularity="1x32", scale_rounding="pow2_ceil"), 128: Cast(granularity="1x128", scale_rounding="pow2_ceil")}
+#: What of FP4's gain over BF16 a GEMM in FP8 gives back: at the units' peak rates FP4 takes a quarter of BF16's time and FP8
+#: half, (1/2 - 1/4) / (1 - 1/4).
+RUNG_COST = 1 / 3
 
 
 def recommend(
@@ -40,7 +47,7 @@ def recommend(
 
     A finding whose rule knows a cast that cures it gives that cast, for every GEMM in which the module runs the same
     tensor under the same one. Otherwise an error gives BF16 for the GEMMs that show it, whatever the budget; a warning
-    gives it within the budget.
+    gives it within the budget. A GEMM whose operands have less than 8 bits goes to FP8 and not to BF16, for a third of the cost.
 
     Then measured errors, while the budget lasts. Damage (numerics.md, 6) ranks layers but says nothing by itself: every
     layer of a healthy FP8 run has some, and no threshold on it has a published basis. So a GEMM counts only where the
@@ -92,6 +99,15 @@ class _CollectedChanges:
         flops = {fqn: dict.fromkeys(GEMMS, share) for fqn, share in gemm_shares(run).items()}
         self.cost = measured_costs(run) or flops
         self.errors = result_errors(run)
+        fp8 = [cast for cast in self.running.values() if FORMATS[cast.format].bits == 8]
+        blocks = {size for cast in fp8 for size in GRANULARITIES[cast.granularity]}
+        self._above_fp4 = RUNGS[128 if 128 in blocks else 32]
+
+    def _rung(self, module: str, gemm: str) -> Cast | None:
+        """Return the next cast of a GEMM's operands on the ladder from FP4 to FP8 to BF16; None is BF16."""
+        casts = [self.running.get((module, gemm, tensor.value)) for tensor in OPERANDS[Gemm(gemm)]]
+        is_below_fp8 = any(cast is not None and FORMATS[cast.format].bits < 8 for cast in casts)
+        return self._above_fp4 if is_below_fp8 else None
 
     def fill(self, findings: Sequence[Finding], budget: float, *, everything: bool) -> list[Fallback]:
         self.casts.clear()
@@ -140,9 +156,10 @@ class _CollectedChanges:
         entries = []
         for module in modules:
             gemms = tuple(g for g in GEMMS if (module, g) in self.bf16)
-            if gemms:
-                sites = [site for gemm in gemms for site in self.bf16[module, gemm]]
-                entries.append(self._bf16_entry(module, gemms, tuple(_codes(sites)), sites))
+            for rung in dict.fromkeys(self._rung(module, gemm) for gemm in gemms):
+                part = tuple(gemm for gemm in gemms if self._rung(module, gemm) == rung)
+                sites = [site for gemm in part for site in self.bf16[module, gemm]]
+                entries.append(self._bf16_entry(module, part, tuple(_codes(sites)), sites))
             grouped: dict[tuple[str, Cast, tuple[str, ...]], list[str]] = {}
             for (name, gemm, tensor), (cast, reasons) in self.casts.items():
                 if name == module and gemm not in gemms:
@@ -157,13 +174,16 @@ class _CollectedChanges:
     def _bf16_entry(
         self, module: str, gemms: tuple[str, ...], reasons: tuple[str, ...], sites: Sequence[Finding] = ()
     ) -> Fallback:
+        """Return the entry that takes GEMMs of one rung to the next."""
         cheaper = dict.fromkeys(site.cure.split("; else BF16")[0] for site in sites)
+        rung = self._rung(module, gemms[0])
         return Fallback(
             module=module,
             gemms=gemms,
+            cast=rung,
             reasons=reasons,
             damage=self._damage(module),
-            cost=sum(self.cost.get(module, {}).get(gemm, 0.0) for gemm in gemms),
+            cost=sum(self.cost.get(module, {}).get(gemm, 0.0) for gemm in gemms) * (1.0 if rung is None else RUNG_COST),
             cheaper="; ".join(cheaper) or None,
         )
 
@@ -175,7 +195,7 @@ class _CollectedChanges:
         """Return the GEMMs whose error is material, or every fprop, with what each is worth: fprop, then dgrad, then wgrad."""
         total = sum(error.damage or 0.0 for error in self.errors.values())
         groups: dict[str, list[tuple[float, Fallback]]] = {gemm: [] for gemm in GEMMS}
-        modules, in_bf16 = {f.module for f in taken}, {f.module for f in taken if f.cast is None}
+        modules, in_bf16 = {f.module for f in taken}, {f.module for f in taken if f.cast is None or f.tensor == "*"}
         for (module, gemm), error in self.errors.items():
             is_fprop = gemm == Gemm.FPROP.value
             wanted = _is_material(gemm, error, total) or (everything and is_fprop)

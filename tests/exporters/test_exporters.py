@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_consumers_are_these() -> None:
     assert sorted(EXPORTERS.names()) == sorted(
-        ["json", "te", "megatron", "torchao", "torchtitan", "accelerate", "loongforge", "markdown", "vllm", "sglang"]
+        ["json", "te", "te-recipe", "megatron", "torchao", "torchtitan", "accelerate", "loongforge", "markdown", "vllm", "sglang"]
     )
 
 
@@ -42,7 +42,7 @@ def test_the_consumers_are_these() -> None:
 def test_what_a_format_cannot_say_is_said_beside_it(name: str, run: Run) -> None:
     notes = EXPORTERS.get(name).notes(run, EVERYTHING)
     kinds = ["cannot change a cast", "cannot leave one operand alone", "has no steps"]
-    kinds += [] if name == "te" else ["cannot leave single GEMMs"]
+    kinds += [] if name in ("te", "te-recipe") else ["cannot leave single GEMMs"]
     for kind in kinds:
         (note,) = [n for n in notes if n.startswith(kind)]
         assert f"# {name} {note}\n" in exported(name, run), "and in the file"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from fp8debug.exporters import EXPORTERS
+from fp8debug.exporters.te_recipe import FACTORIES
 from fp8debug.fallback import Fallback
+from fp8debug.fallback.policy import RUNGS
 from fp8debug.store.read.run import Run
 from tests.exporters.consumers import EVERYTHING, GEMMS, NAMES, ODD, executed, exported, recorded
 
@@ -72,6 +77,82 @@ def test_a_layer_number_at_the_end_of_a_name_cannot_be_told_apart(tmp_path: Path
     (note,) = EXPORTERS.get("torchtitan").notes(run, [Fallback(module="layers.1", gemms=GEMMS)])
     assert note.endswith("the others leave FP8 too: layers.1 also hits layers.10")
     assert EXPORTERS.get("torchtitan").notes(run, [Fallback(module="layers.2", gemms=GEMMS)]) == []
+
+
+def titan_converts(text: str, names: Sequence[str]) -> dict[str, set[str]]:
+    """Return by list what its converter converts: any entry is a substring of the name, and without entries all are."""
+    found = executed(text)
+    return {
+        key: {fqn for fqn in names if not entries or any(entry in fqn for entry in entries)}
+        for key, entries in found.items()
+        if key.endswith("_FQNS")
+    }
+
+
+def test_torchtitan_has_allow_lists_for_mx_and_nv(tmp_path: Path) -> None:
+    names = ["layers.1.wq", "layers.1.w1", "layers.2.w1", "layers.2.wq", "layers.1.experts.w1"]
+    kinds = dict.fromkeys(names, "NVFP4Linear") | {"layers.2.wq": "MXFP8Linear", "layers.1.experts.w1": "MXFP8GroupedExperts"}
+    recipes: Any = {name: "mxfp8" for name, kind in kinds.items() if kind.startswith("MXFP8")}
+    run = recorded(tmp_path / "run", names, recipe="nvfp4", recipes=recipes)
+    for module in run.modules:
+        module["kind"] = kinds[module["fqn"]]
+    fallbacks = [Fallback(module="layers.1.w1", gemms=GEMMS, cast=RUNGS[32]), Fallback(module="layers.1.wq", gemms=GEMMS)]
+    text = exported("torchtitan", run, fallbacks)
+    linears = [name for name, kind in kinds.items() if kind.endswith("Linear")]
+    assert titan_converts(text, linears) == {"NVFP4_FQNS": {"layers.2.w1"}, "MXFP8_FQNS": {"layers.1.w1", "layers.2.wq"}}
+    assert "NVFP4LinearConverter.Config(fqns=NVFP4_FQNS), MXFP8LinearConverter.Config(fqns=MXFP8_FQNS)" in text
+    assert EXPORTERS.get("torchtitan").notes(run, fallbacks) == []
+    experts = [Fallback(module="layers.1.experts.w1", gemms=GEMMS)]
+    (note,) = EXPORTERS.get("torchtitan").notes(run, experts)
+    assert note.endswith("layers.1.experts.w1 (MXFP8GroupedExpertsConverter)")
+    notes = EXPORTERS.get("torchtitan").notes(run, [Fallback(module="layers.2.w1", gemms=GEMMS, cast=RUNGS[128])])
+    assert [n for n in notes if n.startswith("has no converter for these") and n.endswith("layers.2.w1 in blockwise")]
+
+
+class Hybrid(NamedTuple):
+    """The two directions of a HybridQuantizer."""
+
+    rowwise_quantizer: str
+    columnwise_quantizer: str
+
+
+def test_te_recipe_gives_each_gemm_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library, whose modules want a GPU: stand-ins with its names, each factory returning its own."""
+    factories = SimpleNamespace(**{name: lambda role, name=name: name for name in FACTORIES.values()})
+    stubs: dict[str, dict[str, Any]] = {
+        "transformer_engine": {},
+        "transformer_engine.common": {},
+        "transformer_engine.common.recipe": {"CustomRecipe": SimpleNamespace},
+        "transformer_engine.pytorch": {"HybridQuantizer": Hybrid},
+        "transformer_engine.pytorch.custom_recipes": {"quantizer_factories": factories},
+    }
+    for name, values in stubs.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    names = ["layers.1.mlp.fc1", "layers.1.mlp.fc2", "layers.11.mlp.fc1", "experts.gemm_0", "experts.gemm_1"]
+    run = recorded(tmp_path / "run", names, recipe="nvfp4")
+    fallbacks = [
+        Fallback(module="layers.1.mlp.fc1", gemms=("fprop",), cast=RUNGS[32]),
+        Fallback(module="layers.1.mlp.fc1", gemms=("wgrad",)),
+        Fallback(module="layers.1.mlp.fc2", gemms=GEMMS, cast=RUNGS[128]),
+        Fallback(module="experts.gemm_1", gemms=GEMMS),
+    ]
+    recipe = executed(exported("te-recipe", run, fallbacks))["recipe"]
+
+    def made(name: str, tensor: str) -> Any:
+        return recipe.qfactory(SimpleNamespace(module_type="linear", tensor_type=tensor, name=name))
+
+    nv, mx, high = "nvfp4_factory", "mxfp8_factory", "high_precision_factory"
+    assert made("model.layers.1.mlp.fc1", "input") == Hybrid(mx, high)
+    assert made("layers.1.mlp.fc1", "weight") == Hybrid(mx, nv)
+    assert made("layers.1.mlp.fc1", "grad_output") == Hybrid(nv, high)
+    assert made("layers.1.mlp.fc2", "input") == made("layers.1.mlp.fc2", "weight") == "float8_block_scaling_factory"
+    assert made("layers.11.mlp.fc1", "input") == made("", "") == recipe.qfactory(None) == nv
+    assert made("experts", "grad_output") == high
+    assert EXPORTERS.get("te-recipe").notes(run, fallbacks) == []
+    both = [*fallbacks, Fallback(module="experts.gemm_0", gemms=GEMMS)]
+    assert EXPORTERS.get("te-recipe").notes(run, both)[0].endswith("experts (2 experts)")
 
 
 DECODER = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import enum
 import importlib
 import re
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback
+from fp8debug.fallback.policy import RUNGS
 from tests.exporters.consumers import EVERYTHING, GEMMS, NAMES, ODD, exported, recorded
 
 yaml: Any = importlib.import_module("yaml")
@@ -79,9 +83,10 @@ def megatron_config(text: str, path: str) -> Any:
     document = yaml.safe_load(text)
     assert set(document) == {"configs", "matchers"}
     for config in document["configs"].values():
-        assert set(config) == {"transformer_engine_config_type", "training_recipe"}
+        assert set(config) == {"transformer_engine_config_type", "training_recipe", "evaluation_recipe"}
         assert config["transformer_engine_config_type"] == "TEQuantizationParams"
-        assert config["training_recipe"] == {}, "no FP8 recipe: high precision"
+        assert config["training_recipe"] == config["evaluation_recipe"]
+    assert document["configs"]["bf16"]["training_recipe"] == {}, "no FP8 recipe: high precision"
     for matcher in document["matchers"].values():
         assert matcher["type"] == "glob" and isinstance(matcher["pattern"], str) and matcher["config"] in document["configs"]
         if matcher.get("enabled", False) and fnmatch(path, matcher["pattern"]):
@@ -140,6 +145,46 @@ def test_megatron_reads_it_itself(tmp_path: Path) -> None:
         return recipe.match_to_config_key(quant_config.MatchContext(module_path=name, layer_number=1))
 
     assert key("layers.1.mlp.fc2") == "bf16" and key("layers.1.mlp.fc2_b") is None
+
+
+def megatron_parser() -> Any:
+    """Return TEQuantizationParams of the installed megatron-core: its module wants Transformer Engine, these classes do not."""
+    enums: Any = pytest.importorskip("megatron.core.enums")
+    source = Path(enums.__file__).parent / "extensions" / "transformer_engine.py"
+    wanted = {"TransformerEngineConfigType", "TEQuantizationRecipe", "TEQuantizationParams"}
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in wanted]
+    body += [n for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "_TE_CONFIG_TYPE_KEY"]
+    future: list[ast.stmt] = [ast.ImportFrom(module="__future__", names=[ast.alias(name="annotations")], level=0)]
+    found: dict[str, Any] = {"dataclasses": dataclasses, "enum": enum, "Enum": enum.Enum, "Optional": Optional}
+    found |= {"Dict": dict, "Set": set, "Any": Any, "Fp8Recipe": enums.Fp8Recipe, "Fp4Recipe": enums.Fp4Recipe}
+    module = ast.fix_missing_locations(ast.Module(body=[*future, *body], type_ignores=[]))
+    exec(compile(module, str(source), "exec"), found)
+    return found["TEQuantizationParams"]
+
+
+def test_megatron_takes_a_layer_from_fp4_to_fp8(tmp_path: Path) -> None:
+    parser, rung = megatron_parser(), RUNGS[32]
+    fallbacks = [
+        Fallback(module="layers.1.mlp.fc2", gemms=GEMMS, cast=rung),
+        Fallback(module="layers.10.mlp.fc2", gemms=("dgrad",), cast=RUNGS[128]),
+        Fallback(module="layers.1.mlp.fc1", gemms=("fprop",), cast=rung),
+        Fallback(module="layers.1.mlp.fc1", gemms=("wgrad",)),
+    ]
+    run = recorded(tmp_path / "run", recipe="nvfp4")
+    document = yaml.safe_load(exported("megatron", run, fallbacks))
+    found = {
+        key: parser.parse_from_config(SimpleNamespace(config=config)).training_recipe
+        for key, config in document["configs"].items()
+    }
+    assert {key: (recipe.fp8_quantization_recipe, recipe.fp4_quantization_recipe) for key, recipe in found.items()} == {
+        "bf16": (None, None),
+        "mxfp8": ("mxfp8", None),
+        "blockwise": ("blockwise", None),
+    }
+    assert [matcher["config"] for matcher in document["matchers"].values()] == ["mxfp8", "blockwise", "bf16"]
+    notes = " ".join(EXPORTERS.get("megatron").notes(run, fallbacks))
+    assert "cannot change a cast" not in notes and "layers.10.mlp.fc2 (dgrad)" in notes
 
 
 def test_the_optional_suffix_of_te_names_is_a_suffix() -> None:

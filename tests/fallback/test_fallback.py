@@ -13,7 +13,7 @@ from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, apply, load_fallbacks, positional_prior, recommend
 from fp8debug.fallback.measured import expected_sqnr_db
-from fp8debug.fallback.policy import best_within
+from fp8debug.fallback.policy import RUNGS, best_within
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
 from fp8debug.store.read.run import Run
@@ -93,6 +93,40 @@ def test_what_no_cast_cures_leaves_fp8_whatever_the_budget(tmp_path: Path) -> No
     assert (fallback.gemms, fallback.tensor, fallback.cast) == (("fprop", "dgrad"), "*", None)
     assert fallback.cost == pytest.approx(2 * 2 * 256 * 1024 / ALL_FLOPS)
     assert fallback.cheaper == "recompute or reload the scale with its data (same flags and amax eps as when saved)"
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp6_e3m2"])
+def test_a_gemm_below_fp8_climbs_one_rung(tmp_path: Path, recipe: str) -> None:
+    lost = override({"gain": 2.0}, gemm=None, tensor="weight")
+    (first,) = candidates(build(tmp_path / "run", recipe=recipe, overrides=[lost]), budget=0.0)
+    assert (first.gemms, first.tensor, first.cast) == (("fprop", "dgrad"), "*", RUNGS[32])
+    assert first.cost == pytest.approx(2 * 2 * 256 * 1024 / ALL_FLOPS / 3)
+    (second,) = candidates(build(tmp_path / "again", recipe="mxfp8", overrides=[lost]), budget=0.0)
+    assert second.cast is None, "and from there to BF16"
+
+
+def test_it_climbs_to_tiles_where_the_run_has_them(tmp_path: Path) -> None:
+    lost = override({"gain": 2.0}, gemm=None, tensor="weight")
+    run = build(tmp_path / "run", recipe="nvfp4", recipes={NAMES[0]: "blockwise_pow2"}, overrides=[lost])
+    assert [f.cast for f in candidates(run, budget=0.0)] == [RUNGS[128]]
+
+
+def test_a_rung_is_applied_and_recorded(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import fp8debug
+
+    torch.manual_seed(0)
+    net = fp8debug.convert(torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32)), "nvfp4")
+    entry = Fallback(module="1", gemms=("fprop", "dgrad"), cast=RUNGS[32])
+    fp8debug.apply(net, json.loads(EXPORTERS.get("json").export(build(tmp_path / "any"), [entry])))
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full", what_if=()) as watch:
+        loss = net(torch.randn(64, 64)).square().mean()
+        loss.backward()
+        watch.step(loss=loss)
+    query = "SELECT gemm, tensor, cast_name, sqnr_db FROM sites WHERE module = '1' AND reference = 'operand'"
+    found = {(r["gemm"], r["tensor"]): (r["cast_name"], r["sqnr_db"]) for r in Run(tmp_path / "run").sql(query).to_pylist()}
+    for site, (name, sqnr) in found.items():
+        assert name.startswith("e2m1fn") == (site[0] == "wgrad") and (sqnr > 29) == (site[0] != "wgrad"), (site, name)
 
 
 def test_a_warning_has_to_fit_the_budget(tmp_path: Path) -> None:
