@@ -94,6 +94,7 @@ def print_table(
     *,
     wrap: Sequence[str] = (),
     drop: Sequence[str] = (),
+    least: int = MIN_TEXT,
 ) -> None:
     """Print a table to stdout: coloured on a terminal, plain elsewhere and under NO_COLOR.
 
@@ -106,10 +107,13 @@ def print_table(
         rows: cells; None is shown as a dash.
         wrap: titles of the columns whose text may wrap; a number is never broken.
         drop: titles in the order in which columns are left out; then the others from the right. The first column stays.
+        least: width to which a column that may wrap is narrowed before another one is left out.
     """
     titles = [one_line(title) for title in header]
     cells = [[(cell(value), STYLES.get(str(value), {})) for value in row] for row in rows]
-    columns = [_Column(title, [row[i][0] for row in cells], can_wrap=header[i] in wrap) for i, title in enumerate(titles)]
+    columns = [
+        _Column(title, [row[i][0] for row in cells], least if header[i] in wrap else None) for i, title in enumerate(titles)
+    ]
     context = click.get_current_context(silent=True)
     width = None if context is not None and context.meta.get(_WIDE) else terminal_width()
     empty = [i for i in range(1, len(columns)) if cells and all(row[i][0] == "-" for row in cells)]
@@ -146,17 +150,17 @@ class _Column:
     Args:
         title: of the column.
         words: its cells, each of one line or more.
-        can_wrap: whether its text may wrap.
+        narrowest: width to which its text may wrap; None where it may not.
     """
 
-    def __init__(self, title: str, words: Sequence[str], *, can_wrap: bool) -> None:
+    def __init__(self, title: str, words: Sequence[str], narrowest: int | None) -> None:
         lines = [line for word in words for line in word.split("\n")]
-        self.can_wrap = can_wrap
+        self.can_wrap = narrowest is not None
         self.natural = max(map(display_width, [title, *lines]))
         self.least = max([*map(display_width, title.split()), *map(display_width, lines)], default=0)
-        if can_wrap:
+        if narrowest is not None:
             numbers = (display_width(number) for text in (title, *lines) for number in NUMBER.findall(text))
-            self.least = max(min(self.natural, MIN_TEXT), max(numbers, default=0))
+            self.least = max(min(self.natural, narrowest), max(numbers, default=0))
 
 
 def _fitting(columns: Sequence[_Column], width: int | None, order: Sequence[int]) -> tuple[list[int], list[int]]:

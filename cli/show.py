@@ -24,6 +24,8 @@ MAGNITUDES, ERRORS = ("amax", "rms"), ("amin", "sqnr_db", "cosine", "gain")
 #: The order in which a narrow terminal loses keys and statistics.
 SPARE_KEYS = ["actual", "reference", "cast_name", "gemm", "tensor"]
 SPARE_STATISTICS = ["cosine", "gain", "overflow_rate", "underflow_rate"]
+#: Width to which names wrap before a column is left out.
+NARROW = 14
 
 
 @click.command("show")
@@ -108,7 +110,7 @@ class _Shown:
             names += [name for name in COUNTS[:2] if name in wanted]
         cells = [[_shown(name, row) for name in names] for row in rows]
         dropped = _dropped(rows, self._asked, is_own_choice=self._is_own_choice)
-        print_table(names, cells, wrap=["module", "cast_name"], drop=dropped)
+        print_table(names, cells, wrap=["module", "cast_name"], drop=dropped, least=NARROW)
         if len(rows) < table.num_rows:
             warn(f"the first {len(rows)} of {table.num_rows} rows; --limit 0 prints all")
 
@@ -135,11 +137,14 @@ def _shown(name: str, row: Mapping[str, Any]) -> Any:
 def _dropped(rows: Sequence[Mapping[str, Any]], asked: Sequence[str], *, is_own_choice: bool) -> list[str]:
     """Return the order in which a narrow terminal loses columns.
 
-    Keys that are the same in all rows go first, then the statistics that matter least, unless they were asked for by name, then
-    keys by which rows differ, and at last the other statistics from the right.
+    Keys that are the same in all rows go first, then the statistics that matter least, then whether a cast ran, then the other
+    statistics from the right but the first, and at last the keys that tell rows apart. Statistics that were asked for by name
+    outlive the keys.
     """
     keys = sorted((key for key in SPARE_KEYS if key not in asked), key=lambda key: len({str(row[key]) for row in rows}) > 1)
     num_alike = sum(len({str(row[key]) for row in rows}) < 2 for key in keys)
     spare = [] if is_own_choice else [name for name in SPARE_STATISTICS if name in asked]
+    weak = [key for key in keys[num_alike:] if key == "actual"]
     rest = [name for name in reversed(asked) if name not in spare]
-    return list(dict.fromkeys([*keys[:num_alike], *spare, *keys[num_alike:], *rest[:-1]]))
+    own = [*keys[num_alike:], *rest[:-1]] if is_own_choice else [*rest[:-1], *keys[num_alike:]]
+    return list(dict.fromkeys([*keys[:num_alike], *spare, *weak, *own]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
+from fp8debug_dashboard.sharing.report import write_report
 from tests.conftest import CHROMIUM
 from tests.dashboard import samples
 from tests.dashboard.serving import browser_args, served
@@ -20,6 +21,7 @@ PICTURES = {
     "overview": ("/?run=gpt-delayed", "light"),
     "overview-dark": ("/?run=gpt-delayed", "dark"),
     "heatmap": ("/heatmap?run=gpt-delayed", "light"),
+    "model": ("/model?run=gpt-delayed", "light"),
     "module": (f"/module?run=gpt-delayed&module={samples.SICK}&step=300", "light"),
     "ranks": ("/ranks?run=gpt-ranks", "light"),
     "findings": ("/findings?run=gpt-delayed", "light"),
@@ -41,6 +43,14 @@ def take(page: Page, address: str, path: Path) -> None:
     assert bottom is not None
     height = min(1400, int(bottom["y"] + bottom["height"]) + 12)
     page.screenshot(path=path, full_page=True, clip={"x": 0, "y": 0, "width": 1440, "height": height})
+
+
+def take_report(page: Page, run: Path, path: Path) -> None:
+    """Write the picture of a run's report, the top of it."""
+    target = write_report(run, path.with_suffix(".html"))
+    page.goto(Path(target).resolve().as_uri())
+    page.screenshot(path=path, clip={"x": 0, "y": 0, "width": 1000, "height": 1400}, full_page=True)
+    Path(target).unlink()
 
 
 def main() -> None:
@@ -67,6 +77,8 @@ def main() -> None:
                 take(page, address + place, images / f"{name}.png")
                 page.close()
                 print(f"Wrote {name}.png to {images}")
+            take_report(browser.new_page(viewport={"width": 1000, "height": 900}), root / "gpt-delayed", images / "report.png")
+            print(f"Wrote report.png to {images}")
             browser.close()
     finally:
         shutil.rmtree(Path.cwd())
