@@ -40,9 +40,9 @@ test-floor: $(STAMP)
 		install --quiet $(PIP_ARGS) $$($(BIN)/python scripts/floors.py) && build/floor/bin/python -m pip install --quiet --no-deps -e .; }
 	build/floor/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS)
 
-test-newest:
+test-newest: $(STAMP)
 	test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
-	build/newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade $(PIP_ARGS) -e '.[dev]'
+	build/newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade $(PIP_ARGS) -e '.[dumps,torchao]' $$($(BIN)/python scripts/floors.py --tools)
 	build/newest/bin/python -m pytest -n auto --dist loadfile -m 'not browser and not alone' $(PYTEST_ARGS) $(FLOOR_TESTS) tests/adapters
 
 lint: $(STAMP)

@@ -1,4 +1,8 @@
-"""Print the oldest versions that pyproject.toml allows, as requirements for pip, for ``make test-floor``."""
+"""Print the oldest versions that pyproject.toml allows, as requirements for pip, for ``make test-floor``.
+
+With ``--tools`` only what the tests need beside the package, for ``make test-newest``: pip tries old versions of all developer's
+packages for half an hour where two of them exclude each other's newest.
+"""
 
 from __future__ import annotations
 
@@ -28,5 +32,8 @@ def floors(requirements: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--tools"]:
+        print(*TOOLS)
+        sys.exit()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     print(*floors([*project["dependencies"], *project["optional-dependencies"]["dumps"]]), *TOOLS)

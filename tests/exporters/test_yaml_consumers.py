@@ -153,7 +153,7 @@ def megatron_parser() -> Any:
     source = Path(enums.__file__).parent / "extensions" / "transformer_engine.py"
     wanted = {"TransformerEngineConfigType", "TEQuantizationRecipe", "TEQuantizationParams"}
     tree = ast.parse(source.read_text(encoding="utf-8"))
-    body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in wanted]
+    body: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in wanted]
     body += [n for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "_TE_CONFIG_TYPE_KEY"]
     future: list[ast.stmt] = [ast.ImportFrom(module="__future__", names=[ast.alias(name="annotations")], level=0)]
     found: dict[str, Any] = {"dataclasses": dataclasses, "enum": enum, "Enum": enum.Enum, "Optional": Optional}

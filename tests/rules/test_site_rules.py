@@ -101,6 +101,13 @@ def test_a_stale_weight_in_the_band_of_e5m2(tmp_path: Path, headroom: float, cod
     assert (finding.code, finding.module) == (code, CULPRIT)
 
 
+def test_amds_wide_format_is_the_wrong_one_for_an_input(tmp_path: Path) -> None:
+    override = Override(**INPUT, slots={"cast_name": "e5m2fnuz tensorwise current", "sqnr_db": 25.5})
+    (finding,) = triage(build(tmp_path / "run", recipe="tensorwise_fnuz", overrides=[override]))
+    assert (finding.code, finding.cure) == ("F120", "format='e4m3fnuz' for this operand")
+    assert "other modules run E4M3 (25.5 dB" in finding.message
+
+
 @pytest.mark.parametrize(("cosine", "length", "headroom", "code"), [
     (0.7402, 0.7447, 2.1162, "F112"),  # measured: a weight of 9 steps ago at a learning rate of 0.01
     (0.7393, 0.6185, 2.2454, "F112"),  # the same once it has grown in its own direction

@@ -120,7 +120,11 @@ class Base(nn.Module):
 
             def make(role: str) -> t.Quantizer:
                 is_weight, is_grad = role == "weight", role == "grad_output"
-                options = {"with_rht": not is_weight, "with_2d_quantization": is_weight, "stochastic_rounding": is_grad}
+                options: dict[str, Any] = {
+                    "with_rht": not is_weight,
+                    "with_2d_quantization": is_weight,
+                    "stochastic_rounding": is_grad,
+                }
                 return t.NVFP4Quantizer(**options, optimize_for_gemm=recipe.is_swizzled)
 
         else:
