@@ -266,3 +266,55 @@ def test_grouped_gemms_of_experts(tmp_path: Path, torchao: Any, capsys: pytest.C
         assert sites(run, f"experts.{name}") == SEVEN
     events = [e["message"] for e in run.sql("SELECT message FROM events").to_pylist()]
     assert [e for e in events if "experts.w1" in e] == ["experts.w1 is recorded; of 4 experts 1 had no tokens at step 0"], events
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+def test_mxfp8_linear_emulated(tmp_path: Path, torchao: Any, mode: str) -> None:
+    """Without units for it; ``strict=False``, as torchao's cast waits for the GPU. A CPU does it in test_block_formats."""
+    library = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+
+    def make(k: int, n: int) -> nn.Module:
+        how = {
+            "kernel_preference": library.KernelPreference.EMULATED,
+            "scale_calculation_mode": library.ScaleCalculationMode(mode),
+        }
+        found: nn.Module = library.MXFP8Linear(k, n, bias=False, **how)
+        return found
+
+    run = compare(tmp_path / "run", lambda: mlp(make), strict=False)
+    assert sites(run, "0") == sites(run, "2") == NINE
+    assert casts(run, "2")["fprop", "input"] == f"e4m3fn 1x32 current {'pow2_ceil' if mode == 'rceil' else 'pow2_floor'}"
+    assert not run.sql("SELECT * FROM events").to_pylist()
+
+
+def test_mxfp8_experts_emulated(tmp_path: Path, torchao: Any) -> None:
+    """Without units for it; a CPU does it in test_grouped_blocks."""
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        net = Model().cuda().bfloat16()
+        config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
+        quantize_(net, config, filter_fn=lambda module, fqn: fqn == "experts")
+        return net
+
+    offs = torch.tensor([128, 128, 416, 640], dtype=torch.int32, device="cuda")
+    run = compare(tmp_path / "run", build, offs=offs, strict=False)
+    for name in ("w1", "w2", "w3"):
+        assert sites(run, f"experts.{name}") == NINE
+
+
+@pytest.mark.parametrize("signs", [0xD7E8, 0x1234])
+def test_a_hadamard_transform_waits_for_nothing(signs: int) -> None:
+    """Its matrix is made on the device; the values are those of a CPU."""
+    from fp8debug.kernels.reference import hadamard
+
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
+    on_device = x.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    found = hadamard(on_device, 1, signs)
+    torch.cuda.set_sync_debug_mode(0)
+    assert torch.allclose(found.cpu(), hadamard(x, 1, signs), atol=1e-6)
