@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.prefilter import has_cast, in_batches
-from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace, sampled_steps
+from fp8debug.rules.reading.traces import IS_DELAYED, RUNNING, Trace
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -82,13 +82,19 @@ class RankScalesDiffer(Rule):
         for tensor in self._left_out(run):
             apart = f"is_delayed AND NOT is_one AND tensor = ? AND ratio > {self.max_ratio}"
             bad += in_batches(run, f"SELECT * FROM ({self._sites()}) AS compared WHERE {apart}", [tensor])
-        sampled = tuple(sampled_steps(run)) if bad else ()
         by_site: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in sorted(bad, key=lambda row: (row["step"], row["call_index"] or 0, *map(str, row.values()))):
             by_site.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
         for (module, gemm, tensor, cast_name), rows in by_site.items():
-            trace = Trace(module=module, gemm=gemm, tensor=tensor, cast_name=cast_name, rows=tuple(rows), sampled=sampled)
-            if trace.lasting(min(self.min_steps, len(sampled))):
+            trace = Trace(
+                module=module,
+                gemm=gemm,
+                tensor=tensor,
+                cast_name=cast_name,
+                rows=tuple(rows),
+                sampled=tuple(run.sampled_steps_of(module)),
+            )
+            if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 yield self._finding(run, trace)
 
     def _left_out(self, run: Run) -> list[str]:

@@ -49,6 +49,7 @@ _WATCH_OPTIONS = (
     "resume_from",
     "checkpoint",
     "compiled",
+    "turns",
     "inference",
     "budget",
     "total_steps",
@@ -385,6 +386,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("as_is", "repeat", "eager"),
         help="repeat sampled calls of compiled code to record them, or run sampled steps without it (default: as_is)",
     )
+    add("--turns", metavar="N", type=int, help="with --compiled repeat: repeat each compiled module in one of N sampled steps")
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add(

@@ -24,6 +24,7 @@ OPTIONS = {
     "shadow_rows": int,
     "resume_from": int,
     "compiled": str,
+    "turns": int,
     "ranks": str,
     "plain_recipe": str,
     "budget": str,

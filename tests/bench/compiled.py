@@ -134,10 +134,10 @@ def in_turn(jobs: list[Job], options: argparse.Namespace) -> list[float]:
 
 
 @contextlib.contextmanager
-def watched(job: Job, every: int) -> Iterator[Job]:
+def watched(job: Job, every: int, options: argparse.Namespace) -> Iterator[Job]:
     """Watch a job."""
     with tempfile.TemporaryDirectory() as folder:
-        job.watch = fp8debug.watch(job.model, Path(folder, "run"), every=every, compiled="repeat")
+        job.watch = fp8debug.watch(job.model, Path(folder, "run"), every=every, compiled="repeat", turns=options.turns)
         try:
             yield job
         finally:
@@ -158,7 +158,7 @@ def cost(row: str, name: str, size: Size, kind: str, every: int, options: argpar
     alone, seen = (Job(size, kind, options, compiles=compiles) for _ in range(2))
     alone.milliseconds(1)
     before = counters["stats"]["unique_graphs"]
-    with watched(seen, every):
+    with watched(seen, every, options):
         first, second = in_turn([alone, seen], options)
     added = counters["stats"]["unique_graphs"] - before
     same = torch.equal(torch.stack(alone.losses[: len(seen.losses)]), torch.stack(seen.losses))
@@ -174,7 +174,10 @@ def first_step(name: str, kind: str, options: argparse.Namespace) -> Line:
     for is_watched in (False, True):
         torch._dynamo.reset()
         job = Job(SIZES[name], kind, options)
-        with torch._inductor.config.patch(force_disable_caches=True), watched(job, 1) if is_watched else contextlib.nullcontext():
+        with (
+            torch._inductor.config.patch(force_disable_caches=True),
+            watched(job, 1, options) if is_watched else contextlib.nullcontext(),
+        ):
             times.append(job.milliseconds(1) / 1e3)
     details = f"{times[0]:.2f} -> {times[1]:.2f} s"
     return Line("first", name, kind, f"{100 * (times[1] / times[0] - 1):+.1f} %", details)
@@ -186,7 +189,7 @@ def on_ranks(name: str, kind: str, options: argparse.Namespace) -> Line | None:
         return None
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_endpoint", "localhost:0"]
     words += ["--rdzv_backend", "c10d", __file__, "--rank-of", kind, "--sizes", name, "--backend", options.backend]
-    words += ["--steps", str(options.steps), "--blocks", str(options.blocks)]
+    words += ["--steps", str(options.steps), "--blocks", str(options.blocks), "--turns", str(options.turns)]
     words += ["--mode", options.mode] if options.mode else []
     words += ["--deterministic"] if options.deterministic else []
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
@@ -237,6 +240,7 @@ def main() -> None:
     parser.add_argument(
         "--deterministic", action="store_true", help="compare losses to the last bit; the gradient of attention differs else"
     )
+    parser.add_argument("--turns", type=int, default=1, help="of the watch: sampled steps in which each block is repeated once")
     parser.add_argument("--steps", type=int, default=10, help="of a block; a multiple of 10 where every 10th is sampled")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)

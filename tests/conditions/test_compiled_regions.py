@@ -16,8 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from fp8debug.rules.base import Severity
+from fp8debug.rules.engine.triage import triage
 from tests.adapters import blocks
-from tests.adapters.linears import ScaledLinear, same, sites
+from tests.adapters.linears import ScaledLinear, same, sites, to_fp8
 from tests.adapters.watching.test_watch import NINE
 from tests.conditions.compiled import COMPILES
 from tests.conditions.test_compiled_linear import assert_same_rows, rows
@@ -379,3 +381,60 @@ def test_what_a_forward_changes_elsewhere_is_as_without_a_watch(
     reason = "not recorded inside compiled code: a tensor outside of it is written to before its backward pass ends"
     assert (reason in capsys.readouterr().err) is writes
     assert bool(rows(tmp_path / "run")) is not writes
+
+
+def test_compiled_modules_take_turns(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Block(ScaledLinear) for _ in range(3))).bfloat16()
+    for block in model:
+        block.compile(backend="aot_eager")
+    with fp8debug.watch(model, tmp_path / "run", every=2, what_if=(), compiled="repeat", turns=2) as watch:
+        for step in range(9):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            watch.step()
+    by_step: dict[int, set[str]] = {}
+    for row in rows(tmp_path / "run"):
+        by_step.setdefault(row["step"], set()).add(row["module"][0])
+    assert by_step == {0: {"0", "1", "2"}, 2: {"1"}, 4: {"0", "2"}, 6: {"1"}, 8: {"0", "2"}}
+    run = fp8debug.Run(tmp_path / "run")
+    assert run.sampled_steps == [0, 2, 4, 6, 8] and run.sampled_steps_of("1.up") == [0, 2, 6]
+
+
+class Saturated(torch.autograd.Function):
+    """A product whose input has a scale for values an eighth as large as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        scale = 448 * 8 / x.float().abs().amax()
+        data = (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        second, scale_b = to_fp8(weight, torch.float8_e4m3fn, None)
+        return torch._scaled_mm(data, second.t(), scale.reciprocal(), scale_b, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class SaturatedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, Saturated.apply(x, self.weight))
+
+
+def test_a_fault_in_a_module_that_has_its_turn_now_and_then_is_found(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(ScaledLinear) for _ in range(3))).bfloat16()
+    cast(Block, model[1]).up = SaturatedLinear(WIDTH, 2 * WIDTH, bias=False).bfloat16()
+    for block in model:
+        block.compile(backend="aot_eager")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), compiled="repeat", turns=3) as watch:
+        for step in range(13):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            watch.step(loss=loss)
+    found = [(f.code, f.module) for f in triage(fp8debug.Run(tmp_path / "run")) if f.severity is not Severity.INFO]
+    assert found == [("F113", "1.up")]

@@ -124,10 +124,12 @@ class Regions:
         roots: the models.
         watched: FQN of every watched module, by its id.
         observer: of the watch.
+        turns: sampled steps in which each region is repeated once; the first sampled step repeats all.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], watched: Mapping[int, set[str]], observer: Observer) -> None:
-        self._roots, self._watched, self._observer = list(roots), watched, observer
+    def __init__(self, roots: Sequence[nn.Module], watched: Mapping[int, set[str]], observer: Observer, turns: int = 1) -> None:
+        self._roots, self._watched, self._observer, self._turns = list(roots), watched, observer, turns
+        self._num_sampled = 0  # steps before this one in which a region's call was sampled
         self._listener = listener_of(observer)
         self._regions: dict[int, _Region] = {}
         self._refused: set[int] = set()
@@ -155,6 +157,7 @@ class Regions:
         for handle in self._outputs:
             handle.remove()
         self._outputs.clear()
+        self._num_sampled += bool(self._seen)
         self._seen.clear()
         self._first.clear()
 
@@ -194,7 +197,7 @@ class Regions:
             return None  # the recomputation of a checkpointed call that was repeated
         try:
             region = self._region(module)
-            if not region.watched:
+            if not region.watched or not self._has_turn(region):
                 return None
             versions = _versions(region, args, kwargs)
             return _CallState(region, versions, _Random.now(region.devices), dict(self._listener.unowned_gemms))
@@ -212,6 +215,10 @@ class Regions:
             devices = sorted({t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}, key=str)
             found = self._regions[id(module)] = _Region(module, self._names[id(module)], modules, watched, devices)
         return found
+
+    def _has_turn(self, region: _Region) -> bool:
+        """Return whether a region is repeated in this sampled step: all are in the first, later ones by their order in it."""
+        return self._num_sampled == 0 or (list(self._regions).index(id(region.module)) + self._num_sampled) % self._turns == 0
 
     @untraced
     def _repeat(self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -22,6 +22,7 @@ def check_arguments(
     resume_from: Any,
     check_finite: Any,
     compiled: Any,
+    turns: Any,
 ) -> None:
     """Look at the arguments of :func:`fp8debug.watch` by these names.
 
@@ -44,6 +45,10 @@ def check_arguments(
         raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
     if compiled not in ("as_is", "repeat", "eager"):
         raise UsageError(f"compiled must be 'as_is', 'repeat' or 'eager', got {compiled!r}")
+    if not isinstance(turns, int) or turns < 1:
+        raise UsageError(f"turns must be a whole number, 1 or more, got {turns!r}")
+    if turns > 1 and compiled != "repeat":
+        raise UsageError(f"turns are those of compiled='repeat', got turns={turns} with compiled={compiled!r}")
 
 
 def check_inference(inference: Any, target: object, **of_training: Any) -> None:

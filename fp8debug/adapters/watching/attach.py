@@ -66,6 +66,7 @@ def watch(
     guard: Guard | None = None,
     check_finite: bool | None = None,
     compiled: Literal["as_is", "repeat", "eager"] = "as_is",
+    turns: int = 1,
     ranks: Sequence[int] | Literal["all"] | None = None,
     budget: int | str | None = None,
     total_steps: int | None = None,
@@ -104,7 +105,9 @@ def watch(
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
         compiled: how modules inside code under torch.compile are recorded. ``as_is`` records Fp8Linear alone there. ``repeat``
             runs each sampled call of a compiled module once more, in eager code beside the trained one, which stays as it is;
-            it has not been tried on a GPU. ``eager`` runs sampled steps without torch.compile, in eager arithmetic.
+            CUDA graphs included. ``eager`` runs sampled steps without torch.compile, in eager arithmetic.
+        turns: with ``compiled="repeat"``, the sampled steps in which each compiled module is repeated once: after the first
+            one, which repeats all, a sampled step repeats one in so many. The others have no rows at that step.
         ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
             data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
@@ -127,7 +130,7 @@ def watch(
         UsageError: an argument out of range or an unknown recipe.
     """
     options = {name: value for name, value in locals().items() if name not in ("target", "path")}
-    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled)
+    check_arguments(path, every, shadow_rows, shadow, optimizer, resume_from, check_finite, compiled, turns)
     check_inference(inference, target, optimizer=optimizer, guard=guard)
     trackers = check_live(to, on_finding)
     limits = DumpLimits(disk_bytes=dump_max_bytes, memory_bytes=dump_memory_bytes, ring_steps=dump_steps)
@@ -173,6 +176,7 @@ def watch(
         "fp8debug_version": __version__,
         "every": every,
         "inference": inference,
+        "turns": turns,
         "planned": manifest_entry(volume),
         "ranks": ranks_entry(ranks, world_size, volume.ranks),
         "shadow_rows": settings.shadow_rows,
@@ -229,6 +233,7 @@ def watch(
             dumper,
             changes,
             compiled=compiled,
+            turns=turns,
             stage=stage_of(mesh),
             matrices=matrices,
             live=live,

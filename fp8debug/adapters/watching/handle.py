@@ -72,6 +72,7 @@ class Watch:
         dumper: Dumper | None,
         changes: RecipeChanges,
         compiled: str = "as_is",
+        turns: int = 1,
         stage: int = 0,
         matrices: Sequence[Candidate] = (),
         live: Live | None = None,
@@ -145,7 +146,7 @@ class Watch:
                 for c in candidates:
                     if c.reason is None:
                         watched.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
-                self._undo.append(Regions(roots, watched, self._observer).remove)
+                self._undo.append(Regions(roots, watched, self._observer, turns).remove)
             if compiled == "eager":
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)

@@ -49,7 +49,7 @@ class Trace:
         tensor: operand.
         cast_name: running cast.
         rows: column -> value; all of them have ``step``, ``call_index`` and ``ranks``.
-        sampled: every sampled step of the run.
+        sampled: every sampled step of the run; of the module, where compiled modules take turns.
     """
 
     module: str
@@ -125,7 +125,6 @@ def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> li
     found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in bad_rows(run, look, within):
         found.setdefault((row["module"], row["gemm"], row["tensor"], row["cast_name"]), []).append(row)
-    sampled = tuple(run.sampled_steps) if found else ()
     return [
         Trace(
             module=module,
@@ -133,7 +132,7 @@ def traces(run: Run, look: Look, within: Collection[tuple[str, int]] = ()) -> li
             tensor=tensor,
             cast_name=cast_name,
             rows=tuple(rows),
-            sampled=sampled,
+            sampled=tuple(run.sampled_steps_of(module)),
         )
         for (module, gemm, tensor, cast_name), rows in found.items()
     ]

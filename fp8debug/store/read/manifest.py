@@ -27,7 +27,7 @@ _TOP: dict[str, Any] = {
     **dict.fromkeys(("modules", "gemms", "filters", "outside", "writings", "argv", "what_if", "include", "exclude"), list),
     "resumed": list,
     **dict.fromkeys(("recipe", "environment", "mesh", "git"), dict),
-    **dict.fromkeys(("schema_version", "rank", "world_size", "every", "shadow_rows", "pid"), int),
+    **dict.fromkeys(("schema_version", "rank", "world_size", "every", "turns", "shadow_rows", "pid"), int),
 }
 #: Lists of objects: an entry that is none is left out.
 _OBJECTS: dict[str, dict[str, Any]] = {

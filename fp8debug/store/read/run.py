@@ -381,6 +381,14 @@ class Run:
         query = "SELECT DISTINCT step FROM raw ORDER BY step"
         return list(self.memo("sampled_steps", lambda: self.sql(query)["step"].to_pylist()))
 
+    def sampled_steps_of(self, module: str) -> list[int]:
+        """Return the steps with statistics of a module, in order: all sampled ones but where compiled modules take turns."""
+        if self.manifest.get("turns", 1) == 1:
+            return self.sampled_steps
+        query = "SELECT module, list(DISTINCT step ORDER BY step) AS steps FROM raw GROUP BY module"
+        steps = self.memo("sampled_steps_of", lambda: {row["module"]: row["steps"] for row in self.sql(query).to_pylist()})
+        return list(steps.get(module, ()))
+
     def has(self, column: str) -> bool:
         """Return whether a column of ``sites`` or ``steps`` was recorded: it holds anything but null."""
         views = {**dict.fromkeys(self._step_columns, "steps"), **dict.fromkeys(self._columns, "stats"), "ranks": "sites"}
