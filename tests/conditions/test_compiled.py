@@ -112,6 +112,10 @@ def test_with_the_flag_sampled_steps_run_without_it_and_are_recorded(told: bool,
 def test_the_flag_is_checked_and_ends_with_the_watch(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="compiled must be 'as_is', 'repeat' or 'eager', got 'always'"):
         fp8debug.watch(net(), tmp_path / "run", compiled="always")  # type: ignore[arg-type]  # a mistake
+    with pytest.raises(UsageError, match="turns must be a whole number, 1 or more, got 0"):
+        fp8debug.watch(net(), tmp_path / "run", compiled="repeat", turns=0)
+    with pytest.raises(UsageError, match="turns are those of compiled='repeat', got turns=4 with compiled='as_is'"):
+        fp8debug.watch(net(), tmp_path / "run", turns=4)
     fp8debug.watch(net(), tmp_path / "run", compiled="eager").close()
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
