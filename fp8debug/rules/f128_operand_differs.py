@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import Condition, Look, look
@@ -122,13 +123,24 @@ class OperandDiffers(Rule):
         bound = f"this cast gives at least {floor:.1f} dB" if is_current else f"healthy operands have {floor:.1f} dB or more"
         message = (
             f"the {trace.gemm} {trace.tensor} is {row['sqnr_db']:.1f} dB from its tensor at step {row['step']}"
-            f" ({len(trace.rows)} of {since} sampled steps), where {bound}: {candidates(row)}"
+            f" ({len(trace.rows)} of {since} sampled steps), where {bound}: {candidates(row, _flushing_headroom(trace))}"
         )
         return trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=floor, unit="dB")
 
 
-def candidates(row: dict[str, Any]) -> str:
-    """Return the causes that the statistics of an operand leave, with the numbers that speak for them."""
+def _flushing_headroom(trace: Trace) -> float:
+    """Return the headroom below which a cast leaves nothing: half the smallest value of its format over the largest."""
+    fmt = FORMATS[trace.cast.format] if trace.cast is not None else None
+    return 0.0 if fmt is None else fmt.min_subnormal / 2 / fmt.max
+
+
+def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
+    """Return the causes that the statistics of an operand leave, with the numbers that speak for them.
+
+    Args:
+        row: of ``sites``.
+        flushing_headroom: headroom below which its cast leaves no value.
+    """
     flushed, over = row["underflow_nonzero_rate"] or 0.0, row["overflow_rate"] or 0.0
     gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
     headroom = 1.0 if row["headroom"] is None else row["headroom"]
@@ -136,6 +148,11 @@ def candidates(row: dict[str, Any]) -> str:
         return (
             f"{row['num_eps_blocks']} of {row['num_blocks']} blocks have an amax below the amax eps, which sets their scale:"
             " lower the eps"
+        )
+    if flushed >= 0.9995 and 0 < headroom < flushing_headroom:
+        return (
+            f"every element is zero, as under scales made for an amax {times(1 / headroom)} times its own: the scale was never"
+            " set or updated, or an amax floor lies far above the tensor"
         )
     if flushed >= 0.9995:
         return "every element is zero, so that the cast returned zeros or its output was never written"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8debug.rules import triage
-from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, outcome
+from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, later, outcome
 from tests.synthetic import build
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +16,7 @@ BY_NAME = {one.name: one for one in SITUATIONS}
 #: One of each kind: a GEMM, a gradient, a sum, a cached weight, inference by bias and by one factor, routing.
 QUICK = (
     *("padded_scales", "no_gradient", "doubled_gradients", "scale_of_cached_weight"),
-    *("bias_dropped", "reciprocal_scale", "routing_differs"),
+    *("bias_dropped", "reciprocal_scale", "routing_differs", "nan_of_a_fused_wgrad"),
 )
 
 
@@ -40,7 +40,7 @@ def test_what_is_right_is_not_everything(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_score_of_every_report() -> None:
-    assert {one.record.__module__ for one in SITUATIONS} == {known.__name__, fresh.__name__}
+    assert {one.record.__module__ for one in SITUATIONS} == {known.__name__, fresh.__name__, later.__name__}
     text = (ROOT / "docs" / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[?([\w./-]+#\d+)[^|]*\| [^|]+ \| ([\w ]+) \| ([\w ]+) \|$", text, re.MULTILINE)
     assert [(reference, first) for reference, first, _ in rows] == [(one.reference, one.first) for one in SITUATIONS]

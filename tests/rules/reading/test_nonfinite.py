@@ -7,6 +7,8 @@ from pathlib import Path
 
 from fp8debug.rules import triage
 from fp8debug.rules.reading.nonfinite import first_poison
+from fp8debug.store.read.run import Run
+from fp8debug.store.write.writer import RunWriter
 from tests.synthetic import build
 
 #: Alphabetical order is not the order of execution: qkv runs before out, and both before up.
@@ -42,3 +44,17 @@ def test_the_view_pairs_the_columns_of_one_rank(tmp_path: Path) -> None:
     run = build(tmp_path / "run", num_steps=50, world_size=3, rank_steps={1: {45: EARLY}, 2: {45: BACKWARD}})
     query = "SELECT nonfinite_module, nonfinite_origin, nonfinite_gemm FROM steps WHERE step IN (44, 45) ORDER BY step"
     assert run.sql(query).to_pylist() == [dict.fromkeys(EARLY), EARLY]
+
+
+def test_a_gradient_that_was_nan_one_step_before_the_loss(tmp_path: Path) -> None:
+    """A run as it is written has one row group for both losses, whose smallest and largest value leave NaN out."""
+    modules = [{"fqn": "blocks.0.attn.out", "kind": "Fp8Linear", "fp8": True, "index": 0}]
+    writer = RunWriter(tmp_path / "run", manifest={"modules": modules})
+    writer.steps({"step": 0, "sampled": True, "loss": 4.2, **BACKWARD})
+    writer.steps(
+        {"step": 1, "sampled": False, "loss": math.nan, **BACKWARD, "nonfinite_gemm": "fprop", "nonfinite_origin": "weight"}
+    )
+    writer.close()
+    origin = first_poison(Run(tmp_path / "run"))
+    assert origin is not None
+    assert (origin.step, origin.kind, origin.row["gemm"]) == (0, "gemm", "dgrad")
