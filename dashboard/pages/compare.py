@@ -29,7 +29,8 @@ from .heatmap import metric_options
 if TYPE_CHECKING:
     from fp8debug.rules.comparison.runs import Differences
 
-METRIC = "rms"
+#: What one site is drawn by unasked, where it was recorded, and else.
+METRICS = ("sqnr_db", "rms")
 #: What a folder name cannot hold: it separates names in the URL.
 SEPARATOR = "/"
 #: Differences of configuration and sites that the page lists; the command line has all of them.
@@ -131,7 +132,7 @@ def layout(view: View, run_view: RunView) -> Component:
     options = [{"value": "", "label": "(choose a run)"}, *names]
     if SEPARATOR in value:
         options.append({"value": value, "label": value.replace(SEPARATOR, " and ")})
-    metrics = [name for name in TOLERANCES if run_view.run.has(name)]
+    metrics, metric = [name for name in TOLERANCES if run_view.run.has(name)], _metric(run_view)
     pairs = {"--pairs": max(1, len(runs.judged))}
     default = runs.reference.name if runs.reference is not None else ""
     first = next((one.name for one in runs.all if one.name in others(view, run_view)), "")
@@ -152,7 +153,7 @@ def layout(view: View, run_view: RunView) -> Component:
                 "One site in these runs",
                 graph("compare-site", site),
                 note=html.Div(
-                    [control("metric", METRIC, view.get("metric", METRIC), metric_options(metrics or [METRIC]), "metric", 240)],
+                    [control("metric", metric, view.get("metric", metric), metric_options(metrics or [metric]), "metric", 240)],
                     className="controls",
                 ),
             ),
@@ -317,6 +318,11 @@ def _row(site: SiteDifference, view: View, run: str, origin: TriagedOrigin | Non
     }
 
 
+def _metric(run_view: RunView) -> str:
+    """Return what one site is drawn by unasked: the error of its cast parts runs that the size of the tensor does not."""
+    return METRICS[0] if run_view.run.has(METRICS[0]) else METRICS[1]
+
+
 def _site(
     view: View,
     run_view: RunView,
@@ -336,7 +342,7 @@ def _site(
     first = next(iter(found), ("", "fprop", "input"))
     module = view.get("of") or first[0] or unwrapped(str(next((m["fqn"] for m in runs.all[0].run.modules), "")))
     gemm, _, tensor = (view.get("site") or ".".join(first[1:])).partition(".")
-    metric = view.get("metric", METRIC)
+    metric = view.get("metric") or _metric(run_view)
     lines = []
     for name, run in ((one.name, one.run) for one in runs.all):
         own = next((str(m["fqn"]) for m in run.modules if unwrapped(str(m["fqn"])) == module), None)
