@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fp8debug import Run
-from fp8debug_dashboard.data import health, metric_cache, queries, step_ranges
+from fp8debug_dashboard.data import health, metric_cache, module_health, queries, step_ranges
 from fp8debug_dashboard.data.healthy_ranges import envelope, kind_of
-from fp8debug_dashboard.data.nonfinite import NAN
+from fp8debug_dashboard.data.nonfinite import FINITE, MISSING, NAN
 from tests.dashboard import samples
 from tests.synthetic import Override
 
@@ -25,6 +25,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     else:
         samples.write_nan(path, num_steps=100, every=20)
     return Run(path)
+
+
+def test_the_levels_of_a_report_are_the_severities_of_the_dashboard(run: Run) -> None:
+    levels, heat = module_health.module_health(run), queries.health(run)
+    assert (levels.modules, levels.steps.tolist()) == (heat.modules, heat.steps.tolist()) and heat.states is not None
+    lost, nothing = (heat.states > FINITE) & (heat.states < MISSING), np.isnan(heat.values)
+    words = [module_health.NONFINITE, module_health.NO_DATA, module_health.HEALTHY, module_health.NEAR, module_health.WARNING]
+    expected = np.select([lost, nothing, heat.values < 0.5, heat.values < 1, heat.values < 2], words, module_health.ERROR)
+    assert levels.levels.tolist() == expected.tolist()
 
 
 def by_hand(run: Run) -> dict[tuple[str, int], float]:
