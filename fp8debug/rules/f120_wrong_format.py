@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's kind too
-#: Blocks of at most 128 elements (1x32, 1x128): their dynamic range is E4M3's, for which E5M2 has a mantissa bit less.
-_IS_FINE = " OR ".join(f"cast_name LIKE 'e5m2 {g} current%'" for g in ("1x128", "128x1", "1x32", "32x1"))
-_GRADIENTS = look([Keys(f"tensor = 'grad_output' AND ({_IS_FINE})", gate="cast_name LIKE 'e5m2 %'")], ["sqnr_db"])
 _DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2%'")], ["sqnr_db"])
 
 
@@ -30,8 +27,7 @@ class WrongFormat(Rule):
         E5M2 declared for input or weight (an error where other modules run E4M3 at the same place, a warning where all
         of them run E5M2); or E4M3 declared and the noise of E5M2 measured: SQNR near 25.5 dB with a cosine to match,
         no underflow, nothing clipped, gain 1. AMD's formats (e4m3fnuz, e5m2fnuz) are judged alike. E5M2 for grad_output is
-        the HYBRID recipe and healthy; under blocks of at most 128 elements it is information, since E4M3's range is enough
-        there and its noise 6 dB lower. MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
+        the HYBRID recipe and healthy. MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
     Why it matters
@@ -52,7 +48,7 @@ class WrongFormat(Rule):
           without losing cosine, and are healthy.
         - max_gain_error 0.01: beyond it the scale is at fault (F113).
         - min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
-        - Seen in TransformerEngine #2754, Megatron-Bridge #638.
+        - Seen in TransformerEngine #2754.
     """
 
     code = "F120"
@@ -83,15 +79,11 @@ class WrongFormat(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise."""
         yield _DECLARED
-        yield _GRADIENTS
         yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands in E5M2."""
         yield from self._declared(run)
-        for trace in traces(run, _GRADIENTS):
-            what = f"runs {trace.cast_name}, and blocks of so few elements need no more than E4M3's range"
-            yield self._finding(trace, Severity.INFO, what)
         for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
