@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(not options.deterministic)  # its gradient is not the same twice
     if options.rank_of:
         as_rank(options)
         return

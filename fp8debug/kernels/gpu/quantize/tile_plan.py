@@ -44,6 +44,7 @@ from fp8debug.kernels.gpu.quantize.tiling import (
 )
 from fp8debug.kernels.gpu.scratch import OPERANDS, pool
 from fp8debug.kernels.slot_rows import SlotRow
+from fp8debug.kernels.torch_state import is_of_cuda_graph
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -80,8 +81,10 @@ class TilePlan:
         self._size = grid.programs * MAX_CASTS * 24
         self._numbers = grid.stride, grid.rows, grid.columns, grid.num_tiles, grid.tile_columns
         self._casts = casts
-        self._nothing = x.new_empty(1, dtype=torch.float32)
-        nothing = address(self._nothing)
+        # What a plan keeps lives longer than the memory of a CUDA graph in which it is made; kernels read nothing there.
+        self._kept = None if is_of_cuda_graph() else x.new_empty(1, dtype=torch.float32)
+        self._nothing: Any = 0 if self._kept is None else address(self._kept)
+        nothing = self._nothing
         self._absent = (nothing, nothing, nothing, 0.0, 1.0) * 2
         f32, f64, device = torch.float32, torch.float64, x.device.index
         partials = f32 if reduction is None else f64
@@ -102,7 +105,7 @@ class TilePlan:
         flush."""
         if self._must_copy:
             x = x.detach().contiguous()
-        nothing = address(self._nothing)
+        nothing = self._nothing
         made, to = None, (nothing, nothing)
         if self._made is not None:
             made = new_made(x, self._made)
