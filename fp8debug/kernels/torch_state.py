@@ -221,7 +221,7 @@ def is_of_cuda_graph() -> bool:
     if is_capturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch.cuda.is_initialized():
+    if trees is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return manager is not None and torch.cuda.current_stream() == manager.stream

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -91,18 +92,18 @@ class ProgramState:
                 value = cell.cell_contents
             except ValueError:  # of a variable that has no value yet
                 continue
-            self._binding(value, lambda c=cell: c.cell_contents, lambda v, c=cell: setattr(c, "cell_contents", v))
+            self._binding(value, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
         self._left.extend(function.__defaults__ or ())
         self._left.extend((function.__kwdefaults__ or {}).values())
         self._left.append(getattr(function, "__wrapped__", None))
         names, space = set(_names(function.__code__)), function.__globals__
         for name in names & space.keys():
             value = space[name]
-            self._binding(value, lambda n=name: space.get(n), lambda v, n=name: space.__setitem__(n, v))
+            self._binding(value, partial(space.get, name), partial(space.__setitem__, name))
             if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _skipped():
-                for inner in names & vars(value).keys():
-                    of = vars(value)
-                    self._binding(of[inner], lambda n=inner, s=of: s.get(n), lambda v, n=inner, s=of: s.__setitem__(n, v))
+                inside = vars(value)
+                for inner in names & inside.keys():
+                    self._binding(inside[inner], partial(inside.get, inner), partial(inside.__setitem__, inner))
 
     def _object(self, x: Any) -> None:
         kind = x if isinstance(x, type) else type(x)
@@ -117,7 +118,7 @@ class ProgramState:
         self._left.append(kind)
         for name in _slots(kind):
             if hasattr(x, name):
-                self._binding(getattr(x, name), lambda n=name: getattr(x, n, None), lambda v, n=name: object.__setattr__(x, n, v))
+                self._binding(getattr(x, name), partial(getattr, x, name, None), partial(object.__setattr__, x, name))
         attributes = getattr(x, "__dict__", None)
         if isinstance(attributes, dict):
             own = {n: v for n, v in attributes.items() if not (isinstance(x, nn.Module) and n in _OF_EVERY_MODULE)}
@@ -132,7 +133,7 @@ class ProgramState:
             if isinstance(value, (FunctionType, classmethod, staticmethod, property)):
                 self._left.append(value)
             elif not hasattr(type(value), "__set__"):
-                self._binding(value, lambda n=name: vars(kind).get(n), lambda v, n=name: setattr(kind, n, v))
+                self._binding(value, partial(vars(kind).get, name), partial(setattr, kind, name))
 
     def _binding(self, value: Any, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self._left.append(value)
