@@ -128,8 +128,9 @@ def _sick_steps(run: Run) -> set[int]:
 
     DuckDB 2.0 skips a row group by its smallest and largest value, which in Parquet leave NaN out: it is not asked.
     """
-    rows = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL").to_pylist()
-    return {row["step"] for row in rows if not math.isfinite(row["loss"])}
+    steps = run.sql("SELECT step, loss FROM steps WHERE loss IS NOT NULL")
+    pairs = zip(steps["step"].to_pylist(), steps["loss"].to_pylist(), strict=True)
+    return {step for step, loss in pairs if not math.isfinite(loss)}
 
 
 def _follows(step: int, sick_steps: set[int]) -> bool:
