@@ -117,9 +117,9 @@
 
   // The cells of a heatmap share a few texts: they come once, and each cell's place among them.
   const withTexts = (trace) => {
-    const { words } = trace.meta || {}, { bdata, shape } = trace.text || {};
+    const { words } = trace.meta || {}, { bdata, dtype, shape } = trace.text || {};
     if (!words || !bdata) return trace;
-    const places = new Uint16Array(Uint8Array.from(atob(bdata), (one) => one.charCodeAt(0)).buffer);
+    const places = new (dtype === "u4" ? Uint32Array : Uint16Array)(Uint8Array.from(atob(bdata), (one) => one.charCodeAt(0)).buffer);
     const cells = Number(shape.split(",")[1]), text = [];
     for (let at = 0; at < places.length; at += cells) text.push(Array.from(places.subarray(at, at + cells), (place) => words[place]));
     return { ...trace, text };

@@ -318,8 +318,8 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
 def _cell_texts(heat: Heat, rows: HeatRows | None, states: States) -> Part:
     """Return what the box of each cell adds: the module of a fold that is shown, and metric and site of a severity.
 
-    Each text goes to the browser once, in ``meta.words``; ``text`` has its place there for each cell, uint16 ``[rows, cells]``,
-    and assets/fp8debug.js puts the one for the other. Healthy cells of a module have none. Empty where no cell has any.
+    Each text goes to the browser once, in ``meta.words``; ``text`` has its place there for each cell, ``[rows, cells]``, and
+    assets/fp8debug.js puts the one for the other. Healthy cells of a module have none. Empty where no cell has any.
     """
     folds = np.array([len(of) > 1 for of in rows.members] if rows is not None else [False] * len(heat.modules), np.bool_)
     if heat.reasons is None and not folds.any():
@@ -336,7 +336,8 @@ def _cell_texts(heat: Heat, rows: HeatRows | None, states: States) -> Part:
         module, reason = divmod(code, room)
         named = [plain(rows.names[module - 1])] if module and rows is not None else []
         words.append(": ".join([*named, *([str(reason_of(reason - 1, heat.sites))] if reason else [])]))
-    return {"text": places[:-1].reshape(states.shape).astype(np.uint16), "meta": {"words": words}}
+    kind = np.min_scalar_type(max(len(words) - 1, 1 << 8))  # uint16 or uint32
+    return {"text": places[:-1].reshape(states.shape).astype(kind), "meta": {"words": words}}
 
 
 def _heat_states(figure: Figure, heat: Heat, states: States, cells: Part) -> bool:
