@@ -113,11 +113,11 @@ def _base(run: Run) -> str:
 
 
 def _precision(cast: Cast) -> str:
-    if FORMATS[cast.format].bits == 4 and cast.scale_format == "e4m3fn":
+    sizes = set(GRANULARITIES[cast.granularity])
+    if FORMATS[cast.format].bits == 4 and 16 in sizes:
         return "nvfp4"
     if cast.scaling == "delayed":
         return "delayed"
-    sizes = set(GRANULARITIES[cast.granularity])
     return "mxfp8" if 32 in sizes else "blockwise" if 128 in sizes else "tensorwise"
 
 

@@ -542,7 +542,7 @@ def uniform(x: Tensor, seed: int) -> Tensor:
 @cache
 def _matrix(device: torch.device, signs: int) -> Tensor:
     """Return diag(signs) @ H / 4 in FP64, H by Sylvester's construction: orthogonal. Nothing is copied from the host."""
-    place = torch.arange(HADAMARD, device=device)
+    place = torch.arange(HADAMARD, dtype=torch.int64, device=device)
     both = place[:, None] & place  # H[i, j] is -1 to the number of bits of i & j
     both = both ^ both >> 2
     is_negative = (both ^ both >> 1 ^ (place.new_full((), signs) >> place)[:, None]) & 1

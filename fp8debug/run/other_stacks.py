@@ -15,6 +15,7 @@ A module of Transformer Engine runs within ``autocast(enabled=False)``.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -219,8 +220,8 @@ def _sqnr_db(own: Tensor, reference: Tensor) -> float:
     error = float((own - reference).square().sum())
     signal = float(reference.square().sum())
     if error == 0:
-        return float("inf")
-    return float(10 * torch.log10(torch.tensor(signal / error, dtype=torch.float64))) if signal else -float("inf")
+        return math.inf
+    return 10 * math.log10(signal / error) if signal else -math.inf
 
 
 class WithoutCasts(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """What a watch costs the host, without a GPU: ``python tests/bench/host.py [--linears 28] [--steps 600]``.
 
 Fp8Linears of 1024 x 1024 whose tensors pass for a GPU's: hooks choose, prepare and start what they would there, under a driver
-that launches nothing (``tests/kernels/hopper.py``), and ``F.scaled_mm`` multiplies nothing. What is left is Python's and torch's
+that launches nothing (``tests/kernels/hopper.py``), and cuBLAS multiplies nothing. What is left is Python's and torch's
 part of a step; a real launch comes on top. Every step is watched, and by lot its rows are thrown away, made, or made and written:
 the writer's thread does so in the next step, whose time tells what that costs. No times are asserted.
 
@@ -53,8 +53,8 @@ def standing_in() -> Iterator[list[None]]:
     """Have tensors of the CPU pass for a GPU's, and start nothing; the list has an item for each launch."""
     launches: list[None] = []
 
-    def multiplied(a: Tensor, b: Tensor, *_: Any, output_dtype: torch.dtype = torch.bfloat16, **__: Any) -> Tensor:
-        return a.new_empty(a.shape[0], b.shape[1], dtype=output_dtype)
+    def multiplied(a: Tensor, b: Tensor, *more: Any) -> Tensor:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=more[-3])
 
     with ExitStack() as stack:
         stack.enter_context(hopper.recorded())
@@ -63,7 +63,7 @@ def standing_in() -> Iterator[list[None]]:
         stack.enter_context(patch.object(triton, "__version__", "3.6.0"))  # whose kernels are started at least cost
         stack.enter_context(patch.object(torch.Tensor, "is_cuda", property(lambda _: True), create=True))
         stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))
-        stack.enter_context(patch.object(torch.nn.functional, "scaled_mm", multiplied))
+        stack.enter_context(patch.object(torch, "_scaled_mm_v2", multiplied))
         yield launches
 
 

@@ -378,7 +378,6 @@ ELSEWHERE = {
     ("store/write/writer.py", "_read_json"): "the worker's thread",
     ("adapters/watching/dumps.py", "_work"): "the dumper's thread",
     ("adapters/watching/dumps.py", "make_room"): "the dumper's thread",
-    ("adapters/watching/resumption.py", "_json"): "before training",
     ("run/arms.py", "read"): "before training",
 }
 

@@ -18,5 +18,5 @@ def test_each_cell_is_a_test_or_the_word_no() -> None:
     tables = text[text.index("## What works together") :]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
     cells = [cell.strip() for row in rows for cell in row.split("|")[2:-1] if not row.startswith(("| backend", "| trainer"))]
-    assert len(cells) == 41
+    assert len(cells) == 51
     assert [cell for cell in cells if cell != "no" and not NAMED.fullmatch(cell)] == []

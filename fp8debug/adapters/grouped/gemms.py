@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8debug.adapters.interception.listener import DECODERS, version_of
 from fp8debug.adapters.interception.scale_layouts import E8M0, block_cast, power_of_two, unswizzled
+from fp8debug.formats import FORMATS
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.recipes import Cast
 
@@ -78,7 +79,7 @@ def _read(args: Mapping[str, Any], scales: Sequence[Tensor], result: Tensor) -> 
 
 def _read_blocks(first: Tensor, second: Tensor, scales: Sequence[Tensor], offs: Tensor, result: Tensor) -> SeenGroupedGemm:
     cast, experts, length = block_cast(first, scales[0]), offs.shape[0], first.shape[1]
-    if cast.format == "e2m1fn" or length % 128:
+    if FORMATS[cast.format].bits == 4 or length % 128:
         raise ValueError(f"a grouped GEMM in blocks of {first.dtype} that contracts {length} elements is not read")
     if second.dim() == 3:
         grid_first = _of_rows(scales[0], offs, first.shape[0], length // BLOCK)
@@ -98,19 +99,20 @@ def _place(row: Tensor, column: Tensor, columns: Tensor | int) -> Tensor:
 
 def _of_rows(scales: Tensor, offs: Tensor, rows: int, blocks: int) -> Tensor:
     """Return the bytes ``[rows, blocks]`` of scales whose experts begin at whole tiles of rows."""
-    row = torch.arange(rows, device=scales.device)
+    row = torch.arange(rows, dtype=torch.int64, device=scales.device)
     expert, start, padded = _starts(row, offs, 128)
-    place = _place((row - start + padded)[:, None], torch.arange(blocks, device=scales.device), blocks)
+    block = torch.arange(blocks, dtype=torch.int64, device=scales.device)
+    place = _place((row - start + padded)[:, None], block, blocks)
     return _taken(scales, place, expert[:, None] < len(offs))
 
 
 def _of_columns(scales: Tensor, offs: Tensor, rows: int, blocks: int) -> Tensor:
     """Return the bytes ``[rows, blocks]`` of scales whose experts begin at whole tiles of blocks."""
-    block, ends = torch.arange(blocks, device=scales.device), offs // BLOCK
+    block, ends = torch.arange(blocks, dtype=torch.int64, device=scales.device), offs // BLOCK
     expert, start, padded = _starts(block, ends, 4)
     widths = -(-ends.diff(prepend=ends.new_zeros(1)).long() // 4) * 4
     width = widths[expert.clamp(max=len(offs) - 1)]
-    row = torch.arange(rows, device=scales.device)[:, None]
+    row = torch.arange(rows, dtype=torch.int64, device=scales.device)[:, None]
     place = padded * (-(-rows // 128) * 128) + _place(row, block - start, width)
     return _taken(scales, place, expert < len(offs))
 

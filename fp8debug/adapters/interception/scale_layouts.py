@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp8debug.adapters.base import same_cast
 from fp8debug.adapters.interception.listener import GemmOperand
+from fp8debug.formats import FORMATS
 from fp8debug.kernels.reference import FORMAT_OF
 from fp8debug.recipes import Cast
 
@@ -81,11 +82,12 @@ def block_cast(data: Tensor, scales: Tensor, *, has_tensor_scale: bool = False) 
     Raises:
         ValueError: no format of blocks has such dtypes.
     """
-    name = "e2m1fn" if data.dtype is FP4 else FORMAT_OF.get(data.dtype)
+    is_packed = FP4 is not None and data.dtype is FP4
+    name = "e2m1fn" if is_packed else FORMAT_OF.get(data.dtype)
     if name is not None and scales.dtype is E8M0:
-        stored = "e8m0" if name == "e2m1fn" else "fp32"
+        stored = "e8m0" if is_packed else "fp32"
         return same_cast(format=name, granularity="1x32", scale_rounding="pow2_ceil", scale_format=stored)
-    if name == "e2m1fn" and scales.dtype is torch.float8_e4m3fn:
+    if is_packed and scales.dtype is torch.float8_e4m3fn:
         second = "tensor" if has_tensor_scale else "none"
         return same_cast(format=name, granularity="1x16", scale_format="e4m3fn", tensor_scale=second)
     raise ValueError(f"data in {data.dtype} with block scales in {scales.dtype} are not read")
@@ -104,7 +106,7 @@ def side_of_blocks(data: Tensor, scales: Tensor, tensor_scale: Tensor | None = N
         ValueError: data and scales do not belong together.
     """
     cast = block_cast(data, scales, has_tensor_scale=tensor_scale is not None)
-    values = unpacked(data) if cast.format == "e2m1fn" else data
+    values = unpacked(data) if FORMATS[cast.format].bits == 4 else data
     rows, blocks = values.shape[0], -(-values.shape[1] // (16 if cast.granularity == "1x16" else 32))
     if is_swizzled:
         grid = unswizzled(scales, rows, blocks)

@@ -254,14 +254,14 @@ def gemm(
 
 
 @cache
-def _recipes() -> dict[int, Any]:
+def _recipes() -> dict[int, list[int]]:
     from torch.nn.functional import ScalingType
 
     return {
-        SCALE_TILES.value: ScalingType.BlockWise1x128,
-        SCALE_BLOCKS.value: ScalingType.BlockWise128x128,
-        SCALE_ROWS.value: ScalingType.RowWise,
-        SCALE_TENSOR.value: ScalingType.TensorWise,
+        SCALE_TILES.value: [ScalingType.BlockWise1x128.value],
+        SCALE_BLOCKS.value: [ScalingType.BlockWise128x128.value],
+        SCALE_ROWS.value: [ScalingType.RowWise.value],
+        SCALE_TENSOR.value: [ScalingType.TensorWise.value],
     }
 
 
@@ -284,18 +284,23 @@ def _outer_major(scale: Tensor, kind: int) -> Tensor:
 def _cublas(
     a: Tensor, a_scale: Tensor, a_kind: int, b: Tensor, b_scale: Tensor, b_kind: int, dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    recipes = _recipes()
-    result: Tensor = torch.nn.functional.scaled_mm(
-        _aligned(a),
-        _aligned(b).t(),
-        _outer_major(a_scale, a_kind),
-        recipes[a_kind],
-        _outer_major(b_scale, b_kind),
-        recipes[b_kind],
-        output_dtype=dtype,
-        use_fast_accum=fast_accum,
-    )
-    return result
+    scales, recipes = (_outer_major(a_scale, a_kind), _outer_major(b_scale, b_kind)), _recipes()
+    return _multiply(_aligned(a), _aligned(b).t(), *scales, recipes[a_kind], recipes[b_kind], dtype, fast_accum)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_recipe: list[int],
+    b_recipe: list[int],
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Return what ``nn.functional.scaled_mm`` would, which prepares the same lists at every call."""
+    product: Tensor = torch._scaled_mm_v2(a, b, [a_scale], a_recipe, [], [b_scale], b_recipe, [], None, dtype, (), fast_accum)
+    return product
 
 
 class PreparedGemm:
@@ -304,7 +309,7 @@ class PreparedGemm:
     def __init__(self, which: Gemm, first: tuple[Quantized, Cast], second: tuple[Quantized, Cast], dtype: torch.dtype) -> None:
         self._turned = [(which, role) in CONTRACTS_ROWS for role in OPERANDS[which]]
         self._kinds = [_turned(*o, t)[2] for o, t in zip((first, second), self._turned, strict=True)]
-        self._recipes = [[_recipes()[kind].value] for kind in self._kinds]
+        self._recipes = [_recipes()[kind] for kind in self._kinds]
         self._dtype = dtype
 
     def __call__(self, first: Quantized, second: Quantized) -> Tensor:
@@ -317,10 +322,7 @@ class PreparedGemm:
         else:
             b = b.t()
         a_scale, b_scale = _outer_major(a_scale, self._kinds[0]), _outer_major(b_scale, self._kinds[1])
-        product: Tensor = torch._scaled_mm_v2(  # what nn.functional.scaled_mm calls, which takes a host 7 us to prepare it
-            a, b, [a_scale], self._recipes[0], [], [b_scale], self._recipes[1], [], None, self._dtype, (), False
-        )
-        return product
+        return _multiply(a, b, a_scale, b_scale, *self._recipes, self._dtype)
 
 
 _PREPARED: PlanCache[PreparedGemm] = PlanCache()

@@ -158,12 +158,13 @@ def test_a_promoted_gemm_of_the_same_operands_leaves_fast_accum_alone(recipe: st
     """cuBLAS takes the promoted one, at once and when it is prepared; what it prepared is not used for the other."""
     products: list[Tensor] = []
 
-    def by_cublas(a: Tensor, b: Tensor, *_: Any, output_dtype: torch.dtype, **options: Any) -> Tensor:
-        assert not options.get("use_fast_accum")
-        products.append(torch.full((a.shape[0], b.shape[1]), 7.0, dtype=output_dtype, device=a.device))
+    def by_cublas(a: Tensor, b: Tensor, *more: Any) -> Tensor:
+        *_, dtype, _, is_fast = more
+        assert not is_fast
+        products.append(torch.full((a.shape[0], b.shape[1]), 7.0, dtype=dtype, device=a.device))
         return products[-1]
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", by_cublas)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", by_cublas)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("fp8debug.kernels.gpu.gemm.gemm.ROWWISE_PRODUCTS", 0)
     monkeypatch.setattr(dispatch, "_first_tensor", lambda _: SimpleNamespace(is_cuda=True))
