@@ -322,8 +322,8 @@ class PreparedGemm:
         else:
             b = b.t()
         a_scale, b_scale = _outer_major(a_scale, self._kinds[0]), _outer_major(b_scale, self._kinds[1])
-        first, second = self._recipes
-        return _multiply(a, b, a_scale, b_scale, first, second, self._dtype)
+        a_recipe, b_recipe = self._recipes
+        return _multiply(a, b, a_scale, b_scale, a_recipe, b_recipe, self._dtype)
 
 
 _PREPARED: PlanCache[PreparedGemm] = PlanCache()
