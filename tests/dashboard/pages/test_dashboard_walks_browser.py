@@ -66,8 +66,9 @@ def test_another_cast_has_its_own_range_on_the_module_page(clean_page: Page, sit
 def test_findings_are_filtered_sorted_and_grouped(clean_page: Page, tmp_path: Path) -> None:
     clips = {"num_saturated": lambda row: row["numel"] // 4, "headroom": 8.0, "gain": 0.9, "sqnr_db": 10.0}
     module = "blocks.1.mlp.up"
-    tensors = (("input", 60), ("weight", 75))
-    overrides = [Override(module=module, gemm="fprop", tensor=name, slots=clips, steps=(step, None)) for name, step in tensors]
+    old = {**clips, "headroom": 2.0}  # an older weight's values, which the weight has outgrown
+    tensors = (("input", 60, clips), ("weight", 75, old))
+    overrides = [Override(module=module, gemm="fprop", tensor=name, slots=s, steps=(step, None)) for name, step, s in tensors]
     samples.write_healthy(tmp_path / "two", every=5, overrides=overrides, recipe="tensorwise_delayed")
     with served(tmp_path / "two") as address:
         go(clean_page, f"{address}/findings")
