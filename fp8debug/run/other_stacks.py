@@ -95,7 +95,7 @@ class _Replaced:
         _REPLACED[self.module] = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of replaced module has its own
 
     def restore(self) -> None:
         """Give the module its own forward back."""

@@ -1,4 +1,4 @@
-"""What the Python code of modules can change outside of tensors, kept so that a second run of it leaves no trace.
+"""The state that the Python code of modules can change outside of tensors, kept so that a second run of it leaves no trace.
 
 Looked for, from the modules on: attributes, lists, dictionaries, sets and deques, and what the functions of their classes name:
 globals, closures, class attributes, and the objects behind those. Libraries are left out: their state is not the program's.
