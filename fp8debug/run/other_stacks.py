@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,7 +75,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 @dataclass(kw_only=True)
-class _Replaced:
+class _Replaced(ABC):
     """A module whose ``forward`` is ours.
 
     Attributes:
@@ -94,8 +95,9 @@ class _Replaced:
         vars(self.module)["forward"] = self.forward
         _REPLACED[self.module] = self
 
+    @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError  # each kind of replaced module has its own
+        """Run the module as the arm wants it."""
 
     def restore(self) -> None:
         """Give the module its own forward back."""
@@ -376,4 +378,6 @@ def change_others(
 def _kind_of(module: nn.Module, adapter: str | None) -> type[_Replaced]:
     if adapter == "transformer_engine":
         return WithoutAutocast
-    return HighPrecisionLinear if is_linear(module) else WithoutFp8
+    if is_linear(module):
+        return HighPrecisionLinear
+    return WithoutFp8
