@@ -4,7 +4,7 @@ Llama-like blocks (``step.py``) in BF16 with AdamW, each block compiled with ``f
 of ``--steps`` steps of a block's wall-clock time over its steps, the device idle before and after; no times are asserted. Models
 that are compared train in turn in one process, from one seed on one batch, so that a clock that drifts is in both; where one of
 two is watched, the line also says how many graphs the watch added and, with ``--deterministic``, whether the losses were equal to
-the last bit: without it attention's gradient is not the same twice.
+the last bit: without it attention's gradient and cuBLAS's sums are not the same twice.
 
     speed     Fp8Linear and torchao against BF16, all compiled; ``--sizes 2048 4096``
     idle      a watch that samples nothing
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.backends import cuda
 from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -238,15 +239,20 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--mode", help="of torch.compile: reduce-overhead replays CUDA graphs")
     parser.add_argument(
-        "--deterministic", action="store_true", help="compare losses to the last bit; the gradient of attention differs else"
+        "--deterministic",
+        action="store_true",
+        help="compare losses to the last bit; the gradient of attention is slow then, and differs else",
     )
     parser.add_argument("--turns", type=int, default=1, help="of the watch: sampled steps in which each block is repeated once")
     parser.add_argument("--steps", type=int, default=10, help="of a block; a multiple of 10 where every 10th is sampled")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.use_deterministic_algorithms(options.deterministic, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(not options.deterministic)  # its gradient is not the same twice
+    if options.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        for others in (cuda.enable_cudnn_sdp, cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp):
+            others(False)  # their gradients are not the same twice
     if options.rank_of:
         as_rank(options)
         return

@@ -32,7 +32,7 @@ from fp8debug.adapters.interception.gemm_flops import FLOPS, GemmCounter, is_of_
 from fp8debug.formats import TRANSPOSED
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import FORMAT_OF
-from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, ordinary_torch, set_modes
+from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_of_cuda_graph, ordinary_torch, set_modes
 from fp8debug.observer.observer import Observer
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm
@@ -298,11 +298,12 @@ class Listener(TorchDispatchMode):
             return func(*args, **kwargs)
         scopes = self.scopes
         counter = self.counter if self.counter is not None and self.counter.is_on else None
-        is_intercepted = bool(scopes) and scopes[-1].on_gemm is not None
-        follower = scopes[-1].follower if scopes else None
+        scope = scopes[-1] if scopes and not is_of_cuda_graph() else None  # whose memory nobody may hold
+        is_intercepted = scope is not None and scope.on_gemm is not None
+        follower = scope.follower if scope is not None else None
         is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
-        if follower is not None and is_recorded and follower.is_followed:
-            self._tell(scopes[-1], follower.before_op)
+        if scope is not None and follower is not None and is_recorded and follower.is_followed:
+            self._tell(scope, follower.before_op)
         if (is_intercepted or counter is not None) and (key := _inside(func, args)) is not None:
             before, depth = TorchState(), self._depth
             self._local.depth = depth + 1
@@ -314,8 +315,8 @@ class Listener(TorchDispatchMode):
                 raise
             finally:
                 self._local.depth = depth
-            if follower is not None:
-                self._tell(scopes[-1], follower.after_op, func, args, kwargs, result)
+            if scope is not None and follower is not None:
+                self._tell(scope, follower.after_op, func, args, kwargs, result)
             return result
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
@@ -326,11 +327,11 @@ class Listener(TorchDispatchMode):
                 if not is_ours(error):
                     raise
                 counter.give_up()
-        if follower is not None and not is_recorded:
-            self._tell(scopes[-1], follower.after_op, func, args, kwargs, result)
+        if scope is not None and follower is not None and not is_recorded:
+            self._tell(scope, follower.after_op, func, args, kwargs, result)
         if packet in SCALED and not scopes and not is_of_fp8_linear():
             self.unowned_gemms[str(packet)] += 1
-        elif packet in DECODERS and scopes and scopes[-1].on_gemm is not None:
+        elif packet in DECODERS and scope is not None and scope.on_gemm is not None:
             before = TorchState()
             try:
                 with ordinary_torch():
@@ -338,12 +339,12 @@ class Listener(TorchDispatchMode):
                 if isinstance(gemm, SeenGemm) and (self._depth or _writes_to_arguments(func)):
                     gemm = gemm._replace(is_opaque=True)
                 if gemm is not None:
-                    scopes[-1].on_gemm(gemm)
+                    scope.on_gemm(gemm)
             except BaseException as error:
                 before.restore()
                 if not is_ours(error):
                     raise
-                scopes[-1].fail(error)
+                scope.fail(error)
         return result
 
     def _tell(self, scope: Scope, take: Callable[..., None], *args: Any) -> None:

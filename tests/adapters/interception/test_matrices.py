@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8debug
 import fp8debug.linear
+from fp8debug.adapters.interception import listener
 from fp8debug.kernels import dispatch
+from fp8debug.recipes import get_recipe
 from tests.adapters.linears import E4M3, E5M2, multiply, same
 from tests.adapters.watching.test_watch import NINE
 
@@ -495,3 +498,35 @@ def _with_scaled_mm(gemm: Any, codes: Tensor, one: Tensor) -> Any:
         return gemm(*args, **kwargs)
 
     return run
+
+
+class QuantizesWithin(nn.Module):
+    """Lets an op quantize what it computes without autograd, as compiled code does, and asks whether that is let go of."""
+
+    is_free = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            computed = torch.relu(x)
+            torch.ops.fp8debug.linear_quantize(computed, get_recipe("blockwise").plan, False)
+            alive = ref(computed)
+            del computed
+        self.is_free = alive() is None
+        out: Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_nothing_is_held_of_what_a_cuda_graph_computes(in_graph: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is the graph's: torch ends the program where other tensors than outputs live on."""
+    monkeypatch.setattr(listener, "is_of_cuda_graph", lambda: in_graph)
+    model = QuantizesWithin()
+    watch = fp8debug.watch(model, tmp_path / "run", every=1)
+    model(torch.randn(16, 32)).sum().backward()
+    watch.step()
+    watch.close()
+    assert model.is_free is in_graph
