@@ -218,10 +218,14 @@ def is_of_cuda_graph() -> bool:
 
     Inductor ends the program where memory of a graph that is not its own output lives on.
     """
-    if is_capturing():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        return False
+    device = torch._C._cuda_getDevice()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if not stream:  # the default stream, which nobody can capture
+        return False
+    if torch._C._cuda_isCurrentStreamCapturing():
         return True
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
-        return False
-    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    return manager is not None and torch.cuda.current_stream() == manager.stream
+    manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and stream == manager.stream.cuda_stream
