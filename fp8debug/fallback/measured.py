@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.formats import TRANSPOSED
 from fp8debug.recipes import Cast
+from fp8debug.rules.reading.prefilter import batches
 from fp8debug.rules.reading.traces import RUNNING
 from fp8debug.store.flop_shares import flop_shares
 from fp8debug.types import OPERANDS, RESULTS, Gemm
@@ -20,6 +24,11 @@ if TYPE_CHECKING:
 
 #: SQNR of BF16's own rounding (numerics.md, 4).
 BF16_SQNR_DB = 55.6
+#: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
+#: give: 28.5 - 3.5 = 25 dB for two E4M3 operands (numerics.md, 4).
+MATERIAL_DEFICIT_DB = 3.5
+#: Rows of the operands and results of GEMMs in FP8.
+_CALLS = "actual AND reference IN ('operand', 'shadow') AND numel > 0 AND sum_x2 > 0"
 
 
 class ResultError(NamedTuple):
@@ -33,7 +42,8 @@ class ResultError(NamedTuple):
         damage_per_row: its mean.
         call_index: execution order of the module.
         explained: error energy over what the healthy errors of its operands give when summed without regard to sign, as a
-            median; None where it cannot be told. Near 1 at a low SQNR, the products cancel and the cast is not at fault.
+            median; None where the SQNR is not low, or it cannot be told. Near 1 the products cancel and the cast is not at
+            fault.
     """
 
     sqnr_db: float
@@ -43,6 +53,11 @@ class ResultError(NamedTuple):
     damage_per_row: float | None
     call_index: int
     explained: float | None
+
+    @property
+    def is_low(self) -> bool:
+        """True for an SQNR below the healthy envelope."""
+        return self.sqnr_db < self.expected_db - MATERIAL_DEFICIT_DB
 
 
 def parsed(name: str | None) -> Cast | None:
@@ -90,49 +105,77 @@ def result_errors(run: Run) -> dict[tuple[str, str], ResultError]:
         f" FROM sites WHERE actual AND reference = 'shadow' AND tensor IN ({results}) AND sqnr_db IS NOT NULL"
         " GROUP BY module, gemm ORDER BY module, gemm"
     )
-    found, explained = {}, _explained(run)
-    for row in run.sql(query).to_pylist():
-        found[row["module"], row["gemm"]] = ResultError(
+    found = {
+        (row["module"], row["gemm"]): ResultError(
             sqnr_db=row["sqnr_db"],
             expected_db=expected_sqnr_db(row["cast_name"]),
             num_steps=row["num_steps"],
             damage=row["damage"] if row["gemm"] == Gemm.FPROP.value else None,
             damage_per_row=row["per_row"],
             call_index=row["call_index"] or 0,
-            explained=explained.get((row["module"], row["gemm"])),
+            explained=None,
         )
-    return found
+        for row in run.sql(query).to_pylist()
+    }
+    explained = _explained(run, {module: None for (module, _), error in found.items() if error.is_low})
+    return {key: error._replace(explained=explained.get(key)) if error.is_low else error for key, error in found.items()}
 
 
-def _explained(run: Run) -> dict[tuple[str, str], float]:
-    """Return by (module, gemm) the median over the sampled steps of ``ResultError.explained``.
+def _explained(run: Run, modules: Collection[str]) -> dict[tuple[str, str], float]:
+    """Return by (module, gemm) the median over the sampled steps of ``ResultError.explained``, for some modules.
 
     Each element of a result sums K products. Independent operand errors of relative energy n1 and n2 give it an error of
     K * mean(a^2) * mean(b^2) * (n1 + n2), whether the products add up or cancel. An operand counts with the error of its
     format at most, so that its own fault explains nothing.
     """
-    query = (
-        "SELECT module, gemm, step, tensor, cast_name, numel, sum_x2, sum_err2, reference FROM sites"
-        " WHERE actual AND reference IN ('operand', 'shadow') AND numel > 0 AND sum_x2 > 0"
-    )
-    calls: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
-    for row in run.sql(query).to_pylist():
-        calls.setdefault((row["module"], row["gemm"], row["step"]), {})[row["tensor"]] = row
     widths = {m["fqn"]: (m.get("in_features"), m.get("out_features")) for m in run.modules}
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for (module, gemm, _), rows in calls.items():
-        operands = [rows.get(tensor.value) for tensor in OPERANDS[Gemm(gemm)]]
-        result, (in_features, out_features) = rows.get(RESULTS[Gemm(gemm)].value), widths.get(module, (None, None))
-        if result is None or None in operands or not in_features or not out_features:
-            continue
-        first, second = (row for row in operands if row is not None)
-        tokens = first["numel"] / out_features if gemm == Gemm.WGRAD.value else 0.0
-        depth = {Gemm.FPROP.value: in_features, Gemm.DGRAD.value: out_features}.get(gemm, tokens)
-        products = depth * (first["sum_x2"] / first["numel"]) * (second["sum_x2"] / second["numel"])
-        healthy = products * sum(min(row["sum_err2"] / row["sum_x2"], _format_nmse(row["cast_name"])) for row in (first, second))
-        if healthy > 0:
-            ratios.setdefault((module, gemm), []).append(result["sum_err2"] / result["numel"] / healthy)
-    return {key: median(values) for key, values in ratios.items()}
+    known = [module for module in modules if all(widths.get(module, (None, None)))]
+    if not known:
+        return {}
+    names = [str(row["cast_name"]) for row in run.sql(f"SELECT DISTINCT cast_name FROM raw WHERE {_CALLS}").to_pylist()]
+    nmse = " ".join("WHEN cast_name = ? THEN ?" for _ in names)
+    places = " ".join(
+        f"WHEN gemm = '{gemm.value}' AND tensor = '{tensor.value}' THEN {place}"
+        for gemm in Gemm
+        for place, tensor in enumerate((*OPERANDS[gemm], RESULTS[gemm]))
+    )
+    picked = (
+        f"SELECT module, gemm, step, CASE {places} END AS place, sum_x2 / numel AS energy, sum_err2 / numel AS error, numel,"
+        f" least(sum_err2 / sum_x2, CASE {nmse} END) AS nmse FROM sites"
+        f" WHERE {_CALLS} AND {{steps}} AND module IN ({', '.join('?' for _ in known)})"
+    )
+    of = "max({}) FILTER (WHERE place = {})".format
+    query = (
+        f"SELECT module, gemm, {of('numel', 0)} AS num_first, {of('energy', 0)} * {of('energy', 1)} AS energies,"
+        f" {of('nmse', 0)} + {of('nmse', 1)} AS nmse, {of('error', 2)} AS error"
+        f" FROM ({picked}) AS picked GROUP BY module, gemm, step"
+    )
+    params = [value for name in names for value in (name, _format_nmse(name))]
+    ratios: dict[tuple[str, str], list[NDArray[np.float64]]] = {}
+    for table in batches(run, query, [*params, *known]):
+        for (module, gemm), own in _grouped(table):
+            first, energies, nmse_of, error = own
+            in_features, out_features = widths[module]
+            depth = {Gemm.FPROP.value: in_features, Gemm.DGRAD.value: out_features}.get(gemm, first / out_features)
+            healthy = depth * energies * nmse_of
+            there = (healthy > 0) & ~np.isnan(error)
+            ratios.setdefault((module, gemm), []).append(error[there] / healthy[there])
+    medians = {key: np.concatenate(parts) for key, parts in ratios.items()}
+    return {key: float(np.median(values)) for key, values in medians.items() if len(values)}
+
+
+def _grouped(table: pa.Table) -> Iterator[tuple[tuple[str, str], NDArray[np.float64]]]:
+    """Yield (module, gemm) and its numbers, float64 ``[columns, rows]``, NaN where there is none."""
+    numbers = np.stack([np.asarray(table.column(i).cast("float64").to_numpy()) for i in range(2, table.num_columns)])
+    codes, keys = np.zeros(table.num_rows, np.int64), []
+    for name in ("module", "gemm"):
+        column = table.column(name).combine_chunks().cast("string").dictionary_encode()
+        keys.append(column.dictionary.to_pylist())
+        codes = codes * len(keys[-1]) + column.indices.to_numpy()
+    order = np.argsort(codes, kind="stable")
+    found, begins = np.unique(codes[order], return_index=True)
+    for code, rows in zip(found.tolist(), np.split(order, begins[1:]), strict=True):
+        yield (keys[0][code // len(keys[1])], keys[1][code % len(keys[1])]), numbers[:, rows]
 
 
 def expected_sqnr_db(cast_name: str) -> float:

@@ -24,9 +24,6 @@ from fp8debug.store.read.run import Run
 from fp8debug.store.speed_file import measured_costs
 from fp8debug.types import OPERANDS, Gemm, parse_share
 
-#: A result's error against the shadow is material when its SQNR lies this far below what the formats of its operands
-#: give: 28.5 - 3.5 = 25 dB for two E4M3 operands (numerics.md, 4).
-MATERIAL_DEFICIT_DB = 3.5
 #: How far above what healthy operands give an error may lie before it counts. Rounding errors of tokens that are nearly equal
 #: repeat, and add up instead of averaging out: 3.6 dB in a head at a plateau [measured]. No published basis.
 EXPLAINED_DB = 6.0
@@ -249,7 +246,7 @@ def _knapsack(weights: Sequence[int], worths: Sequence[float]) -> list[int]:
 
 
 def _is_material(gemm: str, error: ResultError, total_damage: float) -> bool:
-    is_large = error.num_steps >= MATERIAL_STEPS and error.sqnr_db < error.expected_db - MATERIAL_DEFICIT_DB
+    is_large = error.num_steps >= MATERIAL_STEPS and error.is_low
     # Healthy operands whose products cancel: the error is no larger than that of a sum that does not, and their FP8 is no cause.
     if error.explained is not None and abs(10 * math.log10(max(error.explained, 1e-30))) <= EXPLAINED_DB:
         return False
