@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -28,11 +30,23 @@ def floats(table: pa.Table, name: str) -> Floats:
 
 def known_floats(table: pa.Table, name: str) -> tuple[Floats, NDArray[np.bool_]]:
     """Return a column as float32, any number for null, and where it is not null."""
+    values, known = _numbers(table, name)
+    with np.errstate(over="ignore", invalid="ignore"):  # what stands for null may be anything
+        return values.astype(np.float32), known
+
+
+def doubles(table: pa.Table, name: str) -> NDArray[np.float64]:
+    """Return a column as float64, NaN for null."""
+    values, known = _numbers(table, name)
+    return np.where(known, values.astype(np.float64), np.nan)
+
+
+def _numbers(table: pa.Table, name: str) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return a column as it is, any number for null, and where it is not null."""
     column = table.column(name)
     if column.type not in _PLAIN:
         column = column.cast(pa.float64())
-    with np.errstate(over="ignore"):
-        values = numbers_of(column, _PLAIN[column.type]).astype(np.float32)
+    values = numbers_of(column, _PLAIN[column.type])
     return values, np.concatenate([_known(chunk) for chunk in column.chunks]) if column.num_chunks else values > 0
 
 

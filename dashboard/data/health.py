@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .healthy_ranges import KIND_SQL, HealthyRange, envelope, kind_of
 from .nonfinite import value_sql
@@ -71,6 +72,25 @@ def severity_sql(run: Run, keys: Iterable[tuple[str, str, str, str]]) -> str:
     if not found:
         return "CAST(NULL AS INTEGER)"
     return f"greatest({', '.join(found)})" if len(found) > 1 else found[0]
+
+
+def severity_numbers(metric: str, values: NDArray[np.float64], kinds: Ints) -> Ints:
+    """Return what :func:`severity_sql` says of one metric's values, -1 for NaN and where nothing says what is healthy.
+
+    Args:
+        metric: one of ``METRICS``.
+        values: of rows.
+        kinds: of ``kind_of``, one for each value.
+    """
+    found, better = np.full(values.shape, -1, np.int32), len(METRICS) - 1 - METRICS.index(metric)
+    for kind in np.flatnonzero(np.bincount(kinds)).tolist():
+        ranges = envelope(metric, kind)
+        if ranges is None:
+            continue
+        rows = np.flatnonzero((kinds == kind) & ~np.isnan(values))
+        severity = np.interp(values[rows], ranges.values, np.maximum(ranges.severities, 0.0))
+        found[rows] = np.floor(FINE * severity + 0.5).astype(np.int32) * ROOM + better
+    return found
 
 
 def _line_sql(value: str, ranges: HealthyRange) -> str:

@@ -20,7 +20,7 @@ from fp8debug import Run
 from fp8debug.types import Gemm, Reference, TensorRole
 
 from . import health as healths
-from .arrays import ints, known_floats
+from .arrays import doubles, ints, known_floats
 from .healthy_ranges import badness, kind_of
 from .nonfinite import COUNTS, FINITE, LOST_SQL, MISSING, NAN, STATE_SQL, States, has_nonfinite
 from .records import Floats, Ints
@@ -28,7 +28,7 @@ from .records import Floats, Ints
 #: The metrics that are kept, the ones that pages show unasked first; a run of 100 million rows has room for four.
 METRICS = ("sqnr_db", "scale_inv_mean_log2", "headroom", "gain", "underflow_rate", "overflow_rate", "cosine", "amax")
 #: Room for all blocks, and the rows that are read at a time.
-MAX_BYTES, ROWS_AT_ONCE = 7 << 28, 2_000_000
+MAX_BYTES, ROWS_AT_ONCE = 7 << 28, 1_000_000
 #: Sites that are told apart: a run has some tens.
 MAX_KEYS = 4096
 #: Stands where a site has no value: NaN is one.
@@ -229,10 +229,12 @@ def build(path: Path) -> MetricCache | None:
     metrics = [name for name in METRICS if run.has(name)][: max(0, MAX_BYTES - 2 * num) // (4 * num or MAX_BYTES)]
     if not metrics or len(keys) > MAX_KEYS:
         return None
-    health = np.zeros(shape, np.uint16) if any(run.has(name) for name in healths.METRICS) else None
+    judged = [name for name in healths.METRICS if run.has(name)]
+    health = np.zeros(shape, np.uint16) if judged else None
+    kinds = np.array([kind_of(*key[:4]) for key in keys], np.int32)
     blocks = {name: np.full(shape, NOTHING, np.float32) for name in metrics}
     states = np.zeros(shape, np.int8) if has_nonfinite(run) else None
-    for table in _read(run, modules, keys, metrics, sampled, health is not None, states is not None):
+    for table in _read(run, modules, keys, list(dict.fromkeys([*metrics, *judged])), sampled, states is not None):
         place = ints(table, "c"), np.searchsorted(sampled, ints(table, "step")), ints(table, "m")
         for name in metrics:
             values, known = known_floats(table, name)
@@ -240,7 +242,13 @@ def build(path: Path) -> MetricCache | None:
                 known &= ints(table, "lost") == 0
             blocks[name][place] = np.where(known, values, NOTHING)
         if health is not None:
-            health[place] = ints(table, "health")
+            of_rows, worst = kinds[place[0]], np.full(table.num_rows, -1, np.int32)
+            for name in judged:
+                own = doubles(table, name)
+                if states is not None:
+                    own[ints(table, "lost") > 0] = np.nan
+                np.maximum(worst, healths.severity_numbers(name, own, of_rows), out=worst)
+            health[place] = worst + 1
         if states is not None:
             states[place] = ints(table, "state")
     return MetricCache(blocks=blocks, modules=modules, keys=keys, sampled=sampled, states=states, health=health)
@@ -260,10 +268,9 @@ def _read(
     keys: Sequence[Key],
     metrics: Sequence[str],
     sampled: Ints,
-    with_health: bool,
     with_states: bool,
 ) -> Iterator[pa.Table]:
-    """Yield rows of m, step, c and the metrics, health, state and lost if asked for, some steps at a time."""
+    """Yield rows of m, step, c and the metrics, state and lost if asked for, some steps at a time."""
     casts = list(dict.fromkeys(key[2] for key in keys))
     lists = (_GEMMS, _TENSORS, casts, _REFERENCES, ["false", "true"])
     code, of_key = "0", [0] * len(keys)
@@ -272,13 +279,9 @@ def _read(
         places = [known.index(str(key[i]).lower() if name == "actual" else str(key[i])) for key in keys]
         of_key = [n * len(known) + place for n, place in zip(of_key, places, strict=True)]
     cases = " ".join(f"WHEN {n} THEN {c}" for c, n in enumerate(of_key))
-    values = ", ".join(f"TRY_CAST({name} AS FLOAT) AS {name}" for name in metrics)
+    values = ", ".join(f"TRY_CAST({name} AS {'DOUBLE' if name in healths.METRICS else 'FLOAT'}) AS {name}" for name in metrics)
     values += f", {STATE_SQL} AS state, CAST({LOST_SQL} AS INTEGER) AS lost" if with_states else ""
-    view = "sites"
-    if with_health:
-        values += f", coalesce({healths.severity_sql(run, [key[:4] for key in keys])} + 1, 0) AS health"
-        view = f"(SELECT *, {healths.KIND} FROM sites) AS kinds"
-    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM {view}"
+    text = f"SELECT {_place('module', modules)} AS m, step, CASE {code} {cases} END AS c, {values} FROM sites"
     at_once = max(1, ROWS_AT_ONCE * len(sampled) // max(1, run.num_rows))
     for begin in range(0, len(sampled), at_once):
         part = sampled[begin : begin + at_once]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -145,10 +146,13 @@ def is_pending(view: View, run_view: RunView) -> bool:
 
 
 def settle(view: View, run_view: RunView) -> object:
-    """Judge the run, read its health, and see what could be recommended."""
-    judged = run_view.judge()
+    """Read the run's health, judge it, and see what could be recommended."""
     with suppress(Fp8DebugError):  # the page says what is wrong
+        if not run_view.is_triaged:  # the rules look in a process of their own meanwhile
+            threading.Thread(target=run_view.judge, daemon=True).start()
         run_view.heat(run=run_view.second_connection())
+    judged = run_view.judge()
+    with suppress(Fp8DebugError):
         _modules(run_view, judged.known or (), True)
     with suppress(Fp8DebugError):  # the fallback page says what went wrong
         run_view.fallbacks()

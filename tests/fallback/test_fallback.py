@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, apply, load_fallbacks, positional_prior, recommend
-from fp8debug.fallback.measured import expected_sqnr_db
+from fp8debug.fallback.measured import expected_sqnr_db, parsed, result_errors
 from fp8debug.fallback.policy import RUNGS, best_within
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
+from fp8debug.rules.reading import prefilter
 from fp8debug.store.read.run import Run
-from fp8debug.types import parse_share
+from fp8debug.types import OPERANDS, RESULTS, Gemm, parse_share
 from tests.synthetic import MODULES, Override, Slots, build
 
 NAMES = [name for name, _, _ in MODULES]
@@ -301,3 +303,24 @@ def test_apply_changes_nothing_when_an_entry_is_wrong() -> None:
     with pytest.raises(UsageError, match="1 is a Linear, not an Fp8Linear; convert"):
         apply(model, [good, Fallback(module="1", gemms=("fprop",))])
     assert model[0].recipe == before
+
+
+@pytest.mark.parametrize("gemm", Gemm)
+def test_what_operands_explain_of_an_error_that_is_low(gemm: Gemm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefilter, "BATCH", 300)  # several batches of steps, which are joined
+    low = override({"sqnr_db": 12.0}, gemm.value, OPERANDS[gemm][0].value, module=NAMES[2])
+    run = build(tmp_path / "run", overrides=[results(gemm.value, 10.0), low])
+    found = result_errors(run)
+    assert {key for key, error in found.items() if error.explained is not None} == {(NAMES[2], gemm.value)}
+    (in_features, out_features), ratios = next((i, o) for name, i, o in MODULES if name == NAMES[2]), []
+    query = "SELECT * FROM sites WHERE actual AND module = ? AND gemm = ? AND step = ? AND reference <> 'exact'"
+    for step in run.sampled_steps:
+        rows = {row["tensor"]: row for row in run.sql(query, [NAMES[2], gemm.value, step]).to_pylist()}
+        a, b = (rows[tensor.value] for tensor in OPERANDS[gemm])
+        result = rows[RESULTS[gemm].value]
+        depth = {"fprop": in_features, "dgrad": out_features, "wgrad": a["numel"] / out_features}[gemm.value]
+        # An operand at 12 dB counts with the error of its format; the healthy one with its own.
+        noise = [min(row["sum_err2"] / row["sum_x2"], 10 ** (-parsed(row["cast_name"]).gaussian.sqnr_db / 10)) for row in (a, b)]
+        energies = a["sum_x2"] / a["numel"] * b["sum_x2"] / b["numel"]
+        ratios.append(result["sum_err2"] / result["numel"] / (depth * energies * sum(noise)))
+    assert found[NAMES[2], gemm.value].explained == pytest.approx(median(ratios), rel=1e-12)
