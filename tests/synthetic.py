@@ -352,6 +352,9 @@ def operand_slots(cast: Cast, tensor: str, shape: tuple[int, int], noise: random
         "max_block_range_log2": 14.0,
         "log2_hist": histogram(numel - slots["num_zero"], slots["amax"]) if with_histogram else None,
     }
+    if cast.rounding == "stochastic":
+        slots |= {"num_noise": numel, "noise_sum": 0.0, "noise_sum2": numel / 6, "noise_variance": numel / 6}
+        slots |= {"noise_repeat": 0.0, "noise_repeat_variance": 64 * 64 / 36}
     return slots
 
 

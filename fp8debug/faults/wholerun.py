@@ -21,7 +21,8 @@ from fp8debug.recipes import Cast
 from fp8debug.types import Quantized, TensorRole
 
 
-def _rank() -> int:
+def this_rank() -> int:
+    """Return the global rank of this process."""
     is_set_up = distributed.is_available() and distributed.is_initialized()
     return distributed.get_rank() if is_set_up else int(os.environ.get("RANK", "0"))
 
@@ -31,7 +32,7 @@ def _rank_scale(where: Target) -> Callable[[], None]:
 
     def change(x: Tensor, cast: Cast, ordinary: Ordinary, options: dict[str, Any]) -> Operand:
         q, cast = quantized(ordinary(x, cast))
-        if _rank() != int(options["rank"]):
+        if this_rank() != int(options["rank"]):
             return q, cast
         return Quantized((q.data.float() / ratio).to(q.data.dtype), q.scale_inv * ratio), cast
 

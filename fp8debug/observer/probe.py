@@ -31,11 +31,11 @@ from fp8debug.metrics import Source
 from fp8debug.observer.fused_cast import CastRecorder
 from fp8debug.observer.isolation import isolated, isolated_without_ops
 from fp8debug.observer.observer import Extremes, Observer, RowKey, extremes_of
-from fp8debug.observer.rechecks import HISTOGRAM, GradientSumCheck, SavedForBackward, WhatIfSlots, recheck
+from fp8debug.observer.rechecks import HISTOGRAM, GradientSumCheck, RepeatCheck, SavedForBackward, WhatIfSlots, recheck
 from fp8debug.observer.rows import RowAllocator
 from fp8debug.observer.sharding import ShardLayout
 from fp8debug.recipes import Cast
-from fp8debug.types import RESULTS, Gemm, Reference, TensorRole
+from fp8debug.types import RESULTS, Gemm, Quantized, Reference, TensorRole
 
 #: The operands of a GEMM as it reads them and its result, None where FP8 is only tried.
 Product = tuple[Operand, Operand, "Tensor | None"]
@@ -67,6 +67,7 @@ class Probe(CastRecorder):
         self._num_reads: dict[Gemm, int] = {}  # of a weight in this step, after the first
         self._seen_outside_backward = self._recomputed = False
         self._gradients = GradientSumCheck()
+        self._repeats: dict[tuple[Gemm, TensorRole], tuple[RepeatCheck, int]] = {}
         self._histogram_of: dict[tuple[Gemm, TensorRole], str] = {}
         self._what_if_weight: WhatIfSlots = {}
         self._weight_shared: dict[str, Tensor] = {}
@@ -279,10 +280,18 @@ class Probe(CastRecorder):
         if isinstance(operand, tuple):
             q, cast = operand
             slots = describe(source, cast, q, self._fused_slots.get(id(q), _NO_SLOTS)[1])
+            if cast.rounding == "stochastic" and self.actual and source.x.numel():
+                slots = {**slots, **self._repeated(which, role, source.x, q, cast)}
             found.append({**slots, **more} if more else slots)
         found += [what_if[name] for name in site.what_if]
         if found:
             self._record(site.keys, found, source)
+
+    def _repeated(self, which: Gemm, role: TensorRole, x: Tensor, q: Quantized, cast: Cast) -> Slots:
+        """Compare stochastic roundings with those of the sampled step before, once in a step: its first microbatch."""
+        check, step = self._repeats.get((which, role), (RepeatCheck(), -1))
+        self._repeats[which, role] = check, self.observer.step_count
+        return check.compare(x, q, cast) if step != self.observer.step_count else {}
 
     def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], what_if: WhatIfSlots) -> None:
         """Work out casts that are not running, from counts of the tensor's values where they can be."""

@@ -7,17 +7,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fp8debug.formats import FORMATS, block_shape
 from fp8debug.kernels.dispatch import Slots
 from fp8debug.kernels.gemm_error import OutputError
+from fp8debug.kernels.reference import as_cast_reads
 from fp8debug.kernels.sampling import Sample
 from fp8debug.metrics import Pair, Source
+from fp8debug.metrics.base import spread
 from fp8debug.metrics.gradient_sum import GradientSum
+from fp8debug.metrics.noise import roundings
 from fp8debug.metrics.reread import Reread
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
 #: Columns of weight.grad whose sum over microbatches is checked.
 SUMMED_COLUMNS = 16
+#: Rows and columns of an operand whose stochastic roundings are compared with those of the sampled step before.
+_CORNER = 64
+#: Distance between two values, in spacings, up to which they are one value: the same bits round it alike, as they should.
+_SAME = 2.0**-10
 _REREAD, _GRADIENT_SUM = Reread(), GradientSum()
 HISTOGRAM = "log2_hist"
 #: Slots of one tensor by the cast's name.
@@ -103,3 +111,41 @@ class GradientSumCheck:
         new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
         self._sum = new if self._sum is None else self._sum.float() + new.float()
         return found
+
+
+class RepeatCheck:
+    """Compare the stochastic roundings of an operand's corner with those of the sampled step before it.
+
+    Roundings of two steps are independent, so that the sum of the products r r' over n elements has the mean 0 and the variance
+    of the sum of f (1 - f) f' (1 - f'). Random numbers that come back correlate them: for values spread evenly over a spacing
+    the sum is n / 12, sqrt(n) / 2 standard deviations. Elements that have not changed are left out: a generator whose
+    state is made of the tensor rounds them alike. Nothing leaves the device.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[Tensor, Tensor] | None = None
+
+    def compare(self, x: Tensor, q: Quantized, cast: Cast) -> Slots:
+        """Return ``noise_repeat`` and ``noise_repeat_variance`` of an operand; zeros at the first of its shape.
+
+        Args:
+            x: high precision ``[rows, columns]``.
+            q: the operand.
+            cast: with stochastic rounding.
+        """
+        rows, columns = (min(extent, _CORNER) for extent in x.shape)
+        source = as_cast_reads(Source(x[:rows, :columns]), cast)
+        block = block_shape(cast.granularity, *x.shape)
+        grid = q.scale_inv[: -(-rows // block[0]), : -(-columns // block[1])]
+        scaled = source.magnitude / spread(grid, *block, rows, columns)
+        data = q.data.reshape(x.shape)[:rows, :columns].float()
+        up, rest = roundings(scaled, data, FORMATS[cast.format])
+        r = (up - rest).masked_fill(~data.isfinite() | (rest == 0), 0.0)
+        before, self._before = self._before, (r, rest)
+        if before is None or before[0].shape != r.shape:
+            none = r.new_zeros((), dtype=torch.float64)
+            return {"noise_repeat": none, "noise_repeat_variance": none}
+        has_changed = ((rest - before[1]).abs() > _SAME) & (r != 0) & (before[0] != 0)
+        product = (r.double() * before[0]).masked_fill(~has_changed, 0.0)
+        variance = (rest * (1 - rest) * before[1] * (1 - before[1])).double().masked_fill(~has_changed, 0.0)
+        return {"noise_repeat": product.sum(), "noise_repeat_variance": variance.sum()}

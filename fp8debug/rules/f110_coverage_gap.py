@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.model_structure import Group, numbered
 from fp8debug.types import match_fqn
@@ -20,7 +21,7 @@ class CoverageGap(Rule):
 
     What it detects
         A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
-        against an override, or unasked where the others were asked for (a head or a tied embedding that a filter let
+        against an override (as a last layer of an NVFP4 recipe, which stays in BF16), or unasked where the others were asked for (a head or a tied embedding that a filter let
         through); an override, include or exclude pattern that matched no module. Siblings are Linears of one shape whose
         names differ in one number: one role in many blocks. Not reported, and shown by `fp8debug coverage` alone: a plain
         nn.Linear without a sibling in FP8, and the first or last blocks left out as a whole, which are the choice of a filter
@@ -69,9 +70,9 @@ class CoverageGap(Rule):
             if module["fqn"] in unwatched:
                 continue
             if module.get("fp8") and asked == "bf16":
-                yield self._finding(run, "it runs in FP8 although an override requests high precision", module)
+                yield self._finding(run, f"it runs in {_precision(module)} although an override requests high precision", module)
             elif module.get("fp8") and asked is None and were_asked:
-                yield self._finding(run, "it runs in FP8, which was not requested here", module)
+                yield self._finding(run, f"it runs in {_precision(module)}, which was not requested here", module)
             if module.get("fp8") is not False or asked == "bf16":
                 continue
             if module.get("called") is False and module["fqn"] not in used:
@@ -117,6 +118,13 @@ class CoverageGap(Rule):
         """Stand unless every module is a router in FP8, which F109 names."""
         routers = {name for f in others if f.code == "F109" for name in (f.module, *f.also)}
         return finding.module is None or not {finding.module, *finding.also} <= routers
+
+
+def _precision(module: Mapping[str, Any]) -> str:
+    """Return ``FP8``, ``FP4`` or what else a module's casts are in, by the widest of them."""
+    casts = module.get("casts")
+    formats = [cast.get("format") for cast in casts.values() if isinstance(cast, dict)] if isinstance(casts, dict) else []
+    return f"FP{max((FORMATS[name].bits for name in formats if name in FORMATS), default=8)}"
 
 
 def _unwatched(run: Run) -> set[str]:

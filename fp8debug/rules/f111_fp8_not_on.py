@@ -7,14 +7,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.conditions import Condition, Conditions, Look, look
+from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 from fp8debug.types import OPERANDS, Gemm
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
+
+
+_COLUMNS = ("sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms")
+#: SQNR of Gaussian data in E4M3, closed form (numerics.md, 4).
+_FP8_DB = 31.5
+#: The lowest limit of a format of less than 8 bits: rounded at random in the coarsest blocks it has 13 dB.
+_LOWEST_LIMIT_DB = 22.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Fp8NotOn(Rule):
 
     Thresholds
         - min_sqnr_db 45: between E4M3's 31.5 dB and BF16's own rounding at 55.6 dB; numerics.md, 4.
+          A format of less than 8 bits has its own: halfway between its closed-form SQNR (E2M1 in 1x16: 20.4 dB) and E4M3's.
         - min_bulk_sqnr_db 40: energy of the elements below the ninth decile over the whole error. FP8 cannot exceed
           31.5 dB; BF16 has 53 dB for a Gaussian, 48 dB for a product of two (computed). It needs the exponent
           histogram; without one the rule asks for max_crest.
@@ -65,7 +75,7 @@ class Fp8NotOn(Rule):
     code = "F111"
     name = "fp8-not-on"
     columns = ("sum_err2", "sum_x2")
-    cure = "check the FP8 flag, the dimensions (multiples of 16) and the device; fp8debug coverage shows what is declared"
+    cure = "check the FP8 or FP4 flag, the dimensions (multiples of 16) and the device; fp8debug coverage shows what is declared"
     is_harmful = False
 
     min_sqnr_db: float = 45.0
@@ -80,26 +90,34 @@ class Fp8NotOn(Rule):
 
     @property
     def _look(self) -> Look:
-        columns = ["sqnr_db", "range_log2", "log2_hist", "sum_err2", "sum_x2", "amax", "rms"]
-        conditions: Conditions = [
-            Condition("sqnr_db", ">", self.min_sqnr_db),
+        return look([Condition("sqnr_db", ">", self.min_sqnr_db), *self._look_conditions], _COLUMNS)
+
+    @property
+    def _look_conditions(self) -> Conditions:
+        return [
             f"numel >= {self.min_elements} AND coalesce(underflow_nonzero_rate, 0) <= {self.max_underflow_rate}",
             f"coalesce(max_block_range_log2, {self.min_block_range_log2}) >= {self.min_block_range_log2}",
             f"coalesce(numel - num_zero >= {self.min_per_block} * greatest(num_blocks - coalesce(num_zero_blocks, 0), 1), true)",
         ]
-        return look(conditions, columns)
 
     def looks(self) -> Iterable[Look]:
         """Return the operands that are too good."""
         yield self._look
+        yield self._low
+
+    @property
+    def _low(self) -> Look:
+        conditions: Conditions = [
+            Condition("sqnr_db", ">", _LOWEST_LIMIT_DB),
+            Keys(IS_BELOW_8_BITS),
+            *self._look_conditions,
+        ]
+        return look(conditions, _COLUMNS)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that were never cast."""
-        found = [
-            trace
-            for whole in traces(run, self._look)
-            if (trace := whole.where(self._is_proof)) and trace.lasting(min(2, len(trace.sampled)))
-        ]
+        found = self._proved(traces(run, self._look), self.min_sqnr_db)
+        yield from self._not_low(run, found)
         too_good = {(trace.module, trace.gemm, trace.tensor) for trace in found}
         in_fp8 = self._in_fp8(run, found)
         for trace in found:
@@ -108,6 +126,41 @@ class Fp8NotOn(Rule):
                 other = next(t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor)
                 key = (trace.module, trace.gemm, other, trace.rows[0]["step"])
                 yield self._finding(trace, partner_in_fp8=key in in_fp8)
+
+    def _proved(self, wholes: Iterable[Trace], limit_db: float | None = None) -> list[Trace]:
+        """Return the traces whose operands no cast of their format can have made, at half of the sampled steps or more."""
+        found = []
+        for whole in wholes:
+            limit = limit_db or self._limit_db(whole)
+            trace = whole.where(lambda row, limit=limit: row["sqnr_db"] > limit and self._is_proof(row, limit))  # type: ignore[misc]
+            if trace is not None and trace.lasting(min(2, len(trace.sampled))):
+                found.append(trace)
+        return found
+
+    def _limit_db(self, trace: Trace) -> float:
+        """Return the SQNR halfway between a format of less than 8 bits and E4M3; BF16's limit where they round alike."""
+        widest = max(f.mantissa_bits for f in FORMATS.values())
+        if trace.cast is None or FORMATS[trace.cast.format].mantissa_bits == widest:
+            return self.min_sqnr_db
+        return (trace.cast.gaussian.sqnr_db + _FP8_DB) / 2
+
+    def _not_low(self, run: Run, in_high_precision: Sequence[Trace]) -> Iterable[Finding]:
+        """Return the operands of less than 8 bits that show the error of FP8 alone."""
+        known = {(trace.module, trace.gemm, trace.tensor) for trace in in_high_precision}
+        found = [t for t in self._proved(traces(run, self._low)) if (t.module, t.gemm, t.tensor) not in known]
+        too_good = known | {(trace.module, trace.gemm, trace.tensor) for trace in found}
+        for trace in found:
+            other = next(t.value for t in OPERANDS[Gemm(trace.gemm)] if t.value != trace.tensor)
+            if trace.tensor != "weight" or (trace.module, trace.gemm, other) in too_good:
+                row, since = trace.least("sqnr_db"), sum(step >= trace.rows[0]["step"] for step in trace.sampled)
+                assert trace.cast is not None  # or it had no limit
+                message = (
+                    f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB or more at {len(trace.rows)} of"
+                    f" {since} sampled steps: it is declared {trace.cast_name}, which gives about"
+                    f" {trace.cast.gaussian.sqnr_db:.1f} dB, and FP8 {_FP8_DB:.1f} dB: it did not run in {trace.cast.format}"
+                )
+                severity = Severity.WARNING if (trace.module, trace.gemm, other) in too_good else Severity.INFO
+                yield trace.finding(self, severity, message, value=row["sqnr_db"], threshold=self._limit_db(trace), unit="dB")
 
     def _in_fp8(self, run: Run, found: Sequence[Trace]) -> set[tuple[str, str, str, int]]:
         """Return module, GEMM, operand and step where an operand shows the error of an 8-bit cast, at the traces' first steps."""
@@ -133,7 +186,7 @@ class Fp8NotOn(Rule):
             message += "; the GEMM's other operand is in FP8, so this one was either not cast or on the FP8 grid already"
         return trace.finding(self, severity, message, value=sqnr_db, threshold=self.min_sqnr_db, unit="dB")
 
-    def _is_proof(self, row: dict[str, Any]) -> bool:
+    def _is_proof(self, row: dict[str, Any], limit_db: float) -> bool:
         """Return whether values are many, and the error too small for all of them but the outliers."""
         histogram = row["log2_hist"]
         if histogram is None:
@@ -143,7 +196,9 @@ class Fp8NotOn(Rule):
             return False
         if abs(row["sum_x2"] / _energy_of_exponents(histogram) - 1) < self.min_mantissa2 - 1:
             return False  # powers of two
-        return bool(row["sum_err2"] <= bulk_energy(histogram) * 10 ** (-self.min_bulk_sqnr_db / 10))
+        return bool(
+            row["sum_err2"] <= bulk_energy(histogram) * 10 ** ((self.min_sqnr_db - self.min_bulk_sqnr_db - limit_db) / 10)
+        )
 
 
 def bulk_energy(histogram: Sequence[int]) -> float:

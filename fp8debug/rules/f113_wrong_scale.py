@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
+from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ class WrongScale(Rule):
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
-            f"numel >= {self.min_elements} AND num_saturated > 0 AND {ONE_SCALE}",
+            f"numel >= {self.min_elements} AND num_saturated > 0 AND {ONE_SCALE} AND NOT {ARE_CUT_OFF}",
         ]
         return look(conditions, ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"])
 
@@ -115,7 +118,7 @@ class WrongScale(Rule):
                 row = trace.worst("gain_error")
                 message = (
                     f"the {trace.gemm} {trace.tensor} is {row['gain']:.4g} times its reference at step {row['step']}, at"
-                    f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data"
+                    f" cosine {row['cosine']:.5f}: its scale_inv does not belong to its data{_likely(trace.cast, row['gain'])}"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
         for whole in traces(run, self._clipped):
@@ -126,7 +129,7 @@ class WrongScale(Rule):
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
-                " smaller (static, or older than the tensor)"
+                f" smaller (static, or older than the tensor){_likely(trace.cast, row['gain'])}"
             )
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             yield replace(finding, cure=_RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE)
@@ -137,6 +140,24 @@ class WrongScale(Rule):
             return self.max_gain_error
         rounding = FORMATS[cast.format].max_relative_error
         return max(self.max_gain_error, 1.1 * rounding, 0.13 if cast.scale_rounding == "pow2_floor" else 0.0)
+
+
+def _likely(cast: Cast | None, gain: float | None) -> str:
+    """Return what a factor says where it is that between two formats of the same mantissa; empty where it is not."""
+    own = None if cast is None else FORMATS[cast.format]
+    if own is None or gain is None:
+        return ""
+    for other in FORMATS.values():
+        if other.bits != own.bits or other.mantissa_bits != own.mantissa_bits or other.is_unsigned_zero is own.is_unsigned_zero:
+            continue
+        if math.isclose(gain, 2.0 ** (other.bias - own.bias), rel_tol=0.01):
+            return f"; it is the factor between codes of {other.name} (max {other.max:g}) and of {own.name} (max {own.max:g})"
+        ratio = own.max / other.max
+        if any(ratio != 1 and math.isclose(gain, factor, rel_tol=0.01) for factor in (ratio, 1 / ratio)):
+            return (
+                f"; it is {max(own.max, other.max):g}/{min(own.max, other.max):g}, a scale made for the maximum of {other.name}"
+            )
+    return ""
 
 
 RULES.add(WrongScale.code, WrongScale())

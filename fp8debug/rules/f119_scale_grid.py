@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fp8debug.formats import FORMATS, GRANULARITIES
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.traces import times, traces
+from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
+from fp8debug.rules.reading.traces import Trace, times, traces
 from fp8debug.rules.reading.weights import HAS_OUTGROWN
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
+
+
+#: SQL: blocks of 16 or 32 elements.
+_IS_FINE = (
+    "(" + " OR ".join(f"cast_name LIKE '% {n} %'" for n, (r, c) in GRANULARITIES.items() if max(r or 64, c or 64) <= 32) + ")"
+)
+#: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
+_HIGHEST_FLOOR_DB = 24.61
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,10 @@ class ScaleGrid(Rule):
 
     Thresholds
         - max_sqnr_db 10: numerics.md, 5, has below 0 dB; a grid whose blocks differ by a third gives 10 dB. No published basis.
-        - min_headroom 1.25: amax over what the scale holds; under current scaling 1, with a scale rounded down at most 1.143.
+        - margin_db 0.1: in blocks of 16 and 32 elements, whose scales lie swizzled for the tensor core, neighbours differ little:
+          there any operand counts that lies this far below what its cast can do to a tensor (closed form, F128).
+        - min_headroom 1.25: amax over what the scale holds; under current scaling 1, with a scale rounded down at most 1.143, in
+          E2M1 1.333. Scales that their format cuts off are F147 or F148.
         - max_cosine 0.999: above, the shape is right and one factor is wrong (F113). A weight that is
           too short, with its error across its FP8 values, is an older one of its own (F112).
         - min_elements 256: elements; a small tensor says little. No published basis.
@@ -51,6 +65,7 @@ class ScaleGrid(Rule):
     cure = "check the scale layout between cast and GEMM (transposed, offset, swizzled); else BF16 for this GEMM"
 
     max_sqnr_db: float = 10.0
+    margin_db: float = 0.1
     min_headroom: float = 1.25
     max_cosine: float = 0.999
     min_elements: int = 256
@@ -60,7 +75,8 @@ class ScaleGrid(Rule):
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
-            f"sqnr_db < {self.max_sqnr_db} AND cosine < {self.max_cosine} AND numel >= {self.min_elements}",
+            f"(sqnr_db < {self.max_sqnr_db} OR {_IS_FINE} AND sqnr_db < {_HIGHEST_FLOOR_DB}) AND cosine < {self.max_cosine}",
+            f"numel >= {self.min_elements} AND NOT {ARE_CUT_OFF}",
             f"coalesce(NOT ({ONE_SCALE}), true)",
             f"NOT (tensor = 'weight' AND {HAS_OUTGROWN})",
         ]
@@ -72,7 +88,10 @@ class ScaleGrid(Rule):
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands under foreign scales."""
-        for trace in traces(run, self._look):
+        for whole in traces(run, self._look):
+            trace = whole.where(self._is_of_others(whole))
+            if trace is None:
+                continue
             row = trace.least("sqnr_db")
             message = (
                 f"the {trace.gemm} {trace.tensor} has {row['sqnr_db']:.1f} dB at step {row['step']}, and values"
@@ -80,8 +99,20 @@ class ScaleGrid(Rule):
             )
             yield trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
 
+    def _is_of_others(self, trace: Trace) -> Callable[[dict[str, Any]], bool]:
+        """Return the test whether a row lies below what its cast can do, beyond what rounding its scale down can."""
+        cast, headroom, floor = trace.cast, self.min_headroom, self.max_sqnr_db
+        if cast is not None:
+            fmt = FORMATS[cast.format]
+            headroom = max(headroom, 1.02 * 2.0 ** (fmt.emax + 1) / fmt.max)
+            floor = max(floor, cast_floor_db(cast) - self.margin_db)
+        return lambda row: bool(row["headroom"] > headroom and row["sqnr_db"] < floor)
+
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to a weight that is another's or went stale before it outgrew its scales."""
+        """Yield to other Hadamard signs, and to a weight that is another's or went stale before it outgrew its scales."""
+        signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}
+        if all((part.module, part.tensor) in signs for part in finding.sites):
+            return False
         foreign = {part.module: part.steps[0] for f in others if f.code in ("F112", "F121") for part in f.sites}
         return not all(part.tensor == "weight" and foreign.get(part.module, math.inf) <= part.steps[0] for part in finding.sites)
 

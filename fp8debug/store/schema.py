@@ -15,7 +15,8 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 1: first version (fp8debug 0.1).
 # 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
 # 3: shard of stats.
-SCHEMA_VERSION = 3
+# 4: slots of stochastic rounding.
+SCHEMA_VERSION = 4
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on.
 RECORDING_STOPPED = "recording stopped"

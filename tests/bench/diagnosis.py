@@ -39,17 +39,25 @@ from tests.bench.diagnosis_models import Case, build, plan, train
 KINDS = ("gpt", "moe", "encoder")
 WIDTHS, HELD_OUT_WIDTHS = (64, 128, 192), (96, 160, 256)
 RECIPES = ("blockwise", "blockwise_pow2", "tensorwise_current", "tensorwise_delayed", "rowwise")
+#: Further recipes of clean runs; a fault that they bear has them in ``ONLY_RECIPES``.
+LOW_BIT = ("mxfp8", "nvfp4", "mxfp4", "mxfp6_e2m3", "tensorwise_fnuz")
 #: Faults that ask for a recipe or a kind of model: what else they are planted in is not what they are.
 ONLY_RECIPES = {
     "e8m0_floor": ("blockwise", "blockwise_pow2", "rowwise"),  # one scale a tensor clips one time in five; a margin hides it
     "scale_grid": ("blockwise", "blockwise_pow2"),  # the others have one scale a tensor or row
     "double_quantization": ("blockwise", "rowwise"),  # harmless with power-of-two scales, no difference tensorwise
     "recompute_scale": ("blockwise", "blockwise_pow2"),
+    **dict.fromkeys(
+        ("stochastic_zeros", "stochastic_nearest", "stochastic_biased", "stochastic_repeats", "fp4_not_on"), ("nvfp4", "mxfp4")
+    ),
+    **dict.fromkeys(("hadamard_signs", "stale_tensor_scale", "block_scale_range", "last_layers_in_fp4"), ("nvfp4",)),
+    "swizzled_scales": ("nvfp4", "mxfp8", "mxfp4"),
+    "max_240_as_448": ("tensorwise_fnuz", "tensorwise_current", "rowwise"),
     "uneven_tokens": ("blockwise", "blockwise_pow2", "rowwise", "tensorwise_current"),  # E5M2 gradients hold 2^-24
 }
 ONLY_KINDS = {"router_in_fp8": ("moe",), "starved_expert": ("moe",), "depth_outliers": ("gpt", "encoder")}
 #: Faults that act from the first step, whatever step they are planted at.
-AT_ONCE = ("unconverted", "router_in_fp8", "unasked_fp8", "lr_too_high")
+AT_ONCE = ("last_layers_in_fp4", "unconverted", "router_in_fp8", "unasked_fp8", "lr_too_high")
 RANKED = ("rank_scale",)
 #: Faults planted in a module whose rule compares whole models.
 NO_LAYER = ("stale_inference",)
@@ -69,7 +77,7 @@ def cases(held_out: bool) -> list[Case]:
             found.append(Case(kind=kind, width=width, recipe=recipe, seed=seed, fault=fault.name, place=place))
     again = [case for case in found if case.fault not in RANKED and case.kind != "moe"][::2]
     found += [replace(c, seed=c.seed + 50, place=1 - c.place) for c in again]
-    for kind, width, (turn, recipe) in product(KINDS, widths, enumerate((*RECIPES, "mxfp8", "blockwise_e8m0"))):
+    for kind, width, (turn, recipe) in product(KINDS, widths, enumerate((*RECIPES, *LOW_BIT, "blockwise_e8m0"))):
         found.append(Case(kind=kind, width=width, recipe=recipe, seed=first + turn))
     random.Random(0).shuffle(found)  # so that a part of them says something of the whole
     return found

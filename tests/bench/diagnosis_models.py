@@ -224,7 +224,7 @@ def bearers(model: nn.Module, fault: str) -> list[str]:
     converted = [name for name, m in linears.items() if isinstance(m, fp8debug.Fp8Linear)]
     if fault == "router_in_fp8":
         return [name for name in linears if name.endswith(".choose")]
-    if fault == "unasked_fp8":
+    if fault in ("unasked_fp8", "last_layers_in_fp4"):
         return ["predict"]
     if fault == "starved_expert":
         return [name for name in converted if ".parts." in name]

@@ -57,7 +57,27 @@ CODES = {"amax": 448.0, "sqnr_db": 60.0}
 ON_GRID = {"sum_err2": 0.0, "sum_xy": of_energy(1.0), "sum_y2": of_energy(1.0)}
 ONE_BINADE = [0] * (NUM_BINS - 1) + [4096]
 
+NVFP4: dict[str, Any] = {"recipe": "nvfp4"}
+TRANSFORMED: dict[str, Any] = {**DGRAD, "gemm": "wgrad"}
+SINGLE = "e2m1fn 1x16 current scale=e4m3fn"
+
+
+def times_noise(factor: float) -> Any:
+    """Return roundings of so many times the energy of random ones."""
+    return lambda row: factor * row["noise_variance"]
+
+
+def cut_off(ratio: float) -> dict[str, Any]:
+    """Return the slots of an operand whose largest value lies so far beyond its largest scale."""
+    return {"headroom": ratio, "scale_inv_max": lambda row: row["amax"] / 6 / ratio, "num_saturated": share(0.6), "sqnr_db": 3.0}
+
+
 FIRES: dict[str, dict[str, Any]] = {
+    "F145": {**NVFP4, "overrides": [Override(**DGRAD, slots={"noise_sum2": times_noise(0.5)})]},
+    "F146": {**NVFP4, "overrides": [Override(**TRANSFORMED, slots=rotated(0.25))]},
+    "F147": {**NVFP4, "overrides": [Override(**INPUT, slots=cut_off(40.0))]},
+    "F148": {**NVFP4, "overrides": [Override(**DGRAD, slots={"cast_name": SINGLE, "sqnr_db": 0.1,
+                                                             "num_eps_blocks": lambda row: row["num_blocks"]})]},
     "F106": {"overrides": [Override(**DGRAD, slots={"cast_name": COARSE, "num_underflow": share(0.5)})]},
     "F107": {"overrides": [Override(**WGRAD, slots=TWICE)]},
     "F112": {"overrides": [Override(**WEIGHT, slots=STALE)]},
@@ -78,6 +98,43 @@ FIRES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F145": {
+        "random roundings of few elements": {
+            **NVFP4, "overrides": [Override(**DGRAD, slots={"num_noise": 900, "noise_sum2": 75.0, "noise_variance": 150.0})]
+        },
+        "roundings within eight standard deviations": {
+            **NVFP4, "overrides": [Override(**DGRAD, slots={"noise_repeat": 80.0, "noise_sum2": times_noise(0.8)})]
+        },
+        "a generator of 8 bits": {
+            **NVFP4, "overrides": [Override(**DGRAD, slots={"noise_sum": lambda row: 0.002 * row["num_noise"]})]
+        },
+        "an operand that is no rounding at all": {
+            **NVFP4, "overrides": [Override(**DGRAD, slots={**rotated(0.1), "noise_sum2": times_noise(9.0)})]
+        },
+    },
+    "F146": {
+        "the same tensor is as wrong without the transform": {
+            **NVFP4, "overrides": [Override(**{**DGRAD, "gemm": None, "reference": "operand"}, slots=rotated(0.25))]
+        },
+        "noise of FP4": {**NVFP4, "overrides": [Override(**TRANSFORMED, slots={"sqnr_db": 12.0})]},
+    },
+    "F147": {
+        "a scale rounded to E4M3": {**NVFP4, "overrides": [Override(**INPUT, slots={"headroom": 1.06})]},
+        "scales of other blocks": {
+            **NVFP4, "overrides": [Override(**INPUT, slots={"headroom": 8.0, "sqnr_db": 3.0, "num_saturated": share(0.3)})]
+        },
+        "tiny blocks whose scale is zero": {**NVFP4, "overrides": [Override(**INPUT, slots={"num_eps_blocks": 40})]},
+    },
+    "F148": {
+        "tiny blocks whose scale is zero": {
+            **NVFP4, "overrides": [Override(**INPUT, slots={"cast_name": SINGLE, "num_eps_blocks": 40})]
+        },
+        "under an amax eps": {
+            **NVFP4,
+            "overrides": [Override(**INPUT, slots={"cast_name": "e2m1fn 1x16 current eps=0.001 scale=e4m3fn", "sqnr_db": 0.1,
+                                                   "num_eps_blocks": 40})],
+        },
+    },
     "F106": {
         "the same tokens in 1x128": {"overrides": [Override(**DGRAD, slots={"num_underflow": share(0.5)})]},
         "a what-if that is no better": {

@@ -121,6 +121,10 @@ TRIALS: tuple[Trial, ...] = (
         fault=None, code="F135", cure="FP32 masters", module=None, setting=SMALL_RATE,
         reference=replace(SMALL_RATE, masters=True), cured=replace(SMALL_RATE, masters=True),
     ),
+    Trial(fault="stochastic_zeros", code="F145", cure="BF16 for the GEMM", recipe="nvfp4", change=_in_bf16("blocks.1.down")),
+    Trial(fault="hadamard_signs", code="F146", cure="BF16 for wgrad", recipe="nvfp4", change=_in_bf16("blocks.1.down", "wgrad")),
+    Trial(fault="stale_tensor_scale", code="F147", cure="BF16 for the GEMM", recipe="nvfp4", change=_in_bf16("blocks.1.down")),
+    Trial(fault="block_scale_range", code="F148", cure="BF16 for the GEMM", recipe="nvfp4", change=_in_bf16("blocks.1.down")),
     Trial(
         fault="rounded_weights", code="F137", cure="the cast that holds them", recipe="blockwise_pow2",
         change=_weights_in("blocks.1.down", Cast(granularity="128x128")), what_if=("blockwise",),
