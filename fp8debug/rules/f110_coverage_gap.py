@@ -21,8 +21,9 @@ class CoverageGap(Rule):
 
     What it detects
         A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
-        against an override (as a last layer of an NVFP4 recipe, which stays in BF16), or unasked where the others were asked for (a head or a tied embedding that a filter let
-        through); an override, include or exclude pattern that matched no module. Siblings are Linears of one shape whose
+        against an override (as a last layer of an NVFP4 recipe, which stays in BF16), or unasked where the others were asked
+        for (a head or a tied embedding that a filter let through); an override, include or exclude pattern that matched no
+        module. Siblings are Linears of one shape whose
         names differ in one number: one role in many blocks. Not reported, and shown by `fp8debug coverage` alone: a plain
         nn.Linear without a sibling in FP8, and the first or last blocks left out as a whole, which are the choice of a filter
         (a head, a router, the adapters of LoRA or the Linears under them); a module that an override left in BF16; one that

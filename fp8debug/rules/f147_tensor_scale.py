@@ -72,7 +72,7 @@ class StaleTensorScale(Rule):
                 row = trace.worst("headroom")
                 message = (
                     f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its"
-                    f" amax is {times(row['headroom'])} times what the second-level scale was made for, and the block scales saturate"
+                    f" amax is {times(row['headroom'])} times what the second-level scale was made for: the block scales saturate"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             else:

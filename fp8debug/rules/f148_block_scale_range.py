@@ -65,8 +65,8 @@ class BlockScaleRange(Rule):
             if is_small:
                 row = trace.worst("headroom")
                 message = (
-                    f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its"
-                    f" block scales saturate in E4M3, {times(row['headroom'])} times below what its amax needs, with no scale over them"
+                    f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}:"
+                    f" its block scales saturate in E4M3, {times(row['headroom'])} times below its amax, with none over them"
                 )
                 yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             else:

@@ -39,7 +39,7 @@ from tests.bench.diagnosis_models import Case, build, plan, train
 KINDS = ("gpt", "moe", "encoder")
 WIDTHS, HELD_OUT_WIDTHS = (64, 128, 192), (96, 160, 256)
 RECIPES = ("blockwise", "blockwise_pow2", "tensorwise_current", "tensorwise_delayed", "rowwise")
-#: Further recipes of clean runs; a fault that they bear has them in ``ONLY_RECIPES``.
+#: Recipes of the faults of ``fp8debug/faults/low_bit.py``, and further ones of clean runs.
 LOW_BIT = ("mxfp8", "nvfp4", "mxfp4", "mxfp6_e2m3", "tensorwise_fnuz")
 #: Faults that ask for a recipe or a kind of model: what else they are planted in is not what they are.
 ONLY_RECIPES = {
@@ -56,6 +56,10 @@ ONLY_RECIPES = {
     "uneven_tokens": ("blockwise", "blockwise_pow2", "rowwise", "tensorwise_current"),  # E5M2 gradients hold 2^-24
 }
 ONLY_KINDS = {"router_in_fp8": ("moe",), "starved_expert": ("moe",), "depth_outliers": ("gpt", "encoder")}
+LOW_BIT_FAULTS = {
+    *("stochastic_zeros", "stochastic_nearest", "stochastic_biased", "stochastic_repeats", "hadamard_signs", "fp4_not_on"),
+    *("stale_tensor_scale", "block_scale_range", "swizzled_scales", "last_layers_in_fp4", "max_240_as_448"),
+}
 #: Faults that act from the first step, whatever step they are planted at.
 AT_ONCE = ("last_layers_in_fp4", "unconverted", "router_in_fp8", "unasked_fp8", "lr_too_high")
 RANKED = ("rank_scale",)
@@ -225,6 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines; cases that are in it already are not run again")
     parser.add_argument("--runs", type=Path, help="keep the runs there; what is there is judged again, not trained again")
     parser.add_argument("--only", default="", help="cases whose key contains this, such as zero_tile/gpt or clean/")
+    parser.add_argument("--low-bit", action="store_true", help="faults and clean runs of FP4 and of block formats alone")
     parser.add_argument("--held-out", action="store_true", help="other widths and seeds")
     parser.add_argument("--stop-after", type=float, default=1e9, metavar="SECONDS", help="begin no further case after that")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -237,6 +242,8 @@ def main() -> None:
         results = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
     done = {r["key"] for r in results}
     todo = [c for c in cases(options.held_out) if options.only in c.key and c.key not in done]
+    if options.low_bit:
+        todo = [c for c in todo if c.fault in LOW_BIT_FAULTS or (c.fault is None and c.recipe in LOW_BIT)]
     started = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(run, case, options.runs) for case in todo}
