@@ -10,7 +10,7 @@ from fp8debug.errors import UsageError
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import cast_floor_db
-from fp8debug.rules.reading.conditions import RUNNING, Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import RUNNING, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class HadamardSigns(Rule):
 
     @property
     def _look(self) -> Look:
-        conditions = [
+        conditions: Conditions = [
             Condition("sqnr_db", "<", self.max_sqnr_db),
             Keys(_IS_TRANSFORMED),
             f"numel >= {self.min_elements} AND abs(norm_ratio - 1) <= {self.max_size_error}",

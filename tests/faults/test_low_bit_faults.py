@@ -54,8 +54,7 @@ def test_a_planted_fault_is_named(fault: str, recipe: str, options: dict[str, An
     first = AT + 2 if fault == "stochastic_repeats" else AT
     assert (finding.code, finding.module, finding.steps[0]) == (code, "blocks.1.down", first), finding.message
     assert text in finding.message
-    (candidate, *_) = recommend(fp8debug.Run(tmp_path / "run"), [finding]) or [None]
-    assert candidate is None or candidate.module == "blocks.1.down"
+    assert {f.module for f in recommend(fp8debug.Run(tmp_path / "run"), [finding])} <= {"blocks.1.down"}
 
 
 def test_a_last_layer_in_fp4_against_the_recipe_is_named(tmp_path: Path) -> None:

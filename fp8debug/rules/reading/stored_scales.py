@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db
-from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import Trace, traces
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ScaleLimits:
     @property
     def saturated(self) -> Look:
         """The rows whose scales are too small for the tensor."""
-        conditions = [
+        conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys(self.keys),
             f"numel >= {self.min_elements} AND {ARE_CUT_OFF}",
@@ -57,7 +57,7 @@ class ScaleLimits:
     @property
     def underflown(self) -> Look:
         """The rows with blocks whose scale is zero."""
-        conditions = [
+        conditions: Conditions = [
             Condition("num_eps_blocks", ">", 0),
             Keys(f"{self.keys} AND cast_name NOT LIKE '% eps=%'"),
             f"numel >= {self.min_elements}",
