@@ -169,14 +169,18 @@ def test_checkpointed_blocks(tmp_path: Path, kind: str) -> None:
     assert gone | recorded == {"net.0", "net.2"}  # recorded, or said
 
 
-def test_what_is_not_read_says_so(tmp_path: Path) -> None:
-    """FP8 all-gather hands the Linear a weight of another class."""
-    net = model("tensorwise", enable_fsdp_float8_all_gather=True)
-    with fp8debug.watch(net, tmp_path / "run", every=1) as watch:
-        net(batch(0)).sum().backward()
-        watch.step()
-    events = fp8debug.Run(tmp_path / "run").sql("SELECT message FROM events").to_pylist()
-    assert any("WeightWithDynamicFloat8CastTensor" in event["message"] for event in events)
+def test_a_weight_that_is_gathered_in_fp8_is_compared_with_the_tensor_inside(tmp_path: Path) -> None:
+    """FP8 all-gather hands the Linear a weight of another class, around the one in high precision."""
+    found = {}
+    for name in (False, True):
+        net = model("tensorwise", enable_fsdp_float8_all_gather=name)
+        with fp8debug.watch(net, tmp_path / str(name), every=1) as watch:
+            net(batch(0)).sum().backward()
+            watch.step()
+        run = fp8debug.Run(tmp_path / str(name))
+        assert run.sql("SELECT message FROM events WHERE kind <> 'recording'").to_pylist() == []
+        found[name] = rows(run, "reference = 'operand' AND actual")
+    assert len(found[True]) == 10 and found[True] == found[False]
 
 
 def test_a_filter_leaves_modules_plain_and_coverage_says_so(tmp_path: Path) -> None:

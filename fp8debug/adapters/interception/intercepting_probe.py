@@ -21,6 +21,7 @@ from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
 from fp8debug.observer.isolation import isolated, isolated_without_ops
+from fp8debug.observer.master_weights import master_weight
 from fp8debug.observer.observer import Extremes, Observer, extremes_of
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward, WhatIfSlots
@@ -222,12 +223,14 @@ class InterceptingProbe(Probe):
         if weight is None:
             self.give_up(COMPUTED)
             return
-        for name, value in (("input", x), ("weight", weight)):
+        high_precision = weight if type(weight) in (Tensor, nn.Parameter) else master_weight(weight)
+        for name, value in (("input", x), ("weight", weight if high_precision is None else high_precision)):
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
                 self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
                 return
         flat = call.as_quantized(x)
-        detached = call.weight = weight.detach()
+        assert high_precision is not None  # or it had been given up
+        detached = call.weight = high_precision.detach()
         fits = [f for h in gemms if (f := self._fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
         if not fits:
             self.give_up(f"{gemms[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")

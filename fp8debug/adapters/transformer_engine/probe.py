@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from fp8debug.adapters.interception.listener import GemmOperand
-from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinearProbe
+from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, SubLinearProbe
 from fp8debug.adapters.transformer_engine.gemms import SeenTeGemm
 from fp8debug.adapters.transformer_engine.tensors import cast_of_storage, is_quantized, side_of_storage, unwrapped
 from fp8debug.kernels.dispatch import Operand
+from fp8debug.observer.attributes import stored
 from fp8debug.observer.isolation import isolated
+from fp8debug.observer.master_weights import follow_optimizers, master_weight
+from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Product
 from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.types import CONTRACTS_ROWS, OPERANDS, Gemm, Quantized, TensorRole
@@ -54,6 +57,11 @@ class LinearInputs(Protocol):
 class TeProbe(SubLinearProbe):
     """Of one Linear."""
 
+    def __init__(self, observer: Observer, module: str, sublinear: SubLinear) -> None:
+        super().__init__(observer, module, sublinear)
+        self._has_reference = True  # of its weight: another than its own values
+        follow_optimizers()
+
     @isolated
     def take_fprop(self, call: LinearInputs, gemm: SeenTeGemm, place: int) -> None:
         """Record fprop; nothing is kept of a GEMM in high precision."""
@@ -66,7 +74,7 @@ class TeProbe(SubLinearProbe):
             self.give_up(gemm.odd)
             return
         x = call.input_of(self.sublinear.index, gemm.first[place], place, gemm.splits)
-        weight = self._plain(self.sublinear.current_weight(), "weight")
+        weight = self._current_weight()
         first, second = side_of_storage(a, False), side_of_storage(b, False)
         if x is None or first is None or second is None:
             self.give_up("its input in high precision is not to be had")
@@ -142,6 +150,17 @@ class TeProbe(SubLinearProbe):
     def _trains(self) -> bool:
         return any(getattr(self.sublinear.owner, name).requires_grad for name in self.sublinear.weight_names)
 
+    def _current_weight(self) -> Tensor:
+        """Return the weight in high precision: itself, or what parameters in FP8 or FP4 were quantized from, or their values."""
+        held = [stored(self.sublinear.owner, name) for name in self.sublinear.weight_names]
+        self._has_reference = not any(map(is_quantized, held))
+        if not self._has_reference:
+            masters = [found for parameter in held if (found := master_weight(parameter)) is not None]
+            if len(masters) == len(held):
+                self._has_reference = True
+                return torch.cat([master.reshape(-1, master.shape[-1]) for master in masters])
+        return self._plain(self.sublinear.current_weight(), "weight")
+
     def _plain(self, x: Tensor, what: str) -> Tensor:
         """Return a tensor in high precision; one that exists in FP8 alone stands for itself, and has no cast."""
         if not is_quantized(x):
@@ -177,7 +196,7 @@ class TeProbe(SubLinearProbe):
             if operand is None:
                 self.report_once(f"not recorded in full: {gemm.which} reads its {role} in a direction that is not there")
                 return None
-            if role is TensorRole.WEIGHT and is_quantized(getattr(self.sublinear.owner, self.sublinear.weight_names[0])):
+            if role is TensorRole.WEIGHT and not self._has_reference:
                 operand = weight
             found.append(operand)
         if gemm.is_fast and all(isinstance(o, tuple) and o[1].granularity == "tensorwise" for o in found):

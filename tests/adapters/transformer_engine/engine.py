@@ -111,7 +111,7 @@ for space in SPACES.values():
 
 
 def cast(x: Tensor, quantizer: Any, columnwise: bool = True) -> Any:
-    if quantizer is None:
+    if quantizer is None or isinstance(x, t.QuantizedTensorStorage):
         return x
     quantizer.set_usage(rowwise=True, columnwise=columnwise)
     return quantizer(x)

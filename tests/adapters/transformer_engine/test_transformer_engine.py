@@ -18,6 +18,7 @@ import fp8debug
 from fp8debug.adapters.transformer_engine.modules import is_fused
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.transformer_engine import engine as te
+from tests.adapters.transformer_engine.engine_tensors import Float8TensorStorage
 from tests.adapters.watching.test_watch import NINE
 
 ROOT = Path(__file__).parents[3]
@@ -315,3 +316,66 @@ def test_the_script_for_a_gpu_says_what_it_needs(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tests/adapters/transformer_engine/te_on_gpu.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "needs a GPU and Transformer Engine" in done.stderr
+
+
+class Fp8Parameter(Float8TensorStorage, Tensor):
+    """A parameter that is there in FP8 only, as ``fp8_model_init`` makes it: a wrapper in BF16's name."""
+
+    @staticmethod
+    def __new__(cls, made: Float8TensorStorage) -> Any:
+        assert made._data is not None
+        return Tensor._make_wrapper_subclass(cls, made._data.shape, dtype=torch.bfloat16, requires_grad=True)  # type: ignore[attr-defined]
+
+    def __init__(self, made: Float8TensorStorage) -> None:
+        self.take(made)
+
+    def take(self, made: Float8TensorStorage) -> None:
+        self.__dict__.update(vars(made))
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]  # the library's
+        return self.values(False).bfloat16()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            found = cls(args[0])
+            return found.requires_grad_(False)
+        return func(*(a.dequantize() if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+class MasterSgd(torch.optim.Optimizer):
+    """SGD on FP32 master weights, from which parameters in FP8 are made: ``master_param`` as FusedAdam's state has it."""
+
+    def __init__(self, params: Any, wrong: float = 0.0) -> None:
+        super().__init__(params, {"wrong": wrong})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].setdefault("master_param", p.dequantize().float())
+                master -= 0.01 * p.grad.float()
+                p.take(te.t.Float8CurrentScalingQuantizer()(master * (1 + group["wrong"])))
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_a_parameter_in_fp8_is_compared_with_the_master_weight(wrong: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = te.Linear(64, 96).bfloat16()
+    parameter = Fp8Parameter(te.t.Float8CurrentScalingQuantizer()(module.weight.detach().float()))
+    del module.weight
+    module.weight = parameter  # type: ignore[assignment]  # as torch takes one of the library's
+    net = nn.Sequential(module)
+    optimizer = MasterSgd([parameter], wrong)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    with fp8debug.watch(net, tmp_path / "run", every=1, what_if=()) as watch:
+        for _ in range(3):
+            with te.autocast(te.Float8CurrentScaling()):
+                net(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+    found = rows(fp8debug.Run(tmp_path / "run"), "tensor = 'weight' AND reference = 'operand' AND gemm = 'fprop'")
+    assert [row["step"] for row in found] == [1, 2], "the optimizer has no master weight before its first step"
+    assert all((row["sqnr_db"] > 28) is (wrong == 0) for row in found)
+    assert all(row["gain"] == pytest.approx(1 + wrong, rel=0.01) for row in found)
