@@ -40,9 +40,10 @@ def history(run: Run, module: str, site: tuple[str, str], cast: str | None = Non
     bins = ", ".join(f"sum(log2_hist[{i + 1}]) AS b{i}" for i in range(NUM_BINS))
     sites, _ = sites_within(run, first, last, is_thin)
     of_site = "module = ? AND gemm = ? AND tensor = ? AND reference = 'operand'"
+    # Not a condition on the rows: pushed into the scan it unpacks the histograms of all modules before the others are dropped.
     counted = run.sql(
-        f"SELECT min(step) AS step, {cell} AS cell, {bins} FROM {sites} AND {of_site} AND log2_hist IS NOT NULL"
-        f" GROUP BY {cell} ORDER BY 2",
+        f"SELECT min(step) FILTER (WHERE log2_hist IS NOT NULL) AS step, {cell} AS cell, {bins} FROM {sites} AND {of_site}"
+        f" GROUP BY {cell} HAVING count(log2_hist) > 0 ORDER BY 2",
         [module, *site],
     )
     if not counted.num_rows:
