@@ -46,8 +46,9 @@ def rescaled(figure: Figure, scale: StepScale, of: Mapping[str, StepScale] | Non
         if re.fullmatch(r"xaxis\d*", name):
             if axis.get("title", {}).get("text") == "step":
                 axis["title"] = {**axis["title"], "text": scale.title}
-            if "range" in axis:
-                axis["range"] = scale(axis["range"]).tolist()
+            for key in ("range", "tickvals"):
+                if key in axis:
+                    axis[key] = scale(axis[key]).tolist()
     figure.layout["uirevision"] = f"{figure.layout['uirevision']} {scale.name}"  # a zoom in steps is none in tokens
     figure.layout["meta"] = {**figure.layout["meta"], "x": scale.name, "steps": scale.steps.tolist(), "at": scale.at.tolist()}
     return figure

@@ -37,6 +37,8 @@ NAME_LENGTH = 34
 ROW_HEIGHT = 13
 #: Place and look of a colour bar.
 COLOR_BAR: Part = {"thickness": 10, "outlinewidth": 0, "len": 1, "x": 1.005, "xpad": 4, "tickfont": {"size": 10}}
+#: Cells of a heatmap up to which each has a tick of its own.
+FEW_CELLS = 8
 #: Width of a letter of a label, in pixels: the mean of proportional type at its size, and some to spare.
 _LETTER = 5.9
 #: Colours of what is no number.
@@ -292,7 +294,9 @@ def heatmap(heat: Heat, view: str = "", rows: HeatRows | None = None) -> Figure:
     height = int(max(240, 66 + top + len(names) * (18 if len(names) <= 60 else ROW_HEIGHT)))
     sizes = [len(of) for of in rows.members] if rows is not None else [1] * len(names)
     labels = [shorten(name) + (f" ({n})" if n > 1 else "") for name, n in zip(heat.modules, sizes, strict=True)]
-    figure.over_steps(standoff=4, showgrid=False, uirevision=view)
+    # Few cells are wide: ticks between their steps would name steps that are none, below 0 even.
+    ticks = {"tickvals": heat.steps.tolist()} if len(heat.steps) <= FEW_CELLS else {}
+    figure.over_steps(standoff=4, showgrid=False, uirevision=view, **ticks)
     figure.axis(
         "y",
         autorange="reversed",

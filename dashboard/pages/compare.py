@@ -301,7 +301,7 @@ def _rows(
 
 def _row(site: SiteDifference, view: View, run: str, origin: TriagedOrigin | None) -> dict[str, Any]:
     name = f"{site.gemm}.{site.tensor}"
-    pairs = {key: " -> ".join(number(v) for v in site.medians.get(key, (None, None))) for key in ("sqnr_db", "rms")}
+    pairs = {key: " -> ".join(number(v, 3) for v in site.medians.get(key, (None, None))) for key in ("sqnr_db", "rms")}
     kept = {"with": view.get("with"), "reference": view.get("reference"), "of": site.module, "site": name}
     is_origin = origin is not None and origin.is_at(site)
     return {

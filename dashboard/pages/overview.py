@@ -45,7 +45,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "maxWidth": 110,
     },
     {"field": "code", "headerName": "Code", "width": 72, "maxWidth": 84},
-    {"field": "name", "headerName": "What", "width": 170, "tooltipField": "name"},
+    {"field": "name", "headerName": "What", "width": 200, "tooltipField": "name"},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 180, "tooltipField": "module"},
     {"field": "site", "headerName": "Site", "width": 130},
     {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 104, "minWidth": 98, "maxWidth": 110},
@@ -69,7 +69,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "maxWidth": 110,
     },
     {"field": "unit", "headerName": "Unit", "width": 62, "maxWidth": 76},
-    {"field": "message", "headerName": "Evidence", "width": 360, "tooltipField": "message"},
+    {"field": "message", "headerName": "Evidence", "width": 330, "tooltipField": "message"},
     {"field": "others", "headerName": "Also / victims", "width": 120, "tooltipField": "others"},
 )
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fp8debug import Run
-from fp8debug_dashboard.data.records import StepSeries
+from fp8debug_dashboard.data.records import Heat, StepSeries
 from fp8debug_dashboard.data.step_scales import StepScale, step_scale
 from fp8debug_dashboard.figures import axes
-from fp8debug_dashboard.figures.base import empty, line
+from fp8debug_dashboard.figures.base import empty, heatmap, line
 from fp8debug_dashboard.figures.plot import Figure
 from fp8debug_dashboard.pages.axes import controls, shaped
 from fp8debug_dashboard.web.run_view import RunView
@@ -114,3 +114,11 @@ def test_what_was_not_recorded_is_no_choice(tmp_path: Path) -> None:
     run_view = RunView(Run(path), "")
     assert step_scale(run_view.run, "tokens") is None
     assert "tokens" not in str(controls(View("overview"), run_view))
+
+
+def test_ticks_of_few_cells_are_their_steps_in_every_scale() -> None:
+    steps = np.array([0, 10, 20], np.int32)
+    values = np.zeros((2, 3), np.float32)
+    heat = Heat(metric="sqnr_db", unit="dB", modules=("a", "b"), steps=steps, values=values, kinds=np.zeros((2, 3), np.int32))
+    assert heatmap(heat).layout["xaxis"]["tickvals"] == [0, 10, 20]
+    assert axes.rescaled(heatmap(heat), SCALE).layout["xaxis"]["tickvals"] == [100, 1100, 3100]
