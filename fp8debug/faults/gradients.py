@@ -1,11 +1,12 @@
-"""Faults of the weight's gradient: its input quantized twice, its sum over microbatches kept in BF16."""
+"""Faults of the weight's gradient: its input quantized twice, its sum kept in BF16, emptied, overwritten or lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fp8debug.faults.base import FAULTS, INPUT, Fault, Ordinary, Target, distort, quantized
 from fp8debug.kernels.dispatch import Operand, dequantize, quantize
@@ -42,6 +43,36 @@ def _bf16_sum(where: Target) -> Callable[[], None]:
     return weight.register_hook(add).remove  # type: ignore[no-untyped-call,no-any-return]  # torch's
 
 
+def _emptied(where: Target) -> Callable[[], None]:
+    """Empty weight.grad at each forward pass, as a zero_grad in the loop over microbatches does."""
+
+    def empty(_: nn.Module, args: object) -> None:
+        if where.active and torch.is_grad_enabled():
+            where.weight.grad = None
+
+    return where.module.register_forward_pre_hook(empty).remove
+
+
+def _overwritten(where: Target) -> Callable[[], None]:
+    """Write each pass's gradient over those before it."""
+    weight = where.weight
+
+    def overwrite(gradient: Tensor) -> Tensor:
+        return gradient if not where.active or weight.grad is None else gradient - weight.grad
+
+    return weight.register_hook(overwrite).remove  # type: ignore[no-untyped-call,no-any-return]  # torch's
+
+
+def _elsewhere(where: Target) -> Callable[[], None]:
+    """Empty weight.grad after each backward pass: its gradient went into a scratch buffer."""
+
+    def empty(weight: Tensor) -> None:
+        if where.active and weight.grad is not None:
+            weight.grad.zero_()
+
+    return where.weight.register_post_accumulate_grad_hook(empty).remove  # type: ignore[no-untyped-call,no-any-return]  # torch's
+
+
 for _fault in (
     Fault(
         name="double_quantization",
@@ -55,6 +86,24 @@ for _fault in (
         description="weight.grad is summed in BF16, each microbatch but the first in num_parts parts (Nemotron report)",
         options={"num_parts": 64},
         plant=_bf16_sum,
+    ),
+    Fault(
+        name="emptied_gradient",
+        code="F149",
+        description="weight.grad is emptied before each microbatch of a step, so that the last one alone counts (a class of bug)",
+        plant=_emptied,
+    ),
+    Fault(
+        name="overwritten_gradient",
+        code="F149",
+        description="each microbatch's weight gradient overwrites those before it (TransformerEngine #2769's class)",
+        plant=_overwritten,
+    ),
+    Fault(
+        name="gradient_elsewhere",
+        code="F149",
+        description="wgrad writes into a buffer that the optimizer does not read; weight.grad stays 0 (TransformerEngine #2769)",
+        plant=_elsewhere,
     ),
 ):
     FAULTS.add(_fault.name, _fault)

@@ -145,6 +145,13 @@ class Arrivals(Protocol):
         """Return them by column."""
 
 
+class GradientSums(Protocol):
+    """Sum of a weight's gradients over the backward passes of a step."""
+
+    def given(self, parameter: Tensor) -> Tensor | None:
+        """Return what an optimizer that is about to step gets of them, and forget them."""
+
+
 @dataclass
 class FinishedStep:
     """One step on its way to the sink; each table comes as (snapshot, what its rows are by their numbers).
@@ -221,6 +228,7 @@ class Observer:
         self._samples: dict[tuple[int, torch.device, bool], Sample] = {}
         self._spread: dict[tuple[int, torch.device, bool], Tensor] = {}  # the sample of a step whose shift is 0
         self.updates: list[Arrivals] = []  # of the optimizer's step under way
+        self.gradient_sums: dict[str, GradientSums] = {}  # by module, of a step with more than one backward pass
         self.tensor_cache: dict[Hashable, Any] = {}  # and by a storage's address a weak reference to it
         self._checked: list[tuple[str, Gemm, Tensor]] = []
 
@@ -440,7 +448,7 @@ class Observer:
         self._num_calls = 0
         self._samples = {}
         self.deferred_release.add(self.active_probes, self.tensor_cache)
-        self.active_probes, self.tensor_cache = [], {}
+        self.active_probes, self.tensor_cache, self.gradient_sums = [], {}, {}
         for device in [device for device, table in self._tables.items() if table.num_rows < self._num_rows]:
             self._tables.pop(device).discard()  # modules were added since; the next sampled step makes a larger one
         after, self.after_step = self.after_step, []

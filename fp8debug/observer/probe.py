@@ -235,6 +235,8 @@ class Probe(CastRecorder):
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, what_if)
             if kept is not None:
                 summed = self._gradients.add(kept.columns, result)
+                if self._gradients.is_known:
+                    self.observer.gradient_sums[self.module] = self._gradients
                 self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)
                 if self._recomputed:
                     read = values_of(b, 1, kept.columns.lines)

@@ -67,25 +67,31 @@ class GradientSumCheck:
     """The FP32 sum of a weight's gradients in one step, on a few columns, beside what ``weight.grad`` holds of them.
 
     Autograd joins what one backward pass contributes before it touches ``weight.grad``; hence the sum of the passes before is
-    compared when the next one begins. Nothing is compared where the weight is no leaf, so that the gradient goes elsewhere.
-    After a step with one pass another such is expected: what it adds is not copied, and if a second pass comes all the same,
-    nothing is compared in that step.
+    compared when the next one begins, and that of all of them when an optimizer steps. Nothing is compared where the weight is no
+    leaf, so that the gradient goes elsewhere; ``weight.main_grad`` counts for it where a program has that. After a step with one
+    pass another such is expected: what it adds is not copied, and if a second pass comes all the same, nothing is compared in
+    that step.
 
     Attributes:
         weight: the parameter, as the forward pass got it.
     """
 
     def __init__(self) -> None:
-        self._num_passes, self._is_one = 0, False
+        self._num_passes, self._is_one, self._weight = 0, False, None
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
         self.weight: Tensor | None = None
-        self._sum: Tensor | None = None
         if self._num_passes:
             self._is_one = self._num_passes == 1
-        self._num_passes, self._graph_task = 0, -1
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forget the passes so far: an optimizer has used up what they gave."""
+        self._sums: _Sums | None = None
+        self._before: tuple[Sample, Tensor] | None = None  # what weight.grad held when the first pass began
+        self._num_passes, self._graph_task, self._version = 0, -1, -1
 
     def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
         """Add a gradient and return the slots of ``GradientSum`` for those before it.
@@ -97,20 +103,100 @@ class GradientSumCheck:
         if gradient is None or self.weight is None or not self.weight.is_leaf:
             return {}
         found: Slots = {}
-        held = self.weight.grad
         task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._graph_task = task
-            if self._sum is not None and held is not None and self._sum.numel():
-                held = columns.few(held, SUMMED_COLUMNS).float()
-                kind = "first_sum" if self._num_passes == 1 else "later_sum"
-                found = _GRADIENT_SUM.partial(Pair(source=Source(self._sum.float()), y=held, kind=kind))
+        if is_new := task != self._graph_task:
+            version = -1 if self.weight.is_inference() else self.weight._version
+            if version != self._version:
+                self._restart()
+            self._graph_task, self._version = task, version
+            if self._sums is not None and self._sums.all.numel():
+                held = _accumulated(self.weight)
+                held = None if held is None else columns.few(held, SUMMED_COLUMNS).float()
+                self._sums.meet(held)
+                if held is not None:
+                    kind = "first_sum" if self._num_passes == 1 else "later_sum"
+                    found = _GRADIENT_SUM.partial(Pair(source=Source(self._sums.all.float()), y=held, kind=kind))
+            elif not self._num_passes and (held := _accumulated(self.weight)) is not None and held.shape == gradient.shape:
+                self._before = columns, columns.few(held, SUMMED_COLUMNS).double().square().sum()
             self._num_passes += 1
-        if self._is_one:
-            return found
-        new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
-        self._sum = new if self._sum is None else self._sum.float() + new.float()
+        if not self._is_one:
+            new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
+            if self._sums is None:
+                self._sums = _Sums(columns, new)
+            else:
+                self._sums.add(new, is_new)
         return found
+
+    @property
+    def is_known(self) -> bool:
+        """True if the step has had several passes whose sum is known, or began with a weight.grad that was not None."""
+        return self._before is not None or (self._num_passes > 1 and self._sums is not None)
+
+    def given(self, parameter: Tensor) -> Tensor | None:
+        """Return what an optimizer that is about to step gets of the passes, and forget them.
+
+        Args:
+            parameter: as the optimizer holds it.
+
+        Returns:
+            float64, as ``GIVEN`` names them, NaN where one is not known; None where nothing can be compared.
+        """
+        sums = self._sums if self._num_passes > 1 else None
+        before, is_own = self._before, parameter is self.weight
+        self._restart()
+        held = parameter.grad
+        columns = sums.columns if sums is not None else before[0] if before is not None else None
+        if columns is None or not is_own or type(held) is not Tensor or held.shape != parameter.shape:
+            return None
+        y = columns.few(held, SUMMED_COLUMNS).double()
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=y.device)
+        found = [unknown if before is None else before[1], y.square().sum()]
+        if sums is None:
+            return torch.stack([*found, *[unknown] * (len(GIVEN) - len(found))])
+        parts = [x.double() for x in (sums.all, sums.since, sums.last, sums.first)]
+        return torch.stack([*found, *(v for x in parts for v in (x.square().sum(), (x * y).sum()))])
+
+
+#: What :meth:`GradientSumCheck.given` returns, in order: squares, and products with what the optimizer gets.
+GIVEN = (
+    *("sum_before2", "sum_given2", "sum_passes2", "sum_given_passes", "sum_since2", "sum_given_since"),
+    *("sum_last2", "sum_given_last", "sum_first2", "sum_given_first"),
+)
+
+
+class _Sums:
+    """FP32 sums of a weight's gradients in one step, on a few columns: of all passes, and of parts of them.
+
+    Attributes:
+        columns: which columns.
+        all: of all passes.
+        since: of those since ``weight.grad`` was found empty at the beginning of one.
+        last: of the last pass.
+        first: of the first.
+    """
+
+    def __init__(self, columns: Sample, gradient: Tensor) -> None:
+        self.columns, self._is_first = columns, True
+        self.all = self.since = self.last = self.first = gradient
+
+    def meet(self, held: Tensor | None) -> None:
+        """Begin a pass: note whether ``weight.grad`` still holds anything."""
+        self._is_first = False
+        self.since = self.since * (0.0 if held is None else (held != 0).any())
+
+    def add(self, gradient: Tensor, begins: bool) -> None:
+        """Add a gradient, the first of its pass or a further one."""
+        gradient = gradient.float()
+        self.all, self.since = self.all.float() + gradient, self.since.float() + gradient
+        self.last = gradient if begins else self.last.float() + gradient
+        if self._is_first:
+            self.first = self.all
+
+
+def _accumulated(weight: Tensor) -> Tensor | None:
+    """Return the tensor that backward passes add a weight's gradient to."""
+    main = getattr(weight, "main_grad", None)
+    return main if isinstance(main, Tensor) and main.shape == weight.shape else weight.grad
 
 
 class RepeatCheck:

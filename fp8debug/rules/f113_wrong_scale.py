@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
@@ -13,12 +13,17 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
+from fp8debug.rules.reading.weights import HAS_SHRUNK, has_small_scales
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 #: The cures where one scale is older than its tensor: of a weight, and of what is computed anew in each microbatch.
 _RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"
+_OF_BLOCKS = (
+    "take each block's scale from its own largest magnitude, and check that the GEMM reads the scales of its own rows (of each"
+    " part of a fused weight); else BF16 here"
+)
 _RECALIBRATE = (
     "compute the scale from this tensor's own amax, or calibrate it on training's data; a history needs the amax of all"
     " microbatches and ranks; else BF16 here"
@@ -34,7 +39,8 @@ class WrongScale(Rule):
         reported: values that are nearly equal (constants, weights one optimizer step after zero initialisation, inputs
         of few distinct tokens) round the same way, and move the gain by some percent in healthy runs. Under current scaling also
         one scale for all blocks that is too small for the tensor, so that values clip: it is a static one, or one of an
-        earlier tensor (before a checkpoint was loaded). Scales that differ between blocks and do not fit are F119.
+        earlier tensor (before a checkpoint was loaded); and block scales under which some rows of a weight clip while others are
+        right, so that no element grew. Scales that differ between blocks and do not fit are F119.
         A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
         scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
         at); and two operands whose factors make 1 together.
@@ -63,6 +69,7 @@ class WrongScale(Rule):
           nothing but zeros is 1, under which weights of 0.001 round to 2^-9, the double [measured at step 1 of a healthy run].
         - min_headroom 1.25: amax over what the one scale holds, under current scaling, where it is 1 by construction and at most
           1.143 with a scale rounded down.
+        - min_mixed_rows 0.03: of a weight with several scales, the share of rows that clip, and that are right; as in F121.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
         - Seen in TransformerEngine #123, #567 and #982, sglang #25733.
     """
@@ -78,6 +85,7 @@ class WrongScale(Rule):
     max_underflow_rate: float = 0.01
     max_subnormal_rate: float = 0.5
     min_headroom: float = 1.25
+    min_mixed_rows: float = 0.03
     min_elements: int = 256
 
     @property
@@ -102,9 +110,12 @@ class WrongScale(Rule):
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
             Keys("cast_name LIKE '% current%'"),
-            f"numel >= {self.min_elements} AND num_saturated > 0 AND {ONE_SCALE} AND NOT {ARE_CUT_OFF}",
+            f"numel >= {self.min_elements} AND num_saturated > 0 AND NOT {ARE_CUT_OFF}"
+            f" AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})",
         ]
-        return look(conditions, ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"])
+        columns = ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"]
+        columns += ["bad_row_rate", "good_row_rate", f"{ONE_SCALE} AS has_one_scale", f"{HAS_SHRUNK} AS has_shrunk"]
+        return look(conditions, columns)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose size is wrong."""
@@ -123,9 +134,19 @@ class WrongScale(Rule):
                 yield trace.finding(self, Severity.ERROR, message, value=row["gain_error"], threshold=limit)
         for whole in traces(run, self._clipped):
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
+            trace = trace and trace.where(self._is_scale)
             if trace is None:
                 continue
             row = trace.worst("headroom")
+            if not row["has_one_scale"]:
+                message = (
+                    f"{percent(row['overflow_rate'])} of the {trace.gemm} weight clips at step {row['step']}, up to"
+                    f" {times(row['headroom'])} times beyond its block's scale, in {percent(row['bad_row_rate'])} of its rows;"
+                    " the others are right: scales of other blocks, or of the greatest value in place of the magnitude"
+                )
+                finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+                yield replace(finding, cure=_OF_BLOCKS)
+                continue
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
@@ -133,6 +154,10 @@ class WrongScale(Rule):
             )
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             yield replace(finding, cure=_RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE)
+
+    def _is_scale(self, row: dict[str, Any]) -> bool:
+        """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""
+        return bool(row["has_one_scale"]) or has_small_scales(row, self.min_headroom, self.min_mixed_rows)
 
     def _limit(self, trace: Trace) -> float:
         cast = trace.cast

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
+
+
+#: Below the floor of a cast: a kernel that is not deterministic recomputes other roundings of an input, at 4 dB above it.
+_ROOM_DB = 3.0
+_OTHER_VALUES = (
+    "make the recomputation repeat the forward pass: preserve_rng_state=True where there is dropout, the same autocast, and no"
+    " data that change in between; no cast changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,8 @@ class RecomputeDiffers(Rule):
     What it detects
         wgrad's input as the backward pass reads it after a recomputation, under scales that lie far from those which the first
         forward pass recorded for the same tensor. In a healthy run they are equal, whatever the scaling. A layer behind the
-        culprit recomputes from a slightly different input; its scales hardly move.
+        culprit recomputes from a slightly different input; its scales hardly move. recompute-of-other-values: the recomputed
+        input is not the one of the forward pass, whatever its scales: another dropout mask, another precision, data that moved.
 
     Why it matters
         The gradient belongs to another function than the loss. Nothing in the forward pass shows it: operands, outputs and the
@@ -39,9 +49,11 @@ class RecomputeDiffers(Rule):
           checkpointing, 3.5 for the planted fault; half a binade leaves room for kernels that are not deterministic.
         - min_shift_log2 0.05: of the modules that exceed it at one step the first in execution order is the culprit. The rest
           recomputed from what it gave.
+        - min_reread_sqnr_db 20: of the recomputed input, in FP8, against the forward pass's; numerics.md, 4 (act below 20 of a
+          result, 25 of an operand), or 3 dB below the least that the cast can give; a healthy one has that of its cast, 31 dB.
         - warmup 8: first steps, in which a delayed scale grows between a pass and its recomputation; they count only beyond
           early_shift_log2 2.
-        - Seen in TransformerEngine #1190, Megatron-DeepSpeed #302.
+        - Seen in TransformerEngine #1190, Megatron-DeepSpeed #302, OLMo-core #828.
     """
 
     code = "F115"
@@ -52,6 +64,7 @@ class RecomputeDiffers(Rule):
 
     max_shift_log2: float = 0.5
     min_shift_log2: float = 0.05
+    min_reread_sqnr_db: float = 20.0
     warmup: int = 8
     early_shift_log2: float = 2.0
 
@@ -72,9 +85,44 @@ class RecomputeDiffers(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the inputs with another scale at the second read; one rank reads no more blocks again than it has."""
         yield self._look
+        yield self._values
+
+    @property
+    def _values(self) -> Look:
+        limit = Condition("reread_sqnr_db", "<", self.min_reread_sqnr_db)
+        is_own = Keys("gemm = 'wgrad' AND tensor = 'input'")
+        return look([limit, is_own], ["reread_sqnr_db"], rows="actual AND reference = 'operand' AND num_reread_blocks > 0")
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs that were recomputed under another scale."""
+        scaled = list(self._rescaled(run))
+        yield from scaled
+        if not scaled:
+            yield from self._other_values(run)
+
+    def _other_values(self, run: Run) -> Iterable[Finding]:
+        """Return the first module of each pass that recomputes from other values, with those behind it as victims."""
+        found = []
+        for whole in traces(run, self._values):
+            if whole.cast is not None and whole.cast.scaling == "current":
+                limit = min(self.min_reread_sqnr_db, cast_floor_db(whole.cast) - _ROOM_DB)
+                trace = whole.where(lambda row, limit=limit: row["reread_sqnr_db"] < limit)  # type: ignore[misc]  # bound now
+                found += [] if trace is None else [trace]
+        if not found:
+            return
+        first = min(found, key=lambda trace: (trace.rows[0]["step"], trace.rows[0]["call_index"] or 0))
+        row = first.least("reread_sqnr_db")
+        message = (
+            f"the wgrad input is recomputed from other values than those of the forward pass: {row['reread_sqnr_db']:.1f} dB from"
+            f" them at step {row['step']}, in {len(found)} modules, of which this one runs first"
+        )
+        finding = first.finding(
+            self, Severity.ERROR, message, value=row["reread_sqnr_db"], threshold=self.min_reread_sqnr_db, unit="dB"
+        )
+        victims = tuple(dict.fromkeys(trace.module for trace in found if trace.module != first.module))
+        yield replace(finding, name="recompute-of-other-values", cure=_OTHER_VALUES, victims=victims)
+
+    def _rescaled(self, run: Run) -> Iterable[Finding]:
         found = traces(run, self._look)
         first_at: dict[int, int] = {}
         for seen in found:

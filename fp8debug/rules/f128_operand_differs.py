@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.formats import FORMATS
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import cast_floor_db
-from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db
+from fp8debug.rules.reading.conditions import KEYS, RUNNING, Condition, Look, look
 from fp8debug.rules.reading.traces import Trace, percent, scaled_elsewhere, times, traces
 
 if TYPE_CHECKING:
@@ -17,9 +17,28 @@ if TYPE_CHECKING:
 
 #: The highest floor of any cast: 20 log10(17), E4M3 with 3 mantissa bits.
 _HIGHEST_FLOOR_DB = 24.61
+#: Half the distance of a format's two largest values: what rounding to nearest changes an element by, times scale_inv.
+_HALF_STEPS = {name: 2.0 ** (f.emax - f.mantissa_bits - 1) for name, f in FORMATS.items() if f.bits == 8 and not f.scale_only}
+#: SQL: the largest error of an element over what rounding to nearest can do under the largest scale of the tensor.
+_ELEMENT_ERROR = (
+    "max_abs_err / (scale_inv_max * CASE "
+    + " ".join(f"WHEN cast_name LIKE '{name} %' THEN {half}" for name, half in _HALF_STEPS.items())
+    + " END)"
+)
+#: SQL predicates: a cast with its own scales that rounds to nearest and clips nothing; a row in which it clips nothing.
+_NEAREST = "cast_name LIKE '% current%' AND " + " AND ".join(
+    f"cast_name NOT LIKE '%{word}%'" for word in ("floor", "even", "stochastic", "hadamard")
+)
+_OF_ELEMENTS = f"{_NEAREST} AND NOT {SCALES_ARE_ROUNDED} AND coalesce(num_saturated, 0) = 0 AND coalesce(headroom, 1) < 1.002"
 _COLUMNS = (
     *("sqnr_db", "cosine", "gain", "norm_ratio", "headroom", "underflow_nonzero_rate", "overflow_rate", "subnormal_rate"),
     *("num_eps_blocks", "num_blocks", "nmse", "scale_inv_min", "scale_inv_max"),
+)
+
+
+_ROUNDING = (
+    "make the cast round to nearest even (a conversion with saturation, not a shift of bits or a cast through integers); compare"
+    " its codes with fp8debug.quantize() of the same tensor; else BF16 for this GEMM"
 )
 
 
@@ -35,6 +54,9 @@ class OperandDiffers(Rule):
         left to that rule, and so is one whose scale is applied outside the GEMM (scale_inv is 1 in every block) or on the
         other operand's side: a correct program may do so. The message lists what the statistics fit: zeros, signs, places,
         noise, or a scale that is not the data's.
+        element-differs: rounding to nearest moves an element by at most half the distance of the format's two largest values,
+        times the largest scale, where nothing clips. One element beyond is proof of another rounding, or of a wrong element,
+        at any SQNR: mantissas that are cut off have 26.8 dB.
 
     Why it matters
         The GEMM multiplies something else than the model computed. A catalogue of known faults recognizes only what it has
@@ -51,6 +73,10 @@ class OperandDiffers(Rule):
     Thresholds
         - margin_db 0.1: how far below the closed-form bound of the cast an operand must lie; FP32 rounding of the sums is
           1e-6 dB. The bound follows from the format's mantissa bits; numerics.md, 4.
+        - max_element_error 1.1: of element-differs, in that half distance; 1 in closed form, with room for a kernel that casts
+          from more bits than BF16 keeps (2^-9 of a value is 0.06 of it).
+        - min_gain_error 0.015: of element-differs, the gain from which on all elements are rounded one way. Cutting off E4M3's
+          mantissa gives a gain of 0.965, rounding to nearest 1 +- 0.002 [measured].
         - delayed_sqnr_db 23.5, delayed_steps 2, warmup 8: under delayed or static scaling, the SQNR below which it counts, the
           sampled steps that show it, and the first steps of a run, which do not count. A healthy weight that grows from
           zero has 24.3 dB at step 8 [measured].
@@ -68,6 +94,8 @@ class OperandDiffers(Rule):
     only_unexplained = True
 
     margin_db: float = 0.1
+    max_element_error: float = 1.1
+    min_gain_error: float = 0.015
     delayed_sqnr_db: float = 23.5
     delayed_steps: int = 2
     warmup: int = 8
@@ -92,6 +120,14 @@ class OperandDiffers(Rule):
         """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""
         yield self._look
         yield self._unmeasured
+        yield self._elements
+
+    @property
+    def _elements(self) -> Look:
+        beyond = f"{_ELEMENT_ERROR} > {self.max_element_error}"
+        # The rank with the largest error is beyond under its own scale, which is at most the largest.
+        columns = (f"{_ELEMENT_ERROR} AS element_error", "gain", "cosine", "sqnr_db", "scale_inv_min", "scale_inv_max")
+        return Look(f"{RUNNING} AND {_OF_ELEMENTS} AND {beyond}", beyond, f"{KEYS} AND {_NEAREST}", columns)
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands that are not their tensor."""
@@ -107,6 +143,11 @@ class OperandDiffers(Rule):
             trace = trace and trace.where(lambda row, site=trace: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (is_current or trace.lasting(self.delayed_steps, self.warmup)):
                 yield self._finding(trace, floor, is_current)
+        told = {(trace.module, trace.gemm, trace.tensor) for trace in found}
+        for whole in traces(run, self._elements):
+            trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
+            if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
+                yield self._of_elements(trace)
         for trace in traces(run, self._unmeasured):
             if trace.lasting(self.delayed_steps, self.warmup):
                 row = trace.worst("underflow_rate")
@@ -116,6 +157,24 @@ class OperandDiffers(Rule):
                 )
                 limit = self.max_unmeasured_underflow
                 yield trace.finding(self, Severity.ERROR, message, value=row["underflow_rate"], threshold=limit)
+
+    def _of_elements(self, trace: Trace) -> Finding:
+        row = trace.worst("element_error")
+        gain, more = row["gain"], row["element_error"]
+        if gain < 1 - self.min_gain_error:
+            cause = (
+                f"its gain is {gain:.3f}: the cast rounds towards zero (it cuts mantissas off), which makes every value smaller"
+            )
+        elif gain > 1 + self.min_gain_error:
+            cause = f"its gain is {gain:.3f}: the cast rounds away from zero: every value is larger"
+        else:
+            cause = "single elements are wrong, or are rounded to more than half a step (at random, or twice)"
+        message = (
+            f"an element of the {trace.gemm} {trace.tensor} is off by {more:.2f} times what rounding to nearest can do at step"
+            f" {row['step']} ({len(trace.rows)} sampled steps), at {row['sqnr_db']:.1f} dB: {cause}"
+        )
+        finding = trace.finding(self, Severity.WARNING, message, value=more, threshold=self.max_element_error)
+        return replace(finding, name="element-differs", cure=_ROUNDING)
 
     def _finding(self, trace: Trace, floor: float, is_current: bool) -> Finding:
         row = trace.least("sqnr_db")

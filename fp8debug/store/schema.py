@@ -15,7 +15,7 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 1: first version (fp8debug 0.1).
 # 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
 # 3: shard of stats.
-# 4: slots of stochastic rounding.
+# 4: slots of stochastic rounding; what an optimizer gets of a step's backward passes, in updates.
 SCHEMA_VERSION = 4
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on.
@@ -184,6 +184,29 @@ UPDATES: tuple[Column, ...] = (
     Column("sum_grad2", "float64", "x^2", "sum", "Sum of the gradient's squares as the optimizer left it."),
     Column("sum_moment2", "float64", "x^2", "sum", "Sum of the first moment's squares, of Adam and SGD."),
     Column("max_update", "float64", "x", "max", "Largest update of an element."),
+    Column(
+        "sum_before2",
+        "float64",
+        "x^2",
+        "sum",
+        "Sum of the squares of weight.grad on a few columns when the step's first backward pass began, just after a step of the"
+        " same optimizer.",
+    ),
+    Column(
+        "sum_given2",
+        "float64",
+        "x^2",
+        "sum",
+        "Sum of the squares of weight.grad as the optimizer gets it, there; null where other ranks add to it.",
+    ),
+    Column("sum_passes2", "float64", "x^2", "sum", "There, of the FP32 sum of the gradients of all passes."),
+    Column("sum_given_passes", "float64", "x^2", "sum", "There, of weight.grad times that sum."),
+    Column("sum_since2", "float64", "x^2", "sum", "There, of the sum since weight.grad was last found empty."),
+    Column("sum_given_since", "float64", "x^2", "sum", "There, of weight.grad times that sum."),
+    Column("sum_last2", "float64", "x^2", "sum", "There, of the last pass's gradient."),
+    Column("sum_given_last", "float64", "x^2", "sum", "There, of weight.grad times that gradient."),
+    Column("sum_first2", "float64", "x^2", "sum", "There, of the first pass's gradient."),
+    Column("sum_given_first", "float64", "x^2", "sum", "There, of weight.grad times that gradient."),
 )
 
 EVENTS: tuple[Column, ...] = (

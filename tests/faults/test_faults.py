@@ -21,12 +21,12 @@ STEPS, AT = 24, 12
 ELSEWHERE = {
     *("router_in_fp8", "unasked_fp8", "starved_expert", "rank_scale", "stale_inference", "depth_outliers"),
     *("loss_scale_loop", "lr_too_high", "bf16_gradient_sum", "lost_microbatches", "rounded_weights", "no_gradient"),
-    *("coarse_weight", "moment_underflow"),
+    *("coarse_weight", "moment_underflow", "emptied_gradient", "overwritten_gradient"),
     *("stochastic_zeros", "stochastic_nearest", "stochastic_biased", "stochastic_repeats", "hadamard_signs", "fp4_not_on"),
     *("stale_tensor_scale", "block_scale_range", "swizzled_scales", "last_layers_in_fp4", "max_240_as_448"),
 }
 #: Faults of the backward pass or of data: they leave the model's outputs alone.
-OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute_scale"}
+OF_GRADIENTS = {"data_spike", "uneven_tokens", "double_quantization", "recompute_scale", "gradient_elsewhere"}
 #: Those that need a weight to age before they show.
 OF_TIME = {"stale_weight"}
 

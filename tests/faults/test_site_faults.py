@@ -64,6 +64,63 @@ def test_a_fault_between_microbatches_is_named(
     assert (finding.code, finding.module, finding.steps[0]) == (code, module, AT)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("emptied_gradient", "gradient-emptied"),
+        ("overwritten_gradient", "gradient-overwritten"),
+        ("lost_microbatches", "gradient-of-first-microbatch"),
+        ("gradient_elsewhere", "gradient-lost"),
+    ],
+)
+def test_a_gradient_that_is_lost_in_a_step_of_two_microbatches_is_named(name: str, kind: str, tmp_path: Path) -> None:
+    model = net("blockwise", {"head": None})
+    fp8debug.inject(model, name, module="blocks.1.down", step=AT)
+    run = run_of(tmp_path / "run", model, 2)
+    (finding,) = fp8debug.triage(run)
+    assert (finding.code, finding.name, finding.module, finding.steps[0]) == ("F149", kind, "blocks.1.down", AT)
+    row = run.sql("SELECT * FROM updates WHERE module = 'blocks.0.up' AND step = 4").to_pylist()[0]
+    assert row["sum_given2"] == pytest.approx(row["sum_passes2"]) == pytest.approx(row["sum_since2"])
+    assert 0 < row["sum_last2"] != row["sum_first2"]
+
+
+def test_a_step_of_an_optimizer_begins_a_new_sum(tmp_path: Path) -> None:
+    """Optimizer steps for each microbatch, several in one recorded step, are no gradient that is lost."""
+    model = net("blockwise", {"head": None})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fp8debug.watch(model, tmp_path / "run", what_if=(), every=1) as watch:
+        for step in range(4):
+            for part in range(3):
+                x, classes = batch(step * 3 + part, rows=64)
+                loss = functional.cross_entropy(model(x), classes)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            watch.step(loss=loss)
+    run = fp8debug.Run(tmp_path / "run")
+    assert list(fp8debug.triage(run)) == []
+    assert run.sql("SELECT count(*) AS num, count(sum_given2) AS given FROM updates").to_pylist()[0]["given"] == 0
+
+
+def test_clipping_is_no_gradient_that_is_lost(tmp_path: Path) -> None:
+    model = net("blockwise", {"head": None})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with fp8debug.watch(model, tmp_path / "run", what_if=(), every=2) as watch:
+        for step in range(STEPS):
+            for part in range(2):
+                x, classes = batch(step * 2 + part, rows=64)
+                loss = functional.cross_entropy(model(x), classes)
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss)
+    run = fp8debug.Run(tmp_path / "run")
+    assert list(fp8debug.triage(run)) == []
+    (row,) = run.sql("SELECT max(sum_given_passes / sum_passes2) AS gain FROM updates").to_pylist()
+    assert 0 < row["gain"] < 0.5
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise_delayed"])
 def test_microbatches_and_recomputation_are_healthy(recipe: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -108,6 +108,15 @@ def enlarged(ratio: float, **more: Any) -> Any:
     return lambda step, module: row if step >= 40 else {}
 
 
+def given(module: str = CULPRIT, begins: int = 40, **more: Any) -> Any:
+    """Gradients of two microbatches, of independent directions and size 1, of which the optimizer gets the sum."""
+    whole = {"sum_given2": 2.0, "sum_passes2": 2.0, "sum_given_passes": 2.0, "sum_since2": 2.0, "sum_given_since": 2.0,
+             "sum_last2": 1.0, "sum_given_last": 1.0, "sum_first2": 1.0, "sum_given_first": 1.0}  # fmt: skip
+    return lambda step, name: {**whole, **(more if (step >= begins and name in (module, "*")) or module == "*" else {})}
+
+
+#: The optimizer gets the second of two microbatches.
+LAST = {"sum_given2": 1.0, "sum_given_passes": 1.0, "sum_given_since": 1.0, "sum_given_last": 1.0, "sum_given_first": 0.0}
 #: One setting that a resume changed.
 RESUMED = {"step": 40, "against": "the earlier part of the run", "setting": "amax_eps", "before": "0.0", "now": "1e-06",
            "sites": ["fprop.input"], "module": CULPRIT, "num_modules": 1, "is_notable": True}  # fmt: skip
@@ -124,9 +133,22 @@ FIRES: dict[str, dict[str, Any]] = {
     "F135": {"updates": rounded(0.97, 0.03)},
     "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
     "F144": {"manifest": {"resumed": [RESUMED]}},
+    "F149": {"updates": given(**LAST)},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {
+    "F149": {
+        "the sum of two microbatches": {"updates": given()},
+        "a gradient that is clipped": {"updates": given("*", **{
+            name: value / (4 if name == "sum_given2" else 2) if "given" in name else value
+            for name, value in given()(40, CULPRIT).items()})},
+        "noise that is added to the sum": {"updates": given(sum_given2=4.0)},
+        "a tied weight, whose other use adds more": {"updates": given(sum_given2=5.0, sum_given_last=1.2)},
+        "zeros where wgrad gave zeros": {
+            "updates": lambda step, name: {"num_grad": 0, "sum_grad2": 0.0} if name == CULPRIT else {},
+            "overrides": [Override(module=CULPRIT, tensor="grad_weight", slots={
+                "num_zero": lambda row: row["numel"], "sum_x2": 0.0, "sum_y2": 0.0, "sum_xy": 0.0, "sum_err2": 0.0})]},
+    },
     "F144": {
         "resumed with the same settings": {"manifest": {"resumed": []}},
         "not resumed": {},

@@ -23,6 +23,7 @@ ACCUSED = {
     "F127": (None, 0, Severity.ERROR),
     "F135": (sick.CULPRIT, 0, Severity.ERROR),
     "F144": (None, 40, Severity.WARNING),
+    "F149": (sick.CULPRIT, 40, Severity.ERROR),
     "F143": ("blocks.1.mlp.down", 40, Severity.WARNING),
 }
 

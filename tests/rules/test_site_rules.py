@@ -162,3 +162,28 @@ def test_an_outlier_channel_is_not_a_poisoned_row(tmp_path: Path) -> None:
     few = [Override(**INPUT, slots=OUTLIER), sick.POISONED[1]]
     (finding,) = triage(build(tmp_path / "rows", recipe="tensorwise_current", overrides=few))
     assert finding.code == "F117", "F105 yields"
+
+
+def test_a_cast_that_cuts_mantissas_off_is_named(tmp_path: Path) -> None:
+    cut = {"max_abs_err": lambda row: 21.0 * row["scale_inv_max"], "gain": 0.965, "sqnr_db": 26.8, "headroom": 1.0}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**INPUT, slots=cut)]))
+    assert (finding.code, finding.name, finding.module, finding.severity) == ("F128", "element-differs", CULPRIT, "warning")
+    assert "rounds towards zero" in finding.message
+    near = {**cut, "max_abs_err": lambda row: 17.0 * row["scale_inv_max"]}
+    assert list(triage(build(tmp_path / "near", overrides=[Override(**INPUT, slots=near)]))) == []
+
+
+def test_an_input_that_is_recomputed_from_other_values_is_named(tmp_path: Path) -> None:
+    other = {"reread_sum_err2": lambda row: row["reread_sum_x2"] / 4}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**WGRAD, "module": "*"}, slots=other)]))
+    assert (finding.code, finding.name, finding.module) == ("F115", "recompute-of-other-values", MODULES[0][0])
+    assert CULPRIT in finding.victims and "preserve_rng_state" in finding.cure
+
+
+def test_scales_that_are_too_small_for_some_rows_of_a_weight_are_named(tmp_path: Path) -> None:
+    rows = {"num_rows": 256, "num_bad_rows": 128, "num_good_rows": 128}
+    small = {**rows, "num_saturated": share(0.02), "headroom": 3.0, "gain": 0.4, "sqnr_db": 4.0}
+    overrides = [Override(**WEIGHT, slots={**small, "sum_y2": lambda row: 0.2 * row["sum_x2"]})]
+    (finding,) = triage(build(tmp_path / "run", overrides=overrides))
+    assert (finding.code, finding.module, finding.tensor) == ("F113", CULPRIT, "weight")
+    assert "greatest value in place of the magnitude" in finding.message

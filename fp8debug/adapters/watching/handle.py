@@ -400,7 +400,8 @@ class Watch:
             return
         try:
             with ordinary_torch():
-                self._optimizer_steps.begin(optimizer, self._observer.step, self._observer.step_count)
+                observer = self._observer
+                self._optimizer_steps.begin(optimizer, observer.step, observer.step_count, observer.gradient_sums)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -408,7 +409,10 @@ class Watch:
 
     def _record_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """In a sampled step: record what the optimizer has done to the weights."""
-        if torch.compiler.is_compiling() or not self._observer.sampling or is_capturing():
+        if torch.compiler.is_compiling() or is_capturing():
+            return
+        self._optimizer_steps.note(optimizer, self._observer.step)
+        if not self._observer.sampling:
             return
         try:
             with ordinary_torch():

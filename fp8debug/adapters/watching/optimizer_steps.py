@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 from fp8debug.adapters.watching.coverage import Candidate
 from fp8debug.kernels.sampling import shift_of
 from fp8debug.observer.host_copy import HostCopy
+from fp8debug.observer.observer import GradientSums
+from fp8debug.observer.rechecks import GIVEN
 
 #: Elements of a weight that are looked at: a share is known to 0.5 % of it, a root mean square to 1 %.
 NUM_SAMPLED = 8192
@@ -44,7 +47,7 @@ class Updates:
     """Rows of ``updates`` on their way to the host: what is known of each weight there, and its measured columns."""
 
     columns: Mapping[str, Any]
-    values: HostCopy | Tensor  #: float64 ``[rows, len(MEASURED)]``
+    values: HostCopy | Tensor  #: float64 ``[rows, len(MEASURED) + len(GIVEN)]``, NaN where nothing is known
 
     def is_done(self) -> bool:
         """Return whether the values have arrived."""
@@ -53,7 +56,7 @@ class Updates:
     def rows(self, step: int) -> dict[str, Any]:
         """Return the columns as the writer takes them; waits for values that have not arrived."""
         values = self.values.result() if isinstance(self.values, HostCopy) else self.values
-        measured = dict(zip(MEASURED, values.T.tolist(), strict=True))
+        measured = dict(zip((*MEASURED, *GIVEN), values.T.tolist(), strict=True))
         absent = self.columns["absent"]
         made = {name: list(self.columns[name]) for name in self.columns if name != "absent"}
         for name, numbers in measured.items():
@@ -108,16 +111,22 @@ class UpdateRecorder:
                 for p in own or [p for p in (vars(c.module).get("weight"),) if isinstance(p, Tensor)]:
                     self._names.setdefault(id(p), c.fqn)
         self._begun: tuple[int, Any, int, dict[tuple[Any, ...], _Stack]] | None = None
+        #: Number of the step in which each optimizer stepped last.
+        self._stepped: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._given: dict[int, Tensor] = {}  # by parameter: what the optimizer gets of the step's passes, as ``GIVEN``
         self._rates: dict[int, Any] = {}  # by group: learning rate when the step began
 
-    def begin(self, optimizer: torch.optim.Optimizer, step: int, step_count: int) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, step: int, step_count: int, sums: Mapping[str, GradientSums]) -> None:
         """Keep the sampled elements of the weights as they are before an optimizer step.
 
         Args:
             optimizer: which is about to step.
             step: number of the step under way, which places the sample.
             step_count: of the observer; a step that another one began meanwhile is dropped.
+            sums: of the gradients of the step's backward passes, by module.
         """
+        self._given = {}
+        follows = self._stepped.get(optimizer) in (step - 1, step)
         stacks: dict[tuple[Any, ...], _Stack] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -129,10 +138,18 @@ class UpdateRecorder:
                 weight = _Weight(module, p, local, _stride(local, count), count)
                 stack = stacks.setdefault((id(group), local.device, local.dtype, count), _Stack())
                 stack.weights.append(weight)
+                if module in sums and (given := sums[module].given(p)) is not None and not _is_one_of_many():
+                    if not follows:
+                        given[GIVEN.index("sum_before2")] = math.nan
+                    self._given[id(p)] = given
         for stack in stacks.values():
             stack.before = _stacked([_sampled(w.local, w, step) for w in stack.weights])
         self._begun = (step_count, optimizer, step, stacks) if stacks else None
         self._rates = {id(group): group.get("lr") for group in optimizer.param_groups}
+
+    def note(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Note that an optimizer has stepped, in a sampled step or not."""
+        self._stepped[optimizer] = step
 
     def end(self, optimizer: torch.optim.Optimizer, step_count: int) -> Iterator[Updates]:
         """Yield the rows of an optimizer step that was begun, their copies to the host under way."""
@@ -170,10 +187,13 @@ class UpdateRecorder:
                          for name, _ in names}  # fmt: skip
                 grads = None
                 if has_grad is not None:
-                    given = [_state(w.param.grad, w.local) for w in weights]
-                    grads = _stacked([_sampled(g, w, begun[2]) for g, w in zip(given, weights, strict=True) if g is not None])
+                    held = [_state(w.param.grad, w.local) for w in weights]
+                    grads = _stacked([_sampled(g, w, begun[2]) for g, w in zip(held, weights, strict=True) if g is not None])
                 after = _stacked([_sampled(w.local, w, begun[2]) for w in weights])
                 values, absent = _measured(own, after, grads, state, formula)
+                unknown = torch.full((len(GIVEN),), math.nan, dtype=torch.float64, device=values.device)
+                given = [self._given.get(id(w.param), unknown) for w in weights]
+                values = torch.cat([values, torch.stack(given)], 1)
                 yield Updates(
                     {
                         "module": [w.module for w in weights],
@@ -288,6 +308,11 @@ def _underflowed(name: str, x: Tensor, g: Tensor) -> Tensor:
     """Return per row how many second moments are 0 under a gradient that is not; 0 for a state that is no second moment."""
     is_second = torch.ones_like(x[:, 0], dtype=torch.bool) if name in _SECOND else (x >= 0).all(1) & (x > 0).any(1)
     return ((x == 0) & (g != 0)).sum(1) * is_second
+
+
+def _is_one_of_many() -> bool:
+    """Return whether other ranks may add to the gradients of this one before an optimizer steps."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _local(x: Any) -> Tensor | None:

@@ -32,6 +32,10 @@ HAS_OUTGROWN = (
     " AND coalesce(underflow_nonzero_rate, 0) < 0.05)"
 )
 
+#: SQL predicate: no element grew, and some clip: x.y >= y.y holds where every y lies between 0 and its x, and for no rows of
+#: another place, which are across x.
+HAS_SHRUNK = "(num_saturated > 0 AND norm_ratio < 1 AND sum_xy >= sum_y2)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLimits:
@@ -73,7 +77,7 @@ def look_for_weights(limits: WeightLimits) -> Look:
     """Return the rows that ``off_weights`` asks for."""
     # The last two are for the comparison between ranks.
     columns = ["sqnr_db", "cosine", "headroom", "bad_row_rate", "good_row_rate", "sum_err2", "sum_x2"]
-    columns.append(f"{HAS_OUTGROWN} AS has_outgrown")
+    columns += [f"{HAS_OUTGROWN} AS has_outgrown", f"{HAS_SHRUNK} AS has_shrunk"]
     highest = Condition("sqnr_db", "<", max(limits.max_sqnr_db, limits.max_own_scale_sqnr_db))  # the deficit is never negative
     return look([highest, Keys("tensor = 'weight'"), _bad(limits)], columns)
 
@@ -95,10 +99,12 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     The shape must be wrong (a low cosine): one factor for all is F113, equal values in one code F118, E5M2's noise F120, scales
     of other blocks F119.
     """
+    off = traces(run, look_for_weights(limits))
+    scales = {t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows)}
     found = [
         trace
-        for trace in traces(run, look_for_weights(limits))
-        if _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
+        for trace in off
+        if trace.module not in scales and _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
     ]
     starts = _starts(run, found[0].start) if found else frozenset()
     reasons: dict[str, str] = {}
@@ -122,10 +128,19 @@ def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
     return (first["headroom"] or 1) <= limits.max_headroom or first["has_outgrown"] or _are_mixed(first, limits)
 
 
+def has_small_scales(row: dict[str, Any], max_headroom: float, min_mixed_rows: float) -> bool:
+    """Return whether some rows are right and the others too small, beyond the scales of their blocks: the scales are at fault."""
+    return bool(row["has_shrunk"] and (row["headroom"] or 1) > max_headroom and _share_is_mixed(row, min_mixed_rows))
+
+
 def _are_mixed(row: dict[str, Any], limits: WeightLimits) -> bool:
     """Return whether some rows are right and the others of another place."""
+    return _share_is_mixed(row, limits.min_mixed_rows)
+
+
+def _share_is_mixed(row: dict[str, Any], min_rows: float) -> bool:
     bad, good = row["bad_row_rate"], row["good_row_rate"]
-    return bad is not None and min(bad, good) >= limits.min_mixed_rows and bad + good >= 0.8
+    return bad is not None and min(bad, good) >= min_rows and bad + good >= 0.8
 
 
 def _has_noise_of_e5m2(trace: Trace) -> bool:

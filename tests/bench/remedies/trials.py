@@ -118,6 +118,10 @@ TRIALS: tuple[Trial, ...] = (
         cured=replace(SUMS, sums_in_fp32=True),
     ),
     Trial(
+        fault="overwritten_gradient", code="F149", cure="sums outside weight.grad", setting=SUMS,
+        cured=replace(SUMS, sums_in_fp32=True),
+    ),
+    Trial(
         fault=None, code="F135", cure="FP32 masters", module=None, setting=SMALL_RATE,
         reference=replace(SMALL_RATE, masters=True), cured=replace(SMALL_RATE, masters=True),
     ),

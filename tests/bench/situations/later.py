@@ -86,7 +86,8 @@ def blocks_along_the_wrong_dimension(folder: Path) -> None:
 @situation(
     "NVIDIA/TransformerEngine#2769",
     "the fused backward writes the weight gradient into a scratch buffer, and main_grad is never updated",
-    first="silent", modules=DOWN, codes=("F134", "F143", "F128"), words=("gradient",), misleading=("eps", "smooth", "scale"),
+    first="silent", modules=DOWN, codes=("F134", "F143", "F128", "F149"), words=("gradient",),
+    misleading=("eps", "smooth", "scale"),
 )  # fmt: skip
 def gradient_in_a_scratch_buffer(folder: Path) -> None:
     model = Model()

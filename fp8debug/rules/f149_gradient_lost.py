@@ -1,0 +1,248 @@
+"""F149: the optimizer steps with another gradient than the backward passes gave: a part of them, nothing, or a multiple."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.optimizer_steps import NOT_RECORDED
+from fp8debug.rules.reading.traces import percent
+
+if TYPE_CHECKING:
+    from fp8debug.store.read.run import Run
+
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT = "absent", "empty", "since", "last", "first", "scaled", "kept"
+#: In the order in which they are looked for: the part that the optimizer gets, and its columns.
+_PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
+          (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
+_NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
+          _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
+          _KEPT: "gradient-kept"}  # fmt: skip
+_NOT_A_CAST = "; no cast changes it"
+_CURES = {
+    _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
+    _EMPTY: "check what empties weight.grad or main_grad before the optimizer reads it (zero_grad ahead of step), and whether"
+    " the fused backward writes into the buffer that the optimizer reads",
+    _SINCE: "empty the gradient (zero_grad, zero_grad_buffer) once a step, after the optimizer's step and before the first"
+    " microbatch",
+    _LAST: "make wgrad add to the accumulated gradient in every microbatch but the first (accumulate, beta = 1,"
+    " overwrite_main_grad off)",
+    _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
+    _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
+    _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
+    " microbatches or ranks that is undone twice, a reduction over one rank that adds the buffer to itself",
+}
+
+
+@dataclass(frozen=True)
+class GradientLost(Rule):
+    """The optimizer does not get the gradient of its microbatches: one of them alone, none, or a multiple.
+
+    What it detects
+        weight.grad when a torch optimizer steps, against the gradients that wgrad gave in each backward pass of the step, on
+        sampled columns: gradient-emptied (it is what came after weight.grad was found empty once more: zero_grad between
+        microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
+        gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just before),
+        gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while others move),
+        gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A common factor below 1 is clipping,
+        averaging or the inverse of a loss scale, and no finding. Directions are compared, so that a factor hides nothing.
+        Where several ranks add to a gradient, or something else does (a tied weight, noise), nothing is concluded; nor where
+        an optimizer steps on copies of its own.
+
+    Why it matters
+        The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;
+        FP8 is suspected because its wgrad is fused with the accumulation.
+
+    Example
+        blocks.1.down: the optimizer steps with the gradient of the passes after weight.grad was emptied, 49 % of the sum of all
+        by norm, at 5 sampled steps from step 0 on.
+
+    Cure
+        Empty gradients once a step, after the optimizer's step; make wgrad add in every microbatch but the first. No cast
+        changes it.
+
+    Thresholds
+        - max_part_nmse 1e-4: of weight.grad against a part of the sum, after the best common factor: 40 dB, BF16's own
+          rounding is 55 dB.
+        - min_sum_nmse 1e-3: the same against the whole sum: 30 dB; of 500 equal, independent microbatches one is 27 dB.
+        - min_gain 1.05, max_spread 0.01, min_share 0.9: of gradient-scaled-at-step: factor, its spread over modules and steps,
+          share of the modules that show it. No published basis; clipping is at most 1.
+        - min_nonzero_rate 0.5: of wgrad's result, where weight.grad has no element but 0 on another sample of its elements. No
+          published basis.
+        - min_steps 2: sampled steps that show it, all in a shorter run; min_empty_steps 3, the last ones, of gradient-lost
+          with one microbatch and of gradient-absent. No published basis.
+        - Seen in TransformerEngine #2769, Megatron-LM #6660, DeepSpeed #7839.
+    """
+
+    code = "F149"
+    name = "gradient-lost"
+    needs_training = True
+    columns = ()
+    cure = _CURES[_SINCE] + _NOT_A_CAST
+    needs_fp8 = False
+
+    max_part_nmse: float = 1e-4
+    min_sum_nmse: float = 1e-3
+    min_gain: float = 1.05
+    max_spread: float = 0.01
+    min_share: float = 0.9
+    min_nonzero_rate: float = 0.5
+    min_steps: int = 2
+    min_empty_steps: int = 3
+
+    def needs(self, run: Run) -> str | None:
+        """Return why nothing can be judged: no optimizer step was recorded."""
+        return None if run.sql("SELECT step FROM raw_updates LIMIT 1").num_rows else NOT_RECORDED
+
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return one finding for each way in which gradients are lost."""
+        query = (
+            "SELECT step, module, sum_before2 AS before2, sum_given2 AS given2,"
+            " sum_passes2 AS passes2, sum_given_passes AS given_passes, sum_since2,"
+            " sum_given_since, sum_last2, sum_given_last, sum_first2, sum_given_first FROM updates"
+            " WHERE sum_given2 IS NOT NULL ORDER BY step, module"
+        )
+        kept = [row for row in run.sql(query).to_pylist() if math.isfinite(row["given2"])]
+        rows = [row for row in kept if row["passes2"] and math.isfinite(row["passes2"])]
+        places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
+        found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for row in rows:
+            kind = self._kind(row)
+            if kind is not None:
+                found.setdefault(kind, {}).setdefault(row["module"], []).append(row)
+        num_steps: dict[str, int] = {}
+        for row in rows:
+            num_steps[row["module"]] = num_steps.get(row["module"], 0) + 1
+        for row in kept:
+            if row["before2"]:
+                found.setdefault(_KEPT, {}).setdefault(row["module"], []).append(row)
+                num_steps.setdefault(row["module"], self.min_steps)
+        for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT):
+            shown = {
+                module: ill for module, ill in found.get(kind, {}).items() if len(ill) >= min(self.min_steps, num_steps[module])
+            }
+            yield from self._finding(run, kind, shown, places)
+        known = {module for modules in found.values() for module in modules}
+        yield from self._scaled(run, rows, places)
+        yield from self._without(run, known, places)
+
+    def _kind(self, row: Mapping[str, Any]) -> str | None:
+        """Return which part of the sum a gradient is; None for the sum, or what nothing explains."""
+        if row["given2"] == 0:
+            return _EMPTY
+        if _nmse(row["given2"], row["passes2"], row["given_passes"]) <= self.min_sum_nmse:
+            return None
+        for kind, square, product in _PARTS:
+            if row[square] and row[product] > 0 and _nmse(row["given2"], row[square], row[product]) < self.max_part_nmse:
+                return kind
+        return None
+
+    def _scaled(self, run: Run, rows: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the finding of gradients that are the same multiple of their sums in all modules and steps."""
+        sums = [
+            {**row, "gain": row["given_passes"] / row["passes2"]}
+            for row in rows
+            if _nmse(row["given2"], row["passes2"], row["given_passes"]) <= self.min_sum_nmse
+        ]
+        if len(sums) < self.min_share * len(rows) or len({row["step"] for row in sums}) < self.min_steps:
+            return
+        middle = median(row["gain"] for row in sums)
+        alike = [row for row in sums if abs(row["gain"] - middle) <= self.max_spread * middle]
+        if middle < self.min_gain or len(alike) < max(2, self.min_share * len(rows)):
+            return
+        shown: dict[str, list[dict[str, Any]]] = {}
+        for row in alike:
+            shown.setdefault(row["module"], []).append(row)
+        yield from self._finding(run, _SCALED, shown, places)
+
+    def _without(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of weights with one pass a step, or more, whose gradient never arrives though wgrad gave one."""
+        query = (
+            "SELECT u.module AS module, u.step AS step, u.num_grad IS NULL AS absent, g.sum_y2 AS passes2,"
+            " u.num_moved AS num_moved, coalesce(u.num_grad, 0) AS num_grad FROM updates u JOIN"
+            " (SELECT step, module, max(sum_y2) AS sum_y2 FROM raw WHERE actual AND tensor = 'grad_weight'"
+            f" AND reference = 'shadow' AND num_nan + num_inf = 0 AND num_zero <= {1 - self.min_nonzero_rate} * numel"
+            " GROUP BY step, module) g ON g.step = u.step AND g.module = u.module"
+            " WHERE g.sum_y2 > 0 AND coalesce(u.lr, 1) > 0 ORDER BY u.step, u.module"
+        )
+        rows = run.sql(query).to_pylist()
+        moves = {row["module"] for row in rows if row["num_moved"]}
+        modules: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            modules.setdefault(row["module"], []).append(row)
+        for kind in (_EMPTY, _ABSENT):
+            shown = {}
+            for module, seen in modules.items():
+                ill = _to_the_end(seen, lambda row, kind=kind: self._has_none(row, kind))  # type: ignore[misc]  # bound now
+                if module not in known and len(ill) >= self.min_empty_steps and (kind == _EMPTY or moves):
+                    shown[module] = ill
+            yield from self._finding(run, kind, shown, places)
+
+    def _has_none(self, row: Mapping[str, Any], kind: str) -> bool:
+        """Return whether an optimizer gets a gradient of zeros, or none while the weight stands still."""
+        if kind == _EMPTY:
+            return not row["absent"] and not row["num_grad"]
+        return bool(row["absent"]) and not row["num_moved"]
+
+    def _finding(
+        self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
+    ) -> Iterable[Finding]:
+        """Return the finding of the modules that lose gradients in one way."""
+        if not shown:
+            return
+        steps = sorted({row["step"] for ill in shown.values() for row in ill})
+        names = sorted(shown, key=lambda name: (-places.get(name, 0), name))  # the backward pass comes to the last one first
+        module, row = names[0], shown[names[0]][0]
+        value, limit, text = self._told(kind, row)
+        where = f"at {len(steps)} sampled steps from step {steps[0]} on"
+        others = f", as in {len(names) - 1} other modules" if len(names) > 1 else ""
+        is_warning = kind in (_ABSENT, _SCALED)
+        yield Finding(code=self.code, name=_NAMES[kind], severity=Severity.WARNING if is_warning else Severity.ERROR,
+                      module=module, gemm="wgrad", tensor="grad_weight", steps=(steps[0], steps[-1]), ranks=tuple(run.ranks),
+                      value=value, threshold=limit, message=f"the optimizer {text} of {module}{others}, {where}",
+                      cure=_CURES[kind] + _NOT_A_CAST, call_index=places.get(module, 0), also=tuple(names[1:]))  # fmt: skip
+
+    def _told(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
+        """Return value, threshold and words of a way in which a gradient is lost."""
+        if kind == _EMPTY:
+            return 0.0, 0.0, "gets a weight.grad of zeros, though wgrad gave a gradient, for the weight"
+        if kind == _ABSENT:
+            return 0.0, 0.0, "gets no weight.grad, though wgrad gave a gradient, and does not move the weight"
+        if kind == _SCALED:
+            gain = row["given_passes"] / row["passes2"]
+            return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"
+        if kind == _KEPT:
+            size = math.sqrt(row["before2"] / row["given2"]) if row["given2"] else math.inf
+            was = f"still holds that of earlier steps when a step begins, {size:.2g} times its size at the end"
+            return size, 0.0, f"gets a gradient that {was}, for the weight"
+        nmse = _nmse(row["given2"], row["passes2"], row["given_passes"])
+        square = next(square for name, square, _ in _PARTS if name == kind)
+        share = percent(math.sqrt(row[square] / row["passes2"]))
+        part = {_SINCE: "the gradient of the passes after weight.grad was emptied", _LAST: "the gradient of the last pass",
+                _FIRST: "the gradient of the first pass"}[kind]  # fmt: skip
+        return nmse, self.min_sum_nmse, f"steps with {part}, {share} of the sum of all by norm, for the weight"
+
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to a sum that is already wrong between microbatches."""
+        wrong = {part.module for f in others if f.code == "F134" for part in f.sites} | {
+            name for f in others if f.code == "F134" for name in f.also
+        }
+        return any(module not in wrong for module in (finding.module, *finding.also))
+
+
+def _to_the_end(rows: Sequence[dict[str, Any]], holds: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Return the last rows, of those that all hold."""
+    begins = max((place + 1 for place, row in enumerate(rows) if not holds(row)), default=0)
+    return list(rows[begins:])
+
+
+def _nmse(y2: float, x2: float, xy: float) -> float:
+    """Return 1 - cosine^2: the squared error of y against x under the best common factor, over y's square."""
+    return 1.0 if not x2 or not y2 else max(0.0, 1.0 - xy * xy / (x2 * y2))
+
+
+RULES.add(GradientLost.code, GradientLost())
