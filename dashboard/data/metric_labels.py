@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "scale": {
         "scale_inv_mean_log2": "log2 scale_inv, mean",
+        "scale_inv_std_log2": "log2 scale_inv, standard deviation",
         "scale_inv_min": "scale_inv, smallest",
         "scale_inv_max": "scale_inv, largest",
         "scale_log2_ratio": "scale against current scaling, log2",
@@ -56,6 +57,11 @@ GROUPS: dict[str, dict[str, str]] = {
         "damage": "damage",
         "top1_flip_rate": "top-1 choices changed",
         "top2_flip_rate": "top-2 choices changed",
+    },
+    "stochastic rounding": {
+        "noise_ratio": "energy of random rounding, 1 is right",
+        "noise_bias": "mean of random rounding, 0 is right",
+        "noise_repeat_z": "random rounding repeated, standard deviations",
     },
     "gradient accumulation and second reads": {
         "grad_sum_sqnr_db": "SQNR of the accumulated gradient, dB",

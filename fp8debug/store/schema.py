@@ -15,7 +15,7 @@ from fp8debug.metrics import Slot, derived_columns, slots
 # 1: first version (fp8debug 0.1).
 # 2: slots of choices, single rows, second reads and sums of gradients; inference_* columns of steps.
 # 3: shard of stats.
-# 4: slots of stochastic rounding; what an optimizer gets of a step's backward passes, in updates.
+# 4: slots of stochastic rounding and of the spread of scales; what an optimizer gets of a step's backward passes, in updates.
 SCHEMA_VERSION = 4
 
 #: How an event of kind ``recording`` tells that nothing is recorded from its step on.

@@ -297,7 +297,10 @@ def test_mxfp8_experts_emulated(tmp_path: Path, torchao: Any) -> None:
         torch.manual_seed(0)
         net = Model().cuda().bfloat16()
         config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
-        quantize_(net, config, filter_fn=lambda module, fqn: fqn == "experts")
+        try:
+            quantize_(net, config, filter_fn=lambda module, fqn: fqn == "experts")
+        except AssertionError as refused:  # by torchao 0.18 under torch 2.11, whose distributed ops it lacks
+            pytest.skip(f"torchao refuses MXFP8 training under torch {torch.__version__}: {refused}")
         return net
 
     offs = torch.tensor([128, 128, 416, 640], dtype=torch.int32, device="cuda")

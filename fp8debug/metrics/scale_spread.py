@@ -1,0 +1,61 @@
+"""Spread of a cast's block scales: whether blocks differ enough to be worth a scale each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_VARIANCE = (
+    "(scale_inv_sum_log2_squared / num_scales"
+    " - (scale_inv_sum_log2 / (num_blocks - num_zero_blocks)) * (scale_inv_sum_log2 / (num_blocks - num_zero_blocks)))"
+)
+
+
+class ScaleSpread:
+    """Second moment of log2(scale_inv) over the blocks that ``scale_inv_sum_log2`` sums, those with a nonzero amax.
+
+    The Triton kernels of FP8 do not fill it, so that an operand of theirs has none; casts in FP4 and FP6, scales in E4M3 and what
+    runs on a CPU have it.
+    """
+
+    name = "scale_spread"
+    of_results = False
+    kinds = ("scales",)
+    present = "num_scales"
+    slots = (
+        Slot(name="num_scales", merge="sum", kind="int64", unit="1", doc="nonzero blocks in scale_inv_sum_log2_squared"),
+        Slot(
+            name="scale_inv_sum_log2_squared",
+            merge="sum",
+            kind="float64",
+            unit="log2^2",
+            doc="sum of log2(scale_inv)^2 over nonzero blocks",
+        ),
+    )
+    derived: ClassVar[dict[str, Derived]] = {
+        # The inner square root is that of a square: a variance of 0 may be rounded below it.
+        "scale_inv_std_log2": Derived(
+            expression=f"sqrt(sqrt({_VARIANCE} * {_VARIANCE}))",
+            unit="log2",
+            doc="standard deviation of log2(scale_inv) over nonzero blocks",
+        ),
+    }
+
+    def partial(self, pair: Pair) -> dict[str, Tensor]:
+        """Sum; int64 and FP64 ``[]``; nothing for a result."""
+        if pair.quantized is None:
+            return {}
+        amax, _ = pair.as_read.block_extremes(pair.block)
+        scale_inv = pair.quantized.scale_inv.expand(amax.shape)
+        counts = (amax > 0) & (scale_inv != 0)
+        return {
+            "num_scales": counts.count_nonzero(),
+            "scale_inv_sum_log2_squared": scale_inv.double().log2().square().masked_fill(~counts, 0.0).sum(),
+        }
+
+
+METRICS.add(ScaleSpread.name, ScaleSpread())
