@@ -9,10 +9,7 @@ from fp8debug.metrics.base import METRICS, Derived, Pair, Slot
 if TYPE_CHECKING:
     from torch import Tensor
 
-_VARIANCE = (
-    "(scale_inv_sum_log2_squared / num_scales"
-    " - (scale_inv_sum_log2 / (num_blocks - num_zero_blocks)) * (scale_inv_sum_log2 / (num_blocks - num_zero_blocks)))"
-)
+_VARIANCE = "(scale_inv_sum2_log2 - scale_inv_sum_log2 * scale_inv_sum_log2 / num_scales) / num_scales"
 
 
 class ScaleSpread:
@@ -27,9 +24,9 @@ class ScaleSpread:
     kinds = ("scales",)
     present = "num_scales"
     slots = (
-        Slot(name="num_scales", merge="sum", kind="int64", unit="1", doc="nonzero blocks in scale_inv_sum_log2_squared"),
+        Slot(name="num_scales", merge="sum", kind="int64", unit="1", doc="nonzero blocks in scale_inv_sum2_log2"),
         Slot(
-            name="scale_inv_sum_log2_squared",
+            name="scale_inv_sum2_log2",
             merge="sum",
             kind="float64",
             unit="log2^2",
@@ -37,9 +34,9 @@ class ScaleSpread:
         ),
     )
     derived: ClassVar[dict[str, Derived]] = {
-        # The inner square root is that of a square: a variance of 0 may be rounded below it.
+        # A variance of 0 may be rounded below it, by less than 1e-12.
         "scale_inv_std_log2": Derived(
-            expression=f"sqrt(sqrt({_VARIANCE} * {_VARIANCE}))",
+            expression=f"sqrt({_VARIANCE} + 1e-12)",
             unit="log2",
             doc="standard deviation of log2(scale_inv) over nonzero blocks",
         ),
@@ -54,7 +51,7 @@ class ScaleSpread:
         counts = (amax > 0) & (scale_inv != 0)
         return {
             "num_scales": counts.count_nonzero(),
-            "scale_inv_sum_log2_squared": scale_inv.double().log2().square().masked_fill(~counts, 0.0).sum(),
+            "scale_inv_sum2_log2": scale_inv.double().log2().square().masked_fill(~counts, 0.0).sum(),
         }
 
 
