@@ -90,7 +90,7 @@ def _follow(paths: Sequence[str], judge: Callable[[Run], Findings]) -> None:
         known.update((f.code, f.module, f.gemm, f.tensor) for f in new)
         echo(f"step {steps[-1]}: {findings.verdict}" + (f", {len(new)} new" if new else ""), err=True)
         for finding in new:
-            site = " ".join(word for word in (finding.module, finding.gemm, finding.tensor) if word)
+            site = " ".join(word for word in (finding.module, finding.gemm, finding.tensor) if word) or "the whole run"
             echo(f"  {finding.code} {finding.severity} {one_line(site)}: {one_line(finding.message)}", err=True)
 
     follow(paths, show)

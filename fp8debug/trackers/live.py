@@ -274,7 +274,8 @@ def finding_line(run: str, values: Mapping[str, Any]) -> str:
         run: name of the run.
         values: of a Finding, by attribute.
     """
-    site = " ".join(values[name] for name in ("module", "gemm", "tensor") if values[name])
-    also = f" and {len(values['also'])} more modules" if values["also"] else ""
+    site = " ".join(values[name] for name in ("module", "gemm", "tensor") if values[name]) or "the whole run"
+    num = len(values["also"])
+    also = f" and {num} more module{'s' if num > 1 else ''}" if num else ""
     return one_line(f"{run}: {values['severity']} {values['code']} {values['name']}: {site}{also}, step {values['steps'][0]}:"
                     f" {values['message']}")  # fmt: skip

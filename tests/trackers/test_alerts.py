@@ -15,6 +15,7 @@ import pytest
 from fp8debug.errors import UsageError
 from fp8debug.rules import Finding, Severity
 from fp8debug.trackers.alerts import AlertSender
+from fp8debug.trackers.live import finding_line
 from tests.run.test_run_script import start
 
 SECRET = "s3cr3t-t0ken"
@@ -135,3 +136,10 @@ def test_run_refuses_what_cannot_be_used(words: list[str], message: str, tmp_pat
     (tmp_path / "train.py").write_text("print('trained')")
     done = start(tmp_path, *words, "train.py")
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_finding_of_no_module_is_about_the_whole_run() -> None:
+    values = finding().to_dict() | {"also": ()}
+    line = finding_line("exp1", values | {"module": None, "gemm": None, "tensor": None})
+    assert line.startswith("exp1: error F113 wrong-scale: the whole run, step ")
+    assert " and 1 more module, step " in finding_line("exp1", values | {"also": ("blocks.1.up",)})
