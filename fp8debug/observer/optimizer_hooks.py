@@ -1,22 +1,31 @@
-"""Call functions after every optimizer's step; they may come and go while torch goes through its own hooks.
+"""Call functions before and after every optimizer's step; they may come and go while torch goes through its own hooks.
 
 torch iterates over its hooks without a copy: to register or remove one from within another raises "OrderedDict mutated during
-iteration" in the program's ``optimizer.step()``. torch therefore has one hook of ours, which stays registered.
+iteration" in the program's ``optimizer.step()``. torch therefore has one hook of ours before a step and one after it, which stay
+registered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 #: Called with the optimizer and the arguments of its step.
 Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
-_HOOKS: dict[object, Hook] = {}
-_REGISTERED: list[Any] = []  # torch's handle, once there is one
+_BEFORE: dict[object, Hook] = {}
+_AFTER: dict[object, Hook] = {}
+_REGISTERED: list[Any] = []  # torch's handles, once there are any
+_UNDER_WAY: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def before_any_optimizer(hook: Hook) -> Callable[[], None]:
+    """Call a function before each step of each ``torch.optim.Optimizer``; as :func:`after_any_optimizer`."""
+    return _add(_BEFORE, hook)
 
 
 def after_any_optimizer(hook: Hook) -> Callable[[], None]:
@@ -30,20 +39,45 @@ def after_any_optimizer(hook: Hook) -> Callable[[], None]:
     Returns:
         A function that ends the calls, also for the step under way; calling it again does nothing.
     """
+    return _add(_AFTER, hook)
+
+
+def optimizers_under_way() -> list[torch.optim.Optimizer]:
+    """Return the optimizers whose step has begun and not ended: what runs now is the closure of one, as of LBFGS.
+
+    Steps are seen from the first hook on; one that an exception ended counts until the same optimizer's next step.
+    """
+    return list(_UNDER_WAY)
+
+
+def _add(hooks: dict[object, Hook], hook: Hook) -> Callable[[], None]:
     key = object()
-    _HOOKS[key] = hook
+    hooks[key] = hook
     if not _REGISTERED:
+        _REGISTERED.append(register_optimizer_step_pre_hook(_before_step))
         _REGISTERED.append(register_optimizer_step_post_hook(_after_step))
 
     def end() -> None:
-        _HOOKS.pop(key, None)
+        hooks.pop(key, None)
 
     return end
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    _UNDER_WAY.add(optimizer)
+    _call(_BEFORE, optimizer, args, kwargs)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     if torch.compiler.is_compiling():
         return
-    for key, hook in list(_HOOKS.items()):
-        if key in _HOOKS:
+    _UNDER_WAY.discard(optimizer)
+    _call(_AFTER, optimizer, args, kwargs)
+
+
+def _call(hooks: dict[object, Hook], optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for key, hook in list(hooks.items()):
+        if key in hooks:
             hook(optimizer, args, kwargs)

@@ -60,6 +60,36 @@ def test_an_unmodified_script_is_recorded(by: str, tmp_path: Path) -> None:
     assert run.table(columns=["sqnr_db"], module="2", tensor="input").num_rows
 
 
+CLOSURE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+x = torch.randn(32, 8)
+
+def closure():
+    optimizer.zero_grad()
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    return loss
+
+for _ in range(4):
+    print(optimizer.step(closure).item())
+"""
+
+
+def test_a_step_of_an_optimizer_that_calls_the_model_itself_is_one_step(tmp_path: Path) -> None:
+    """Its weights change between the passes of the step, the first of which is the first that the tool sees of the program."""
+    (tmp_path / "train.py").write_text(CLOSURE)
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = start(tmp_path, "--out", "out", "--every", "2", "train.py")
+    assert done.returncode == 0 and done.stdout == alone.stdout
+    steps = fp8debug.Run(tmp_path / "out").sql("SELECT step, sampled, lr FROM steps ORDER BY step").to_pylist()
+    assert [(s["step"], s["sampled"], s["lr"]) for s in steps] == [(n, n % 2 == 0, 0.5) for n in range(4)]
+
+
 def test_a_script_that_watches_itself_is_left_to_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_WATCH)
     done = start(tmp_path, "--out", "out", "train.py")

@@ -15,7 +15,6 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8debug.adapters.deep_gemm import wrap_deep_gemm
 from fp8debug.adapters.grouped.emulated import wrap_emulated_experts
@@ -41,7 +40,7 @@ from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transformed, ordinary_torch
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.observer import Observer, Settings
-from fp8debug.observer.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.optimizer_hooks import after_any_optimizer, before_any_optimizer, optimizers_under_way
 from fp8debug.store.schema import ENDED_BY, RECORDING_STOPPED
 from fp8debug.store.write.writer import RunWriter
 from fp8debug.trackers.live import Live
@@ -164,7 +163,7 @@ class Watch:
             self._undo.append(optimizer.register_step_post_hook(self._after_optimizer).remove)
         else:
             self._undo.append(after_any_optimizer(self._after_any_optimizer))
-        self._undo.append(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        self._undo.append(before_any_optimizer(self._before_optimizer))
         self._undo.append(after_any_optimizer(self._record_update))
 
     def _attach(self, candidate: Candidate) -> None:
@@ -447,8 +446,11 @@ class Watch:
     def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():  # an optimizer's compiled step; it is seen when the weights have changed
             return
-        if any(id(p) in self._params for group in optimizer.param_groups for p in group["params"]):
+        if self._is_ours(optimizer):
             self._after_optimizer(optimizer, args, kwargs)
+
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._params for group in optimizer.param_groups for p in group["params"])
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer of the model has ended the step, if that is not known yet."""
@@ -488,6 +490,8 @@ class Watch:
         if self._explicit or self._inference or self._optimizer is not None or is_in_backward():
             return
         if self._num_backwards and self._weights is None:  # this step has had none
+            return
+        if any(self._is_ours(optimizer) for optimizer in optimizers_under_way()):  # which says when its step is over
             return
         weights = self._updates.weights()
         has_changed = self._weights is not None and weights != self._weights
