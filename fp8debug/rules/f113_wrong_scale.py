@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: The cures where one scale is older than its tensor: of a weight, and of what is computed anew in each microbatch.
 _RECOMPUTE = "recompute the scale after the tensor was loaded or replaced; else BF16 here"
+_ROUND_BEFORE = "round a scale to a power of two before the data are made with it, and upwards; or "
 _OF_BLOCKS = (
     "take each block's scale from its own largest magnitude, and check that the GEMM reads the scales of its own rows (of each"
     " part of a fused weight); else BF16 here"
@@ -147,13 +148,16 @@ class WrongScale(Rule):
                 finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
                 yield replace(finding, cure=_OF_BLOCKS)
                 continue
+            is_rounded = math.frexp(row["scale_inv_max"])[0] == 0.5 and row["headroom"] < 2
+            why = "a power of two: rounded down after the cast, or static" if is_rounded else "static, or older than the tensor"
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
-                f" smaller (static, or older than the tensor){_likely(trace.cast, row['gain'])}"
+                f" smaller ({why}){_likely(trace.cast, row['gain'])}"
             )
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-            yield replace(finding, cure=_RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE)
+            remedy = _RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE
+            yield replace(finding, cure=_ROUND_BEFORE + remedy if is_rounded else remedy)
 
     def _is_scale(self, row: dict[str, Any]) -> bool:
         """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""

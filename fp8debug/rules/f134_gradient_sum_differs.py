@@ -138,11 +138,11 @@ class GradientSumDiffers(Rule):
             f" {total['num']} modules alike, and {row['gain']:.2g} times the sum later on: it is scaled, or added to itself,"
             " between microbatches"
         )
-        names = [one["module"] for one in found[0]]
-        yield Finding(code=self.code, name="gradient-scaled", severity=Severity.ERROR, module=names[0], gemm="wgrad",
-                      tensor="grad_weight", steps=(row["step"], found[-1][0]["step"]), ranks=tuple(run.ranks),
-                      value=factor, threshold=1.0, message=message, cure=_SCALED, call_index=row["place"] or 0,
-                      also=tuple(names[1:]))  # fmt: skip
+        for one in found[0]:
+            yield Finding(code=self.code, name="gradient-scaled", severity=Severity.ERROR, module=one["module"], gemm="wgrad",
+                          tensor="grad_weight", steps=(row["step"], found[-1][0]["step"]), ranks=tuple(run.ranks),
+                          value=factor, threshold=1.0, message=message, cure=_SCALED,
+                          call_index=one["place"] or 0)  # fmt: skip
 
     def _limit(self, row: dict[str, Any]) -> float:
         """Return the SQNR below which no rounding of the sum explains a gradient."""

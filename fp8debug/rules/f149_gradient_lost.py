@@ -191,20 +191,17 @@ class GradientLost(Rule):
     def _finding(
         self, run: Run, kind: str, shown: Mapping[str, Sequence[Mapping[str, Any]]], places: Mapping[str, int]
     ) -> Iterable[Finding]:
-        """Return the finding of the modules that lose gradients in one way."""
-        if not shown:
-            return
-        steps = sorted({row["step"] for ill in shown.values() for row in ill})
-        names = sorted(shown, key=lambda name: (-places.get(name, 0), name))  # the backward pass comes to the last one first
-        module, row = names[0], shown[names[0]][0]
-        value, limit, text = self._told(kind, row)
-        where = f"at {len(steps)} sampled steps from step {steps[0]} on"
-        others = f", as in {len(names) - 1} other modules" if len(names) > 1 else ""
-        is_warning = kind in (_ABSENT, _SCALED)
-        yield Finding(code=self.code, name=_NAMES[kind], severity=Severity.WARNING if is_warning else Severity.ERROR,
-                      module=module, gemm="wgrad", tensor="grad_weight", steps=(steps[0], steps[-1]), ranks=tuple(run.ranks),
-                      value=value, threshold=limit, message=f"the optimizer {text} of {module}{others}, {where}",
-                      cure=_CURES[kind] + _NOT_A_CAST, call_index=places.get(module, 0), also=tuple(names[1:]))  # fmt: skip
+        """Return a finding for each module that loses gradients in one way; ``triage`` joins them."""
+        severity = Severity.WARNING if kind in (_ABSENT, _SCALED) else Severity.ERROR
+        others = f", as in {len(shown) - 1} other modules" if len(shown) > 1 else ""
+        for module, ill in shown.items():
+            steps = [row["step"] for row in ill]
+            value, limit, text = self._told(kind, ill[0])
+            message = f"the optimizer {text} of {module}{others}, at {len(steps)} sampled steps from step {steps[0]} on"
+            yield Finding(code=self.code, name=_NAMES[kind], severity=severity, module=module, gemm="wgrad",
+                          tensor="grad_weight", steps=(steps[0], steps[-1]), ranks=tuple(run.ranks), value=value,
+                          threshold=limit, message=message, cure=_CURES[kind] + _NOT_A_CAST,
+                          call_index=places.get(module, 0))  # fmt: skip
 
     def _told(self, kind: str, row: Mapping[str, Any]) -> tuple[float, float, str]:
         """Return value, threshold and words of a way in which a gradient is lost."""
@@ -228,10 +225,8 @@ class GradientLost(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a sum that is already wrong between microbatches."""
-        wrong = {part.module for f in others if f.code == "F134" for part in f.sites} | {
-            name for f in others if f.code == "F134" for name in f.also
-        }
-        return any(module not in wrong for module in (finding.module, *finding.also))
+        wrong = {part.module for f in others if f.code == "F134" for part in f.sites}
+        return any(part.module not in wrong for part in finding.sites)
 
 
 def _to_the_end(rows: Sequence[dict[str, Any]], holds: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
