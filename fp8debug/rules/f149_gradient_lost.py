@@ -15,13 +15,15 @@ from fp8debug.rules.reading.traces import percent
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT = "absent", "empty", "since", "last", "first", "scaled", "kept"
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal"),
+)
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
-          _KEPT: "gradient-kept"}  # fmt: skip
+          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted"}  # fmt: skip
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
@@ -31,6 +33,8 @@ _CURES = {
     " microbatch",
     _LAST: "make wgrad add to the accumulated gradient in every microbatch but the first (accumulate, beta = 1,"
     " overwrite_main_grad off)",
+    _UNEQUAL: "check what touches weight.grad between the two microbatches: a hook, a scaler or a reduction over one rank that"
+    " multiplies what is there already",
     _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
@@ -46,8 +50,9 @@ class GradientLost(Rule):
         weight.grad when a torch optimizer steps, against the gradients that wgrad gave in each backward pass of the step, on
         sampled columns: gradient-emptied (it is what came after weight.grad was found empty once more: zero_grad between
         microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
-        gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just before),
-        gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while others move),
+        gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
+        before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
+        others move), gradient-weighted (another multiple of the first of two passes than of the second),
         gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A common factor below 1 is clipping,
         averaging or the inverse of a loss scale, and no finding. Directions are compared, so that a factor hides nothing.
         Where several ranks add to a gradient, or something else does (a tied weight, noise), nothing is concluded; nor where
@@ -121,7 +126,7 @@ class GradientLost(Rule):
             if row["before2"]:
                 found.setdefault(_KEPT, {}).setdefault(row["module"], []).append(row)
                 num_steps.setdefault(row["module"], self.min_steps)
-        for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT):
+        for kind in (_EMPTY, _SINCE, _LAST, _FIRST, _KEPT, _UNEQUAL):
             shown = {
                 module: ill for module, ill in found.get(kind, {}).items() if len(ill) >= min(self.min_steps, num_steps[module])
             }
@@ -139,7 +144,24 @@ class GradientLost(Rule):
         for kind, square, product in _PARTS:
             if row[square] and row[product] > 0 and _nmse(row["given2"], row[square], row[product]) < self.max_part_nmse:
                 return kind
-        return None
+        factors = self._factors(row)
+        return _UNEQUAL if factors is not None and abs(factors[0] / factors[1] - 1) > self.min_gain - 1 else None
+
+    def _factors(self, row: Mapping[str, Any]) -> tuple[float, float] | None:
+        """Return a and b where a gradient is a times that of the first of two passes and b times that of the second.
+
+        Of two passes, first . last follows from the square of their sum. None where it is no such sum, or there are more passes.
+        """
+        x2, y2, xg, yg = (row[name] for name in ("sum_first2", "sum_last2", "sum_given_first", "sum_given_last"))
+        if abs(xg + yg - row["given_passes"]) > 1e-6 * math.sqrt(row["given2"] * row["passes2"]):
+            return None
+        xy = (row["passes2"] - x2 - y2) / 2
+        det = x2 * y2 - xy * xy
+        if det <= self.min_sum_nmse * x2 * y2:
+            return None
+        a, b = (xg * y2 - yg * xy) / det, (yg * x2 - xg * xy) / det
+        left = 1 - (a * xg + b * yg) / row["given2"]
+        return (a, b) if left < self.max_part_nmse and min(a, b) > 0 else None
 
     def _scaled(self, run: Run, rows: Sequence[Mapping[str, Any]], places: Mapping[str, int]) -> Iterable[Finding]:
         """Return the finding of gradients that are the same multiple of their sums in all modules and steps."""
@@ -216,6 +238,13 @@ class GradientLost(Rule):
             size = math.sqrt(row["before2"] / row["given2"]) if row["given2"] else math.inf
             was = f"still holds that of earlier steps when a step begins, {size:.2g} times its size at the end"
             return size, 0.0, f"gets a gradient that {was}, for the weight"
+        if kind == _UNEQUAL:
+            a, b = self._factors(row) or (1.0, 1.0)
+            return (
+                a / b,
+                self.min_gain,
+                f"steps with {a:.3g} times the first pass's gradient and {b:.3g} times the second's, for the weight",
+            )
         nmse = _nmse(row["given2"], row["passes2"], row["given_passes"])
         square = next(square for name, square, _ in _PARTS if name == kind)
         share = percent(math.sqrt(row[square] / row["passes2"]))
