@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file: the other tests are a package
 
+from fp8debug.fallback import recommend
 from fp8debug_dashboard.data import metric_cache
 from fp8debug_dashboard.data.metric_cache import METRICS
 from fp8debug_dashboard.web.run_view import RunView
@@ -56,6 +57,8 @@ def measure(run: Path, repeats: int) -> None:
     first = opened[0]
     print(f"{first.run.num_rows:,} rows; pages from the files:")
     lay_out(first, repeats)
+    print(f"  health of the overview: {cpu_ms(first.heat):.0f} ms")
+    print(f"  fallback list: {cpu_ms(partial(recommend, first.run, [])):.0f} ms", flush=True)
     again = ServedFolder(run).open(None)
 
     def build() -> None:
