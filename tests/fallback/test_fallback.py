@@ -13,7 +13,7 @@ import pytest
 from fp8debug.errors import NoMatchError, UnknownNameError, UsageError
 from fp8debug.exporters import EXPORTERS
 from fp8debug.fallback import Fallback, apply, load_fallbacks, positional_prior, recommend
-from fp8debug.fallback.measured import expected_sqnr_db, parsed, result_errors
+from fp8debug.fallback.measured import expected_sqnr_db, result_errors
 from fp8debug.fallback.policy import RUNGS, best_within
 from fp8debug.recipes import Cast, list_recipes
 from fp8debug.rules import triage
@@ -320,7 +320,9 @@ def test_what_operands_explain_of_an_error_that_is_low(gemm: Gemm, tmp_path: Pat
         result = rows[RESULTS[gemm].value]
         depth = {"fprop": in_features, "dgrad": out_features, "wgrad": a["numel"] / out_features}[gemm.value]
         # An operand at 12 dB counts with the error of its format; the healthy one with its own.
-        noise = [min(row["sum_err2"] / row["sum_x2"], 10 ** (-parsed(row["cast_name"]).gaussian.sqnr_db / 10)) for row in (a, b)]
+        noise = [
+            min(row["sum_err2"] / row["sum_x2"], 10 ** (-Cast.parse(row["cast_name"]).gaussian.sqnr_db / 10)) for row in (a, b)
+        ]
         energies = a["sum_x2"] / a["numel"] * b["sum_x2"] / b["numel"]
         ratios.append(result["sum_err2"] / result["numel"] / (depth * energies * sum(noise)))
     assert found[NAMES[2], gemm.value].explained == pytest.approx(median(ratios), rel=1e-12)
