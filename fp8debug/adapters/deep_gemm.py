@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fp8debug.adapters.interception.listener import Listener, SeenGemm
 from fp8debug.adapters.scaled_mm import side_of
-from fp8debug.interruptions import is_ours
-from fp8debug.kernels.torch_state import TorchState, ordinary_torch
 
 #: Entry points by the layout of their operands: whether the first and the second are stored transposed.
 ENTRY_POINTS = {
@@ -51,16 +49,8 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
         scopes = listener.scopes
         if listener.counter is not None and listener.counter.is_on:
             listener.counter.see_library(name, d, a[0])
-        if scopes and scopes[-1].on_gemm is not None:
-            before = TorchState()
-            try:
-                with ordinary_torch():
-                    scopes[-1].on_gemm(_gemm_of(name, a, b, d, args[0] if args else kwargs.get("c")))
-            except BaseException as error:
-                before.restore()
-                if not is_ours(error):
-                    raise
-                scopes[-1].fail(error)
+        if scopes and (on_gemm := scopes[-1].on_gemm) is not None:
+            scopes[-1].guard(lambda: on_gemm(_gemm_of(name, a, b, d, args[0] if args else kwargs.get("c"))))
         return result
 
     return call

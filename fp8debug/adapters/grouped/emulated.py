@@ -20,8 +20,6 @@ from fp8debug.adapters.base import changed
 from fp8debug.adapters.grouped.gemms import SeenGroupedGemm
 from fp8debug.adapters.interception.listener import Listener
 from fp8debug.adapters.interception.scale_layouts import SCALE_MODES, block_cast, power_of_two
-from fp8debug.interruptions import is_ours
-from fp8debug.kernels.torch_state import TorchState, ordinary_torch
 
 _MODULE = "torchao.prototype.moe_training.mxfp8_grouped_mm"
 _CASTS = "to_mx"
@@ -59,8 +57,8 @@ def _wrapped(
 ) -> Callable[..., Any]:
     @wraps(original)
     def call(first: Any, second: Any, offs: Tensor, size: int, dtype: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-        scopes = listener.scopes
-        if not scopes or scopes[-1].on_gemm is None:
+        scope = listener.scopes[-1] if listener.scopes else None
+        if scope is None or (on_gemm := scope.on_gemm) is None:
             return original(first, second, offs, size, dtype, mode, *args, **kwargs)
         made.append([])
         try:
@@ -68,16 +66,8 @@ def _wrapped(
                 result = original(first, second, offs, size, dtype, mode, *args, **kwargs)
         finally:
             casts = made.pop()
-        before = TorchState()
-        try:
-            with ordinary_torch():
-                if casts:  # a wgrad in high precision has none
-                    scopes[-1].on_gemm(_gemm_of(name, casts, offs, result, mode))  # type: ignore[arg-type]  # a grouped one
-        except BaseException as error:
-            before.restore()
-            if not is_ours(error):
-                raise
-            scopes[-1].fail(error)
+        if casts:  # a wgrad in high precision has none
+            scope.guard(lambda: on_gemm(_gemm_of(name, casts, offs, result, mode)))  # type: ignore[arg-type]  # a grouped one
         return result
 
     return call

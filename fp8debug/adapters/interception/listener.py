@@ -169,6 +169,18 @@ class Scope(NamedTuple):
     entered: bool
     follower: Follower | None = None
 
+    def guard(self, take: Callable[..., None], *args: Any) -> None:
+        """Call what takes note of an op, or records a GEMM; an error of ours goes to the owner."""
+        before = TorchState()
+        try:
+            with ordinary_torch():
+                take(*args)
+        except BaseException as error:
+            before.restore()
+            if not is_ours(error):
+                raise
+            self.fail(error)
+
 
 #: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
 DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], SeenGemm | None]] = {}
@@ -303,7 +315,7 @@ class Listener(TorchDispatchMode):
         follower = scope.follower if scope is not None else None
         is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
         if scope is not None and follower is not None and is_recorded and follower.is_followed:
-            self._tell(scope, follower.before_op)
+            scope.guard(follower.before_op)
         if (is_intercepted or counter is not None) and (key := _inside(func, args)) is not None:
             before, depth = TorchState(), self._depth
             self._local.depth = depth + 1
@@ -316,7 +328,7 @@ class Listener(TorchDispatchMode):
             finally:
                 self._local.depth = depth
             if scope is not None and follower is not None:
-                self._tell(scope, follower.after_op, func, args, kwargs, result)
+                scope.guard(follower.after_op, func, args, kwargs, result)
             return result
         result = func(*args, **kwargs)
         packet = getattr(func, "overloadpacket", None)
@@ -328,7 +340,7 @@ class Listener(TorchDispatchMode):
                     raise
                 counter.give_up()
         if scope is not None and follower is not None and not is_recorded:
-            self._tell(scope, follower.after_op, func, args, kwargs, result)
+            scope.guard(follower.after_op, func, args, kwargs, result)
         if packet in SCALED and not scopes and not is_of_fp8_linear():
             self.unowned_gemms[str(packet)] += 1
         elif packet in DECODERS and scope is not None and scope.on_gemm is not None:
@@ -339,25 +351,13 @@ class Listener(TorchDispatchMode):
                 if isinstance(gemm, SeenGemm) and (self._depth or _writes_to_arguments(func)):
                     gemm = gemm._replace(is_opaque=True)
                 if gemm is not None:
-                    scope.on_gemm(gemm)
+                    scope.on_gemm(gemm)  # in the program's gradient mode, which tells evaluation from training
             except BaseException as error:
                 before.restore()
                 if not is_ours(error):
                     raise
                 scope.fail(error)
         return result
-
-    def _tell(self, scope: Scope, take: Callable[..., None], *args: Any) -> None:
-        """Tell a follower of an op; an error of ours goes to its owner."""
-        before = TorchState()
-        try:
-            with ordinary_torch():
-                take(*args)
-        except BaseException as error:
-            before.restore()
-            if not is_ours(error):
-                raise
-            scope.fail(error)
 
 
 #: Names of an op's arguments in their order; its schema makes them anew each time.
