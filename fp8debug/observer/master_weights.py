@@ -37,7 +37,7 @@ def master_weight(parameter: Tensor) -> Tensor | None:
         a tensor of its shape in a dtype of 16 bits or more, which the optimizer writes to; its values are the parameter's until
         the next step.
     """
-    held = [getattr(parameter, "_tensor", None), getattr(parameter, "main_param", None)]
+    held: list[Any] = [getattr(parameter, "_tensor", None), getattr(parameter, "main_param", None)]
     for optimizer in _STEPPED:
         if parameter in optimizer.state:
             state = optimizer.state[parameter]

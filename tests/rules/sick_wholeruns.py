@@ -108,11 +108,11 @@ def enlarged(ratio: float, **more: Any) -> Any:
     return lambda step, module: row if step >= 40 else {}
 
 
-def given(module: str = CULPRIT, begins: int = 40, **more: Any) -> Any:
+def given(module: str = CULPRIT, **more: Any) -> Any:
     """Gradients of two microbatches, of independent directions and size 1, of which the optimizer gets the sum."""
     whole = {"sum_given2": 2.0, "sum_passes2": 2.0, "sum_given_passes": 2.0, "sum_since2": 2.0, "sum_given_since": 2.0,
              "sum_last2": 1.0, "sum_given_last": 1.0, "sum_first2": 1.0, "sum_given_first": 1.0}  # fmt: skip
-    return lambda step, name: {**whole, **(more if (step >= begins and name in (module, "*")) or module == "*" else {})}
+    return lambda step, name: {**whole, **(more if (step >= 40 and name in (module, "*")) or module == "*" else {})}
 
 
 #: The optimizer gets the second of two microbatches.
@@ -133,7 +133,7 @@ FIRES: dict[str, dict[str, Any]] = {
     "F135": {"updates": rounded(0.97, 0.03)},
     "F143": {"overrides": [Override(**GRADIENTS, steps=(40, None), slots=ZERO)]},
     "F144": {"manifest": {"resumed": [RESUMED]}},
-    "F149": {"updates": given(**LAST)},
+    "F149": {"updates": given(CULPRIT, **LAST)},
 }
 
 SILENT: dict[str, dict[str, dict[str, Any]]] = {

@@ -218,5 +218,5 @@ def test_a_weight_that_hardly_moves_under_an_unknown_formula(tmp_path: Path) -> 
 
 def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: Path) -> None:
     doubled = {"sum_given2": 5.0, "sum_given_passes": 3.0, "sum_given_since": 3.0, "sum_given_last": 1.0, "sum_given_first": 2.0}
-    (finding,) = triage(build(tmp_path / "run", updates=sick.given(**doubled)))
+    (finding,) = triage(build(tmp_path / "run", updates=sick.given(sick.CULPRIT, **doubled)))
     assert (finding.code, finding.name, finding.module, finding.value) == ("F149", "gradient-weighted", sick.CULPRIT, 2.0)

@@ -110,7 +110,7 @@ for space in SPACES.values():
     space.general_gemm, space.general_grouped_gemm = general_gemm, general_grouped_gemm  # type: ignore[attr-defined]  # made up
 
 
-def cast(x: Tensor, quantizer: Any, columnwise: bool = True) -> Any:
+def cast(x: Any, quantizer: Any, columnwise: bool = True) -> Any:
     if quantizer is None or isinstance(x, t.QuantizedTensorStorage):
         return x
     quantizer.set_usage(rowwise=True, columnwise=columnwise)

@@ -18,7 +18,7 @@ import fp8debug
 from fp8debug.adapters.transformer_engine.modules import is_fused
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.transformer_engine import engine as te
-from tests.adapters.transformer_engine.engine_tensors import Float8TensorStorage
+from tests.adapters.transformer_engine.engine_tensors import Float8CurrentScalingQuantizer, Float8TensorStorage
 from tests.adapters.watching.test_watch import NINE
 
 ROOT = Path(__file__).parents[3]
@@ -318,25 +318,25 @@ def test_the_script_for_a_gpu_says_what_it_needs(tmp_path: Path) -> None:
     assert done.returncode == 1 and "needs a GPU and Transformer Engine" in done.stderr
 
 
-class Fp8Parameter(Float8TensorStorage, Tensor):
+class Fp8Parameter(Float8TensorStorage, Tensor):  # type: ignore[misc]  # the library's has ``values`` too
     """A parameter that is there in FP8 only, as ``fp8_model_init`` makes it: a wrapper in BF16's name."""
 
     @staticmethod
     def __new__(cls, made: Float8TensorStorage) -> Any:
         assert made._data is not None
-        return Tensor._make_wrapper_subclass(cls, made._data.shape, dtype=torch.bfloat16, requires_grad=True)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, made._data.shape, dtype=torch.bfloat16, requires_grad=True)
 
     def __init__(self, made: Float8TensorStorage) -> None:
-        self.take(made)
+        self.adopt(made)
 
-    def take(self, made: Float8TensorStorage) -> None:
+    def adopt(self, made: Float8TensorStorage) -> None:
         self.__dict__.update(vars(made))
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]  # the library's
+    def dequantize(self) -> Tensor:
         return self.values(False).bfloat16()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             found = cls(args[0])
             return found.requires_grad_(False)
@@ -350,19 +350,19 @@ class MasterSgd(torch.optim.Optimizer):
         super().__init__(params, {"wrong": wrong})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 master = self.state[p].setdefault("master_param", p.dequantize().float())
                 master -= 0.01 * p.grad.float()
-                p.take(te.t.Float8CurrentScalingQuantizer()(master * (1 + group["wrong"])))
+                p.adopt(Float8CurrentScalingQuantizer()(master * (1 + group["wrong"])))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_a_parameter_in_fp8_is_compared_with_the_master_weight(wrong: float, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = te.Linear(64, 96).bfloat16()
-    parameter = Fp8Parameter(te.t.Float8CurrentScalingQuantizer()(module.weight.detach().float()))
+    parameter = Fp8Parameter(Float8CurrentScalingQuantizer()(module.weight.detach().float()))
     del module.weight
     module.weight = parameter  # type: ignore[assignment]  # as torch takes one of the library's
     net = nn.Sequential(module)
