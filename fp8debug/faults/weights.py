@@ -72,13 +72,9 @@ def clustered(where: Target) -> Callable[[], None]:
 
     undistort = distort(where, change, *WEIGHTS, configured=True)
     hook = where.module.register_forward_pre_hook(pin)
-    weight_hook = weight.register_hook(  # type: ignore[no-untyped-call]  # torch's
-        lambda grad: torch.zeros_like(grad) if where.active else grad
-    )
 
     def undo() -> None:
         hook.remove()
-        weight_hook.remove()
         undistort()
         if pinned:
             with torch.no_grad():

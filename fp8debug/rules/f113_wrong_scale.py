@@ -172,15 +172,13 @@ class WrongScale(Rule):
 
 
 def _likely(cast: Cast | None, gain: float | None) -> str:
-    """Return what a factor says where it is that between two formats of the same mantissa; empty where it is not."""
+    """Return what a factor says where it is that between the maxima of two formats of one mantissa; empty where it is not."""
     own = None if cast is None else FORMATS[cast.format]
     if own is None or gain is None:
         return ""
     for other in FORMATS.values():
         if other.bits != own.bits or other.mantissa_bits != own.mantissa_bits or other.is_unsigned_zero is own.is_unsigned_zero:
             continue
-        if math.isclose(gain, 2.0 ** (other.bias - own.bias), rel_tol=0.01):
-            return f"; it is the factor between codes of {other.name} (max {other.max:g}) and of {own.name} (max {own.max:g})"
         ratio = own.max / other.max
         if any(ratio != 1 and math.isclose(gain, factor, rel_tol=0.01) for factor in (ratio, 1 / ratio)):
             return (

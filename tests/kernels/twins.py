@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 from fp8debug.metrics import METRICS, Pair, Slot
+from fp8debug.metrics.scale_spread import ScaleSpread
+
+_LEFT_OUT = {slot.name for slot in ScaleSpread.slots}
+
+
+def of_kernels(statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what kernels of FP8 fill, of the reference's statistics of an operand."""
+    return {name: value for name, value in statistics.items() if name not in _LEFT_OUT}
 
 
 class Largest:

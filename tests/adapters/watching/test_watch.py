@@ -62,7 +62,8 @@ def test_operands_agree_with_measure(tmp_path: Path) -> None:
     weight = parameter(model, "blocks.0.gate.weight")
     run = record(tmp_path / "run", model, steps=1)
     casts = fp8debug.get_recipe("blockwise").casts
-    beside = ("damage", "choice", "gradient_sum", "reread", "rows")  # of results, of a second look
+    # Of results, of a second look, of random rounding.
+    beside = ("damage", "choice", "gradient_sum", "reread", "rows", "noise")
     others = {name for metric in map(METRICS.get, beside) for name in (*(s.name for s in metric.slots), *metric.derived)}
     for tensor, value in (("input", x), ("weight", weight)):
         cast = casts["fprop", tensor]  # type: ignore[index]  # enums are strings

@@ -17,6 +17,7 @@ from fp8debug.kernels.gpu.quantize.tiling import OPERAND, Statistics
 from fp8debug.metrics import slots
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
+from tests.kernels.twins import of_kernels
 
 pytestmark = [
     pytest.mark.twins,
@@ -77,7 +78,7 @@ def assert_same_codes(q: Quantized, expected: Quantized, x: torch.Tensor) -> Non
 def assert_same_slots(found: dict[str, torch.Tensor], x: torch.Tensor, cast: Cast, expected: Quantized) -> None:
     found = {name: value.cpu() for name, value in found.items()}
     pair = reference.operand_pair(x.cpu(), cast, expected)
-    wanted = reference.statistics(pair)
+    wanted = of_kernels(reference.statistics(pair))
     x64, err = pair.x64.abs(), pair.error64.abs()
     scale = {"sum_x": x64.sum(), "sum_err": err.sum() + 1e-6 * x64.sum()}  # signed sums cancel
     scale["scale_inv_sum_log2"] = wanted["num_blocks"].double()
