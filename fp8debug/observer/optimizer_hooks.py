@@ -21,6 +21,7 @@ _BEFORE: dict[object, Hook] = {}
 _AFTER: dict[object, Hook] = {}
 _REGISTERED: list[Any] = []  # torch's handles, once there are any
 _UNDER_WAY: WeakSet[torch.optim.Optimizer] = WeakSet()
+_COUNT = [0]
 
 
 def before_any_optimizer(hook: Hook) -> Callable[[], None]:
@@ -50,6 +51,11 @@ def optimizers_under_way() -> list[torch.optim.Optimizer]:
     return list(_UNDER_WAY)
 
 
+def num_optimizer_steps() -> int:
+    """Return how many steps of any optimizer have ended since the first hook was added."""
+    return _COUNT[0]
+
+
 def _add(hooks: dict[object, Hook], hook: Hook) -> Callable[[], None]:
     key = object()
     hooks[key] = hook
@@ -74,6 +80,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
     if torch.compiler.is_compiling():
         return
     _UNDER_WAY.discard(optimizer)
+    _COUNT[0] += 1
     _call(_AFTER, optimizer, args, kwargs)
 
 

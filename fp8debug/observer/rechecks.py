@@ -17,6 +17,7 @@ from fp8debug.metrics.base import spread
 from fp8debug.metrics.gradient_sum import GradientSum
 from fp8debug.metrics.noise import roundings
 from fp8debug.metrics.reread import Reread
+from fp8debug.observer.optimizer_hooks import num_optimizer_steps
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
 
@@ -91,7 +92,7 @@ class GradientSumCheck:
         """Forget the passes so far: an optimizer has used up what they gave."""
         self._sums: _Sums | None = None
         self._before: tuple[Sample, Tensor] | None = None  # what weight.grad held when the first pass began
-        self._num_passes, self._graph_task, self._version = 0, -1, -1
+        self._num_passes, self._graph_task, self._state = 0, -1, (-1, -1)
 
     def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
         """Add a gradient and return the slots of ``GradientSum`` for those before it.
@@ -106,9 +107,12 @@ class GradientSumCheck:
         task = torch._C._current_graph_task_id()
         if is_new := task != self._graph_task:
             version = -1 if self.weight.is_inference() else self.weight._version
-            if version != self._version:
+            # Another optimizer's step between two passes: the first is of that one's loss (a generator's, an actor's), whose
+            # gradients of this weight nobody wants.
+            state = version, num_optimizer_steps()
+            if state != self._state:
                 self._restart()
-            self._graph_task, self._version = task, version
+            self._graph_task, self._state = task, state
             if self._sums is not None and self._sums.all.numel():
                 held = _accumulated(self.weight)
                 held = None if held is None else columns.few(held, SUMMED_COLUMNS).float()

@@ -56,7 +56,8 @@ class GradientLost(Rule):
         gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A common factor below 1 is clipping,
         averaging or the inverse of a loss scale, and no finding. Directions are compared, so that a factor hides nothing.
         Where several ranks add to a gradient, or something else does (a tied weight, noise), nothing is concluded; nor where
-        an optimizer steps on copies of its own.
+        an optimizer steps on copies of its own. A pass before another optimizer's step does not count: it is of that one's
+        loss (a generator's gradients of the discriminator).
 
     Why it matters
         The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;

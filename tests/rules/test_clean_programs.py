@@ -244,3 +244,26 @@ def test_tables_of_three_dimensions_are_no_experts(name: str) -> None:
     for weight in ("weight", "w13", "gate_up_proj", "post_weight", "relu_weight"):
         module.register_parameter(weight, nn.Parameter(torch.zeros(8, 16, 16)))
     assert stacks_of(module) == ["weight", "w13", "gate_up_proj", "post_weight", "relu_weight"]
+
+
+@pytest.mark.parametrize("judged", ["discriminator", "generator"])
+def test_gradients_of_another_models_loss_are_emptied_on_purpose(judged: str, tmp_path: Path) -> None:
+    """The generator's loss gives the discriminator gradients, which the discriminator's own step begins by emptying."""
+    torch.manual_seed(0)
+    generator, discriminator = (
+        fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, width)), "blockwise")
+        for width in (WIDTH, 16)
+    )
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (generator, discriminator)]
+    model = discriminator if judged == "discriminator" else generator
+    with fp8debug.watch(model, tmp_path / "run", every=2):
+        for _ in range(12):
+            real, noise = torch.randn(TOKENS, WIDTH) + 1, torch.randn(TOKENS, WIDTH)
+            optimizers[1].zero_grad()
+            nn.functional.softplus(-discriminator(real)).mean().backward()
+            nn.functional.softplus(discriminator(generator(noise).detach())).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            nn.functional.softplus(-discriminator(generator(noise))).mean().backward()
+            optimizers[0].step()
+    assert [name for name in faults(Run(tmp_path / "run")) if name[0] in ("F134", "F149")] == []
