@@ -132,7 +132,7 @@ class Fp8NotOn(Rule):
         found = []
         for whole in wholes:
             limit = limit_db or self._limit_db(whole)
-            trace = whole.where(lambda row, limit=limit: row["sqnr_db"] > limit and self._is_proof(row, limit))  # type: ignore[misc]
+            trace = whole.where(lambda row, limit=limit: row["sqnr_db"] > limit and self._is_proof(row, limit))  # type: ignore[misc]  # bound now
             if trace is not None and trace.lasting(min(2, len(trace.sampled))):
                 found.append(trace)
         return found

@@ -85,7 +85,7 @@ class StochasticRounding(Rule):
         """Return the operands whose rounding is not random."""
         for whole in traces(run, self._look):
             floor = 0.0 if whole.cast is None else cast_floor_db(whole.cast)
-            rounded = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] >= floor)  # type: ignore[misc]
+            rounded = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] >= floor)  # type: ignore[misc]  # bound now
             judges = (self._nearest, self._bias, self._repeats)
             for judge, trace in ((self._zeros, whole), *((judge, rounded) for judge in judges)):
                 if trace is not None and (finding := judge(trace)) is not None:

@@ -75,6 +75,6 @@ def beyond_range(run: Run, limits: ScaleLimits) -> Iterable[tuple[Trace, bool]]:
         yield trace, True
     for whole in traces(run, limits.underflown):
         floor = cast_floor_db(whole.cast) - limits.margin_db if whole.cast is not None else 0.0
-        below = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] < floor)  # type: ignore[misc]
+        below = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
         if below is not None:
             yield below, False
