@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
-from fp8debug.rules.reading.conditions import Look
-from fp8debug.rules.reading.stored_scales import ScaleLimits, beyond_range
-from fp8debug.rules.reading.traces import percent, times
-
-if TYPE_CHECKING:
-    from fp8debug.store.read.run import Run
+from fp8debug.rules.base import RULES
+from fp8debug.rules.reading.stored_scales import ScaleRange
 
 
 @dataclass(frozen=True)
-class StaleTensorScale(Rule):
+class StaleTensorScale(ScaleRange):
     """The FP32 scale over E4M3 block scales was made for another amax than the tensor's.
 
     What it detects
@@ -48,45 +40,10 @@ class StaleTensorScale(Rule):
 
     code = "F147"
     name = "stale-tensor-scale"
-    columns = ("headroom", "scale_inv_max", "amax")
     cure = "compute the second-level scale from this tensor's own amax; else MXFP8 or BF16 for this GEMM"
-
-    min_headroom: float = 1.25
-    margin_db: float = 0.1
-    min_elements: int = 256
-
-    @property
-    def _limits(self) -> ScaleLimits:
-        keys = f"{SCALES_ARE_ROUNDED} AND cast_name LIKE '% tensor_scale=%'"
-        return ScaleLimits(keys=keys, min_headroom=self.min_headroom, margin_db=self.margin_db, min_elements=self.min_elements)
-
-    def looks(self) -> Iterable[Look]:
-        """Return the operands whose scales their format cuts off."""
-        yield self._limits.saturated
-        yield self._limits.underflown
-
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands whose tensor scale is another's."""
-        for trace, is_small in beyond_range(run, self._limits):
-            if is_small:
-                row = trace.worst("headroom")
-                message = (
-                    f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its"
-                    f" amax is {times(row['headroom'])} times what the second-level scale was made for: the block scales saturate"
-                )
-                yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-            else:
-                row = trace.worst("eps_block_rate")
-                message = (
-                    f"{percent(row['eps_block_rate'])} of the {trace.gemm} {trace.tensor}'s block scales are zero at step"
-                    f" {row['step']} ({row['sqnr_db']:.1f} dB): the second-level scale was made for a larger tensor"
-                )
-                yield trace.finding(self, Severity.ERROR, message, value=row["eps_block_rate"], threshold=0.0)
-
-    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to other signs of a Hadamard transform, under which the blocks have other maxima too."""
-        signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}
-        return any((part.module, part.tensor) not in signs for part in finding.sites)
+    keys = "cast_name LIKE '% tensor_scale=%'"
+    saturates = "its amax is {} times what the second-level scale was made for: the block scales saturate"
+    is_zero = "the second-level scale was made for a larger tensor"
 
 
 RULES.add(StaleTensorScale.code, StaleTensorScale())

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fp8debug.rules.base import RULES, Finding, Rule, Severity
-from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED
-from fp8debug.rules.reading.conditions import Look
-from fp8debug.rules.reading.stored_scales import ScaleLimits, beyond_range
-from fp8debug.rules.reading.traces import percent, times
-
-if TYPE_CHECKING:
-    from fp8debug.store.read.run import Run
+from fp8debug.rules.base import RULES
+from fp8debug.rules.reading.stored_scales import ScaleRange
 
 
 @dataclass(frozen=True)
-class BlockScaleRange(Rule):
+class BlockScaleRange(ScaleRange):
     """E4M3 block scales without a second level saturate, or underflow to zero.
 
     What it detects
@@ -42,45 +34,10 @@ class BlockScaleRange(Rule):
 
     code = "F148"
     name = "block-scale-range"
-    columns = ("headroom", "scale_inv_max", "amax")
     cure = "tensor_scale='tensor' for this operand, or E8M0 scales; else BF16 for this GEMM"
-
-    min_headroom: float = 1.25
-    margin_db: float = 0.1
-    min_elements: int = 256
-
-    @property
-    def _limits(self) -> ScaleLimits:
-        keys = f"{SCALES_ARE_ROUNDED} AND cast_name NOT LIKE '% tensor_scale=%'"
-        return ScaleLimits(keys=keys, min_headroom=self.min_headroom, margin_db=self.margin_db, min_elements=self.min_elements)
-
-    def looks(self) -> Iterable[Look]:
-        """Return the operands whose scales their format cuts off."""
-        yield self._limits.saturated
-        yield self._limits.underflown
-
-    def check(self, run: Run) -> Iterable[Finding]:
-        """Return the operands whose block scales do not fit their format."""
-        for trace, is_small in beyond_range(run, self._limits):
-            if is_small:
-                row = trace.worst("headroom")
-                message = (
-                    f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}:"
-                    f" its block scales saturate in E4M3, {times(row['headroom'])} times below its amax, with none over them"
-                )
-                yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
-            else:
-                row = trace.worst("eps_block_rate")
-                message = (
-                    f"{percent(row['eps_block_rate'])} of the {trace.gemm} {trace.tensor}'s block scales are zero at step"
-                    f" {row['step']} ({row['sqnr_db']:.1f} dB): E4M3 does not reach down to them, with no scale over them"
-                )
-                yield trace.finding(self, Severity.ERROR, message, value=row["eps_block_rate"], threshold=0.0)
-
-    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to other signs of a Hadamard transform, under which the blocks have other maxima too."""
-        signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}
-        return any((part.module, part.tensor) not in signs for part in finding.sites)
+    keys = "cast_name NOT LIKE '% tensor_scale=%'"
+    saturates = "its block scales saturate in E4M3, {} times below its amax, with none over them"
+    is_zero = "E4M3 does not reach down to them, with no scale over them"
 
 
 RULES.add(BlockScaleRange.code, BlockScaleRange())

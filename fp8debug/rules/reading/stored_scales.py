@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fp8debug.formats import FORMATS
+from fp8debug.rules.base import Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import SCALES_ARE_ROUNDED, cast_floor_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
-from fp8debug.rules.reading.traces import Trace, traces
+from fp8debug.rules.reading.traces import percent, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -28,53 +29,76 @@ ARE_CUT_OFF = (
 _COLUMNS = ("headroom", "overflow_rate", "sqnr_db", "eps_block_rate", "num_eps_blocks", "scale_inv_max", "amax")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaleLimits:
-    """Thresholds for scales beyond their format, and which casts are meant.
+@dataclass(frozen=True)
+class ScaleRange(Rule):
+    """Base of the rules over operands whose block scales do not fit their format, with or without a second level over them.
+
+    A block whose scale is zero loses nothing that counts where the tensor's largest block has the largest scale of the
+    format: it lies 2^-18 below that. So it counts where the operand lies below what its cast can do to any tensor.
 
     Attributes:
-        keys: SQL predicate over ``cast_name``.
+        keys: SQL predicate over ``cast_name`` for the casts meant, all of whose scales are rounded.
+        saturates: end of the message on values that clip; ``{}`` is amax over what the scales hold.
+        is_zero: end of the message on blocks whose scale is zero.
         min_headroom: amax over what the scale holds.
         margin_db: how far below the bound of its cast an operand with zero scales must lie.
-        min_elements: in a small tensor a share says nothing.
+        min_elements: in a small tensor a share has no meaning.
     """
 
-    keys: str
-    min_headroom: float
-    margin_db: float
-    min_elements: int
+    columns = ("headroom", "scale_inv_max", "amax")
+    keys: ClassVar[str]
+    saturates: ClassVar[str]
+    is_zero: ClassVar[str]
+
+    min_headroom: float = 1.25
+    margin_db: float = 0.1
+    min_elements: int = 256
 
     @property
-    def saturated(self) -> Look:
-        """The rows whose scales are too small for the tensor."""
+    def _saturated(self) -> Look:
         conditions: Conditions = [
             Condition("headroom", ">", self.min_headroom),
-            Keys(self.keys),
+            Keys(f"{SCALES_ARE_ROUNDED} AND {self.keys}"),
             f"numel >= {self.min_elements} AND {ARE_CUT_OFF}",
         ]
         return look(conditions, _COLUMNS)
 
     @property
-    def underflown(self) -> Look:
-        """The rows with blocks whose scale is zero."""
+    def _underflown(self) -> Look:
         conditions: Conditions = [
             Condition("num_eps_blocks", ">", 0),
-            Keys(f"{self.keys} AND cast_name NOT LIKE '% eps=%'"),
+            Keys(f"{SCALES_ARE_ROUNDED} AND {self.keys} AND cast_name NOT LIKE '% eps=%'"),
             f"numel >= {self.min_elements}",
         ]
         return look(conditions, _COLUMNS)
 
+    def looks(self) -> Iterable[Look]:
+        """Return the operands whose scales their format cuts off."""
+        yield self._saturated
+        yield self._underflown
 
-def beyond_range(run: Run, limits: ScaleLimits) -> Iterable[tuple[Trace, bool]]:
-    """Yield the operands whose block scales do not fit their format, and whether they are too large for it (else zero).
+    def check(self, run: Run) -> Iterable[Finding]:
+        """Return the operands whose block scales saturate, then those where some are zero."""
+        for trace in traces(run, self._saturated):
+            row = trace.worst("headroom")
+            message = (
+                f"{percent(row['overflow_rate'] or 0.0)} of the {trace.gemm} {trace.tensor} clips at step {row['step']}:"
+                f" {self.saturates.format(times(row['headroom']))}"
+            )
+            yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+        for whole in traces(run, self._underflown):
+            floor = cast_floor_db(whole.cast) - self.margin_db if whole.cast is not None else 0.0
+            below = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
+            if below is None:
+                continue
+            row = below.worst("eps_block_rate")
+            message = (
+                f"{percent(row['eps_block_rate'])} of the {below.gemm} {below.tensor}'s block scales are zero at step"
+                f" {row['step']} ({row['sqnr_db']:.1f} dB): {self.is_zero}"
+            )
+            yield below.finding(self, Severity.ERROR, message, value=row["eps_block_rate"], threshold=0.0)
 
-    A block whose scale is zero loses nothing that counts where the tensor's largest block has the largest scale of the
-    format: it lies 2^-18 below that. So it counts where the operand lies below what its cast can do to any tensor.
-    """
-    for trace in traces(run, limits.saturated):
-        yield trace, True
-    for whole in traces(run, limits.underflown):
-        floor = cast_floor_db(whole.cast) - limits.margin_db if whole.cast is not None else 0.0
-        below = whole.where(lambda row, floor=floor: row["sqnr_db"] is not None and row["sqnr_db"] < floor)  # type: ignore[misc]  # bound now
-        if below is not None:
-            yield below, False
+    def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
+        """Yield to other signs of a Hadamard transform, under which the blocks have other maxima too."""
+        signs = {(part.module, part.tensor) for f in others if f.code == "F146" for part in f.sites}
+        return any((part.module, part.tensor) not in signs for part in finding.sites)
