@@ -110,7 +110,7 @@ class HadamardSigns(Rule):
         """Return the GEMMs whose two operands, or whose ranks, declare different transforms."""
         query = (
             "SELECT module, gemm, tensor, cast_name, min(step) AS first, max(step) AS last, min(call_index) AS call_index,"
-            f" list(DISTINCT rank) AS ranks FROM raw WHERE {RUNNING} AND tensor IN ('input', 'weight', 'grad_output')"
+            f" array_agg(DISTINCT rank) AS ranks FROM raw WHERE {RUNNING} AND tensor IN ('input', 'weight', 'grad_output')"
             f" AND (module, gemm) IN (SELECT DISTINCT module, gemm FROM raw WHERE actual AND {_IS_TRANSFORMED})"
             " GROUP BY module, gemm, tensor, cast_name ORDER BY module, gemm, tensor, cast_name"
         )

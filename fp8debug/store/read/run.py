@@ -385,7 +385,7 @@ class Run:
         """Return the steps with statistics of a module, in order: all sampled ones but where compiled modules take turns."""
         if self.manifest.get("turns", 1) == 1:
             return self.sampled_steps
-        query = "SELECT module, list(DISTINCT step ORDER BY step) AS steps FROM raw GROUP BY module"
+        query = "SELECT module, array_sort(array_agg(DISTINCT step)) AS steps FROM raw GROUP BY module"
         steps = self.memo("sampled_steps_of", lambda: {row["module"]: row["steps"] for row in self.sql(query).to_pylist()})
         return list(steps.get(module, ()))
 
