@@ -1,0 +1,257 @@
+"""Public reports of train and rollout that parted, each rebuilt as two small recordings; the answer was written first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fp8debug
+from fp8debug.linear import Fp8Linear
+from fp8debug.parity import compare_paths, record_path
+from tests.bench.parity_models import Decoder, Experts, Gated, rollout, tokens, training
+
+Paths = tuple[Path, Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A public report.
+
+    Attributes:
+        reference: repository and number.
+        make: records both paths into a folder.
+        code: of the first finding; None where there is nothing to find.
+        module: of the first finding.
+        also: further modules that it has to name; None where others may be named.
+        says: what its message has to hold.
+    """
+
+    reference: str
+    make: Callable[[Path], Paths]
+    code: str | None
+    module: str | None = None
+    also: frozenset[str] | None = None
+    says: str = ""
+
+
+def recorded(train: nn.Module, engine: nn.Module, folder: Path, seed: int = 0) -> Paths:
+    record_path(train, tokens(seed), folder / "train")
+    record_path(engine, tokens(seed), folder / "rollout")
+    return folder / "train", folder / "rollout"
+
+
+def _gate_and_up_left_out(folder: Path) -> Paths:
+    model = training("llama", 0, "mxfp8")
+    engine = rollout(model, False)
+    for name, module in engine.named_modules():
+        if name.endswith(("gate_proj", "up_proj")) and isinstance(module, Fp8Linear):
+            module.set_recipe("bf16")
+    return recorded(model, engine, folder)
+
+
+def _halves_of_experts_swapped(folder: Path) -> Paths:
+    model = training("moe", 0)
+    engine = rollout(model, False)
+    for name, module in engine.named_modules():
+        if isinstance(module, Gated) and name.startswith("layers.1."):
+            module.gate_proj.weight, module.up_proj.weight = module.up_proj.weight, module.gate_proj.weight
+    return recorded(model, engine, folder)
+
+
+class Adapted(nn.Module):
+    """A Linear with an adapter, as PEFT names its parts; ``times`` is how often the adapter's product is added."""
+
+    def __init__(self, base: nn.Module, times: int = 1, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        rows, columns = base.get_parameter("weight").shape
+        self.base_layer, self.times = base, times
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 8, bias=False, dtype=torch.bfloat16)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, rows, bias=False, dtype=torch.bfloat16)})
+        for part in (self.lora_A["default"], self.lora_B["default"]):
+            part.weight.data = (torch.randn(part.weight.shape, generator=generator) * 0.15).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.times * self.lora_B["default"](self.lora_A["default"](x))
+        return out
+
+    def delta(self) -> Tensor:
+        out: Tensor = self.lora_B["default"].weight.float() @ self.lora_A["default"].weight.float()
+        return out
+
+
+def adapted(model: Decoder, times: int) -> Decoder:
+    """Return the model with adapters at every down_proj; at one layer it is added several times."""
+    model = copy.deepcopy(model)
+    for number, layer in enumerate(model.layers):
+        mlp: Any = layer.mlp
+        mlp.down_proj = Adapted(mlp.down_proj, times if number == 1 else 1, number)
+    return model.requires_grad_(False)
+
+
+def merged(model: Decoder) -> Decoder:
+    """Return the engine's copy, whose weights hold the adapters' products."""
+    engine = copy.deepcopy(model)
+    for layer in engine.layers:
+        mlp: Any = layer.mlp
+        part: Any = mlp.down_proj
+        part.base_layer.weight.data = (part.base_layer.weight.float() + part.delta()).bfloat16()
+        mlp.down_proj = part.base_layer
+    return engine
+
+
+def _adapter_added_twice(folder: Path) -> Paths:
+    model = training("llama", 0, None)
+    return recorded(adapted(model, 2), adapted(model, 1), folder)
+
+
+def _adapter_added_twice_and_merged(folder: Path) -> Paths:
+    model = training("llama", 0, None)
+    return recorded(adapted(model, 2), merged(adapted(model, 1)), folder)
+
+
+def _adapters_merged(folder: Path) -> Paths:
+    model = training("llama", 0, None)
+    return recorded(adapted(model, 1), merged(adapted(model, 1)), folder)
+
+
+def _scales_never_loaded(folder: Path) -> Paths:
+    model = training("moe", 0)
+    engine = rollout(model, False)
+    mlp = engine.layers[1].mlp
+    assert isinstance(mlp, Experts)
+    for expert in mlp.experts:
+        assert isinstance(expert, Gated)
+        expert.down_proj.weight.data[:] = float("nan")
+    return recorded(model, engine, folder)
+
+
+def _own_logprobs(folder: Path, change: Callable[[Tensor, Tensor], Tensor]) -> Paths:
+    """Record equal paths; the rollout also reports log-probabilities made of its logits by ``change``."""
+    model = training("llama", 0)
+    paths = recorded(model, rollout(model, False), folder)
+    batch = tokens(0)
+    logits = model(batch).float()
+    for path, values in zip(paths, (logits.log_softmax(-1), change(logits, batch)), strict=True):
+        table = values.gather(-1, batch.roll(-1, 1)[..., None])[..., 0].roll(1, 1)
+        table[:, 0] = float("nan")
+        file = next(f for f in sorted(path.iterdir()) if "tokens" in load_file(f))
+        extra = {"logprobs": table.flatten().contiguous(), "tokens": batch}
+        save_file(extra, path / "pass00000-call999999.safetensors", {"format": "fp8debug-parity", "pass": "0"})
+        assert file
+    return paths
+
+
+def _logprob_of_the_likeliest(folder: Path) -> Paths:
+    return _own_logprobs(folder, lambda logits, _: logits.log_softmax(-1).amax(-1, keepdim=True).expand_as(logits))
+
+
+def _logprob_at_another_temperature(folder: Path) -> Paths:
+    return _own_logprobs(folder, lambda logits, _: (logits / 0.6).log_softmax(-1))
+
+
+def _never_synchronized(folder: Path) -> Paths:
+    model = training("llama", 0)
+    engine = rollout(model, False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in engine.parameters():
+        noise = torch.randn(parameter.shape, generator=generator) * parameter.float().std() * 0.05
+        parameter.data = (parameter.float() + noise).to(parameter.dtype)
+    return recorded(model, engine, folder)
+
+
+def _rotary_in_bf16(folder: Path) -> Paths:
+    """Rotate queries and keys by angles of FP32 in training and of BF16 in the engine."""
+    model = training("llama", 0)
+    engine = rollout(model, False)
+    for path, dtype in ((model, torch.float32), (engine, torch.bfloat16)):
+        for layer in path.layers:
+            attention: Any = layer.self_attn
+            attention.attend = _rotated(dtype, attention.attend)
+    return recorded(model, engine, folder)
+
+
+def _rotated(dtype: torch.dtype, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[-2], dtype=torch.float32) * 40
+        angles = (places[:, None] / 1e4 ** torch.linspace(0, 1, q.shape[-1] // 2)).to(dtype).float()
+        return attend(_turned(q, angles), _turned(k, angles), v)
+
+    return attended
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).to(x.dtype)
+
+
+GATED = [f"layers.{layer}.mlp.{part}" for layer in range(3) for part in ("gate_proj", "up_proj")]
+HALVES = [f"layers.1.mlp.experts.{n}.{part}" for n in range(4) for part in ("gate_proj", "up_proj")]
+DOWN = [f"layers.1.mlp.experts.{n}.down_proj" for n in range(4)]
+REPORTS = {
+    "an ignore list that hits more": Report(
+        reference="verl #7519",
+        make=_gate_and_up_left_out,
+        code="F307",
+        module=GATED[0],
+        also=frozenset(GATED[1:]),
+    ),
+    "halves of the experts' weights swapped": Report(
+        reference="verl #7986",
+        make=_halves_of_experts_swapped,
+        code="F301",
+        module=HALVES[0],
+        also=frozenset(HALVES[1:]),
+        says="another tensor",
+    ),
+    "an adapter added twice in training": Report(
+        reference="miles #3232",
+        make=_adapter_added_twice,
+        code="F306",
+        module="layers.1.mlp.down_proj",
+    ),
+    "an adapter added twice in training, merged in the rollout": Report(
+        reference="miles #3232",
+        make=_adapter_added_twice_and_merged,
+        code="F306",
+        module="layers.1.mlp.down_proj",
+    ),
+    "adapters merged in the rollout": Report(reference="miles #3232", make=_adapters_merged, code=None),
+    "expert scales never loaded": Report(
+        reference="vime #248", make=_scales_never_loaded, code="F308", module=DOWN[0], says="NaN"
+    ),
+    "log-probability of the likeliest token": Report(
+        reference="NeMo-RL #3297", make=_logprob_of_the_likeliest, code="F308", module=None, says="rollout's log-probabilities"
+    ),
+    "log-probability at another temperature": Report(
+        reference="NeMo-RL #935", make=_logprob_at_another_temperature, code="F308", module=None, says="temperature of 0.6"
+    ),
+    "weights that are never synchronized": Report(
+        reference="trl #5312", make=_never_synchronized, code="F301", module="embed_tokens", says="alike"
+    ),
+    "rotary angles in BF16": Report(
+        reference="prime-rl #1167", make=_rotary_in_bf16, code="F306", module="layers.0.self_attn"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_report(name: str, tmp_path: Path) -> None:
+    report = REPORTS[name]
+    found = list(compare_paths(*report.make(tmp_path)))
+    told = [(f.code, f.module, f.also, f.message) for f in found]
+    if report.code is None:
+        assert not found, told
+        return
+    assert found, "nothing was found"
+    assert (found[0].code, found[0].module) == (report.code, report.module), told
+    assert report.also is None or set(found[0].also) == report.also, told
+    assert report.says in found[0].message, told
