@@ -14,7 +14,7 @@ from fp8debug.checkpoints.codes import OF_DTYPE, is_float
 from fp8debug.checkpoints.files import Checkpoint, Tensor, open_checkpoint
 from fp8debug.checkpoints.layouts import LAYOUTS, Weight
 from fp8debug.checkpoints.layouts.base import extent
-from fp8debug.checkpoints.names import is_scale, scaled_by
+from fp8debug.checkpoints.names import MARKERS, is_scale, scaled_by
 from fp8debug.checkpoints.report import CheckReport
 from fp8debug.checkpoints.rules import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.checkpoints.rules.base import JudgedTensor, JudgedWeight
@@ -122,6 +122,8 @@ def _sorted_out(checkpoint: Checkpoint) -> _Sorted:
             not_judged.append((tensor.name, "scale of a weight in another quantization"))
         elif reason is not None:
             unread.append((tensor, reason))
+        elif tensor.name in MARKERS:
+            not_judged.append((tensor.name, "a marker, no weight"))
         elif tensor.dtype in OF_DTYPE or (tensor.dtype == "U8" and tensor.name.endswith(("weight_packed", "_qdata"))):
             weights.append(_without_scale(tensor))
         elif is_float(tensor.dtype):

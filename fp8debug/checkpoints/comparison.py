@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8debug.formats import FORMATS
+
 Array = np.ndarray[Any, Any]
 
 #: Tolerance of a scale's log2, at least: rounding moves the best factor of a block of 128x128 by less.
@@ -35,6 +37,7 @@ class Comparison:
         far_rate: share of elements further from x than one code.
         differing_rate: share of elements whose code is not that of the cast under the stored scales.
         num_blocks: blocks compared.
+        clipped_rate: share of the blocks whose scale is smaller than a power of two rounded down (OCP MX).
         num_bad_blocks: blocks more than 6 dB below the ideal cast, and below the cast under their own scale.
         worst_db: SQNR of the worst block.
         factor: the one factor of all blocks; None where they differ.
@@ -51,6 +54,7 @@ class Comparison:
     far_rate: float
     differing_rate: float
     num_blocks: int
+    clipped_rate: float
     num_bad_blocks: int
     worst_db: float | None
     factor: float | None
@@ -71,16 +75,23 @@ class Sums:
         self.number_format = number_format
         self._totals = dict.fromkeys(self.NAMES, 0.0)
         self._refit2, self._num_blocks, self._num_bad, self._worst = 0.0, 0, 0, math.inf
+        self._num_clipped = 0
+        fmt = FORMATS[number_format]
+        #: A block's ideal scale over one that is rounded down to a power of two, at most.
+        self._largest_ratio = 2.0 ** (math.floor(math.log2(fmt.max)) + 1) / fmt.max
         self._scales: list[Array] = []
         self._factors: list[Array] = []
 
-    def add(self, partial: Mapping[str, Array], scales: Array | None) -> None:
+    def add(self, partial: Mapping[str, Array], scales: Array, ideal: Array, *, keep: bool) -> None:
         """Add complete rows of blocks.
 
         Args:
             partial: sums by name, ``[block rows, block columns]``.
-            scales: of these blocks, to be kept for the pattern; None for no more.
+            scales: of these blocks.
+            ideal: FP32 scales made for the reference, of the same blocks.
+            keep: whether to keep the scales for the pattern.
         """
+        self._num_clipped += int((ideal > 1.01 * self._largest_ratio * scales).sum())
         for name in self.NAMES:
             self._totals[name] += float(partial[name].sum())
         x2, xy, y2 = partial["x2"], partial["xy"], partial["y2"]
@@ -92,7 +103,7 @@ class Sums:
         self._num_blocks += x2.size
         self._num_bad += int(((sqnr < np.minimum(ideal, 60) - 6) & (sqnr < own - 1)).sum())
         self._worst = min(self._worst, float(sqnr.min(initial=math.inf)))
-        if scales is not None:
+        if keep:
             self._scales.append(np.array(scales, np.float64))
             self._factors.append(factor)
 
@@ -111,6 +122,7 @@ class Sums:
             far_rate=total["far"] / compared,
             differing_rate=total["differing"] / compared,
             num_blocks=self._num_blocks,
+            clipped_rate=self._num_clipped / max(1, self._num_blocks),
             num_bad_blocks=self._num_bad,
             worst_db=self._worst if math.isfinite(self._worst) else None,
             factor=factor,

@@ -285,8 +285,8 @@ class _Scan:
                     with np.errstate(over="ignore", invalid="ignore"):
                         sum2 += float((np.square(scales, dtype=np.float64) * square).sum())
                     num_zero_scale += int(((self._stored[matrix, rows] == 0) & filled).sum())
-                    if sums is not None:
-                        sums.add(partial, scales if kept < MAX_KEPT_BLOCKS else None)
+                    if sums is not None and ideal is not None:
+                        sums.add(partial, scales, ideal, keep=kept < MAX_KEPT_BLOCKS)
                         kept += scales.size
         digest.update(counts.tobytes())
         return self._summary(counts, sum2, num_blocks, num_at_top, num_zero_scale, digest.hexdigest(), sums)

@@ -14,7 +14,7 @@ from statistics import median
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.parity.dump import PathDump, aligned, open_dump
-from fp8debug.parity.logprobs import metrics_of
+from fp8debug.parity.logprobs import metrics_of, odd_logprobs
 from fp8debug.parity.measures import Measures, measure_module
 from fp8debug.parity.names import Names, matched
 from fp8debug.parity.report import ParityReport
@@ -43,6 +43,13 @@ GROWTH_OF_CODES = 0.06
 FLIPS_OF_NOISE = 8.0
 #: Share of the modules from which on a difference is one of the paths, not of a module.
 ALIKE = 0.5
+#: Limits are so many times as wide where one path adds an adapter's product and the other has merged it: base, product and sum
+#: are rounded to BF16 (2.8e-6 each, and more of the sum where they cancel).
+ROUNDINGS_OF_ADAPTER = 4.0
+#: Error of a module's output beyond which no cast of its input makes it, unless values clip: 10 dB.
+NO_CAST = 0.1
+#: Cosine of two weights of one module from which on they are steps of one tensor.
+OTHER_TENSOR = 0.7
 _PATHS = ("training", "rollout")
 
 
@@ -90,6 +97,10 @@ def compare_paths(
         noise = {m.module if is_ours else _ours_of(m.module, found): m for m in floor}
     metrics = metrics_of(ours, theirs, problems)
     findings = judge(found, noise)
+    findings += [_DIFFER.found(text, value=value, threshold=threshold, tensor="logprobs", cure=cure)
+                 for dump, path in zip((ours, theirs), _PATHS, strict=True)
+                 if (told := odd_logprobs(dump, path, _DIFFER.max_error, problems)) is not None
+                 for text, value, threshold, cure in (told,)]  # fmt: skip
     error = metrics.get("token_mult_prob_error")
     if not findings and error is not None and error > _DIFFER.max_error:
         text = (
@@ -178,6 +189,11 @@ def _floor(repeated: float | None, least: float = _KERNEL.max_same) -> float:
     return max(least, ABOVE_NOISE * repeated) if repeated is not None else least
 
 
+def _widened(floor: float, m: Measures) -> float:
+    """Return a limit with room for the roundings of a product that one path adds and the other has merged."""
+    return ROUNDINGS_OF_ADAPTER * floor if m.adapter[0] != m.adapter[1] else floor
+
+
 def _is_expert(m: Measures) -> bool:
     return ".experts." in m.module or ".expert" in m.module
 
@@ -243,10 +259,20 @@ def _weight(m: Measures, modules: Sequence[Measures], repeated: Measures | None)
             return None
         text = f"{m.module}: the rollout's weight differs by {m.weight:.2g} of its square, as rounding to FP8 makes"
         return _CAST.found(text, value=m.weight, **where)
-    text = (
-        f"{m.module}: the rollout's weight differs from training's by {m.weight:.2g} of its square; it is a copy of another step"
-    )
+    text = f"{m.module}: the rollout's weight differs from training's by {m.weight:.2g} of its square; {_kind_of_copy(m)}"
     return _STALE.found(text, value=m.weight, **where)
+
+
+def _kind_of_copy(m: Measures) -> str:
+    """Return what the cosine of two weights tells."""
+    gain = m.weight_gain or 0.0
+    size2 = (m.weight or 0.0) - 1 + 2 * gain  # |W_r|^2 / |W_t|^2
+    cosine = gain / size2**0.5 if size2 > 0 else 0.0
+    if cosine > OTHER_TENSOR:
+        return "it is a copy of another step"
+    if cosine < -OTHER_TENSOR:
+        return f"its signs are turned (cosine {cosine:.2g})"
+    return f"it is another tensor, or its rows are in another order, such as swapped halves (cosine {cosine:.2g})"
 
 
 def _casts_too(m: Measures) -> bool:
@@ -267,7 +293,7 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
     if first is None or second is None or _casts_too(m):
         return None
     known = [e for e in repeated.error if e is not None] if repeated else []
-    floor = _floor(max(known) - min(known) if known else None)
+    floor = _widened(_floor(max(known) - min(known) if known else None), m)
     large, small = max(first, second), min(first, second)
     if large <= floor or large < _ACTIVATION.min_excess * small:
         return None
@@ -289,6 +315,9 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
         if levels[path] >= _PRECISION.min_cast and levels[1 - path] < _PRECISION.min_cast:
             return _ACTIVATION.found(f"{text}, as it does most modules", tensor="input", **where)
         return _PRECISION.found(text, tensor="input", **where)
+    if large > NO_CAST and gain > 0.95:
+        text = f"{m.module}: {numbers}: more than a cast makes; another formula, such as an adapter that is added more than once"
+        return _KERNEL.found(text, tensor="output", **where)
     return _ACTIVATION.found(f"{m.module}: {numbers}", tensor="input", **where)
 
 
@@ -298,7 +327,7 @@ def _direct(m: Measures, repeated: Measures | None, before: float, noise_before:
         return None
     given = m.input if m.input is not None else before
     floor_in = _floor(repeated.input if repeated and repeated.input is not None else noise_before if repeated else None)
-    floor = _floor(repeated.output if repeated else None)
+    floor = _widened(_floor(repeated.output if repeated else None), m)
     errors = [e for e in m.error if e is not None]
     is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
     if given > floor_in or m.output <= max(floor, _KERNEL.max_growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):

@@ -140,14 +140,50 @@ class PathDump:
         quantized = self._weights.get(f"{module}.weight")
         if quantized is not None:
             return QuantizedRows(quantized, stack), (quantized.batch * quantized.rows, quantized.columns), True
+        if (adapter := self._adapter(module)) is not None:
+            return self._adapted(*adapter, stack)
         plain = self.modules[module].stored.get("weight")
         if plain is None or not is_float(plain.dtype) or len(plain.shape) not in (1, 2):
             return None
         return PlainRows(plain, stack), _rows_of(plain), False
 
+    def has_adapter(self, module: str) -> bool:
+        """Return whether a module is a Linear with an adapter beside its base."""
+        return f"{module}.base_layer" in self.modules
+
+    def _adapter(self, module: str) -> tuple[str, Tensor, Tensor, float] | None:
+        """Return the base of a Linear with one adapter, the adapter's weights and its factor; None for other modules."""
+        base, factor = f"{module}.base_layer", self.vector(module, "scaling")
+        if base not in self.modules or factor is None:
+            return None
+        parts = [
+            [
+                m.stored["weight"]
+                for name, m in self.modules.items()
+                if name.startswith(f"{module}.{part}") and "weight" in m.stored
+            ]
+            for part in ("lora_A", "lora_B", "lora_magnitude")
+        ]
+        if len(parts[0]) != 1 or len(parts[1]) != 1 or parts[2]:
+            return None
+        (down,), (up,) = parts[0], parts[1]
+        is_sound = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1]
+        return (base, down, up, float(factor[0])) if is_sound and is_float(down.dtype) and is_float(up.dtype) else None
+
+    def _adapted(
+        self, base: str, down: Tensor, up: Tensor, factor: float, stack: ExitStack
+    ) -> tuple[RowSource, tuple[int, int], bool] | None:
+        found = self.weight(base, stack)
+        if found is None or found[1] != (up.shape[0], down.shape[1]):
+            return None
+        return _AdaptedRows(found[0], PlainRows(down, stack).read(0, down.shape[0]), PlainRows(up, stack), factor), *found[1:]
+
     def vector(self, module: str, key: str) -> Array | None:
         """Return a bias, a norm's gain or an epsilon, FP64; None without one."""
         tensor = self.modules[module].stored.get(key)
+        base = self.modules.get(f"{module}.base_layer")
+        if tensor is None and key == "bias" and base is not None:
+            tensor = base.stored.get(key)
         if tensor is None or not is_float(tensor.dtype) or len(tensor.shape) != 1:
             return None
         with ExitStack() as stack:
@@ -184,6 +220,17 @@ class PathDump:
                 keys.append((state[0], state[1]))
                 state[1] += 1
         return keys
+
+
+class _AdaptedRows:
+    """Rows of base + factor * up @ down, a Linear's weight with its adapter merged."""
+
+    def __init__(self, base: RowSource, down: Array, up: RowSource, factor: float) -> None:
+        self._base, self._down, self._up, self._factor = base, down, up, np.float32(factor)
+
+    def read(self, first: int, last: int) -> Array:
+        """Return rows in FP32."""
+        return np.asarray(self._base.read(first, last) + self._factor * (self._up.read(first, last) @ self._down))
 
 
 def open_dump(path: str | Path) -> PathDump:

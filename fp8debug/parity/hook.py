@@ -79,7 +79,8 @@ class PathRecorder:
     @staticmethod
     def _is_recorded(module: nn.Module) -> bool:
         has_own = any(True for _ in module.parameters(recurse=False))
-        return (has_own or not any(True for _ in module.children())) and not isinstance(module, _LEFT_OUT)
+        is_whole = has_own or hasattr(module, "base_layer") or not any(True for _ in module.children())
+        return is_whole and not isinstance(module, _LEFT_OUT)
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._num_passes += 1
@@ -148,6 +149,9 @@ class PathRecorder:
         epsilon = next((v for n in EPSILONS if isinstance(v := getattr(module, n, None), float)), None)
         if epsilon is not None:
             stored["eps"] = torch.tensor([epsilon], dtype=torch.float64, device="cpu")
+        factors = getattr(module, "scaling", None)  # of adapters, by their names
+        if isinstance(factors, Mapping) and len(factors) == 1 and not getattr(module, "merged", False):
+            stored["scaling"] = torch.tensor([float(next(iter(factors.values())))], dtype=torch.float64, device="cpu")
         return stored
 
     def _write(self, name: str, kind: str, tensors: Mapping[str, Tensor]) -> None:

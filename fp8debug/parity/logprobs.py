@@ -16,6 +16,8 @@ Array = np.ndarray[Any, Any]
 HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 #: Tokens whose logits are compared, and the number of the most probable ones.
 MAX_TOKENS, TOP = 512, 5
+#: Tokens by which a temperature is fitted.
+FITTED = 64
 
 
 def metrics_of(ours: PathDump, theirs: PathDump, problems: list[str]) -> dict[str, Any]:
@@ -113,18 +115,84 @@ def _of_logits(ours: PathDump, first: _Logits, second: _Logits, rows: Any, *, ha
         f"top{TOP}_flip_rate": float(np.mean(flips)),
     }
     if not has_logprobs and ours.tokens:
-        tokens = np.concatenate([t.ravel() for t, _, _ in ours.tokens])
-        following = mine + 1
-        keys = ours.keys() or []
-        is_next = [
-            n < len(tokens) and keys[n] is not None and keys[n][1] == (keys[n - 1] or (0, -9))[1] + 1 for n in following.tolist()
-        ]
-        wanted = np.array(is_next, bool)
-        chosen = tokens[following[wanted]] if wanted.any() else np.empty(0, np.int64)
+        tokens, wanted = _following(ours, mine)
+        chosen = tokens[mine[wanted] + 1]
         if chosen.size and chosen.max() < first.columns:
             places = np.nonzero(wanted)[0]
             found = _of_logprobs(p[places, chosen], q[places, chosen]) | found
     return found
+
+
+def _following(dump: PathDump, rows: Array) -> tuple[Array, Array]:
+    """Return all tokens, and which of the rows have their sequence's next token in the row below."""
+    tokens = np.concatenate([t.ravel() for t, _, _ in dump.tokens])
+    keys = dump.keys() or []
+    is_next = [
+        n < len(tokens) and keys[n] is not None and keys[n][1] == (keys[n - 1] or (0, -9))[1] + 1 for n in (rows + 1).tolist()
+    ]
+    return tokens, np.array(is_next, bool)
+
+
+def odd_logprobs(dump: PathDump, path: str, max_error: float, problems: list[str]) -> tuple[str, float, float, str] | None:
+    """Return why recorded log-probabilities do not follow from the path's own logits: message, error, its limit, cure.
+
+    None where they do, or where the dump has not both of them and tokens.
+
+    Args:
+        dump: the path.
+        path: its name in the message.
+        max_error: limit of the mean of exp(|difference|).
+        problems: takes a line where something cannot be read.
+    """
+    try:
+        values, logits = floats(dump.numbers.get("logprobs", ())), _logits(dump)
+        if not values.size or logits is None or not dump.tokens or values.size != logits.number:
+            return None
+        rows = np.arange(logits.number - 1)
+        tokens, wanted = _following(dump, rows)
+        rows = rows[wanted]
+        rows = rows[np.isfinite(values[rows + 1]) & (tokens[rows + 1] < logits.columns) & (tokens[rows + 1] >= 0)]
+        rows = rows[sampled(rows, MAX_TOKENS)]
+        given = logits.rows(rows)
+    except (OSError, ValueError, KeyError) as error:
+        problems.append(f"log-probabilities cannot be read: {one_line(str(error))}")
+        return None
+    good = np.isfinite(given).all(1)
+    rows, given = rows[good], given[good]
+    if not len(rows):
+        return None
+    chosen, reported = tokens[rows + 1], values[rows + 1]
+    p = _log_softmax(given)
+    d = reported - p[np.arange(len(rows)), chosen]
+    with np.errstate(over="ignore"):
+        error_now = float(np.exp(np.abs(d)).mean())
+    if error_now <= max_error:
+        return None
+    small = float(np.log(max_error))
+    temperature, rest = _best_temperature(given[:FITTED], chosen[:FITTED], reported[:FITTED])
+    if rest <= small:
+        why, cure = f"they fit a temperature of {temperature:.2g}", "compare log-probabilities at the temperature of sampling"
+    elif float(np.abs(reported - p.max(1)).mean()) <= small:
+        why = "they are those of the most probable token"
+        cure = "look the log-probability up by the id of the sampled token, not by its place in the list"
+    elif float(d.min()) >= -small:
+        why = "each is at or above its own, as after top-p or top-k"
+        cure = "ask the engine for raw log-probabilities, or renormalize over the same tokens in training"
+    else:
+        why, cure = "no temperature explains it", "compare the tokens, penalties and logit processors that they were made with"
+    text = f"the {path}'s log-probabilities do not follow from its own logits, by {np.abs(d).mean():.2g} nats a token: {why}"
+    return text, error_now, max_error, cure
+
+
+def _best_temperature(logits: Array, tokens: Array, reported: Array) -> tuple[float, float]:
+    """Return the temperature that explains log-probabilities best, and the mean difference that is left (nats)."""
+
+    def rest(temperature: float) -> float:
+        return float(np.abs(_log_softmax(logits / temperature)[np.arange(len(tokens)), tokens] - reported).mean())
+
+    best = min(np.geomspace(0.05, 5, 48).tolist(), key=rest)
+    best = min((best * np.linspace(0.9, 1.1, 81)).tolist(), key=rest)
+    return best, rest(best)
 
 
 def _log_softmax(x: Array) -> Array:

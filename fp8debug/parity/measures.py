@@ -51,6 +51,7 @@ class Measures:
         gain: of each path, sum(product Y) / |product|^2.
         eps: of a norm, by path.
         flips: share of the tokens that are routed otherwise.
+        adapter: whether each path adds an adapter's product to the module's own.
         bad: paths ("training", "rollout") whose output has NaN or Inf.
     """
 
@@ -70,6 +71,7 @@ class Measures:
     gain: tuple[float | None, float | None] = (None, None)
     eps: tuple[float | None, float | None] = (None, None)
     flips: float | None = None
+    adapter: tuple[bool, bool] = (False, False)
     bad: tuple[str, ...] = ()
 
 
@@ -134,6 +136,7 @@ def measure_module(
         weights = ours.weight(first.module, stack), theirs.weight(second.module, stack)
         found["weight_is_fp8"] = tuple(w is not None and w[2] for w in weights)
         found |= _weights(weights, slices, sides)
+    found["adapter"] = ours.has_adapter(first.module), theirs.has_adapter(second.module)
     found["eps"] = sides[0].eps, sides[1].eps
     if sides[0].bias is not None or sides[1].bias is not None:
         found["bias"] = _bias(sides)

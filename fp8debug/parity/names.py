@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fp8debug.checkpoints.names import FUSED
 from fp8debug.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -16,21 +17,14 @@ else:
     import tomli as tomllib
 
 #: Additions of wrappers to names.
-_WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|\.base_layer(?=\.|$))")
+_WRAPPERS = re.compile(
+    r"(?:^module\.)|(?:^base_model\.model\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)"
+)
+#: Parts of a Linear with adapters, as PEFT names them.
+_ADAPTED = re.compile(r"(?P<module>.+)\.(?:base_layer|lora_[a-zA-Z_]+)(?:\..+)?")
 #: An expert's Linear as some stacks number it, and its name in the others.
 _OF_EXPERT = re.compile(r"(\bexperts\.\d+\.)(w1|w2|w3|w13)$")
 _EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "w13": "gate_up_proj"}
-#: Last part of a joined module -> the parts that it joins, in the order of their outputs.
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "qkv": ("q", "k", "v"),
-    "Wqkv": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "gate_up": ("gate", "up"),
-    "w13": ("w1", "w3"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
 
 
 @dataclass(frozen=True)
@@ -111,6 +105,9 @@ def matched(
     if (shift := _prefix([name for name, _ in mine], alone)) is not None:
         take, give = shift
         table = {give + name[len(take) :] if name.startswith(take) else name: value for name, value in table.items()}
+    mine, merged = _without_adapters(mine, set(table))
+    theirs_kept, theirs_merged = _without_adapters(list(table.items()), {name for name, _ in mine})
+    table = dict(theirs_kept)
     split = {part: (whole, place, names.parts(whole)) for whole in table for place, part in enumerate(names.parts(whole))}
     by_bare = dict(mine)
     found: list[tuple[str, ModuleOutput, ModuleOutput]] = []
@@ -128,8 +125,36 @@ def matched(
             whole, place, of = split[name]
             found.append((own, ModuleOutput(own), ModuleOutput(table[whole], place, tuple(by_bare[p] for p in of))))
             used.add(whole)
-    done = {piece.module for _, piece, _ in found}
-    return found, [name for name in ours if name not in done], [own for name, own in table.items() if name not in used]
+    left = [own for name, own in table.items() if name not in used]
+    done = {piece.module for _, piece, _ in found} | merged
+    return found, [name for name in ours if name not in done], [name for name in left if name not in theirs_merged]
+
+
+def _without_adapters(side: Sequence[tuple[str, str]], other: Collection[str]) -> tuple[list[tuple[str, str]], set[str]]:
+    """Leave out the parts of Linears whose adapters the other side has merged, or has none of.
+
+    The Linear as a whole is compared; where it was not recorded itself, and has no adapter, its ``base_layer`` is.
+
+    Args:
+        side: (bare name, name) of its modules.
+        other: bare names of the other side.
+
+    Returns:
+        the modules to compare, and the names of the parts that the whole stands for.
+    """
+    names = {bare for bare, _ in side}
+    kept: list[tuple[str, str]] = []
+    merged: set[str] = set()
+    for bare, own in side:
+        match = _ADAPTED.fullmatch(bare)
+        whole = match["module"] if match else ""
+        if not match or f"{whole}.base_layer" not in names or f"{whole}.base_layer" in other:
+            kept.append((bare, own))
+        elif whole in names:
+            merged.add(own)
+        elif bare == f"{whole}.base_layer" and not any(name.startswith(f"{whole}.lora_") for name in names):
+            kept.append((whole, own))
+    return kept, merged
 
 
 def _prefix(ours: Iterable[str], theirs: Collection[str]) -> tuple[str, str] | None:

@@ -290,7 +290,8 @@ class PathsDiffer(PathRule):
 
     What it detects
         token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error; a NaN or Inf in one path
-        alone; where no module's own difference explains it.
+        alone; where no module's own difference explains it. And recorded log-probabilities that do not follow from the same
+        path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another token.
 
     Why it matters
         Importance ratios are off, whatever the reason.
@@ -302,7 +303,7 @@ class PathsDiffer(PathRule):
         Record more modules, and weights with them; compare sampling parameters (temperature, top-p) and the tokens.
 
     Thresholds
-        - max_error 1.05: what NeMo-RL's documentation takes as the sign of a fault.
+        - max_error 1.05: what NeMo-RL's documentation takes as the sign of a fault. Seen in NeMo-RL #3297.
     """
 
     code = "F308"

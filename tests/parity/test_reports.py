@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fp8debug
 from fp8debug.linear import Fp8Linear
 from fp8debug.parity import compare_paths, record_path
 from tests.bench.parity_models import Decoder, Experts, Gated, rollout, tokens, training
@@ -69,14 +68,14 @@ def _halves_of_experts_swapped(folder: Path) -> Paths:
 class Adapted(nn.Module):
     """A Linear with an adapter, as PEFT names its parts; ``times`` is how often the adapter's product is added."""
 
-    def __init__(self, base: nn.Module, times: int = 1, seed: int = 0) -> None:
+    def __init__(self, base: nn.Linear, times: int = 1, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        rows, columns = base.get_parameter("weight").shape
-        self.base_layer, self.times = base, times
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 8, bias=False, dtype=torch.bfloat16)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, rows, bias=False, dtype=torch.bfloat16)})
-        for part in (self.lora_A["default"], self.lora_B["default"]):
+        rows, columns = base.weight.shape
+        self.base_layer, self.times, self.scaling = base, times, {"default": 1.0}
+        down, up = (nn.Linear(*sizes, bias=False, dtype=torch.bfloat16) for sizes in ((columns, 8), (8, rows)))
+        self.lora_A, self.lora_B = nn.ModuleDict({"default": down}), nn.ModuleDict({"default": up})
+        for part in (down, up):
             part.weight.data = (torch.randn(part.weight.shape, generator=generator) * 0.15).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,8 +83,8 @@ class Adapted(nn.Module):
         return out
 
     def delta(self) -> Tensor:
-        out: Tensor = self.lora_B["default"].weight.float() @ self.lora_A["default"].weight.float()
-        return out
+        up, down = (part["default"].get_parameter("weight").float() for part in (self.lora_B, self.lora_A))
+        return up @ down
 
 
 def adapted(model: Decoder, times: int) -> Decoder:
@@ -237,9 +236,7 @@ REPORTS = {
     "weights that are never synchronized": Report(
         reference="trl #5312", make=_never_synchronized, code="F301", module="embed_tokens", says="alike"
     ),
-    "rotary angles in BF16": Report(
-        reference="prime-rl #1167", make=_rotary_in_bf16, code="F306", module="layers.0.self_attn"
-    ),
+    "rotary angles in BF16": Report(reference="prime-rl #1167", make=_rotary_in_bf16, code="F306", module="layers.0.self_attn"),
 }
 
 

@@ -1,6 +1,7 @@
 """The layout of compressed-tensors, vLLM, FBGEMM and Model Optimizer in FP8: ``NAME`` and ``NAME_scale``, x ~= data * scale.
 
-One scale for the tensor (``[]`` or ``[1]``), for each row (``[rows, 1]``), or for each block.
+One scale for the tensor (``[]`` or ``[1]``), for each row (``[rows, 1]``), or for each block. ComfyUI names the tensor's scale
+``MODULE.scale_weight``, and marks a file by an FP8 tensor ``scaled_fp8`` that means nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from fp8debug.checkpoints.codes import OF_DTYPE, is_float
 from fp8debug.checkpoints.files import Checkpoint
 from fp8debug.checkpoints.layouts.base import LAYOUTS, Block, Layout, Weight, declared_block, weight_of
+from fp8debug.checkpoints.names import comfy_scale
 
 BLOCKS: tuple[Block, ...] = ((128, 128), (1, 128), (64, 64), (256, 256), (1, 64))
 
@@ -24,7 +26,7 @@ class CompressedTensors(Layout):
         declared = declared_block(checkpoint)
         blocks = tuple(dict.fromkeys([*([declared] if declared else []), *BLOCKS]))
         for name, data in checkpoint.tensors.items():
-            scale = checkpoint.tensors.get(f"{name}_scale")
+            scale = checkpoint.tensors.get(f"{name}_scale") or checkpoint.tensors.get(comfy_scale(name))
             if scale is None or name in claimed or data.dtype not in OF_DTYPE or not is_float(scale.dtype):
                 continue
             claimed.update((name, scale.name))

@@ -158,3 +158,9 @@ def options(mapping: Mapping[str, Any] | None, *names: str) -> list[str]:
         if isinstance(entry, list):
             found += [text for text in entry if isinstance(text, str)]
     return found
+
+
+def excluded(checkpoint: Checkpoint) -> list[str]:
+    """Return the modules that the configuration leaves in high precision, by the names that stacks give to that list."""
+    names = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "modules_to_not_quantize", "exclude")
+    return options(checkpoint.quantization, *names)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, options
+from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, excluded
 from fp8debug.formats import FORMATS, format_named
 from fp8debug.rules.base import Severity
 
@@ -30,7 +30,7 @@ class ConfigurationDiffers(FileRule):
         Correct quantization_config in config.json, or write the excluded weights in BF16.
 
     Thresholds
-        None: names and types decide. Seen in TensorRT-Model-Connect #1115 and mcore-bridge #32.
+        None: names and types decide. Seen in TensorRT-Model-Connect #1115, mcore-bridge #32, vllm #54556.
     """
 
     code = "F206"
@@ -47,13 +47,11 @@ class ConfigurationDiffers(FileRule):
                 f"config.json has no quantization_config, and {len(scaled)} weights are quantized: loaders read codes as values"
             )
             yield self.of_weight(scaled[0], Severity.WARNING, text)
-        excluded = options(
-            config, "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "modules_to_not_quantize"
-        )
+        patterns = excluded(checkpoint)
         declared = format_named(str((config or {}).get("fmt", "")))
         for weight in scaled:
             module = weight.name.removesuffix(".weight")
-            hit = next((pattern for pattern in excluded if _excludes(pattern, module)), None)
+            hit = next((pattern for pattern in patterns if _excludes(pattern, module)), None)
             if hit is not None:
                 text = f"the configuration excludes the module ({hit}), and the file holds {weight.format} codes of it"
                 yield self.of_weight(weight, Severity.ERROR, text)

@@ -16,7 +16,8 @@ class ImplausibleMagnitude(FileRule):
     What it detects
         A root mean square of codes * scale_inv that no trained weight has, and the reading that makes it plausible: the
         scale is the inverse (codes / scale), all scales are 1 as after allocation, or the second level is applied the wrong
-        way round.
+        way round. And a matrix in 16 bits or more with an rms above max_plain_rms, as a converter makes that takes the bytes
+        of E8M0 scales as factors.
 
     Why it matters
         ``scale`` means two opposite things in the field. Exported the wrong way round it is off by its square, and the loss
@@ -32,7 +33,9 @@ class ImplausibleMagnitude(FileRule):
         - max_rms 16: rms above which a weight is implausible. No published basis, and set on synthetic weights: common
           initializations have 0.02 to 1.
         - min_rms 1e-7: rms below which a nonzero weight is implausible. No published basis.
-        - Scale conventions: numerics.md, 2; seen in vllm #36297.
+        - max_plain_rms 1000: the same for a matrix in high precision. No published basis, and set wide: nothing says that it
+          was quantized.
+        - Scale conventions: numerics.md, 2; seen in vllm #36297, omlx #2159.
     """
 
     code = "F214"
@@ -41,6 +44,7 @@ class ImplausibleMagnitude(FileRule):
 
     max_rms: float = 16.0
     min_rms: float = 1e-7
+    max_plain_rms: float = 1000.0
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights of such a size."""
@@ -65,6 +69,14 @@ class ImplausibleMagnitude(FileRule):
                     readings.append(f"with the inverse of the tensor's scale the rms is {facts.rms_codes * middle / second:.2g}")
             more = f"; {readings[0]}" if readings else ""
             yield self.of_weight(weight, Severity.ERROR, f"the weight has an rms of {rms:.3g}{more}", value=rms, threshold=limit)
+
+        for tensor, plain in judged.plains:
+            is_matrix = len(tensor.shape) > 1 and tensor.name.endswith("weight") and not plain.is_on_grid
+            if is_matrix and plain.rms > self.max_plain_rms:
+                text = f"the {tensor.dtype} weight has an rms of {plain.rms:.3g}: scales were applied the wrong way, or as bytes"
+                cure = "convert the weight again; bytes of E8M0 scales mean 2^(byte - 127)"
+                limit = self.max_plain_rms
+                yield self.of_tensor(tensor, Severity.ERROR, text, value=plain.rms, threshold=limit, cure=cure)
 
     def _is_plausible(self, rms: float) -> bool:
         return self.min_rms * 10 <= rms <= self.max_rms

@@ -10,7 +10,7 @@ from statistics import median
 
 from fp8debug.checkpoints.layouts import Weight
 from fp8debug.checkpoints.names import role_of
-from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, options
+from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, excluded
 from fp8debug.checkpoints.scan import WeightFacts
 from fp8debug.rules.base import Severity
 
@@ -82,12 +82,10 @@ class UnlikeItsEquals(FileRule):
                 yield self.of_weight(weight, Severity.INFO, text)
 
     def _unquantized(self, judged: Judged, roles: Mapping[str, Sequence[object]]) -> Iterable[TensorFinding]:
-        excluded = options(
-            judged.checkpoint.quantization, "modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"
-        )
+        has_list = bool(excluded(judged.checkpoint))
         for tensor, _ in judged.plains:
             equals = roles.get(role_of(tensor.name), ())
-            if len(equals) >= self.min_equals and not excluded:
+            if len(equals) >= self.min_equals and not has_list:
                 text = f"the weight is {tensor.dtype}; {len(equals)} equals in other layers are quantized"
                 yield self.of_tensor(tensor, Severity.INFO, text)
 
