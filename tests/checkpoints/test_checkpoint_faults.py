@@ -210,7 +210,7 @@ def test_there_are_more_than_twenty_kinds() -> None:
 
 
 def test_every_rule_has_a_fault() -> None:
-    elsewhere = {"F204", "F205", "F206", "F207", "F213", "F220"}  # in test_files.py, test_reports.py and below
+    elsewhere = {"F204", "F205", "F206", "F207", "F213", "F220"}  # in test_files.py, test_checkpoint_reports.py and below
     assert {code for code, _, _ in (*ALONE.values(), *AGAINST.values())} | elsewhere == set(CHECKS.names())
 
 
