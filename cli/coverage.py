@@ -80,7 +80,8 @@ def command(run: str, form: str, each: bool) -> None:
     told = {module["fqn"]: module for module in opened.modules}
     for row in rows:
         ends = [str(one) for one in lost if not one.ended and one.module in (None, row["module"])]
-        notes = *ends[:1], row["note"], _against_practice(told[row["module"]])
+        gemms = None if opened.manifest.get("inference") is True else row["note"]  # which has no backward to miss
+        notes = *ends[:1], gemms, _against_practice(told[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
     shares = gemm_shares(opened.modules, opened.gemms)
     if shares is not None:

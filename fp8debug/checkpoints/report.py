@@ -86,7 +86,8 @@ class CheckReport(Report[TensorFinding]):
 
 
 def _kind(one: JudgedWeight) -> str:
-    return f"{one.weight.layout} {one.weight.format} {one.weight.granularity if one.weight.scale else 'without scale'}"
+    weight = one.weight
+    return f"{weight.layout} {weight.format} {weight.granularity}" if weight.scale else f"{weight.format} without scale"
 
 
 def _weight(one: JudgedWeight) -> dict[str, Any]:

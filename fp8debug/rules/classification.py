@@ -136,7 +136,7 @@ _AS_SPIKE: Mapping[str, dict[str, Any]] = {
     "not-fp8": {"kind": "loss-spike"},
     "undecided": {"kind": "loss-spike"},
 }
-COMPARE = "run the trained weights in BF16 and in FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16"
+COMPARE = "record both paths on the same tokens and compare them: fp8debug parity TRAIN ROLLOUT"
 
 
 def classify(

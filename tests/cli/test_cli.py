@@ -156,8 +156,8 @@ def test_triage_for_people(capsys: pytest.CaptureFixture[str], runs: Path) -> No
         "sick: error, 1 finding, steps 0 to 99",
         "class: no loss problem: the loss is fine so far; 1 finding, first blocks.1.mlp.up (F101 stale-scale-saturation)"
         " since step 40",
-        "if downstream metrics are off all the same, training and inference differ: run the trained weights in BF16 and in"
-        " FP8, record both, and compare them: fp8debug diff RUN_FP8 RUN_BF16",
+        "if downstream metrics are off all the same, training and inference differ: record both paths on the same tokens"
+        " and compare them: fp8debug parity TRAIN ROLLOUT",
         "",
         "code severity module site steps what",
         "F101 error blocks.1.mlp.up fprop input 40-90 76 % of the fprop input clips at step 40: its amax is 14 times what the"

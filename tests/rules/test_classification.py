@@ -41,7 +41,7 @@ def test_a_healthy_run_is_none_of_them(tmp_path: Path) -> None:
     assert 0 < num_skipped < num
     what = f"the loss is fine; {num - num_skipped} of {num} rules ran; none found a fault (10 sampled steps, 6 modules)"
     assert found["what"] == what
-    assert "fp8debug diff RUN_FP8 RUN_BF16" in found["evidence"][0]
+    assert "fp8debug parity TRAIN ROLLOUT" in found["evidence"][0]
 
 
 def test_a_run_without_fp8_is_not_called_free_of_faults(tmp_path: Path) -> None:
