@@ -132,8 +132,8 @@ def test_the_json_document_is_the_documented_one(tmp_path: Path) -> None:
             "cause": "findings",
             "what": f"the loss is fine so far; 1 finding, first {CULPRIT} (F101 stale-scale-saturation) since step 40",
             "evidence": [
-                "if downstream metrics are off all the same, training and inference differ: record both paths on the same tokens and"
-                " compare them: fp8debug parity TRAIN ROLLOUT"
+                "if downstream metrics are off all the same, training and inference differ: record both paths on the same tokens"
+                " and compare them: fp8debug parity TRAIN ROLLOUT"
             ],
             "step": None,
             "module": CULPRIT,
