@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
+from fp8debug.observer.sharding import is_sharded, local_of
 
 #: Optimizers that have stepped; one holds its master weights from its first step on.
 _STEPPED: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -43,6 +44,42 @@ def master_weight(parameter: Tensor) -> Tensor | None:
             state = optimizer.state[parameter]
             held += [value for name, value in state.items() if _MASTER in str(name)] if isinstance(state, dict) else []
     return next((tensor.detach() for tensor in held if _stands_for(tensor, parameter)), None)
+
+
+class WeightShard(NamedTuple):
+    """Rows of a weight that this rank has in high precision; the whole is gathered in FP8 (torchao under FSDP2).
+
+    Attributes:
+        values: ``[rows, K]``, which the optimizer writes to.
+        first: number of the first of them in the weight.
+        place: number of the shard; replicas of one have the same.
+    """
+
+    values: Tensor
+    first: int
+    place: int
+
+
+def shard_of(parameter: Any) -> WeightShard | None:
+    """Return this rank's rows of a sharded parameter; None of one that is not split by its rows over one mesh dimension.
+
+    Args:
+        parameter: ``[N, K]``, as FSDP2's module holds it between two passes.
+    """
+    if not is_sharded(parameter):
+        return None
+    split_by = [d for d, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    at = parameter.device_mesh.get_coordinate()
+    if len(split_by) != 1 or type(parameter.placements[split_by[0]]).__name__ != "Shard" or at is None:
+        return None
+    if not parameter.placements[split_by[0]].is_shard(0):
+        return None
+    local = local_of(parameter)
+    values = getattr(local, "_tensor", local)
+    place = at[split_by[0]]
+    rows = -(-parameter.shape[0] // parameter.device_mesh.size(split_by[0]))
+    is_plain = type(values) is Tensor and values.is_floating_point() and values.element_size() > 1
+    return WeightShard(values.detach(), min(place * rows, parameter.shape[0]), place) if is_plain else None
 
 
 def _stands_for(tensor: Any, parameter: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm, liste
 from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, first_report
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
-from fp8debug.kernels.dispatch import Operand
+from fp8debug.kernels.dispatch import Operand, dequantize
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
 from fp8debug.observer.attributes import COMPUTED, stored
 from fp8debug.observer.isolation import isolated, isolated_without_ops
-from fp8debug.observer.master_weights import master_weight
+from fp8debug.observer.master_weights import WeightShard, master_weight, shard_of
 from fp8debug.observer.observer import Extremes, Observer, extremes_of
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward, WhatIfSlots
-from fp8debug.observer.sharding import layout_by_marks
+from fp8debug.observer.sharding import TensorShard, layout_by_marks
 from fp8debug.recipes import Cast
 from fp8debug.types import OPERANDS, Gemm, Quantized, TensorRole
 
@@ -49,6 +49,7 @@ class ForwardCall:
         self.x: Callable[[], Tensor | None] = _gone
         self.input_dtype: torch.dtype | None = None
         self.weight: Tensor | None = None
+        self.shard: WeightShard | None = None
         self.wanted: set[Gemm] = set()
         self.unsure: list[dict[Gemm, SeenGemm]] = []
         self.recorded: set[Gemm] = set()
@@ -106,6 +107,8 @@ class InterceptingProbe(Probe):
         self._reported: set[str] = set()
         self._trial = trial
         self._kind: type[nn.Module] | None = None
+        self._parameter: Callable[[], Any] = _gone  # the weight as it was given, which FSDP2 replaces during a pass
+        self._shard: WeightShard | None = None  # of the call that is being recorded
 
     def install(self, module: nn.Module) -> Callable[[], None]:
         """Observe the module's calls and return what ends it.
@@ -119,7 +122,9 @@ class InterceptingProbe(Probe):
         watched.add(module)
         self._kind = type(module)
         CALLED.discard(module)  # by an earlier watch
-        self.layout = layout_by_marks(module, stored(module, "weight"))
+        weight = stored(module, "weight")
+        self.layout = layout_by_marks(module, weight)
+        self._parameter = ref(weight) if isinstance(weight, Tensor) else _gone
         end = observe_calls(module, self)
 
         def undo() -> None:
@@ -224,7 +229,12 @@ class InterceptingProbe(Probe):
             self.give_up(COMPUTED)
             return
         high_precision = weight if type(weight) in (Tensor, nn.Parameter) else master_weight(weight)
+        if high_precision is None and (codes := _codes(weight)) is not None:
+            call.shard = shard_of(self._parameter())
+            high_precision = codes if call.shard is not None else None
         for name, value in (("input", x), ("weight", weight if high_precision is None else high_precision)):
+            if name == "weight" and call.shard is not None:
+                continue
             if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
                 self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
                 return
@@ -246,13 +256,15 @@ class InterceptingProbe(Probe):
             self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
             return
         a, b, result = self._product(Gemm.FPROP, fits[0])
-        call.kept = self.fprop(flat, detached, a, b, None, result, fits[0].bias, parameter=weight)
+        self._take_shard(call)
+        read = detached if call.shard is None else _values(b, flat.dtype)
+        call.kept = self.fprop(flat, read, a, b, None, result, fits[0].bias, parameter=weight)
         if call.kept is None or not output.requires_grad:
             return
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
         call.x = weak_view(x)  # a strong reference could keep what the module itself does not
-        call.note(input=x, weight=detached)
+        call.note(input=x, weight=detached if call.shard is None else call.shard.values)
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
         if not self._unfinished:
@@ -333,7 +345,8 @@ class InterceptingProbe(Probe):
         overwritten = gemm.overwritten()
         if overwritten is None and not call.is_as_noted("grad_output", grad_output):
             overwritten = "grad_output"
-        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", weight):
+        reference = weight if call.shard is None else call.shard.values
+        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", reference):
             overwritten = "weight in high precision"
         if overwritten is not None:
             call.recorded.add(which)
@@ -355,7 +368,31 @@ class InterceptingProbe(Probe):
                 flat = call.as_quantized(x)
                 self._operand(Gemm.WGRAD, TensorRole.INPUT, kept.source(flat), product[1], kept.what_if)
         dgrad, wgrad = (product, None) if which is Gemm.DGRAD else (None, product)
+        self._take_shard(call)
+        if call.shard is not None and dgrad is not None:
+            weight = _values(dgrad[1], grad_output.dtype)
         self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
+
+    def _take_shard(self, call: ForwardCall) -> None:
+        """Have the weight of a call recorded whole, or by the rows that this rank has in high precision."""
+        self._shard = call.shard
+        if call.shard is not None:
+            self.report_once(
+                "not recorded in full: its weight is gathered in FP8, so its GEMMs are compared with those of the codes,"
+                " and the weight's cast by the rows of each rank"
+            )
+            piece = TensorShard(True, call.shard.place)
+            if self.layout is None or self.layout.get(TensorRole.WEIGHT) != piece:
+                self.layout = {**(self.layout or {}), TensorRole.WEIGHT: piece}
+
+    def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
+        """Record the weight's cast; of one that was gathered in FP8 that of this rank's rows."""
+        if self._shard is None:
+            super()._weight(which, weight, operand)
+        elif isinstance(operand, tuple) and operand[0].scale_inv.numel() == 1:
+            rows = slice(self._shard.first, self._shard.first + self._shard.values.shape[0])
+            q, cast = operand
+            super()._weight(which, self._shard.values, (Quantized(q.data[rows], q.scale_inv), cast))
 
     @isolated
     def _finish(self, call: ForwardCall) -> None:
@@ -364,7 +401,7 @@ class InterceptingProbe(Probe):
             return
         self._unfinished.remove(call)
         has_gradient = call.grad_output is not None
-        call.grad_output = call.weight = call.kept = call.known = None
+        call.grad_output = call.weight = call.shard = call.kept = call.known = None
         if has_gradient:
             for which in sorted(call.wanted - call.recorded):
                 self.report_once(f"not recorded in full: no {which} was observed in its backward pass")
@@ -415,6 +452,17 @@ class InterceptingProbe(Probe):
                 if missing:
                     self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
         self._unfinished.clear()
+
+
+def _codes(weight: Any) -> Tensor | None:
+    """Return the data ``[N, K]`` of a weight that a library gathered in FP8 under one scale; None of any other tensor."""
+    codes = getattr(weight, "_data", None)
+    return codes if isinstance(codes, Tensor) and codes.element_size() == 1 and codes.shape == weight.shape else None
+
+
+def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """Return an operand in high precision, where nothing else than its codes is there to compare with."""
+    return dequantize(*operand, dtype) if isinstance(operand, tuple) else operand.to(dtype)
 
 
 def _delivers(node: Any, x: Tensor, weight: Any) -> dict[int, Gemm]:
