@@ -7,15 +7,17 @@ same, or of what lies between it and the modules before it. What a difference of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.parity.dump import PathDump, aligned, open_dump
 from fp8debug.parity.logprobs import metrics_of, odd_logprobs
-from fp8debug.parity.measures import Measures, measure_module
+from fp8debug.parity.measures import Measures, measure_module, nmse
 from fp8debug.parity.names import Names, matched
 from fp8debug.parity.report import ParityReport
 from fp8debug.parity.rules import (
@@ -48,6 +50,8 @@ ALIKE = 0.5
 ROUNDINGS_OF_ADAPTER = 4.0
 #: Error of a module's output beyond which no cast of its input makes it, unless values clip: 10 dB.
 NO_CAST = 0.1
+#: Modules of one role among which the owner of a weight is looked for, and rows that are compared.
+MAX_PEERS, PEER_ROWS = 4096, 8
 #: Cosine of two weights of one module from which on they are steps of one tensor.
 OTHER_TENSOR = 0.7
 _PATHS = ("training", "rollout")
@@ -95,8 +99,9 @@ def compare_paths(
         base = ours if is_ours else theirs
         floor, _ = _measured(base, again, table, None, problems)
         noise = {m.module if is_ours else _ours_of(m.module, found): m for m in floor}
+    problems += _few_tokens(ours, theirs)
     metrics = metrics_of(ours, theirs, problems)
-    findings = judge(found, noise)
+    findings = [_located(finding, ours, theirs) for finding in judge(found, noise)]
     findings += [_DIFFER.found(text, value=value, threshold=threshold, tensor="logprobs", cure=cure)
                  for dump, path in zip((ours, theirs), _PATHS, strict=True)
                  if (told := odd_logprobs(dump, path, _DIFFER.max_error, problems)) is not None
@@ -117,6 +122,44 @@ def compare_paths(
         unmatched=left,
         problems=problems,
     )
+
+
+def _few_tokens(ours: PathDump, theirs: PathDump) -> list[str]:
+    """Return a line where the paths share less than half of the shorter one's tokens."""
+    rows = aligned(ours, theirs)
+    counts = [sum(key is not None for key in dump.keys() or ()) for dump in (ours, theirs)]
+    if rows is None or len(rows[0]) >= min(counts) / 2:
+        return []
+    return [f"only {len(rows[0])} of {min(counts)} tokens are in both paths; record both on the same tokens"]
+
+
+def _located(finding: PathFinding, ours: PathDump, theirs: PathDump) -> PathFinding:
+    """Say whose weight a stale one is, where it is that of another module of its role: names were mapped wrongly."""
+    name, other = finding.module, finding.theirs
+    if finding.code != _STALE.code or finding.tensor != "weight" or name not in ours.modules or other not in theirs.modules:
+        return finding
+    role = role_of(str(name))
+    peers = [one for one in ours.modules if one != name and role_of(one) == role][:MAX_PEERS]
+    try:
+        with ExitStack() as stack:
+            held = theirs.weight(str(other), stack)
+            if held is None:
+                return finding
+            some = held[0].read(0, min(PEER_ROWS, held[1][0]))
+            for peer in peers:
+                with ExitStack() as inner:
+                    own = ours.weight(peer, inner)
+                    if own is None or own[1] != held[1]:
+                        continue
+                    error = nmse(own[0].read(0, len(some)), some)
+                limit = _CAST.max_cast if own[2] or held[2] else _STALE.max_same
+                if error is not None and error <= limit:
+                    text = f"{name}: the rollout's weight is training's {peer}: names are mapped wrongly"
+                    cure = "look at how names are mapped when weights are sent: pipeline stages, layer and expert numbers"
+                    return replace(finding, message=text, cure=cure)
+    except (OSError, ValueError):
+        return finding
+    return finding
 
 
 def _ours_of(name: str, found: Sequence[Measures]) -> str:
@@ -163,6 +206,12 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
             text = f"{m.module}: its output in the {m.bad[0]} has NaN or Inf, and not in the other path"
             single.append(_DIFFER.found(text, module=m.module, theirs=m.theirs, tensor="output", severity=Severity.ERROR,
                                         cure="triage that path: the first NaN is in this module or before it"))  # fmt: skip
+            break
+        if m.bad:
+            text = f"{m.module}: its output has NaN or Inf in both paths; nothing after it can be compared"
+            cure = "triage one of the paths: the first NaN is in this module or before it"
+            where = {"module": m.module, "theirs": m.theirs, "tensor": "output"}
+            single.append(_DIFFER.found(text, **where, severity=Severity.ERROR, cure=cure))
             break
         found = None if is_routed and _is_expert(m) else _routing(m, modules, place, repeated, before)
         if found is not None:
@@ -246,7 +295,8 @@ def _weight(m: Measures, modules: Sequence[Measures], repeated: Measures | None)
         return None
     gain, refit = m.weight_gain or 0.0, m.weight_refit if m.weight_refit is not None else m.weight
     rest = max(0.0, m.weight - (gain - 1) ** 2)
-    if abs(gain - 1) > _SCALE.min_gain and rest < _SCALE.max_rest * m.weight:
+    is_factor = abs(gain - 1) > _SCALE.min_gain or m.weight > _CAST.min_cast
+    if is_factor and rest < _SCALE.max_rest * m.weight:
         return _SCALE.found(f"{m.module}: the rollout's weight is {gain:.4g} times training's", value=gain, **where)
     if m.weight > _CAST.min_cast and refit < _SCALE.max_rest * m.weight:
         text = (

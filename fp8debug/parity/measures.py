@@ -122,10 +122,7 @@ def measure_module(
         count if module.tensors else counts[1 - i] for i, (module, count) in enumerate(zip(modules, counts, strict=True))
     )
     found: dict[str, Any] = {"num_rows": called, "kind": modules[0].kind or modules[1].kind}
-    found["bad"] = tuple(
-        path for path, side in zip(("training", "rollout"), sides, strict=True)
-        if side.y is not None and side.y.size and not np.isfinite(side.y).all()
-    )  # fmt: skip
+    found["bad"] = _bad(sides)
     if picked is not None:
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
         if all("indices" in m.tensors for m in modules):
@@ -149,6 +146,20 @@ def measure_module(
         gains.append(g)
     found["error"], found["gain"] = tuple(errors), tuple(gains)
     return Measures(module=name, theirs=second.module, **found)
+
+
+def _bad(sides: list[_PathTensors]) -> tuple[str, ...]:
+    """Return the paths whose output has NaN or Inf; none where both have the same infinities, as masks do."""
+    outputs = [side.y for side in sides]
+    found = tuple(
+        path
+        for path, y in zip(("training", "rollout"), outputs, strict=True)
+        if y is not None and y.size and not np.isfinite(y).all()
+    )
+    a, b = outputs
+    if len(found) < 2 or a is None or b is None or np.isnan(a).any() or np.isnan(b).any():
+        return found
+    return () if np.array_equal(np.isinf(a), np.isinf(b)) else found
 
 
 def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, seed: int) -> tuple[Array, Array] | None:
@@ -260,7 +271,7 @@ def _norms(
     for centered in (False, True):
         for shift in (0.0, 1.0):
             y = _normed(sides[0], gains[0], eps, centered, shift)
-            if (e := _nmse(y, sides[0].y)) is not None and e < best:
+            if (e := nmse(y, sides[0].y)) is not None and e < best:
                 best, variant = e, (centered, shift)
     if best > 0.01:
         return
@@ -298,15 +309,15 @@ def _error(side: _PathTensors) -> tuple[float | None, float | None]:
     size = float((product * product).sum())
     if not size > 0 or not np.isfinite(size):
         return None, None
-    return _nmse(product, side.y), float((product * side.y).sum() / size)
+    return nmse(product, side.y), float((product * side.y).sum() / size)
 
 
 def _nmse_if_alike(a: Array | None, b: Array | None) -> float | None:
-    return _nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
+    return nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
 
 
-def _nmse(a: Array, b: Array) -> float | None:
-    """Return |b - a|^2 / |a|^2; None where it is no number."""
+def nmse(a: Array, b: Array) -> float | None:
+    """Return the squared relative difference |b - a|^2 / |a|^2; None where it is no number."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(all="ignore"):
         size, error = float((a * a).sum()), float(((b - a) ** 2).sum())

@@ -289,9 +289,10 @@ class PathsDiffer(PathRule):
     """The paths differ, and no recorded module stands out.
 
     What it detects
-        token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error; a NaN or Inf in one path
-        alone; where no module's own difference explains it. And recorded log-probabilities that do not follow from the same
-        path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another token.
+        token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error, where no module's own
+        difference explains it; a NaN or Inf in one path alone or in both. And recorded log-probabilities that do not follow
+        from the same path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another
+        token.
 
     Why it matters
         Importance ratios are off, whatever the reason.

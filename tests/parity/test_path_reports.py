@@ -240,6 +240,42 @@ REPORTS = {
 }
 
 
+def test_a_weight_of_another_layer_has_its_owner(tmp_path: Path) -> None:
+    model = training("llama", 0)
+    engine = rollout(model, False)
+    engine.layers[0], engine.layers[1] = engine.layers[1], engine.layers[0]
+    (finding,) = compare_paths(*recorded(model, engine, tmp_path))
+    told = "layers.0.input_layernorm: the rollout's weight is training's layers.1.input_layernorm: names are mapped wrongly"
+    assert (finding.code, finding.module) == ("F301", "layers.0.input_layernorm") and finding.message.startswith(told)
+
+
+def test_nan_in_both_paths_is_no_parity(tmp_path: Path) -> None:
+    model = training("llama", 0)
+    model.layers[1].get_submodule("mlp.up_proj").get_parameter("weight")[0] = float("nan")
+    (finding,) = compare_paths(*recorded(model, rollout(model, False), tmp_path))
+    assert (finding.code, finding.module, str(finding.severity)) == ("F308", "layers.1.mlp.up_proj", "error")
+    save_file({"mask": torch.full((3, 4), -torch.inf), "head": torch.ones(3, 4)}, tmp_path / "masked.safetensors")
+    assert not compare_paths(tmp_path / "masked.safetensors", tmp_path / "masked.safetensors")
+
+
+def test_a_factor_of_a_norm_is_no_grid(tmp_path: Path) -> None:
+    model = training("llama", 0)
+    engine = rollout(model, False)
+    engine.layers[1].get_submodule("post_attention_layernorm").get_parameter("weight").mul_(1.02)
+    (finding,) = compare_paths(*recorded(model, engine, tmp_path))
+    assert finding.code == "F302" and "the rollout's weight is 1.02" in finding.message
+
+
+def test_few_tokens_in_common_are_reported(tmp_path: Path) -> None:
+    model, batch = training("llama", 0), tokens(0)
+    record_path(model, batch, tmp_path / "train")
+    other = batch.clone()
+    other[:, 5:] = (other[:, 5:] + 1) % 300
+    record_path(model, other, tmp_path / "rollout")
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert not report and report.problems == ["only 10 of 96 tokens are in both paths; record both on the same tokens"]
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_report(name: str, tmp_path: Path) -> None:
     report = REPORTS[name]
