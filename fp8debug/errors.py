@@ -70,7 +70,7 @@ class RunError(Fp8DebugError):
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the way out of a wrong name: the closest known names, or all of them when none is close.
 
-    Patterns are compared without their wildcards.
+    Patterns are compared without their wildcards, and all names without regard to case.
     """
     names = sorted(set(known))
     if not names:
@@ -78,8 +78,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     stem = name.replace("*", "").replace("?", "").strip(".")
     import difflib  # takes 25 ms, and few runs end in an error
 
-    close = difflib.get_close_matches(stem, names, n=3, cutoff=0.5)
+    by_letters = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(stem.lower(), by_letters, n=3, cutoff=0.5)
     if close:
-        return "did you mean " + " or ".join(repr(c) for c in close) + "?"
+        return "did you mean " + " or ".join(repr(by_letters[c]) for c in close) + "?"
     shown = ", ".join(names[:12])
     return f"known are {shown}" + (f" and {len(names) - 12} more" if len(names) > 12 else "")

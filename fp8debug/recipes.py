@@ -116,6 +116,8 @@ class Cast:
                 object.__setattr__(self, name, number(getattr(self, name)))
             except (TypeError, ValueError):
                 raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}") from None
+        if not isinstance(self.four_over_six, bool):
+            raise UsageError(f"four_over_six must be True or False, got {self.four_over_six!r}")
         if not 0 <= self.amax_eps <= _FLOAT32_MAX:
             raise UsageError(f"amax_eps must be finite in FP32 and >= 0, got {self.amax_eps}")
         if not 1 <= self.history <= _MAX_HISTORY:

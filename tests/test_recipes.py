@@ -105,6 +105,7 @@ def test_names_of_casts(cast: Cast, name: str) -> None:
     ("values", "message"),
     [
         ({"format": "e4m3"}, "unknown format 'e4m3': did you mean 'e4m3fn' or 'e4m3fnuz' or 'e2m3fn'?"),
+        ({"format": "E2M1FN"}, "unknown format 'E2M1FN': did you mean 'e2m1fn' or 'e2m3fn' or 'e4m3fn'?"),
         ({"format": "e8m0"}, "unknown format 'e8m0': did you mean 'e5m2'?"),
         ({"granularity": "1x12"}, "unknown granularity '1x12': did you mean '1x128' or '1x32' or '1x16'?"),
         ({"scaling": "currant"}, "unknown scaling 'currant': did you mean 'current'?"),

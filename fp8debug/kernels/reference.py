@@ -430,6 +430,10 @@ def _checked(x: Tensor) -> Tensor:
         )
     if x.layout != torch.strided:
         raise UsageError(f"expected a dense tensor, got {str(x.layout).removeprefix('torch.')}; use .to_dense() first")
+    if x.is_meta:
+        raise UsageError(
+            f"expected a tensor with values, got one of device 'meta', {list(x.shape)}; move the module off it first"
+        )
     return x.detach()
 
 

@@ -179,6 +179,7 @@ def test_scale_modes_are_those_of_torchao(mode: str, rounding: str, number_forma
         ({"scale_format": "e8m0", "scaling": "static", "scale_inv": 1.0}, "needs scaling 'current', got 'static'"),
         ({"tensor_scale": "tensor"}, "tensor_scale needs a scale_format with a mantissa, such as 'e4m3fn', got 'fp32'"),
         ({"four_over_six": True}, "four_over_six needs a scale_format with a mantissa"),
+        ({"four_over_six": "yes"}, "four_over_six must be True or False, got 'yes'"),
         ({"scale_format": "e4m3fn", "four_over_six": True}, "that has two thirds of its largest value, got 'e4m3fn'"),
         ({"scale_format": "e4m3fn", "tensor_scale": "row", "granularity": "16x16"}, "such as '1x16', got '16x16'"),
         ({"hadamard": 16}, "hadamard needs blocks of one row or column, such as '1x16', got 'tensorwise'"),

@@ -250,6 +250,13 @@ def test_only_high_precision_tensors(dtype: torch.dtype) -> None:
         assert str(error.value) == message
 
 
+def test_a_tensor_without_values_is_refused() -> None:
+    for call in (quantize, measure):
+        with pytest.raises(UsageError) as error:
+            call(torch.ones(3, 5, device="meta"), Cast(granularity="1x128"))
+        assert str(error.value) == "expected a tensor with values, got one of device 'meta', [3, 5]; move the module off it first"
+
+
 def test_fp64_is_rounded_to_fp32() -> None:
     x = _seeded((64, 64), 21)
     assert measure(x.double(), Cast()) == measure(x, Cast())
