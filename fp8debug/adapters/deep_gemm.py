@@ -59,6 +59,8 @@ def _wrapped(name: str, original: Callable[..., Any], listener: Listener) -> Cal
 def _gemm_of(name: str, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor, c: Tensor | None) -> SeenGemm:
     if c is not None:
         raise ValueError(f"{name} adds to its result, which is not read")
+    if d.element_size() == 1:
+        raise ValueError("its result is in FP8")
     first, second = side_of(*a, among=_BLOCKS), side_of(*b, among=_BLOCKS)
     turn_first, turn_second = ENTRY_POINTS[name]
     return SeenGemm(name, first.t() if turn_first else first, second.t() if turn_second else second, d, is_opaque=True)

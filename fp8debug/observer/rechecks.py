@@ -71,7 +71,8 @@ class GradientSumCheck:
     compared when the next one begins, and that of all of them when an optimizer steps. Nothing is compared where the weight is no
     leaf, so that the gradient goes elsewhere; ``weight.main_grad`` counts for it where a program has that. After a step with one
     pass another such is expected: what it adds is not copied, and if a second pass comes all the same, nothing is compared in
-    that step.
+    that step. A pass that does not add to ``weight.grad`` does not count: ``torch.autograd.grad``, as of gradient penalties, of
+    gradient surgery over several losses and of inner loops, or ``backward(inputs=...)`` without the weight.
 
     Attributes:
         weight: the parameter, as the forward pass got it.
@@ -93,6 +94,7 @@ class GradientSumCheck:
         self._sums: _Sums | None = None
         self._before: tuple[Sample, Tensor] | None = None  # what weight.grad held when the first pass began
         self._num_passes, self._graph_task, self._state = 0, -1, (-1, -1)
+        self._adds = True  # the pass under way adds to weight.grad
 
     def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
         """Add a gradient and return the slots of ``GradientSum`` for those before it.
@@ -106,6 +108,10 @@ class GradientSumCheck:
         found: Slots = {}
         task = torch._C._current_graph_task_id()
         if is_new := task != self._graph_task:
+            self._adds = _adds_to(self.weight)
+            if not self._adds:
+                self._graph_task = task
+                return {}
             version = -1 if self.weight.is_inference() else self.weight._version
             # Another optimizer's step between two passes: the first is of that one's loss (a generator's, an actor's), whose
             # gradients of this weight nobody wants.
@@ -123,6 +129,8 @@ class GradientSumCheck:
             elif not self._num_passes and (held := _accumulated(self.weight)) is not None and held.shape == gradient.shape:
                 self._before = columns, columns.few(held, SUMMED_COLUMNS).double().square().sum()
             self._num_passes += 1
+        if not self._adds:
+            return {}
         if not self._is_one:
             new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
             if self._sums is None:
@@ -195,6 +203,14 @@ class _Sums:
         self.last = gradient if begins else self.last.float() + gradient
         if self._is_first:
             self.first = self.all
+
+
+def _adds_to(weight: Tensor) -> bool:
+    """Return whether the backward pass under way adds to a leaf's gradient; True where the engine does not tell."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node))
+    except RuntimeError as error:  # torch raises it for a leaf that autograd.grad() was given
+        return "autograd.grad" not in str(error)
 
 
 def _accumulated(weight: Tensor) -> Tensor | None:

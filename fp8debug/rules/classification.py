@@ -299,7 +299,7 @@ def _gap(comparison: Mapping[str, Any], harmful: Sequence[Finding]) -> Classific
 
 
 def _fine(run: Run, findings: Sequence[Finding], harmful: Sequence[Finding], ran: tuple[int, int]) -> Classification:
-    mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO]
+    mismatch = [f for f in findings if f.code in MISMATCH and f.severity > Severity.INFO and f.gemm != "dgrad"]
     if mismatch:
         what = f"the loss is fine, and training and inference differ: {since(mismatch[0])}"
         return at_first(Classification(kind="loss-fine", cause="mismatch", what=what, evidence=(COMPARE,)), mismatch)

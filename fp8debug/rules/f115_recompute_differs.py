@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 
-#: Below the floor of a cast: a kernel that is not deterministic recomputes other roundings of an input, at 4 dB above it.
-_ROOM_DB = 3.0
 _OTHER_VALUES = (
     "make the recomputation repeat the forward pass: preserve_rng_state=True where there is dropout, the same autocast, and no"
     " data that change in between; no cast changes it"
@@ -50,7 +48,10 @@ class RecomputeDiffers(Rule):
         - min_shift_log2 0.05: of the modules that exceed it at one step the first in execution order is the culprit. The rest
           recomputed from what it gave.
         - min_reread_sqnr_db 20: of the recomputed input, in FP8, against the forward pass's; numerics.md, 4 (act below 20 of a
-          result, 25 of an operand), or 3 dB below the least that the cast can give; a healthy one has that of its cast, 31 dB.
+          result, 25 of an operand); a healthy one has that of its cast, 31 dB.
+        - room_db 3: how far below the least that the cast can give the recomputed input counts, where that is less than
+          min_reread_sqnr_db. A kernel that is not deterministic recomputes other roundings, twice the power of one: 4 dB
+          above that least [measured].
         - warmup 8: first steps, in which a delayed scale grows between a pass and its recomputation; they count only beyond
           early_shift_log2 2.
         - Seen in TransformerEngine #1190, Megatron-DeepSpeed #302, OLMo-core #828.
@@ -65,6 +66,7 @@ class RecomputeDiffers(Rule):
     max_shift_log2: float = 0.5
     min_shift_log2: float = 0.05
     min_reread_sqnr_db: float = 20.0
+    room_db: float = 3.0
     warmup: int = 8
     early_shift_log2: float = 2.0
 
@@ -105,7 +107,7 @@ class RecomputeDiffers(Rule):
         found = []
         for whole in traces(run, self._values):
             if whole.cast is not None and whole.cast.scaling == "current":
-                limit = min(self.min_reread_sqnr_db, cast_floor_db(whole.cast) - _ROOM_DB)
+                limit = min(self.min_reread_sqnr_db, cast_floor_db(whole.cast) - self.room_db)
                 trace = whole.where(lambda row, limit=limit: row["reread_sqnr_db"] < limit)  # type: ignore[misc]  # bound now
                 found += [] if trace is None else [trace]
         if not found:

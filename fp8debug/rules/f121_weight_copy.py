@@ -15,6 +15,11 @@ from fp8debug.rules.reading.weights import LIMITS, WeightLimits, look_for_weight
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
+_OF_TRANSPOSED = (
+    "check how the transposed copy is made (transposition of FP8 data in the kernel, layout of its scales), and that each load"
+    " and gather makes it anew; else BF16 for dgrad"
+)
+
 
 @dataclass(frozen=True)
 class WeightCopyDiffers(Rule):
@@ -24,7 +29,8 @@ class WeightCopyDiffers(Rule):
         Dequantized values, never bytes (equal values have many codes and scales). A weight of which some rows are right and
         others unrelated, as after a gather with shards missing or out of order; one that is wrong from the first step of a
         run or of a resumed part on, before an update could part them; or one whose FP8 values differ between ranks that
-        hold the same weight.
+        hold the same weight. Where dgrad alone reads such a copy, the transposed one is at fault. Noise on the right values, from
+        the first step on, is F128.
 
     Why it matters
         The GEMM multiplies by something else than the optimizer trains. Loss jumps at the reload, or ranks drift apart while
@@ -76,13 +82,15 @@ class WeightCopyDiffers(Rule):
         for weight in off_weights(run, self._limits()):
             if weight.foreign:
                 row = weight.trace.rows[0]
-                message = (
+                which = (
                     f"the {weight.trace.gemm} weight has {row['sqnr_db']:.1f} dB at step {row['step']}, its FP8 copy is not the"
-                    f" cast of it: {weight.foreign}"
                 )
-                yield weight.trace.finding(
+                alone = "; the copy that fprop reads is right, so that the transposed one has values in other places, or old ones"
+                message = f"{which} cast of it: {weight.foreign}{alone if weight.is_transposed_alone else ''}"
+                found = weight.trace.finding(
                     self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB"
                 )
+                yield replace(found, cure=_OF_TRANSPOSED) if weight.is_transposed_alone else found
         if len(run.ranks) > 1:
             yield from self._between_ranks(run)
 

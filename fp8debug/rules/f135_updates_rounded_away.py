@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 #: Of an optimizer whose formula is not known, weights of these are not judged: what does not move may not be meant to.
 _FINE = ("float32", "float64")
+#: Relative distance of two FP32 values, at most.
+_FP32_SPACING = 2.0**-23
+_LEFT_OUT = (
+    "check what the optimizer does with this weight: a group that it skips, an update of a copy that is never written back, or"
+    " a later write of the old value; no cast changes it"
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class UpdatesRoundedAway(Rule):
         where updates are below half the distance of two values of the dtype. All sampled steps count together, large updates
         most, so that a warm-up or a learning rate that ends at 0 is no finding. Nor are FP32 weights whose updates lie below the
         distance of two FP32 values: their gradient is next to 0, as under SGD behind a gate that starts from 0. Of an
-        optimizer with another formula the share of elements that moved is judged alone.
+        optimizer with another formula the share of elements that moved is judged alone. weight-not-updated: no element of a
+        weight in FP32 moved in any sampled step, though it has a gradient, its updates are large enough for FP32, and the
+        same optimizer moves other weights.
 
     Why it matters
         Training stands still beside its FP32 twin while every cast is healthy. Two BF16 values of size 0.03 lie 1.2e-4 apart:
@@ -51,7 +59,9 @@ class UpdatesRoundedAway(Rule):
         - min_moved 0.01: share of elements with a gradient that moves in the best sampled step, of an optimizer whose formula
           is not known. No published basis.
         - min_steps 3: sampled steps with updates. No published basis.
-        - Automodel #3444, ao #1124; numerics.md, 5.
+        - weight-not-updated needs an update of 2^-23 of the weight by RMS at least, the distance of two FP32 values: that of the
+          formula, or learning rate times gradient.
+        - Automodel #3444, ao #1124, MS-AMP #112; numerics.md, 5.
     """
 
     code = "F135"
@@ -80,14 +90,31 @@ class UpdatesRoundedAway(Rule):
             " max(step) AS last, count(*) AS num, CAST(sum(num_intended) AS DOUBLE) AS num_intended,"
             " CAST(sum(num_lost) AS DOUBLE) AS num_lost,"
             " sum(sum_intended2) AS intended2, sum(sum_intended_update) AS effect, sum(sum_spacing_log2) AS spacing_log2,"
-            " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved"
+            " max(CAST(num_moved AS DOUBLE) / num_grad) FILTER (WHERE num_grad > 0) AS moved,"
+            " max(num_moved) AS most_moved, sum(sum_weight2) AS weight2, sum(sum_grad2) AS grad2"
             " FROM updates WHERE NOT coalesce(keeps_precision, FALSE) AND num_sampled > 0"
             " AND coalesce(lr, 1) > 0 AND (num_intended IS NULL OR num_intended > 0) GROUP BY module"
         )
         places = {m["fqn"]: m["call_index"] or 0 for m in run.modules}
-        for row in sorted(run.sql(query).to_pylist(), key=lambda row: (places.get(row["module"], 0), row["module"])):
-            if row["num"] >= self.min_steps:
+        rows = run.sql(query).to_pylist()
+        moving = {row["optimizer"] for row in rows if row["most_moved"]}
+        for row in sorted(rows, key=lambda row: (places.get(row["module"], 0), row["module"])):
+            if row["num"] < self.min_steps:
+                continue
+            if row["most_moved"] == 0 and row["optimizer"] in moving and _may_move(row):
+                yield self._left_out(run, row, places.get(row["module"], 0))
+            else:
                 yield from self._judged(run, row, places.get(row["module"], 0))
+
+    def _left_out(self, run: Run, row: Mapping[str, Any], call_index: int) -> Finding:
+        """Return the finding of a weight that never moves though it has a gradient."""
+        message = (
+            f"no element of the weight of {row['module']} moved in {row['num']} sampled steps ({row['optimizer']}, {row['dtype']}"
+            " weights), though it has a gradient, and the same optimizer moves other weights: its updates are not written"
+        )
+        return Finding(code=self.code, name="weight-not-updated", severity=Severity.ERROR, module=row["module"],
+                       steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=0.0, threshold=self.min_moved,
+                       message=message, cure=_LEFT_OUT, call_index=call_index)  # fmt: skip
 
     def _judged(self, run: Run, row: Mapping[str, Any], call_index: int) -> Iterable[Finding]:
         rate = "" if row["lr"] is None else f", learning rate {row['lr']:.2g}"
@@ -118,6 +145,15 @@ class UpdatesRoundedAway(Rule):
         yield Finding(code=self.code, name=self.name, severity=Severity.ERROR if is_error else Severity.WARNING,
                       module=row["module"], steps=(row["first"], row["last"]), ranks=tuple(run.ranks), value=value,
                       threshold=threshold, message=message, cure=self.cure, call_index=call_index)  # fmt: skip
+
+
+def _may_move(row: Mapping[str, Any]) -> bool:
+    """Return whether an FP32 weight's updates are large enough to change it: by the formula, or by learning rate and gradient."""
+    if row["dtype"] not in _FINE or not row["weight2"]:
+        return False
+    if row["intended2"] is not None:
+        return bool(row["intended2"] >= _FP32_SPACING**2 * row["weight2"])
+    return row["lr"] is not None and bool((row["grad2"] or 0.0) * row["lr"] ** 2 >= _FP32_SPACING**2 * row["weight2"])
 
 
 RULES.add(UpdatesRoundedAway.code, UpdatesRoundedAway())

@@ -52,12 +52,14 @@ class GradientLost(Rule):
         microbatches, a buffer emptied too early), gradient-overwritten (the last pass alone), gradient-of-first-microbatch,
         gradient-kept (it still holds that of earlier steps when a step begins, though the same optimizer stepped just
         before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
-        others move), gradient-weighted (another multiple of the first of two passes than of the second),
+        others move), gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
+        weight.grad between them: a program that does may join the gradients of two losses as it likes),
         gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A common factor below 1 is clipping,
         averaging or the inverse of a loss scale, and no finding. Directions are compared, so that a factor hides nothing.
         Where several ranks add to a gradient, or something else does (a tied weight, noise), nothing is concluded; nor where
         an optimizer steps on copies of its own. A pass before another optimizer's step does not count: it is of that one's
-        loss (a generator's gradients of the discriminator).
+        loss (a generator's gradients of the discriminator); nor does one of torch.autograd.grad, or one after which the weight
+        was changed before the next (an ascent step).
 
     Why it matters
         The run trains on a part of its batch, or not at all. Nothing is NaN, every cast is clean, the loss is worse or noisier;
@@ -145,6 +147,8 @@ class GradientLost(Rule):
         for kind, square, product in _PARTS:
             if row[square] and row[product] > 0 and _nmse(row["given2"], row[square], row[product]) < self.max_part_nmse:
                 return kind
+        if not math.isclose(row["sum_since2"] or 0.0, row["passes2"], rel_tol=1e-6):
+            return None
         factors = self._factors(row)
         return _UNEQUAL if factors is not None and abs(factors[0] / factors[1] - 1) > self.min_gain - 1 else None
 

@@ -267,3 +267,69 @@ def test_gradients_of_another_models_loss_are_emptied_on_purpose(judged: str, tm
             nn.functional.softplus(-discriminator(generator(noise))).mean().backward()
             optimizers[0].step()
     assert [name for name in faults(Run(tmp_path / "run")) if name[0] in ("F134", "F149")] == []
+
+
+def _surgery(model: nn.Module, losses: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Join the gradients of two losses in parts of the program's own choice, each found by a backward pass."""
+    given = []
+    for loss in losses():
+        model.zero_grad()
+        loss.backward()
+        given.append([p.grad for p in model.parameters()])
+    for p, first, second in zip(model.parameters(), *given, strict=True):
+        p.grad = 0.7 * first + 1.1 * second
+
+
+def _by_grad(model: nn.Module, losses: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """The same by ``torch.autograd.grad``."""
+    parameters = list(model.parameters())
+    for p, first, second in zip(parameters, *(torch.autograd.grad(loss, parameters) for loss in losses()), strict=True):
+        p.grad = 0.7 * first + 1.1 * second
+
+
+def _inner_loop(model: nn.Module, losses: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Look at one loss's gradients, and train on the other's."""
+    first, second = losses()
+    torch.autograd.grad(first, list(model.parameters()))
+    model.zero_grad()
+    second.backward()
+
+
+def _of_the_input(model: nn.Module, losses: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """A penalty's pass, which asks for the gradient of the input alone."""
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    size = torch.autograd.grad(model(x).sum(), x)[0].square().mean()
+    model.zero_grad()
+    (losses()[0] * (1 + size)).backward()
+
+
+def _ascent(model: nn.Module, losses: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    """Step uphill first, as SAM does, and train on the gradient found there."""
+    model.zero_grad()
+    losses()[0].backward()
+    moves = [0.01 * p.grad for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves, strict=True):
+            p.add_(move)
+    model.zero_grad()
+    losses()[1].backward()
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves, strict=True):
+            p.sub_(move)
+
+
+@pytest.mark.parametrize("backward", [_surgery, _by_grad, _inner_loop, _of_the_input, _ascent])
+def test_gradients_of_several_losses_are_joined_on_purpose(backward: Callable[..., None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = fp8debug.convert(nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 64)), "blockwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        out = model(torch.randn(TOKENS, WIDTH))
+        return (out - 1).square().mean(), model(torch.randn(TOKENS, WIDTH)).abs().mean()
+
+    with fp8debug.watch(model, tmp_path / "run", every=1):
+        for _ in range(5):
+            backward(model, losses)
+            optimizer.step()
+    assert [name for name in faults(Run(tmp_path / "run")) if name[0] in ("F123", "F134", "F149")] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,19 @@ def test_a_weight_that_hardly_moves_under_an_unknown_formula(tmp_path: Path) -> 
         f"the weight of {sick.CULPRIT} hardly moves: an update changed at most 0.49 % of the elements that have a gradient in"
         " 10 sampled steps (Mine, learning rate 0.0003, bfloat16 weights)"
     )
+
+
+@pytest.mark.parametrize(("change", "is_left_out"), [
+    ({}, True),
+    ({"num_intended": None, "sum_intended2": None, "sum_grad2": 1.0}, True),  # an optimizer of another formula
+    ({"num_intended": None, "sum_intended2": None, "sum_grad2": 1e-12}, False),  # too small for FP32, as behind a gate of zeros
+    ({"num_moved": 1}, False),
+])  # fmt: skip
+def test_a_weight_that_the_optimizer_leaves_out(tmp_path: Path, change: dict[str, Any], is_left_out: bool) -> None:
+    row = {"dtype": "float32", "num_moved": 0, "num_lost": 8192, "sum_intended_update": 0.0, **change}
+    findings = triage(build(tmp_path / "run", updates=lambda step, module: row if module == sick.CULPRIT else {}))
+    named = [(f.code, f.name, f.module) for f in findings if f.name == "weight-not-updated"]
+    assert named == ([("F135", "weight-not-updated", sick.CULPRIT)] if is_left_out else [])
 
 
 def test_a_gradient_that_is_doubled_between_two_microbatches_is_named(tmp_path: Path) -> None:

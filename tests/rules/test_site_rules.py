@@ -127,6 +127,39 @@ def test_a_weight_that_is_wrong_from_the_first_step_is_another_one(tmp_path: Pat
     assert "from the first step on" in finding.message
 
 
+def test_a_transposed_copy_that_alone_is_wrong_is_made_wrongly(tmp_path: Path) -> None:
+    dgrad = Override(**{**WEIGHT, "steps": (None, None), "gemm": "dgrad"}, slots=rotated(0.75))
+    (finding,) = triage(build(tmp_path / "run", overrides=[dgrad]))
+    assert (finding.code, finding.module, finding.gemm) == ("F121", CULPRIT, "dgrad")
+    assert "the copy that fprop reads is right" in finding.message
+    assert finding.cure.startswith("check how the transposed copy is made")
+
+
+@pytest.mark.parametrize(
+    ("site", "cosine", "gain"), [(WEIGHT, 0.9993, 6e3), (sick.DGRAD, 0.58, 1.6e6)]
+)  # measured, one scale per row
+def test_a_scale_that_is_applied_after_the_gemm_is_no_fault(
+    tmp_path: Path, site: dict[str, Any], cosine: float, gain: float
+) -> None:
+    ones = {"scale_inv_min": 1.0, "scale_inv_max": 1.0, "headroom": 2e-4}
+    assert triage(build(tmp_path / "run", overrides=[Override(**site, slots={**rotated(cosine, gain), **ones})])) == []
+
+
+@pytest.mark.parametrize(("first", "length", "code"), [
+    (None, 1.025, "F128"),  # noise of 13 dB across the weight makes it longer, and leaves its gain
+    (40, 1.025, "F112"),  # a weight that decays while its copy does not looks alike, and is right at first
+    (None, 1.0, "F121"),  # values in other places keep the length
+])  # fmt: skip
+def test_noise_on_a_weight_is_neither_an_older_nor_another_one(
+    tmp_path: Path, first: int | None, length: float, code: str
+) -> None:
+    slots = rotated(1 / 1.025, length) if length > 1 else rotated(0.975)
+    override = Override(**{**WEIGHT, "steps": (first, None)}, slots=slots)
+    (finding,) = triage(build(tmp_path / "run", overrides=[override]))
+    assert (finding.code, finding.module) == (code, CULPRIT)
+    assert code != "F128" or "the right values with noise" in finding.message
+
+
 def test_a_weight_that_is_wrong_after_a_resume_is_another_one(tmp_path: Path) -> None:
     plan: dict[str, Any] = {"overrides": [Override(**WEIGHT, slots=rotated(0.02))]}
     assert [f.code for f in triage(build(tmp_path / "run", **plan))] == ["F112"]
