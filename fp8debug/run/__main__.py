@@ -383,10 +383,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--shadow-rows", metavar="N", type=int, help="rows of the GEMMs that results are compared with (default: 256)")
     add(
         "--compiled",
-        choices=("as_is", "repeat", "eager"),
-        help="repeat sampled calls of compiled code to record them, or run sampled steps without it (default: as_is)",
+        choices=("auto", "repeat", "as_is", "eager"),
+        help="repeat sampled calls of compiled modules to record them, or run sampled steps without torch.compile (default: auto)",
     )
-    add("--turns", metavar="N", type=int, help="with --compiled repeat: repeat each compiled module in one of N sampled steps")
+    add("--turns", metavar="N", type=int, help="repeat each compiled module in one of N sampled steps")
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")
     add("--resume-from", metavar="STEP", type=int, help="number of the first step, to go on in a folder that holds a run")
     add(

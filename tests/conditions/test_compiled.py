@@ -82,17 +82,23 @@ def test_an_fp8_linear_in_a_graph_is_recorded(first: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("first", ["compile", "watch", "run"])
-def test_a_compiled_linear_is_refused_with_the_flag_to_set(
+def test_compiled_linears_are_recorded_without_a_flag_and_left_out_with_one(
     first: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = train(None, tmp_path / "run", first=first, fullgraph=True)
-    assert found == train(None, None, first=first, fullgraph=True)
+    alone = train(None, None, first=first, fullgraph=True)
+    assert train(None, tmp_path / "auto", first=first, fullgraph=True) == alone
+    assert "not recorded" not in capsys.readouterr().err
+    run = fp8debug.Run(tmp_path / "auto")
+    found = run.sql("SELECT step, count(DISTINCT module) AS n FROM sites GROUP BY step ORDER BY step").to_pylist()
+    assert [(row["step"], row["n"]) for row in found] == [(0, 7)], "one region in eight sampled steps"
+    assert run.manifest["turns"] == 8 and all(module["observed"] for module in run.modules)
+    assert train(None, tmp_path / "run", first=first, fullgraph=True, compiled="as_is") == alone
     text = "7 of 7 modules are not recorded at step 0 (blocks.0.gate is the first): not called outside code under torch.compile"
     way_out = (
-        "watch(..., compiled='repeat') repeats sampled calls in eager code,"
+        "which is not recorded with compiled='as_is'; without it sampled calls are repeated in eager code,"
         " watch(..., compiled='eager') runs sampled steps without torch.compile"
     )
-    assert capsys.readouterr().err.count(f"fp8debug: {text}, which is not recorded; {way_out}\n") == 1
+    assert capsys.readouterr().err.count(f"fp8debug: {text}, {way_out}\n") == 1
     run = fp8debug.Run(tmp_path / "run")
     assert [r["loss"] is not None for r in run.sql("SELECT loss FROM steps").to_pylist()] == [True] * STEPS
     assert text in str(run.sql("SELECT message FROM events WHERE step = 0").to_pylist())
@@ -110,12 +116,12 @@ def test_with_the_flag_sampled_steps_run_without_it_and_are_recorded(told: bool,
 
 
 def test_the_flag_is_checked_and_ends_with_the_watch(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="compiled must be 'as_is', 'repeat' or 'eager', got 'always'"):
+    with pytest.raises(UsageError, match="compiled must be 'auto', 'repeat', 'as_is' or 'eager', got 'always'"):
         fp8debug.watch(net(), tmp_path / "run", compiled="always")  # type: ignore[arg-type]  # a mistake
     with pytest.raises(UsageError, match="turns must be a whole number, 1 or more, got 0"):
         fp8debug.watch(net(), tmp_path / "run", compiled="repeat", turns=0)
-    with pytest.raises(UsageError, match="turns are those of compiled='repeat', got turns=4 with compiled='as_is'"):
-        fp8debug.watch(net(), tmp_path / "run", turns=4)
+    with pytest.raises(UsageError, match="turns are those of compiled='auto' and 'repeat', got turns=4 with compiled='as_is'"):
+        fp8debug.watch(net(), tmp_path / "run", compiled="as_is", turns=4)
     fp8debug.watch(net(), tmp_path / "run", compiled="eager").close()
     assert torch._dynamo.eval_frame._stance.stance == "default"
 

@@ -388,7 +388,7 @@ def test_compiled_modules_take_turns(tmp_path: Path) -> None:
     model = nn.Sequential(*(Block(ScaledLinear) for _ in range(3))).bfloat16()
     for block in model:
         block.compile(backend="aot_eager")
-    with fp8debug.watch(model, tmp_path / "run", every=2, what_if=(), compiled="repeat", turns=2) as watch:
+    with fp8debug.watch(model, tmp_path / "run", every=2, what_if=(), turns=2) as watch:
         for step in range(9):
             x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
             model(x).float().square().mean().backward()
@@ -399,6 +399,35 @@ def test_compiled_modules_take_turns(tmp_path: Path) -> None:
     assert by_step == {0: {"0", "1", "2"}, 2: {"1"}, 4: {"0", "2"}, 6: {"1"}, 8: {"0", "2"}}
     run = fp8debug.Run(tmp_path / "run")
     assert run.sampled_steps == [0, 2, 4, 6, 8] and run.sampled_steps_of("1.up") == [0, 2, 6]
+
+
+@pytest.mark.parametrize("compiled", ["auto", "repeat"])
+def test_code_between_graphs_runs_twice_only_if_the_user_says_so(
+    compiled: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Talking(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            print("forward")
+            return super().forward(x)
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Talking(ScaledLinear), Block(ScaledLinear)).bfloat16()
+    for block in model:
+        block.compile(backend="aot_eager")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), compiled=compiled, turns=1) as watch:
+        for step in range(2):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            watch.step()
+    out, err = capfd.readouterr()
+    found = {row["module"][0] for row in rows(tmp_path / "run")}
+    why = "0 is not recorded inside compiled code: torch.compile breaks its graph, and code between graphs may print or write;"
+    told = {m["fqn"]: m["reason"] or "" for m in fp8debug.Run(tmp_path / "run").modules}
+    if compiled == "auto":
+        assert out.count("forward") == 2 and found == {"1"} and err.count(why) == 1
+        assert "breaks its graph" in told["0.up"] and not told["1.up"]
+    else:
+        assert out.count("forward") == 4 and found == {"0", "1"} and why not in err
 
 
 class Saturated(torch.autograd.Function):
@@ -430,7 +459,7 @@ def test_a_fault_in_a_module_that_has_its_turn_now_and_then_is_found(tmp_path: P
     cast(Block, model[1]).up = SaturatedLinear(WIDTH, 2 * WIDTH, bias=False).bfloat16()
     for block in model:
         block.compile(backend="aot_eager")
-    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), compiled="repeat", turns=3) as watch:
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), turns=3) as watch:
         for step in range(13):
             x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
             loss = model(x).float().square().mean()

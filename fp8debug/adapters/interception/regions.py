@@ -15,6 +15,7 @@ GEMMs than eager code does, that difference is in them.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,6 +39,9 @@ from fp8debug.observer.observer import Observer
 
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5
+#: Sampled steps in which a region is repeated once at most, unless the user says otherwise: eager code takes so much longer than
+#: compiled code that each region at each sampled step more than doubles an average step (docs/performance.md).
+FEWEST_TURNS = 8
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
 #: torchao's parameters of experts: a tensor and the configuration of its GEMMs.
 _WRAPPERS = ("Float8TrainingWeightWrapperTensor", "MXFP8TrainingWeightWrapperTensor")
@@ -106,6 +110,7 @@ class _Region(NamedTuple):
     modules: list[nn.Module]
     watched: set[str]
     devices: list[torch.device]
+    fsdp: Any  #: FSDP2's state where ``fully_shard`` was called on the module itself, else None
 
 
 class _CallState(NamedTuple):
@@ -124,12 +129,30 @@ class Regions:
         roots: the models.
         watched: FQN of every watched module, by its id.
         observer: of the watch.
-        turns: sampled steps in which each region is repeated once; the first sampled step repeats all.
+        turns: sampled steps in which each region is repeated once, the first sampled step of a region apart; None for as many as
+            there are regions, and at least ``FEWEST_TURNS``.
+        only_whole: repeat a region only where torch.compile made one graph of its forward, which then does nothing but compute.
+
+    Attributes:
+        turns: those in force: 1 as long as no region has had to wait.
+        reasons: why nothing is repeated, by the id of each module in a region that is left out.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], watched: Mapping[int, set[str]], observer: Observer, turns: int = 1) -> None:
-        self._roots, self._watched, self._observer, self._turns = list(roots), watched, observer, turns
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        watched: Mapping[int, set[str]],
+        observer: Observer,
+        turns: int | None = 1,
+        *,
+        only_whole: bool = False,
+    ) -> None:
+        self._roots, self._watched, self._observer = list(roots), watched, observer
+        self._wanted_turns, self._only_whole = turns, only_whole
+        self.turns = 1
+        self.reasons: dict[int, str] = {}
         self._num_sampled = 0  # steps before this one in which a region's call was sampled
+        self._first_sampled: dict[int, int] = {}  # by a region's id, in the order of their turns: step
         self._listener = listener_of(observer)
         self._regions: dict[int, _Region] = {}
         self._refused: set[int] = set()
@@ -181,12 +204,13 @@ class Regions:
             output = run(*args, **kwargs)
         finally:
             begun, observer.begun = observer.begun, outer
-        if not before.region.watched <= begun:
+        if isinstance(before, _CallState) and not before.region.watched <= begun:
             self._repeat(before, begun, args, kwargs, output)
         return output
 
     @untraced
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | _Region | None:
+        """Return the state before a call that is to be repeated, the region of one that waits for its turn, None for others."""
         observer = self._observer
         observer.before_forward()
         if not observer.sampling or observer.in_shape_inference or is_capturing() or is_transformed():
@@ -197,8 +221,10 @@ class Regions:
             return None  # the recomputation of a checkpointed call that was repeated
         try:
             region = self._region(module)
-            if not region.watched or not self._has_turn(region):
+            if not region.watched:
                 return None
+            if not self._has_turn(region):
+                return region
             versions = _versions(region, args, kwargs)
             return _CallState(region, versions, _Random.now(region.devices), dict(self._listener.unowned_gemms))
         except Exception as error:
@@ -213,12 +239,22 @@ class Regions:
             modules = list(module.modules())
             watched = {name for m in modules for name in self._watched.get(id(m), ())}
             devices = sorted({t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}, key=str)
-            found = self._regions[id(module)] = _Region(module, self._names[id(module)], modules, watched, devices)
+            found = self._regions[id(module)] = _Region(
+                module, self._names[id(module)], modules, watched, devices, _fsdp_state_of(module)
+            )
         return found
 
     def _has_turn(self, region: _Region) -> bool:
-        """Return whether a region is repeated in this sampled step: all are in the first, later ones by their order in it."""
-        return self._num_sampled == 0 or (list(self._regions).index(id(region.module)) + self._num_sampled) % self._turns == 0
+        """Return whether a region is repeated in this sampled step: in its first one, and then in turn."""
+        key, step = id(region.module), self._observer.step_count
+        if self._first_sampled.setdefault(key, step) == step:
+            return True
+        order = list(self._first_sampled)
+        turns = self._wanted_turns or max(FEWEST_TURNS, len(order))
+        has_turn = (order.index(key) + self._num_sampled) % turns == 0
+        if not has_turn:
+            self.turns = turns
+        return has_turn
 
     @untraced
     def _repeat(self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -226,10 +262,17 @@ class Regions:
         region, observer = before.region, self._observer
         state = TorchState()
         try:
+            if self._only_whole and has_graph_breaks(region.module):
+                raise NotRepeatedError(
+                    "torch.compile breaks its graph, and code between graphs may print or write;"
+                    " watch(..., compiled='repeat') runs it once more all the same"
+                )
             _check(region, args, kwargs)
             _check_versions(before)
             trained = _pytree.tree_leaves(output)
             places = [i for i, x in enumerate(trained) if isinstance(x, Tensor) and x.requires_grad]
+            if region.fsdp is None:
+                _check_weights(region)
             if id(region.module) not in self._first:  # calls are repeated in the order of their backward passes
                 self._first[id(region.module)] = observer.reserve_calls(len(region.watched))
             first = self._first[id(region.module)]
@@ -240,6 +283,7 @@ class Regions:
                 state = TorchState()
                 try:
                     _check_versions(before)
+                    _check_weights(region)
                     after = _Random.now(region.devices)
                     try:
                         before.random.restore()
@@ -294,6 +338,7 @@ class Regions:
         )
         self._observer.report(name, text[:300], not self._refused)
         self._refused.add(id(module))
+        self.reasons |= dict.fromkeys(map(id, module.modules()), text[:300])
 
 
 class _Repetition:
@@ -318,13 +363,17 @@ class _Repetition:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of what the module's forward returns."""
         args, kwargs = _pytree.tree_map(self._alias_of_input, (args, kwargs))
+        region, call = self._region, call_eagerly
+        if region.fsdp is not None:  # its hooks would gather the weights, which are there for the backward pass
+            args, kwargs = region.fsdp._cast_forward_inputs(args, kwargs)
+            call = _call_forward
         with ExitStack() as stack:
             for autocast in self._autocast:
                 stack.enter_context(autocast.again())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._in_place())
             stack.enter_context(self._observer.repeating(self._recorded, self._first))
-            output = call_eagerly(self._region.module, *args, **kwargs)
+            output = call(region.module, *args, **kwargs)
         return _pytree.tree_leaves(output)
 
     def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -363,6 +412,21 @@ class _Repetition:
             for module, parameters, buffers in before:
                 module._parameters.update(parameters)
                 module._buffers.update(buffers)
+
+
+def has_graph_breaks(module: nn.Module) -> bool:
+    """Return whether torch.compile made several graphs of a module's forward, with Python code between them.
+
+    Dynamo compiles the frame of ``forward``, and code that a break leaves behind calls a function ``__resume_at...`` [seen: torch
+    2.13]. Where it has nothing on that frame, any break in the process counts.
+    """
+    from torch._dynamo import eval_frame, utils
+
+    code = getattr(module.forward, "__code__", None)
+    entries = eval_frame._debug_get_cache_entry_list(code) if code is not None else []
+    if not entries:
+        return bool(utils.counters["graph_break"])
+    return any(name.startswith("__resume_at") for entry in entries for name in entry.code.co_names)
 
 
 @contextmanager
@@ -420,15 +484,34 @@ def _check(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             raise NotRepeatedError(f"its input is a {type(x).__name__}")
     for module in region.modules:
         name = type(module).__name__
-        if any(vars(module).get(hooks) for hooks in _HOOKS):
+        hooks = [hook for kind in _HOOKS for hook in (vars(module).get(kind) or {}).values()]
+        if module is region.module and region.fsdp is not None:
+            hooks = [hook for hook in hooks if getattr(hook, "__self__", None) is not region.fsdp]
+        if hooks:
             raise NotRepeatedError(f"hooks run in it ({name})")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise NotRepeatedError("it contains DistributedDataParallel; compile the module inside it")
         if isinstance(module, Fp8Linear) and " delayed(" in module.recipe.plan:
             raise NotRepeatedError("an Fp8Linear in it has delayed scaling")
+
+
+def _check_weights(region: _Region) -> None:
+    """Raise where a region's weights are not as its GEMMs read them; those of FSDP2 are while their gradients are computed."""
+    for module in region.modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and not _is_plain(tensor):
                 raise NotRepeatedError(f"it holds a {type(tensor).__name__}")
+
+
+def _fsdp_state_of(module: nn.Module) -> Any:
+    """Return the state of FSDP2 that a module got by ``fully_shard``, None without."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None  # type: ignore[operator]
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
 
 
 def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:

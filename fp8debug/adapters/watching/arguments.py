@@ -43,12 +43,12 @@ def check_arguments(
         raise UsageError(f"shadow must be 'sample' or 'full', got {shadow!r}")
     if not isinstance(check_finite, bool | None):
         raise UsageError(f"check_finite must be True, False or None, got {check_finite!r}")
-    if compiled not in ("as_is", "repeat", "eager"):
-        raise UsageError(f"compiled must be 'as_is', 'repeat' or 'eager', got {compiled!r}")
-    if not isinstance(turns, int) or turns < 1:
+    if compiled not in ("auto", "repeat", "as_is", "eager"):
+        raise UsageError(f"compiled must be 'auto', 'repeat', 'as_is' or 'eager', got {compiled!r}")
+    if turns is not None and (not isinstance(turns, int) or isinstance(turns, bool) or turns < 1):
         raise UsageError(f"turns must be a whole number, 1 or more, got {turns!r}")
-    if turns > 1 and compiled != "repeat":
-        raise UsageError(f"turns are those of compiled='repeat', got turns={turns} with compiled={compiled!r}")
+    if turns is not None and compiled not in ("auto", "repeat"):
+        raise UsageError(f"turns are those of compiled='auto' and 'repeat', got turns={turns} with compiled={compiled!r}")
 
 
 def check_inference(inference: Any, target: object, **of_training: Any) -> None:

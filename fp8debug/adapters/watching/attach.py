@@ -65,8 +65,8 @@ def watch(
     dump_steps: int = 3,
     guard: Guard | None = None,
     check_finite: bool | None = None,
-    compiled: Literal["as_is", "repeat", "eager"] = "as_is",
-    turns: int = 1,
+    compiled: Literal["auto", "repeat", "as_is", "eager"] = "auto",
+    turns: int | None = None,
     ranks: Sequence[int] | Literal["all"] | None = None,
     budget: int | str | None = None,
     total_steps: int | None = None,
@@ -103,11 +103,14 @@ def watch(
         guard: puts a module into BF16 after hard evidence against it; changes the run when it fires, and only then.
         check_finite: search the steps between for the first NaN or Inf too, forward and backward, at the price of reading each
             FP8 GEMM's operands and result once; by default on a CPU only, where it is cheap beside the rest.
-        compiled: how modules inside code under torch.compile are recorded. ``as_is`` records Fp8Linear alone there. ``repeat``
-            runs each sampled call of a compiled module once more, in eager code beside the trained one, which stays as it is;
-            CUDA graphs included. ``eager`` runs sampled steps without torch.compile, in eager arithmetic.
-        turns: with ``compiled="repeat"``, the sampled steps in which each compiled module is repeated once: after the first
-            one, which repeats all, a sampled step repeats one in so many. The others have no rows at that step.
+        compiled: how modules inside code under torch.compile are recorded. ``auto`` runs a sampled call of a compiled module once
+            more, in eager code beside the trained one, which stays as it is (CUDA graphs included), where torch.compile made one
+            graph of its forward, and one module after the other in turn. ``repeat`` repeats all that it can, at each sampled
+            step, code between graphs too. ``as_is`` records Fp8Linear alone there. ``eager`` runs sampled steps without
+            torch.compile, in eager arithmetic.
+        turns: sampled steps in which each compiled module is repeated once: after the first one, which repeats all, a sampled
+            step repeats one in so many; the others have no rows at that step. By default 1 of ``repeat``, and of ``auto`` the
+            number of compiled modules, at least 8.
         ranks: which global ranks record, rank 0 among them, or ``all``; by default all of up to 16, else those of the first
             data-parallel replica. The others begin when they see a loss, gradient norm or GEMM that is not finite.
         budget: disk space for the statistics of all ranks together, such as ``"50GB"``: ``every`` is chosen so that the plan
@@ -176,7 +179,7 @@ def watch(
         "fp8debug_version": __version__,
         "every": every,
         "inference": inference,
-        "turns": turns,
+        "turns": 1,
         "planned": manifest_entry(volume),
         "ranks": ranks_entry(ranks, world_size, volume.ranks),
         "shadow_rows": settings.shadow_rows,

@@ -1,4 +1,4 @@
-"""Code under torch.compile runs as it would without a watch and is not recorded, or sampled steps run without torch.compile."""
+"""Modules under torch.compile: which of them are not recorded and why; sampled steps without torch.compile."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ def _set_stance(is_eager: bool) -> None:
     torch.compiler.set_stance("force_eager" if is_eager else "default")
 
 
-#: Reason in coverage for a module that no eager code called in a sampled step of a program that compiles.
-NOT_RECORDED = (
-    "not called outside code under torch.compile, which is not recorded;"
-    " watch(..., compiled='repeat') repeats sampled calls in eager code,"
-    " watch(..., compiled='eager') runs sampled steps without torch.compile"
+_WITHOUT_COMPILE = "watch(..., compiled='eager') runs sampled steps without torch.compile"
+#: Reason in coverage for a module that no eager code called in a sampled step of a program that compiles, by ``compiled``.
+NOT_RECORDED = {
+    "as_is": "not called outside code under torch.compile, which is not recorded with compiled='as_is';"
+    f" without it sampled calls are repeated in eager code, {_WITHOUT_COMPILE}",
+    "eager": "not called outside code under torch.compile",
+}
+NOT_RECORDED["auto"] = NOT_RECORDED["repeat"] = (
+    "called by a compiled function, and sampled calls of compiled modules alone are repeated: call compile() of the module, or"
+    f" {_WITHOUT_COMPILE}"
 )
 
 

@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from fp8debug.adapters.base import ADAPTERS, Adapter, num_dims, require_floor
 from fp8debug.adapters.interception.sublinears import WHAT_IF_MODULES, SubLinear, kind_of_sublinear, stacks_of, sublinears_of
-from fp8debug.adapters.watching.compiled import NOT_RECORDED
 from fp8debug.adapters.watching.pipeline import layers_before, name_in_model
 from fp8debug.errors import AttachError
 from fp8debug.interruptions import is_ours
@@ -52,7 +51,7 @@ class Candidate:
     is_known_to_run: bool = False
     ran_fp8: bool = False
     weight_dtype: str | None = None  #: of the stored weight, when it was first described
-    is_compiled: bool = False  #: no eager code called it in a sampled step of a program that compiles
+    why_compiled: str | None = None  #: why it is not recorded, where compiled code alone called it in a sampled step
 
     @property
     def fp8(self) -> bool:
@@ -82,7 +81,7 @@ class Candidate:
     @property
     def why_not_recorded(self) -> str | None:
         """Reason why nothing of the module is recorded; None where something is, as far as that is known."""
-        return self.reason or (NOT_RECORDED if self.is_compiled else None)
+        return self.reason or self.why_compiled
 
     def describe(self, index: int) -> dict[str, Any]:
         """Return the module's entry of the manifest."""

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,8 @@ class Watch:
         first_step: int,
         dumper: Dumper | None,
         changes: RecipeChanges,
-        compiled: str = "as_is",
-        turns: int = 1,
+        compiled: str = "auto",
+        turns: int | None = None,
         stage: int = 0,
         matrices: Sequence[Candidate] = (),
         live: Live | None = None,
@@ -118,6 +118,7 @@ class Watch:
         self._ending = [self._end_steps, self._end_recording, self._end_files, self._end_live]
         self._pid = os.getpid()
         self._has_looked = self._has_told_compiled = False
+        self._compiled, self._regions, self._turns = compiled, cast("Regions | None", None), 1
         self._unseen: set[str] = set()
         self._before_next: Callable[[], None] | None = None
         self._counter = GemmCounter(named_modules(roots), kind_of_sublinear)
@@ -140,12 +141,15 @@ class Watch:
                 self._undo.append(wrap_deep_gemm(listener_of(self._observer)))
             self._undo.append(wrap_emulated_experts(listener_of(self._observer)))
             self._undo.append(ignore_shape_inference(self._observer, self._see_stage))
-            if compiled == "repeat":
+            if compiled in ("auto", "repeat"):
                 watched: dict[int, set[str]] = {}
                 for c in candidates:
                     if c.reason is None:
                         watched.setdefault(id(getattr(c.module, "owner", c.module)), set()).add(c.fqn)
-                self._undo.append(Regions(roots, watched, self._observer, turns).remove)
+                is_auto = compiled == "auto"
+                turns = turns or (None if is_auto else 1)
+                self._regions = Regions(roots, watched, self._observer, turns, only_whole=is_auto)
+                self._undo.append(self._regions.remove)
             if compiled == "eager":
                 self._before_next, undo = run_samples_eagerly(self._observer)
                 self._undo.append(undo)
@@ -564,6 +568,7 @@ class Watch:
         if self._observer.sampling:
             self._note_what_ran()
             self._report_compiled(self._observer.modules_seen)
+            self._write_turns()
         self._observer.end_step(scalars)
         if settle:
             self._changes.apply_pending(self._observer.step)
@@ -674,28 +679,37 @@ class Watch:
             return
         self._unseen = unseen
         compiled = modules_in_compiled_code(self._roots, inference=self._inference) if unseen else set()
-        before = [c.is_compiled for c in self._candidates]
+        reasons = self._regions.reasons if self._regions is not None else {}
+        before = [c.why_compiled for c in self._candidates]
         for c in self._candidates:
-            c.is_compiled = c.fqn in unseen and id(getattr(c.module, "owner", c.module)) in compiled
-        hidden = [c.fqn for c in self._candidates if c.is_compiled]
-        if [c.is_compiled for c in self._candidates] != before:
+            key = id(getattr(c.module, "owner", c.module))
+            is_hidden = c.fqn in unseen and key in compiled
+            c.why_compiled = reasons.get(key, NOT_RECORDED[self._compiled]) if is_hidden else None
+        if [c.why_compiled for c in self._candidates] != before:
             self._changes.write()
+        hidden = [c.fqn for c in self._candidates if c.why_compiled == NOT_RECORDED[self._compiled]]
         if hidden and not self._has_told_compiled:
             self._has_told_compiled = True
             which = "is" if len(hidden) == 1 else "are"
             text = (
                 f"{len(hidden)} of {len(self._candidates)} modules {which} not recorded at step {self._observer.step}"
-                f" ({hidden[0]} is the first): {NOT_RECORDED}"
+                f" ({hidden[0]} is the first): {NOT_RECORDED[self._compiled]}"
             )
             say(self._writer, self._observer.step, text)
+
+    def _write_turns(self) -> None:
+        """Say in the manifest in how many sampled steps a compiled module is repeated once, when that changes."""
+        if self._regions is not None and self._regions.turns != self._turns:
+            self._turns = self._regions.turns
+            self._writer.update_manifest({"turns": self._turns})
 
     def _report_never_called(self) -> None:
         if self._observer.is_off or not self._has_looked:
             return
         accounted_for = self._observer.modules_seen | self._observer.modules_given_up
         silent = [c for c in self._candidates if c.reason is None and c.fqn not in accounted_for]
-        missing = [c.fqn for c in silent if not was_called(c.module) and not c.is_compiled]
-        silent = [c for c in silent if not c.is_compiled]
+        missing = [c.fqn for c in silent if not was_called(c.module) and c.why_compiled is None]
+        silent = [c for c in silent if c.why_compiled is None]
         if silent and not missing and not self._observer.modules_seen and not any(c.fp8 for c in silent):
             text = (
                 f"no FP8 GEMM observed in any of {len(silent)}: they run in high precision, or in kernels that fp8debug cannot"
