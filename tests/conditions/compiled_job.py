@@ -5,6 +5,7 @@ python -m torch.distributed.run --nproc_per_node 2 tests/conditions/compiled_job
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8debug
 from tests import ranks
-from tests.conditions.test_compiled_programs import WIDTH, Net, Program
+from tests.conditions.test_compiled_programs import WIDTH, Net, Program, without_bias
 
 STEPS, PARTS, EVERY = 3, 2, 2
 #: How the model is split; ``outside`` wraps the compiled blocks, ``inside`` is compiled with them.
-CONDITIONS = ("ddp outside", "ddp inside", "fsdp", "fsdp of delayed scaling")
+CONDITIONS = ("ddp outside", "ddp inside", "fsdp with checkpoints", "fsdp of torchao in mixed precision", "fsdp of delayed scaling")
 
 
 def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
@@ -33,8 +34,16 @@ def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
     counters.clear()
     torch.manual_seed(0)
     is_native = name.endswith("delayed scaling")
-    model: Any = Net(Program(make=lambda a, b: nn.Linear(a, b, bias=False)) if is_native else Program())
-    model = fp8debug.convert(model, "tensorwise_delayed") if is_native else model.bfloat16()
+    is_mixed = name.endswith("mixed precision")
+    program = Program(checkpointed="full" if name.endswith("checkpoints") else "")
+    model: Any = Net(program._replace(make=without_bias) if is_native or is_mixed else program)
+    if is_native:
+        model = fp8debug.convert(model, "tensorwise_delayed")
+    elif is_mixed:
+        float8 = importlib.import_module("torchao.float8")
+        float8.convert_to_float8_training(model, config=float8.Float8LinearConfig.from_recipe_name("rowwise"))
+    else:
+        model = model.bfloat16()
     blocks = list(model.blocks)
     if compiles and name != "ddp inside":
         for block in blocks:
@@ -45,16 +54,17 @@ def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
         if compiles and name == "ddp inside":
             called.compile(backend="aot_eager")
     else:
-        for block in blocks:
-            fully_shard(block)
-        fully_shard(model)
+        types = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
+        for i, block in enumerate(blocks):
+            fully_shard(block, mp_policy=types, reshard_after_forward=i > 0)
+        fully_shard(model, mp_policy=types)
     watch = fp8debug.watch(model, path, every=EVERY, what_if=(), ranks="all", compiled="repeat") if path else None
     found: list[Any] = []
     for step in range(STEPS):
         for part in range(PARTS):
             given = torch.Generator().manual_seed(1 + step + 10 * part + 100 * dist.get_rank())
             x = torch.randn(16, WIDTH, generator=given)
-            loss = called(x if is_native else x.bfloat16()).float().square().mean()
+            loss = called(x if is_native or is_mixed else x.bfloat16()).float().square().mean()
             loss.backward()
             found.append(loss.item())
         with torch.no_grad():

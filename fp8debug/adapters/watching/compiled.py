@@ -50,8 +50,8 @@ NOT_RECORDED = {
     "eager": "not called outside code under torch.compile",
 }
 NOT_RECORDED["auto"] = NOT_RECORDED["repeat"] = (
-    "called by a compiled function, and sampled calls of compiled modules alone are repeated: call compile() of the module, or"
-    f" {_WITHOUT_COMPILE}"
+    "called by code under torch.compile that is no compiled module of the watched model, whose sampled calls alone are repeated;"
+    f" call compile() of one of its modules, or {_WITHOUT_COMPILE}"
 )
 
 
