@@ -114,12 +114,12 @@ class _Region(NamedTuple):
 
 
 class _CallState(NamedTuple):
-    """The state before a call of a region."""
+    """The state before a call of a region; ``random`` is None where the call waits for the region's turn."""
 
     region: _Region
-    versions: list[tuple[str, Tensor, int]]
-    random: _Random
     unowned_gemms: dict[str, int]
+    versions: list[tuple[str, Tensor, int]]
+    random: _Random | None
 
 
 class Regions:
@@ -204,13 +204,13 @@ class Regions:
             output = run(*args, **kwargs)
         finally:
             begun, observer.begun = observer.begun, outer
-        if isinstance(before, _CallState) and not before.region.watched <= begun:
+        if not before.region.watched <= begun:
             self._repeat(before, begun, args, kwargs, output)
         return output
 
     @untraced
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | _Region | None:
-        """Return the state before a call that is to be repeated, the region of one that waits for its turn, None for others."""
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
+        """Return the state before a sampled call; None for one that is never repeated."""
         observer = self._observer
         observer.before_forward()
         if not observer.sampling or observer.in_shape_inference or is_capturing() or is_transformed():
@@ -223,10 +223,10 @@ class Regions:
             region = self._region(module)
             if not region.watched:
                 return None
+            unowned = dict(self._listener.unowned_gemms)
             if not self._has_turn(region):
-                return region
-            versions = _versions(region, args, kwargs)
-            return _CallState(region, versions, _Random.now(region.devices), dict(self._listener.unowned_gemms))
+                return _CallState(region, unowned, [], None)
+            return _CallState(region, unowned, _versions(region, args, kwargs), _Random.now(region.devices))
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -259,7 +259,10 @@ class Regions:
     @untraced
     def _repeat(self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Have the region run once more when the gradient of the trained output is known."""
-        region, observer = before.region, self._observer
+        region, observer, states = before.region, self._observer, before.random
+        if states is None:
+            self._set_unowned(before.unowned_gemms)
+            return
         state = TorchState()
         try:
             if self._only_whole and has_graph_breaks(region.module):
@@ -286,7 +289,7 @@ class Regions:
                     _check_weights(region)
                     after = _Random.now(region.devices)
                     try:
-                        before.random.restore()
+                        states.restore()
                         with self._isolated(region):
                             outputs = run.forward(args, kwargs)
                             if len(outputs) != len(trained):
@@ -302,13 +305,17 @@ class Regions:
 
             if places:
                 self._outputs += _when_known([trained[i] for i in places], backward)
-                self._listener.unowned_gemms.clear()
-                self._listener.unowned_gemms.update(before.unowned_gemms)
+                self._set_unowned(before.unowned_gemms)
         except Exception as error:
             state.restore()
             if not is_ours(error):
                 raise
             self._refuse(region.module, error)
+
+    def _set_unowned(self, gemms: dict[str, int]) -> None:
+        """Count GEMMs that belong to no watched module as before a region's call: its own are recorded, or were."""
+        self._listener.unowned_gemms.clear()
+        self._listener.unowned_gemms.update(gemms)
 
     @contextmanager
     def _isolated(self, region: _Region) -> Iterator[None]:
