@@ -19,7 +19,7 @@ from .health import METRICS
 from .healthy_ranges import KIND_SQL, badness_sql, envelope, severities
 from .nonfinite import FINITE, state_sql, value_sql
 from .records import Floats, Ints
-from .step_ranges import MOST_ROWS, sites_within, step_range, width_of
+from .step_ranges import MOST_ROWS, cell_width_of, sites_within, step_range
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -87,7 +87,7 @@ def module_health(run: Run, metrics: Sequence[str] = METRICS, site: str | None =
             values=nothing.astype(np.float32),
         )
     most = int(np.clip(MAX_CELLS // max(1, len(modules)), MIN_COLUMNS, MAX_COLUMNS))
-    width = width_of(run, "raw", *shown, most)
+    width = cell_width_of(run, *shown, most)
     width = width if width > 1 or shown[1] - shown[0] < most else _interval(run)
     sites, apart = sites_within(run, *shown, run.num_rows > MOST_ROWS)
     conditions = [queries.where(name, cast) for name in ([site] if site else ["operands", "results", "exact"])]

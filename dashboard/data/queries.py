@@ -24,7 +24,7 @@ from .arrays import code_grid_of, floats, grid_of, ints, known_floats, states
 from .healthy_ranges import KIND_SQL, badness_sql
 from .nonfinite import COUNTS, FINITE, INF, LOST_SQL, NAN, STATE_SQL, States, has_nonfinite, state_sql, value_sql
 from .records import CastRange, ExponentHistogram, Floats, Heat, Ints, StepSeries
-from .step_ranges import sites_within, step_range, width_of
+from .step_ranges import cell_width_of, sites_within, step_range, width_of
 
 if TYPE_CHECKING:
     from fp8debug import Run
@@ -225,7 +225,7 @@ def heat(
             metric=metric, unit=unit, modules=(), steps=np.zeros(0, np.int32), values=nothing, kinds=nothing.astype(np.int32)
         )
     first, last = shown
-    width = width_of(run, "raw", first, last, MAX_CELLS)
+    width = cell_width_of(run, first, last, MAX_CELLS)
     if cache is not None and name in cache.metrics:
         names, cells, grid, kinds, found = cache.heat(name, _keys(cache, site, cast), first, last, width)
         return Heat(
@@ -272,7 +272,7 @@ def health(
     if shown is None:
         return heat
     first, last = shown
-    width, apart = width_of(run, "raw", first, last, MAX_CELLS), 1
+    width, apart = cell_width_of(run, first, last, MAX_CELLS), 1
     if cache is not None and cache.health is not None:
         keys = _keys(cache, site, cast)
         names, cells, codes, found = cache.health_of(keys, first, last, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import gcd
 from typing import TYPE_CHECKING
 
 from fp8debug.store.stream import ROWS_PER_GROUP
@@ -13,6 +14,18 @@ if TYPE_CHECKING:
 #: Rows that are unpacked of a huge run while a reader waits, about a second, and the sampled steps that are read for it.
 MOST_ROWS = 8_000_000
 FEWEST_READ, MOST_READ = 16, 256
+
+
+def cell_width_of(run: Run, first: int, last: int, most: int) -> int:
+    """Return how many steps share a cell of a picture of all modules: each that takes turns has a row in each cell."""
+    turns = turns_of(run)
+    least = turns * (run.manifest.get("every") or 1) if turns > 1 else 1
+    return max(width_of(run, "raw", first, last, most), least)
+
+
+def turns_of(run: Run) -> int:
+    """Return in how many sampled steps a compiled module was recorded once; 1 where modules take no turns."""
+    return max(1, run.manifest.get("turns") or 1)
 
 
 def width_of(run: Run, view: str, first: int, last: int, most: int) -> int:
@@ -45,6 +58,8 @@ def step_condition(run: Run, first: int, last: int, is_thin: bool = False) -> tu
     sampled = [step for step in run.sampled_steps if step is not None and first <= step <= last] if is_thin else []
     rows = max(ROWS_PER_GROUP * len(run.ranks), run.num_rows // max(1, len(run.sampled_steps)))
     apart = -(-len(sampled) // max(FEWEST_READ, min(MOST_READ, MOST_ROWS // rows)))
+    while apart > 1 and gcd(apart, turns_of(run)) > 1:  # or some modules would never have their turn in the steps that are read
+        apart += 1
     if apart <= 1:
         return f"step BETWEEN {first} AND {last}", 1
     return f"step IN ({', '.join(map(str, sampled[(len(sampled) - 1) % apart :: apart]))})", apart

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,13 @@ from tests.conditions.test_compiled_programs import WIDTH, Net, Program, without
 
 STEPS, PARTS, EVERY = 3, 2, 2
 #: How the model is split; ``outside`` wraps the compiled blocks, ``inside`` is compiled with them.
-CONDITIONS = ("ddp outside", "ddp inside", "fsdp with checkpoints", "fsdp of torchao in mixed precision", "fsdp of delayed scaling")
+CONDITIONS = (
+    "ddp outside",
+    "ddp inside",
+    "fsdp with checkpoints",
+    "fsdp of torchao in mixed precision",
+    "fsdp of delayed scaling",
+)
 
 
 def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
@@ -54,7 +59,9 @@ def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
         if compiles and name == "ddp inside":
             called.compile(backend="aot_eager")
     else:
-        types = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
+        types = (
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()
+        )
         for i, block in enumerate(blocks):
             fully_shard(block, mp_policy=types, reshard_after_forward=i > 0)
         fully_shard(model, mp_policy=types)

@@ -199,7 +199,8 @@ def test_ops_that_a_cuda_graph_takes_are_left_to_the_repetition(
     alone = train(program, None)
     assert train(program, tmp_path / "as_is", recorded="as_is")[0] == alone[0]
     said = (
-        "blocks.0.up is not recorded in full at step 0: a CUDA graph replays it; watch(..., compiled='repeat') records beside it"
+        "blocks.0.up is not recorded in full at step 0: a CUDA graph replays it,"
+        " and no compiled module around it is repeated beside it"
     )
     assert capsys.readouterr().err.count(said) == 1 and not rows(tmp_path / "as_is")
 

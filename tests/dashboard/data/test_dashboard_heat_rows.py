@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fp8debug_dashboard.data import step_ranges
 from fp8debug_dashboard.data.heat_rows import MAX_ROWS, arranged, default_fold, is_chosen, labels_of
 from fp8debug_dashboard.data.nonfinite import FINITE, INF, MISSING, NAN
 from fp8debug_dashboard.data.records import Heat, Mark
+from tests.synthetic import MODULES, build
 
 NAMES = ("embed", "layers.0.q", "layers.0.mlp.w1", "layers.1.q", "layers.1.mlp.w1", "head")
 
@@ -98,3 +101,13 @@ def test_marks_of_a_fold_are_those_of_its_modules() -> None:
     assert [(m.step, m.module, m.severity, m.codes, m.lines) for m in found] == [
         (10, "layers.0.*", "error", ("F101", "F105"), ("b", "a"))
     ]
+
+
+def test_a_cell_holds_a_round_of_modules_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build(tmp_path / "run", num_steps=60, every=2, modules=MODULES[:1])
+    assert step_ranges.cell_width_of(run, 0, 59, 100) == 1
+    run.manifest["turns"] = 8
+    assert step_ranges.cell_width_of(run, 0, 59, 100) == 16
+    monkeypatch.setattr(step_ranges, "FEWEST_READ", 15)
+    monkeypatch.setattr(step_ranges, "MOST_READ", 15)
+    assert step_ranges.step_condition(run, 0, 59, is_thin=True)[1] == 3, "one in 2 sampled steps shows half of the modules alone"
