@@ -384,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--compiled",
         choices=("auto", "repeat", "as_is", "eager"),
-        help="repeat sampled calls of compiled modules to record them, or run sampled steps without compiled code (default: auto)",
+        help="repeat sampled calls of compiled modules to record them, or run sampled steps without compiling (default: auto)",
     )
     add("--turns", metavar="N", type=int, help="repeat each compiled module in one of N sampled steps")
     add("--inference", action="store_true", default=None, help="record passes without gradients: rollouts, generation")

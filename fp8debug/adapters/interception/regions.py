@@ -514,7 +514,7 @@ def _fsdp_state_of(module: nn.Module) -> Any:
     """Return the state of FSDP2 that a module got by ``fully_shard``, None without."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None  # type: ignore[operator]
+    return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
 
 
 def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
