@@ -4,6 +4,8 @@ No debug tools run for it: the library asks ``qfactory(role)`` once for each slo
 and its column-wise data by another (input: fprop and wgrad; weight: fprop and dgrad; grad_output: dgrad and wgrad), so a
 ``HybridQuantizer`` gives each GEMM its precision, and an ``IdentityQuantizer`` is high precision. A role's name is
 ``module.name``, with ``.fc1`` and ``.fc2`` of a LayerNormMLP; the experts of a GroupedLinear have one (Transformer Engine 2.20).
+The library leaves it empty where the program gave none, so the file brings ``name_modules``, and its factory refuses a Linear
+without a name.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from fp8debug.exporters.base import EXPORTERS, Exporter, comments, header, limit
 from fp8debug.fallback.candidates import GEMMS
 from fp8debug.fallback.measured import running_casts
 from fp8debug.formats import FORMATS, GRANULARITIES
+from fp8debug.types import WRAPPERS, plain_name
 
 if TYPE_CHECKING:
     from fp8debug.fallback import Fallback
@@ -43,14 +46,33 @@ GEMMS = {{
 {entries}}}
 FACTORIES = {{
 {factories}}}
+#: Levels of a module's name that wrappers add.
+WRAPPERS = {wrappers}
 #: GEMMs that read a tensor row-wise and column-wise.
 READERS = {{"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}}
 
 
+def name_modules(model):
+    """Name the modules of Transformer Engine by their place in the model; call it before the first forward pass."""
+    names = []
+    for fqn, module in model.named_modules():
+        if type(module).__module__.startswith("transformer_engine.") and hasattr(module, "name"):
+            module.name = ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+            names += [module.name, module.name + ".fc1", module.name + ".fc2"]
+    lost = [module for module in GEMMS if not any(is_named(name, module) for name in names)]
+    if lost:
+        raise ValueError("no module of Transformer Engine has the name " + " or ".join(lost))
+
+
+def is_named(name, module):
+    """Return whether a role's name is that of a module of the table; what stands before it does not count."""
+    return name == module or name.endswith("." + module)
+
+
 def precision(name, gemm):
-    """Return the precision of a GEMM of the module of that name; what stands before the name in it does not count."""
+    """Return the precision of a GEMM of the module of that name."""
     for module, gemms in GEMMS.items():
-        if name == module or name.endswith("." + module):
+        if is_named(name, module):
             return gemms.get(gemm, BASE)
     return BASE
 
@@ -60,6 +82,8 @@ def qfactory(role):
     readers = READERS.get(getattr(role, "tensor_type", ""))
     if readers is None:
         return FACTORIES[BASE](role)
+    if GEMMS and not role.name:
+        raise ValueError("a module of Transformer Engine has no name; call name_modules(model) before the first forward pass")
     row, column = (precision(role.name, gemm) for gemm in readers)
     if row == column:
         return FACTORIES[row](role)
@@ -97,13 +121,15 @@ class TransformerEngineRecipe(Exporter):
         entries = "".join(f"    {name!a}: {gemms!r},\n" for name, gemms in table.items())
         factories = "".join(f"    {key!r}: quantizer_factories.{FACTORIES[key]},\n" for key in FACTORIES if key in used)
         notes = header(run, self.name, self.notes(run, fallbacks))
-        usage = ["with transformer_engine.pytorch.autocast(enabled=True, recipe=recipe): ..."]
-        return comments([*notes, *usage]) + TEXT.format(base=base, entries=entries, factories=factories)
+        usage = ["name_modules(model)", "with transformer_engine.pytorch.autocast(enabled=True, recipe=recipe): ..."]
+        return comments([*notes, *usage]) + TEXT.format(
+            base=base, entries=entries, factories=factories, wrappers=sorted(WRAPPERS)
+        )
 
 
 def _role_name(module: str) -> str:
-    """Return the name that the library's roles have: without the number of an expert."""
-    return re.sub(r"\.gemm_\d+$", "", module)
+    """Return the name that a role has: without wrappers and the number of an expert."""
+    return plain_name(re.sub(r"\.gemm_\d+$", "", module))
 
 
 def _base(run: Run) -> str:

@@ -138,7 +138,8 @@ def test_te_recipe_gives_each_gemm_its_precision(tmp_path: Path, monkeypatch: py
         Fallback(module="layers.1.mlp.fc2", gemms=GEMMS, cast=RUNGS[128]),
         Fallback(module="experts.gemm_1", gemms=GEMMS),
     ]
-    recipe = executed(exported("te-recipe", run, fallbacks))["recipe"]
+    file = executed(exported("te-recipe", run, fallbacks))
+    recipe = file["recipe"]
 
     def made(name: str, tensor: str) -> Any:
         return recipe.qfactory(SimpleNamespace(module_type="linear", tensor_type=tensor, name=name))
@@ -151,6 +152,20 @@ def test_te_recipe_gives_each_gemm_its_precision(tmp_path: Path, monkeypatch: py
     assert made("layers.11.mlp.fc1", "input") == made("", "") == recipe.qfactory(None) == nv
     assert made("experts", "grad_output") == high
     assert EXPORTERS.get("te-recipe").notes(run, fallbacks) == []
+    # The library names no module by itself, and asks with an empty name for what it has not been told.
+    with pytest.raises(ValueError, match=r"has no name; call name_modules\(model\) before the first forward pass"):
+        made("", "input")
+    torch: Any = pytest.importorskip("torch")
+    kind = type("Linear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module.linear", "name": None})
+    plain, model = torch.nn.Linear(2, 2), torch.nn.Module()
+    model.module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([plain, torch.nn.Module()]), "experts": kind()})
+    model.module.layers[1].mlp = kind()
+    file["name_modules"](model)
+    assert model.module.layers[1].mlp.name == "module.layers.1.mlp" and model.module.experts.name == "module.experts"
+    assert not hasattr(plain, "name")
+    del model.module["experts"]
+    with pytest.raises(ValueError, match=r"no module of Transformer Engine has the name experts$"):
+        file["name_modules"](model)
     both = [*fallbacks, Fallback(module="experts.gemm_0", gemms=GEMMS)]
     assert EXPORTERS.get("te-recipe").notes(run, both)[0].endswith("experts (2 experts)")
 
