@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import fp8debug
 from fp8debug.adapters.interception.listener import DECODERS
 from fp8debug.kernels.dispatch import measure
 from fp8debug.recipes import Cast
+from tests.adapters import blocks
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.watching.test_watch import NINE
 
@@ -141,3 +144,152 @@ def test_layouts_of_the_grouped_op() -> None:
         assert torch.equal(again.scale_first, seen.scale_first)
     with pytest.raises(ValueError, match="that contracts 96 elements is not read"):
         read({**args, "self": torch.zeros(160, 96).to(torch.float8_e4m3fn)}, seen.result)
+
+
+def grouped_v2(
+    self: Tensor,
+    mat2: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    offs: Any = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+    contraction_dim: Any = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply expert by expert, each with its own tiles of scales and its own second level."""
+    size, parts, start, at = blocks.SIZES[recipe_a[0]], [], 0, [0, 0]
+    codes = self.view(torch.uint8), mat2.view(torch.uint8)
+
+    def part(side: int, data: Tensor, e: int) -> Tensor:
+        scales, kinds = (scale_a, recipe_a) if side == 0 else (scale_b, recipe_b)
+        num = -(-len(data) // 128) * -(-(2 * data.shape[1] // size) // 4) * 512
+        mine = scales[0].reshape(-1)[at[side] : at[side] + num]
+        at[side] += num
+        return blocks.decoded(data.contiguous().view(torch.float4_e2m1fn_x2), [mine, *(s[e] for s in scales[1:])], kinds, [1])
+
+    for e, end in enumerate(offs.tolist()):
+        if mat2.dim() == 3:
+            first, second = codes[0][start:end], codes[1][e].t()
+        else:
+            first, second = codes[0][:, start // 2 : end // 2], codes[1].t()[:, start // 2 : end // 2]
+        parts.append((part(0, first, e) @ part(1, second, e).t()).bfloat16())
+        start = end
+    return torch.cat(parts) if mat2.dim() == 3 else torch.stack(parts)
+
+
+@pytest.fixture
+def kernel() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_grouped_mm_v2", grouped_v2, "CPU")
+    yield
+    library._destroy()
+
+
+def parted(parts: list[Tensor], cast: Cast, dim: int) -> tuple[Tensor, list[Tensor]]:
+    """Return codes joined along a dimension and scales, of parts ``[rows, c]`` that were cast one by one."""
+    empty = torch.zeros(0, dtype=torch.uint8)
+    data, scales, tops = [], [], []
+    for x in parts:
+        codes, (tiles, *top) = blocks.operand(x, cast, True) if x.numel() else (x, [empty, torch.ones(())])
+        data.append(codes.view(torch.uint8) if x.numel() else torch.zeros(len(x), x.shape[1] // 2, dtype=torch.uint8))
+        scales.append(tiles.view(torch.uint8))
+        tops += top
+    joined = torch.stack(data) if dim == 2 else torch.cat(data, dim)
+    stored = torch.float8_e4m3fn if cast.scale_format == "e4m3fn" else torch.float8_e8m0fnu
+    second = [torch.stack(tops)] if cast.tensor_scale != "none" else []
+    return joined.view(torch.float4_e2m1fn_x2), [torch.cat(scales).view(stored), *second]
+
+
+def multiplied(a: list[Tensor], b: list[Tensor], dims: tuple[int, int], cast: Cast, offs: Tensor) -> Tensor:
+    (first, scale_a), (second, scale_b) = parted(a, cast, dims[0]), parted(b, cast, dims[1])
+    kinds = [2, 0] if cast.tensor_scale != "none" else [3]
+    more = (scale_a, kinds, [1, 0][: len(kinds)], scale_b, kinds, [1, 0][: len(kinds)])
+    found: Tensor = torch.ops.aten._scaled_grouped_mm_v2(first, second.transpose(-2, -1), *more, offs)
+    return found
+
+
+def by_tokens(x: Tensor, offs: Tensor) -> list[Tensor]:
+    return [x[start:end] for start, end in zip([0, *offs.tolist()], offs.tolist(), strict=False)]
+
+
+class _Fp4Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offs: Tensor, cast: Cast) -> Tensor:
+        ctx.save_for_backward(x, weight, offs)
+        ctx.cast = cast
+        return multiplied(by_tokens(x, offs), list(weight), (0, 2), cast, offs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, offs = ctx.saved_tensors
+        dgrad = multiplied(by_tokens(grad, offs), [w.t() for w in weight], (0, 2), ctx.cast, offs)
+        lines = ([part.t() for part in by_tokens(y, offs)] for y in (grad, x))
+        return dgrad, multiplied(next(lines), next(lines), (1, 1), ctx.cast, offs), None, None
+
+
+class Fp4Experts(nn.Module):
+    def __init__(self, cast: Cast) -> None:
+        super().__init__()
+        self.cast = cast
+        self.w1 = nn.Parameter(torch.randn(4, 256, 128) * torch.tensor([0.1, 1.0, 8.0, 0.02])[:, None, None])
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        out: Tensor = _Fp4Experts.apply(x, self.w1, offs, self.cast)
+        return out
+
+
+class Fp4Model(nn.Module):
+    def __init__(self, cast: Cast) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.experts = nn.Linear(64, 128, bias=False), Fp4Experts(cast)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        out: Tensor = self.experts(self.inner(x), offs)
+        return out
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_grouped_mm_v2"), reason="this torch has no _scaled_grouped_mm_v2")
+@pytest.mark.parametrize("cast", [blocks.NV, replace(blocks.MX, format="e2m1fn", scale_format="e8m0")], ids=["nvfp4", "mxfp4"])
+def test_experts_in_fp4(tmp_path: Path, kernel: None, cast: Cast, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts of 32, 0, 96 and 128 tokens: no whole number of tiles of scales; each with a second level of its own."""
+    offs = torch.tensor([32, 32, 128, 256], dtype=torch.int32)
+
+    def trained(net: nn.Module, watch: Any = None) -> list[Any]:
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
+        for step in range(2):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = net(x, offs).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if watch is not None:
+                watch.step(loss=loss)
+        return [losses, [p.detach().clone() for p in net.parameters()]]
+
+    expected, net = trained(Fp4Model(cast).bfloat16()), Fp4Model(cast).bfloat16()
+    weight = net.experts.get_parameter("w1").detach().clone()
+    x = net.inner(torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()).detach()
+    with fp8debug.watch(net, tmp_path / "run", every=1, shadow="full", what_if=()) as watch:
+        assert same(trained(net, watch), expected)
+    assert "not recorded" not in capsys.readouterr().err
+    run = fp8debug.Run(tmp_path / "run")
+    assert sites(run, "experts.w1") == NINE
+    turned = {"1x16": "16x1", "1x32": "32x1"}[cast.granularity]
+    for row in rows(run, "module = 'experts.w1' AND reference = 'operand'"):
+        is_turned = row["gemm"] == "wgrad" or (row["gemm"], row["tensor"]) == ("dgrad", "weight")
+        assert row["cast_name"] == str(replace(cast, granularity=turned) if is_turned else cast)
+        assert 15 < row["sqnr_db"] < 24, row
+    for row in rows(run, "module = 'experts.w1' AND reference = 'exact'"):
+        assert row["sqnr_db"] > 45, row
+    for tensor, parts in (("weight", list(weight)), ("input", by_tokens(x, offs))):
+        (row,) = rows(run, f"step = 0 AND module = 'experts.w1' AND gemm = 'fprop' AND tensor = '{tensor}'")
+        each = [measure(part, cast) for part in parts]
+        for name in ("sum_err2", "num_underflow", "num_blocks", "num_subnormal"):
+            assert row[name] == pytest.approx(sum(one[name] or 0 for one in each), rel=1e-5), (tensor, name)

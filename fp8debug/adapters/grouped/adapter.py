@@ -121,7 +121,9 @@ class GroupedCallObserver:
         saved = [getattr(t, "_data", t).detach() for t in node.saved_tensors if t is not None]
         wide = [t for t in saved if t.is_floating_point() and t.element_size() > 1]
         x = next((t for t in wide if t.shape == gemm.first.shape), None)
-        weight = next((t for t in wide if t.shape == gemm.second.shape), None)
+        stacks = [t for t in wide if t.dim() == 3]
+        stacks += [t.transpose(-2, -1) for t in stacks]  # saved as the parameter lies, and not as the GEMM reads it
+        weight = next((t for t in stacks if t.shape == gemm.second.shape), None)
         if x is None or weight is None:
             probe.report_once("not recorded: its autograd function saves no input and weight in high precision")
             return

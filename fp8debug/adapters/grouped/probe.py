@@ -146,9 +146,9 @@ class GroupProbe(SubLinearProbe):
         expert, experts = mine[rows], len(gemm.offs)
         shadow = by_expert(x[rows].bfloat16(), expert, lambda e: weight[e].bfloat16(), experts).bfloat16().float()
         codes = gemm.first.view(torch.uint8)[rows].view(gemm.first.dtype)
-        first = decoded(codes, gemm.scale_first.reshape(len(gemm.first), -1)[rows])
+        first = decoded(codes, gemm.scale_first.reshape(len(gemm.first), -1)[rows], gemm.block)
         scale_second = gemm.scale_second.reshape(experts, gemm.second.shape[-1], -1)
-        exact = by_expert(first, expert, lambda e: decoded(gemm.second[e].t(), scale_second[e]).t(), experts)
+        exact = by_expert(first, expert, lambda e: decoded(gemm.second[e].t(), scale_second[e], gemm.block).t(), experts)
         picked = torch.where((expert < experts)[:, None], gemm.result[rows].float(), 0.0)
         return self._results(which, shadow, exact, picked, rows)
 
@@ -165,7 +165,8 @@ class GroupProbe(SubLinearProbe):
         if gemm.cast is not None:
             self._contracted_blocks(TensorRole.GRAD_OUTPUT, grad, gemm.first.t(), gemm.scale_first, gemm.cast, mine, experts)
             self._contracted_blocks(TensorRole.INPUT, x, gemm.second, gemm.scale_second, gemm.cast, mine, experts)
-            left, right = decoded(gemm.first, gemm.scale_first).t(), decoded(b.t(), gemm.scale_second[columns]).t()
+            left = decoded(gemm.first, gemm.scale_first, gemm.block).t()
+            right = decoded(b.t(), gemm.scale_second[columns], gemm.block).t()
             exact = [contracted(left, right, mine, e) for e in range(experts)]
         else:
             scale_a, scale_b = gemm.scale_first.reshape(experts, 1, -1), gemm.scale_second.reshape(experts, 1, -1)[:, :, columns]
