@@ -219,9 +219,14 @@ def _spike(run: Run, step: int, words: str, harmful: Sequence[Finding]) -> Class
     begun = [f for f in begun_by(step, harmful) if f.steps[0] < step or any(site.gemm == "fprop" for site in f.sites)]
     near = [f for f in begun if f.severity is Severity.ERROR or f.steps[1] >= near_before(run, step)]
     moved = movements_before(run, step)
-    base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words,), step=step)
+    changes = [c for c in changes_of(run) if near_before(run, step) <= c.step <= step and c.module is None]
+    told = tuple(f"step {c.step}: {c.what}" for c in changes)
+    base = Classification(kind="loss-spike", cause="fp8", what=words, evidence=(moved.words, *told), step=step)
     if near:
         return at_first(replace(base, what=f"{words}. FP8's doing: {since(near[0])}"), near)
+    jump = next((c for c in changes if c.is_learning_rate and c.step < step), None)  # an update acts on the loss of the next step
+    if jump is not None and not moved.found:
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {jump.what} at step {jump.step}")
     later = first_seen_after(run, step, harmful)
     if later:
         unclear = (
@@ -259,6 +264,9 @@ def _divergence(
     if lost is not None:
         return replace(base, cause="undecided", what=lost.message, evidence=(*evidence, lost.cure))
     moved = movements_before(run, step)
+    jump = next((c for c in changes if c.is_learning_rate and c.step < step), None)  # an update acts on the loss of the next step
+    if jump is not None and not moved.found:
+        return replace(base, cause="not-fp8", what=f"{words}. Not FP8's doing: {jump.what} at step {jump.step}")
     later = first_seen_after(run, step, harmful)
     if later:
         unclear = (

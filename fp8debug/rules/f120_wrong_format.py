@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's kind too
+#: Rules that blame an operand's scales.
+_OF_SCALES = ("F104", "F113", "F119")
 _DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2%'")], ["sqnr_db"])
 
 
@@ -94,9 +96,10 @@ class WrongFormat(Rule):
         return not _is_of_amd(site.cast or "")
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
-        """Yield to a weight that is not its own, whose error may pass through the band of E5M2's noise."""
-        stale = {part.module for f in others if f.code in ("F112", "F121") for part in f.sites}
-        return any(part.tensor != "weight" or part.module not in stale for part in finding.sites)
+        """Yield to a weight that is not its own and to scales that are wrong: their error may pass through the band of E5M2's."""
+        stale = {(part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites}
+        stale |= {(part.module, part.tensor) for f in others if f.code in _OF_SCALES for part in f.sites}
+        return any((part.module, part.tensor) not in stale for part in finding.sites)
 
     def _declared(self, run: Run) -> Iterable[Finding]:
         found = traces(run, _DECLARED)

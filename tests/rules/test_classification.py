@@ -72,6 +72,17 @@ def test_what_is_first_seen_after_a_spike_is_not_blamed_for_it(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(("at", "cause"), [(40, "not-fp8"), (41, "undecided")])  # the loss answers to the updates before it
+def test_a_spike_after_a_jump_of_the_learning_rate_is_no_casts_doing(tmp_path: Path, at: int, cause: str) -> None:
+    clipped = Override(**{**INPUT, "steps": (50, None)}, slots=CLIPPED)
+    steps: dict[int, dict[str, float]] = {step: {"lr": 3e-2} for step in range(at, 100)}
+    steps[41] = {**steps.get(41, {}), "loss": 9.0}
+    found = classified(tmp_path, overrides=[clipped], steps=steps)
+    assert (found["class"], found["cause"], found["module"]) == ("loss-spike", cause, None)
+    jump = f"Not FP8's doing: the learning rate jumps from 0.0003 to 0.03 at step {at}"
+    assert found["what"].endswith(jump) is (cause == "not-fp8")
+
+
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize(("gemm", "tensor", "cause"), [("dgrad", "grad_output", "not-fp8"), ("fprop", "input", "fp8")])
 def test_the_backward_pass_of_a_spike_is_its_consequence(tmp_path: Path, every: int, gemm: str, tensor: str, cause: str) -> None:

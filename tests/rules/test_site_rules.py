@@ -101,6 +101,13 @@ def test_a_stale_weight_in_the_band_of_e5m2(tmp_path: Path, headroom: float, cod
     assert (finding.code, finding.module) == (code, CULPRIT)
 
 
+def test_scales_that_are_wrong_explain_an_error_of_e5m2s_size(tmp_path: Path) -> None:
+    wrong = Override(**{**WEIGHT, "gemm": "dgrad"}, slots={**rotated(0.9996, 1.5)})
+    coarse = Override(**WEIGHT, slots=rotated(0.9986))
+    assert [f.code for f in triage(build(tmp_path / "alone", overrides=[coarse]))] == ["F120"]
+    assert [f.code for f in triage(build(tmp_path / "run", overrides=[coarse, wrong]))] == ["F113"]
+
+
 def test_amds_wide_format_is_the_wrong_one_for_an_input(tmp_path: Path) -> None:
     override = Override(**INPUT, slots={"cast_name": "e5m2fnuz tensorwise current", "sqnr_db": 25.5})
     (finding,) = triage(build(tmp_path / "run", recipe="tensorwise_fnuz", overrides=[override]))

@@ -29,11 +29,13 @@ class Change:
         step: the first step, or sampled step, under the new configuration.
         what: one clause.
         module: whose; None when it is the run's.
+        is_learning_rate: True of a jump of the learning rate, whose first update changes the loss of the step after.
     """
 
     step: int
     what: str
     module: str | None = None
+    is_learning_rate: bool = False
 
 
 def changes_of(run: Run) -> list[Change]:
@@ -100,7 +102,7 @@ def _casts(run: Run) -> list[Change]:
 def _learning_rate(run: Run) -> list[Change]:
     rows = run.sql("SELECT step, lr FROM steps WHERE lr > 0 ORDER BY step").to_pylist()
     return [
-        Change(step=b["step"], what=f"the learning rate jumps from {a['lr']:.3g} to {b['lr']:.3g}")
+        Change(step=b["step"], what=f"the learning rate jumps from {a['lr']:.3g} to {b['lr']:.3g}", is_learning_rate=True)
         for a, b in pairwise(rows)
         if b["lr"] >= MIN_JUMP * a["lr"] and b["step"] > rows[0]["step"] + 1
     ]
