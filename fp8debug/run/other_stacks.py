@@ -165,7 +165,7 @@ class HighPrecisionLinear(_Replaced):
         first = result[0] if isinstance(result, tuple) else result
         with torch.no_grad():
             self.is_left = self._check(x, first)
-            values = functional.linear(x, weight, self.bias).to(first.dtype) if "fprop" in self.gemms else None  # type: ignore[arg-type]  # a Parameter
+            values = _linear(x, weight, self.bias).to(first.dtype) if "fprop" in self.gemms else None
         if self.is_left:
             return self.own(*args, **kwargs)
         device = x.device.type
@@ -205,7 +205,7 @@ class HighPrecisionLinear(_Replaced):
         if self.is_left is not None:
             return self.is_left
         bias = stored(module, "bias")
-        found = {id(b): _sqnr_db(own, functional.linear(x, weight, b)) for b in (None, bias)}
+        found = {id(b): _sqnr_db(own, _linear(x, weight, b)) for b in (None, bias)}
         self.bias = bias if found[id(bias)] >= found[id(None)] else None
         best = found[id(self.bias)]
         if best < LINEAR_DB and not isinstance(module, nn.Linear):
@@ -214,6 +214,11 @@ class HighPrecisionLinear(_Replaced):
                 " precision; take the script's own FP8 off and give --recipe NAME"
             )
         return best > HIGH_PRECISION_DB
+
+
+def _linear(x: Tensor, weight: Any, bias: Any) -> Tensor:
+    """Return ``x W^T + b`` in the dtype of the input, which may be that of a GEMM before it and not the parameters'."""
+    return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _sqnr_db(own: Tensor, reference: Tensor) -> float:

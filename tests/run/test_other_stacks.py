@@ -103,6 +103,20 @@ def test_the_bf16_arm_computes_what_nn_linear_does(make: Callable[[], nn.Module]
     assert not any("forward" in vars(module) for module in net.modules())
 
 
+def test_parameters_may_be_wider_than_what_the_gemm_before_gave() -> None:
+    library()
+    torch.manual_seed(0)
+    net = nn.Sequential(BlockLinear(64, 128, bias=False), nn.GELU(), BlockLinear(128, 32, bias=False))  # BF16 between them
+    x, weights = torch.randn(64, 64), [p.detach() for p in net.parameters()]
+    expected = functional.gelu(x @ weights[0].t()) @ weights[1].t()
+    assert db(net(x).detach(), expected) < 35
+    apply_arm(Arm(name="bf16", compute="bf16"), [net])
+    output = net(x)
+    output.float().square().sum().backward()
+    assert db(output.detach(), expected) > 40
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in net.parameters())
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_one_gemm_leaves_fp8_and_the_others_stay_to_the_bit(gemm: str) -> None:
     nets: list[Any] = [linears.model(), plain(linears.model()), linears.model()]
