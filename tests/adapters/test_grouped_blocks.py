@@ -233,10 +233,10 @@ class _Fp4Experts(torch.autograd.Function):
 
 
 class Fp4Experts(nn.Module):
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Cast, width: int) -> None:
         super().__init__()
         self.cast = cast
-        self.w1 = nn.Parameter(torch.randn(4, 256, 128) * torch.tensor([0.1, 1.0, 8.0, 0.02])[:, None, None])
+        self.w1 = nn.Parameter(torch.randn(4, width, 128) * torch.tensor([0.1, 1.0, 8.0, 0.02])[:, None, None])
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         out: Tensor = _Fp4Experts.apply(x, self.w1, offs, self.cast)
@@ -244,17 +244,33 @@ class Fp4Experts(nn.Module):
 
 
 class Fp4Model(nn.Module):
-    def __init__(self, cast: Cast) -> None:
+    def __init__(self, cast: Cast, width: int = 256) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner, self.experts = nn.Linear(64, 128, bias=False), Fp4Experts(cast)
+        self.inner, self.experts = nn.Linear(64, 128, bias=False), Fp4Experts(cast, width)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         out: Tensor = self.experts(self.inner(x), offs)
         return out
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_grouped_mm_v2"), reason="this torch has no _scaled_grouped_mm_v2")
+NEWER = pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_grouped_mm_v2"), reason="no _scaled_grouped_mm_v2 in this torch")
+
+
+@NEWER
+def test_square_weights_that_may_be_read_either_way_are_left_out(tmp_path: Path, kernel: None) -> None:
+    net = Fp4Model(blocks.NV, 128).bfloat16()
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with fp8debug.watch(net, tmp_path / "run", every=1, what_if=()) as watch:
+        net(x, torch.tensor([32, 32, 128, 256], dtype=torch.int32)).float().square().mean().backward()
+        watch.step()
+    run = fp8debug.Run(tmp_path / "run")
+    assert not sites(run, "experts.w1")
+    messages = run.sql("SELECT message FROM events").column("message").to_pylist()
+    assert any("its square weights may be read either way" in message for message in messages)
+
+
+@NEWER
 @pytest.mark.parametrize("cast", [blocks.NV, replace(blocks.MX, format="e2m1fn", scale_format="e8m0")], ids=["nvfp4", "mxfp4"])
 def test_experts_in_fp4(tmp_path: Path, kernel: None, cast: Cast, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts of 32, 0, 96 and 128 tokens: no whole number of tiles of scales; each with a second level of its own."""
@@ -290,6 +306,6 @@ def test_experts_in_fp4(tmp_path: Path, kernel: None, cast: Cast, capsys: pytest
         assert row["sqnr_db"] > 45, row
     for tensor, parts in (("weight", list(weight)), ("input", by_tokens(x, offs))):
         (row,) = rows(run, f"step = 0 AND module = 'experts.w1' AND gemm = 'fprop' AND tensor = '{tensor}'")
-        each = [measure(part, cast) for part in parts]
+        each: list[dict[str, Any]] = [measure(part, cast) for part in parts]
         for name in ("sum_err2", "num_underflow", "num_blocks", "num_subnormal"):
             assert row[name] == pytest.approx(sum(one[name] or 0 for one in each), rel=1e-5), (tensor, name)

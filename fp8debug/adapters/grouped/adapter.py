@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from fp8debug.adapters.base import ADAPTERS, num_dims
@@ -50,6 +50,7 @@ class GroupedCallObserver:
     def __init__(self, module: nn.Module, observer: Observer) -> None:
         self.module, self.observer, self._listener = module, observer, listener_of(observer)
         self.probes: dict[str, GroupProbe] = {}
+        self._is_turned: bool | None = None  # whether weights are saved transposed to what the GEMM reads
         self._end = observe_calls(module, self)
 
     def detach(self, name: str) -> None:
@@ -117,13 +118,30 @@ class GroupedCallObserver:
             todo.extend((deeper, depth + 1) for deeper, _ in following.next_functions)
         return None
 
+    def _as_read(self, stack: Tensor, second: Tensor) -> Tensor | None:
+        """Return saved weights ``[E, K, N]`` as the GEMM reads them; None of square ones of which nothing tells.
+
+        They are saved as the GEMM reads them or as the parameter lies. The shape tells; where it does not, other weights of the
+        module, or memory in which K is contiguous, as FP8 GEMMs want it.
+
+        Args:
+            stack: weights that a function saved, ``[E, K, N]`` or ``[E, N, K]``.
+            second: codes ``[E, K, N]``.
+        """
+        if stack.shape[1] != stack.shape[2]:
+            self._is_turned = stack.shape != second.shape
+        is_turned = False if self._is_turned is None and stack.stride(-2) == 1 else self._is_turned
+        return None if is_turned is None else stack.transpose(-2, -1) if is_turned else stack
+
     def _one(self, probe: GroupProbe, node: Any, gemm: SeenGroupedGemm) -> None:
         saved = [getattr(t, "_data", t).detach() for t in node.saved_tensors if t is not None]
         wide = [t for t in saved if t.is_floating_point() and t.element_size() > 1]
         x = next((t for t in wide if t.shape == gemm.first.shape), None)
-        stacks = [t for t in wide if t.dim() == 3]
-        stacks += [t.transpose(-2, -1) for t in stacks]  # saved as the parameter lies, and not as the GEMM reads it
-        weight = next((t for t in stacks if t.shape == gemm.second.shape), None)
+        stack = next((t for t in wide if t.dim() == 3 and set(t.shape[1:]) == set(gemm.second.shape[1:])), None)
+        weight = None if stack is None else self._as_read(stack, gemm.second)
+        if stack is not None and weight is None:
+            probe.report_once("not recorded: its square weights may be read either way, and no other weight of the module tells")
+            return
         if x is None or weight is None:
             probe.report_once("not recorded: its autograd function saves no input and weight in high precision")
             return
