@@ -394,7 +394,7 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
     side = "neighbour-before" if arrow.startswith("←") else "neighbour-after"
     if name is None:
         return html.Span()
-    text = f"{arrow}{name}" if arrow.startswith("←") else f"{name} →"
+    text = f"←\u00a0{name}" if arrow.startswith("←") else f"{name}\u00a0→"
     link = dcc.Link(
         text, href=href("module", view.run, module=name, **kept), title=f"{name}  ( {'[' if side.endswith('before') else ']'} )"
     )

@@ -111,7 +111,7 @@ def test_diff_of_a_run_that_is_sick(capsys: pytest.CaptureFixture[str], runs: Pa
     line = f"diff {tmp_path / 'good'} RUNS/sick"
     said = Said(capsys, runs, f"{line} --exit-code")
     assert said.code == 1
-    assert "1 of 18 sites diverge, first blocks.1.mlp.up fprop input at step 40: sqnr_db 31.66 -> 3" in said.out
+    assert "1 of 18 sites diverge, first blocks.1.mlp.up fprop input at step 40: SQNR 31.66 -> 3" in said.out
     assert "blocks.1.mlp.up.fprop.input: e4m3fn 1x128 current -> e4m3fn 1x128 current then e4m3fn tensorwise delayed" in said.out
     document = json.loads(Said(capsys, runs, f"{line} --format json").out)
     assert document["first_divergence"]["module"] == "blocks.1.mlp.up"

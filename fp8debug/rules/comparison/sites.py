@@ -24,6 +24,8 @@ TOLERANCES = {
     "gain": 0.01,
 }
 OF_REFERENCE = ("rms", "amax")
+#: Names of statistics for people; a rate is in percent.
+WORDS = {"sqnr_db": "SQNR", "underflow_nonzero_rate": "underflow", "overflow_rate": "overflow"}
 #: Elements of a tensor, or of the cast that ran, that are NaN or Inf: apart where one of the runs has some.
 NONFINITE = "num_nonfinite"
 KEYS = ("step", "module", "gemm", "tensor", "reference")
@@ -143,7 +145,9 @@ def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | Non
         else:
             distance = abs(a - b)
         if distance > limit:
-            return f"{name} {a:.4g} -> {b:.4g}"
+            unit = " dB" if name.endswith("_db") else " %" if name.endswith("_rate") else ""
+            a, b = (100 * value if unit == " %" else value for value in (a, b))
+            return f"{WORDS.get(name, name)} {a:.4g} -> {b:.4g}{unit}"
     return None
 
 

@@ -55,7 +55,7 @@ def test_the_first_site_that_parts(healthy: Run, tmp_path: Path) -> None:
     parted = [(site.diverges_at, site.module) for site in found.sites if site.diverges_at is not None]
     assert parted == [(40, CULPRIT), *((50, name) for name, _, _ in MODULES if "up" not in name or "0" in name)]
     assert found.first is not None
-    assert found.first.what is not None and found.first.what.startswith("sqnr_db 31.")
+    assert found.first.what is not None and found.first.what.startswith("SQNR 31.") and found.first.what.endswith(" dB")
     assert [row["apart"] != "" for row in found.rows].count(True) > 5
     assert set(found.columns) == set(found.rows[0])
 
