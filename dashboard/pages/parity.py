@@ -9,6 +9,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from fp8debug.errors import Fp8DebugError
+from fp8debug.parity.report import metric_words
 
 from ..data import parity as parity_data
 from ..figures.base import empty
@@ -108,8 +109,8 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     ]
     if not lines:
         lines = [html.P([badge("ok", "parity"), f" {len(found['modules'])} modules compared; none differs beyond noise."])]
-    metrics = [f"{name} {value:.4g}" for name, value in found["metrics"].items() if value is not None]
-    lines += [note(", ".join(metrics))] if metrics else []
+    metrics = metric_words(found["metrics"])
+    lines += [note("; ".join(metrics))] if metrics else []
     rows = [
         {
             **{key: plain_number(one[key]) for key in _NUMBERS},

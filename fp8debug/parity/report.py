@@ -56,8 +56,7 @@ class ParityReport(Report[PathFinding]):
         text = f"{len(self.modules)} modules compared"
         if self.unmatched:
             text += f", {len(self.unmatched)} of one path alone (first {self.unmatched[0][0]}, {self.unmatched[0][1]})"
-        known = {k: v for k, v in self.metrics.items() if isinstance(v, float)}
-        return text + "".join(f"; {name} {value:.4g}" for name, value in known.items())
+        return "; ".join([text, *metric_words(self.metrics)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``parity --format json`` (docs/parity.md)."""
@@ -90,3 +89,25 @@ def row(one: Measures) -> dict[str, Any]:
         "error_rollout": finite(one.error[1]),
         "routing_flip_rate": finite(one.flips),
     }
+
+
+def metric_words(metrics: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of two paths' predictions for people; those that are not known are left out."""
+
+    def known(name: str) -> float | None:
+        value = metrics.get(name)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    error, most, top1, top5 = (known(name) for name in ("logprob_error", "logprob_max", "top1_flip_rate", "top5_flip_rate"))
+    tokens, ratio, kl = (known(name) for name in ("num_tokens", "token_mult_prob_error", "kl"))
+    found = [] if tokens is None else [f"{tokens:.0f} tokens"]
+    if error is not None:
+        at_most = "" if most is None else f", {most:.3g} at most"
+        found.append(f"their log-probabilities differ by {error:.3g} nats on average{at_most}")
+    found += [] if ratio is None else [f"token_mult_prob_error {ratio:.4g}"]
+    found += [] if kl is None else [f"KL {kl:.3g} nats"]
+    if top1 is not None:
+        found.append(f"the most probable token differs at {100 * top1:.3g} %")
+    if top5 is not None:
+        found.append(f"the five most probable at {100 * top5:.3g} %")
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp8debug.linear import Fp8Linear
 from fp8debug.parity import compare_paths, record_path
+from fp8debug.parity.report import metric_words
 from tests.bench.parity_models import Decoder, Experts, Gated, rollout, tokens, training
 
 Paths = tuple[Path, Path]
@@ -288,3 +289,14 @@ def test_a_report(name: str, tmp_path: Path) -> None:
     assert (found[0].code, found[0].module) == (report.code, report.module), told
     assert report.also is None or set(found[0].also) == report.also, told
     assert report.says in found[0].message, told
+
+
+def test_metrics_in_words() -> None:
+    known = {"num_tokens": 94, "logprob_error": 0.04354, "logprob_max": 0.1274, "kl": 0.001332, "top1_flip_rate": 0.09375}
+    assert metric_words(known) == [
+        "94 tokens",
+        "their log-probabilities differ by 0.0435 nats on average, 0.127 at most",
+        "KL 0.00133 nats",
+        "the most probable token differs at 9.38 %",
+    ]
+    assert metric_words({"kl": None, "other": 1.0}) == []
