@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fp8debug.checkpoints.codes import OF_DTYPE, is_float
 from fp8debug.checkpoints.files import Checkpoint, Tensor, open_checkpoint
 from fp8debug.checkpoints.layouts import LAYOUTS, Weight
 from fp8debug.checkpoints.layouts.base import extent
-from fp8debug.checkpoints.names import MARKERS, is_scale, scaled_by
+from fp8debug.checkpoints.names import MARKERS, is_scale, parts_of, scaled_by, shift
 from fp8debug.checkpoints.report import CheckReport
 from fp8debug.checkpoints.rules import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.checkpoints.rules.base import JudgedTensor, JudgedWeight
@@ -23,6 +24,8 @@ from fp8debug.checkpoints.scan import (
     PlainRows,
     QuantizedRows,
     RowSource,
+    SomeRows,
+    StackedRows,
     Task,
     WeightFacts,
     run_all,
@@ -172,7 +175,10 @@ def _unread(tensor: Tensor, checkpoint: Checkpoint, claimed: set[str]) -> str | 
 def _scanned(
     found: _Sorted, reference: Checkpoint | None, progress: Callable[[int, int, str], None] | None, workers: int | None
 ) -> tuple[Judged, list[str]]:
-    other = None if reference is None else _Reference(reference)
+    shapes = {weight.name: (weight.batch * weight.rows, weight.columns) for weight in found.weights}
+    shapes |= {one.name: (one.numel // max(1, columns), columns) for one in found.plains for columns in (_columns(one),)}
+    batches = {weight.name: weight.batch for weight in found.weights} | {one.name: extent(one.shape)[0] for one in found.plains}
+    other = None if reference is None else _Reference(reference, shapes, batches)
     weights: dict[int, WeightFacts] = {}
     plains: dict[int, PlainFacts] = {}
     unmatched: list[tuple[str, str]] = []
@@ -180,15 +186,14 @@ def _scanned(
     for place, weight in enumerate(found.weights):
         rows = None
         if other is not None and weight.scale is not None and weight.grid_fault is None:
-            rows = other.rows(weight.name, (weight.batch * weight.rows, weight.columns), unmatched)
+            rows = other.rows(weight.name, shapes[weight.name], unmatched, batches[weight.name])
         size = weight.data.num_bytes * (1 if rows is None else 3)
         run = partial(scan_weight, weight, rows)
         tasks.append(Task(num_bytes=size, name=weight.name, run=run, store=partial(weights.__setitem__, place)))
     for place, tensor in enumerate(found.plains):
         rows = None
         if other is not None and not is_scale(tensor.name):
-            columns = tensor.shape[-1] if tensor.shape else 1
-            rows = other.rows(tensor.name, (tensor.numel // max(1, columns), columns), unmatched)
+            rows = other.rows(tensor.name, shapes[tensor.name], unmatched, batches[tensor.name])
         plain = partial(scan_plain, tensor, rows)
         tasks.append(Task(num_bytes=tensor.num_bytes, name=tensor.name, run=plain, store=partial(plains.__setitem__, place)))
     run_all(tasks, progress, workers)
@@ -206,51 +211,134 @@ def _scanned(
     return judged, [weight.name for weight in found.weights]
 
 
+Opens = Callable[[ExitStack], RowSource]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """A tensor's rows, or several tensors' below one another.
+
+    Attributes:
+        opens: opens them.
+        shape: rows and columns.
+        used: names in the reference.
+    """
+
+    opens: Opens
+    shape: tuple[int, int]
+    used: tuple[str, ...]
+
+
 class _Reference:
-    """The tensors of a reference by name, without what wrappers add to it."""
+    """The tensors of a reference by name, without what wrappers add to it.
 
-    def __init__(self, reference: Checkpoint) -> None:
+    Tensors that one of the two joins (q, k and v; gate and up; the experts of a layer) are compared part by part, and names may
+    begin otherwise (``model.``, ``model.language_model.``).
+
+    Args:
+        reference: the checkpoint.
+        shapes: rows and columns of the tensors that are compared with it, by name.
+        batches: matrices of those that have several.
+    """
+
+    def __init__(self, reference: Checkpoint, shapes: Mapping[str, tuple[int, int]], batches: Mapping[str, int]) -> None:
         found = _sorted_out(reference)
-        self._weights = {_bare(weight.name): weight for weight in found.weights}
-        self._plains = {_bare(tensor.name): tensor for tensor in found.plains if not is_scale(tensor.name)}
+        weights = {_bare(weight.name): weight for weight in found.weights}
+        plains = {_bare(tensor.name): tensor for tensor in found.plains if not is_scale(tensor.name)}
+        shapes = {_bare(name): shape for name, shape in shapes.items()}
+        batches = {_bare(name): batch for name, batch in batches.items()}
+        whole = {*weights, *plains}
+        parts = {part for name in whole for ways in parts_of(name, _batch(weights.get(name), plains.get(name))) for part in ways}
+        own = [part for name in shapes for ways in parts_of(name, batches.get(name, 1)) for part in ways]
+        take, give = shift([*shapes, *own], whole | parts) or ("", "")
 
-    def rows(
-        self, name: str, shape: tuple[int, int], unmatched: list[tuple[str, str]]
-    ) -> Callable[[ExitStack], RowSource] | None:
+        def moved(name: str) -> str:
+            return give + name[len(take) :] if name.startswith(take) else name
+
+        self._weights = {moved(name): weight for name, weight in weights.items()}
+        self._plains = {moved(name): tensor for name, tensor in plains.items()}
+        self._wholes: dict[str, tuple[str, int]] = {}  # part -> what joins it, and its first row
+        for name in (*self._weights, *self._plains):
+            for ways in parts_of(name, _batch(self._weights.get(name), self._plains.get(name))):
+                if all(part in shapes for part in ways):
+                    starts = accumulate((shapes[part][0] for part in ways), initial=0)
+                    self._wholes.update((part, (name, start)) for part, start in zip(ways, starts, strict=False))
+        self._used: set[str] = set()
+
+    def rows(self, name: str, shape: tuple[int, int], unmatched: list[tuple[str, str]], batch: int = 1) -> Opens | None:
         """Return what opens the rows of a tensor; None, with the reason in ``unmatched``, where it cannot be compared."""
-        plain, weight = self._plains.get(_bare(name)), self._weights.get(_bare(name))
-        if plain is not None:
-            columns = plain.shape[-1] if plain.shape else 1
-            return self._same(name, shape, (plain.numel // max(1, columns), columns), unmatched, partial(PlainRows, plain))
-        if weight is None:
+        bare = _bare(name)
+        found = self._one(bare) or self._joined(bare, batch) or self._part(bare, shape)
+        if found is None:
             unmatched.append((name, "not compared: the reference has no such tensor"))
             return None
-        if weight.scale is None or weight.grid_fault is not None:
-            unmatched.append((name, "not compared: the reference's own scales are missing or do not fit it"))
+        if isinstance(found, str):
+            unmatched.append((name, f"not compared: {found}"))
             return None
-        theirs = (weight.batch * weight.rows, weight.columns)
-        return self._same(name, shape, theirs, unmatched, partial(QuantizedRows, weight))
-
-    def _same(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        theirs: tuple[int, int],
-        unmatched: list[tuple[str, str]],
-        opens: Callable[[ExitStack], RowSource],
-    ) -> Callable[[ExitStack], RowSource] | None:
-        if shape == theirs:
-            return opens
-        unmatched.append((name, f"the tensor is {shape[0]}x{shape[1]}, the reference's is {theirs[0]}x{theirs[1]}"))
+        self._used.update(found.used)
+        if found.shape == shape:
+            return found.opens
+        theirs = f"the reference's is {found.shape[0]}x{found.shape[1]}"
+        unmatched.append((name, f"the tensor is {shape[0]}x{shape[1]}, {theirs}"))
         return None
+
+    def _one(self, bare: str) -> _Rows | str | None:
+        plain, weight = self._plains.get(bare), self._weights.get(bare)
+        if plain is not None:
+            columns = _columns(plain)
+            return _Rows(opens=partial(PlainRows, plain), shape=(plain.numel // max(1, columns), columns), used=(bare,))
+        if weight is None:
+            return None
+        if weight.scale is None or weight.grid_fault is not None:
+            return "the reference's own scales are missing or do not fit it"
+        return _Rows(opens=partial(QuantizedRows, weight), shape=(weight.batch * weight.rows, weight.columns), used=(bare,))
+
+    def _joined(self, bare: str, batch: int) -> _Rows | str | None:
+        """Return the parts of a tensor that the reference has one by one."""
+        for names in parts_of(bare, batch):
+            parts = [self._one(name) for name in names]
+            if any(part is None for part in parts):
+                continue
+            known = [part for part in parts if isinstance(part, _Rows)]
+            self._used.update(names)
+            columns = {part.shape[1] for part in known}
+            if len(known) < len(parts) or len(columns) != 1 or bare.endswith("bias"):
+                return "the reference has its parts one by one, and they cannot be joined"
+            stacked = [(part.opens, part.shape[0]) for part in known]
+            shape = sum(rows for _, rows in stacked), columns.pop()
+            return _Rows(opens=lambda _, stacked=stacked: StackedRows(stacked), shape=shape, used=names)  # type: ignore[misc]  # a default binds it
+        return None
+
+    def _part(self, bare: str, shape: tuple[int, int]) -> _Rows | str | None:
+        """Return the rows of a tensor that the reference joins with others."""
+        name, start = self._wholes.get(bare, ("", 0))
+        whole = self._one(name) if name else None
+        if not isinstance(whole, _Rows):
+            return whole
+        self._used.add(name)
+        if bare.endswith("bias") or whole.shape[1] != shape[1] or start + shape[0] > whole.shape[0]:
+            return f"the reference joins it with others in {name}, in another order of dimensions"
+        opens = whole.opens
+        return _Rows(opens=lambda stack: SomeRows(opens(stack), start), shape=shape, used=(name,))
 
     def missing(self, names: Iterable[str], *, is_part: bool) -> list[tuple[str, str]]:
         """Return the tensors that the reference has and the checkpoint lacks."""
         if is_part:
             return []
-        have = {_bare(name) for name in names}
+        have = {_bare(name) for name in names} | self._used
         lacking = [name for name in (*self._weights, *self._plains) if name not in have and not _OPTIONAL.fullmatch(name)]
         return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking]
+
+
+def _columns(tensor: Tensor) -> int:
+    return tensor.shape[-1] if tensor.shape else 1
+
+
+def _batch(weight: Weight | None, plain: Tensor | None) -> int:
+    """Return the number of matrices of a tensor."""
+    if weight is not None:
+        return weight.batch
+    return extent(plain.shape)[0] if plain is not None else 1
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

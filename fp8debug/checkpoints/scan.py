@@ -175,6 +175,44 @@ class QuantizedRows:
             return values
 
 
+class StackedRows:
+    """Rows of several tensors, one below the other.
+
+    Args:
+        parts: what opens each, and its number of rows; opened as they are read, since there may be hundreds.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Callable[[ExitStack], RowSource], int]]) -> None:
+        self._parts = parts
+
+    def read(self, first: int, last: int) -> Array:
+        """Return rows in FP32."""
+        found, start = [], 0
+        for opens, number in self._parts:
+            low, high = max(first - start, 0), min(last - start, number)
+            if low < high:
+                with ExitStack() as stack:
+                    found.append(opens(stack).read(low, high))
+            start += number
+        return np.concatenate(found)
+
+
+class SomeRows:
+    """Rows of a tensor from one on.
+
+    Args:
+        rows: of the tensor.
+        start: its first.
+    """
+
+    def __init__(self, rows: RowSource, start: int) -> None:
+        self._rows, self._start = rows, start
+
+    def read(self, first: int, last: int) -> Array:
+        """Return rows in FP32."""
+        return self._rows.read(self._start + first, self._start + last)
+
+
 def read_codes(weight: Weight, reader: ByteReader, first: int, last: int) -> Array:
     """Return codes of rows of all matrices, ``uint8 [last - first, columns]``."""
     row_bytes = weight.columns // 2 if weight.is_packed else weight.columns

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8debug.checkpoints.names import FUSED
+from fp8debug.checkpoints.names import FUSED, shift
 from fp8debug.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -102,8 +102,8 @@ def matched(
     table = {names.bare(name): name for name in theirs}
     mine = [(names.bare(name), name) for name in ours]
     alone = {*table, *(part for name in table for part in names.parts(name))}
-    if (shift := _prefix([name for name, _ in mine], alone)) is not None:
-        take, give = shift
+    if (moved := shift([name for name, _ in mine], alone)) is not None:
+        take, give = moved
         table = {give + name[len(take) :] if name.startswith(take) else name: value for name, value in table.items()}
     mine, merged = _without_adapters(mine, set(table))
     theirs_kept, theirs_merged = _without_adapters(list(table.items()), {name for name, _ in mine})
@@ -155,15 +155,3 @@ def _without_adapters(side: Sequence[tuple[str, str]], other: Collection[str]) -
         elif bare == f"{whole}.base_layer" and not any(name.startswith(f"{whole}.lora_") for name in names):
             kept.append((whole, own))
     return kept, merged
-
-
-def _prefix(ours: Iterable[str], theirs: Collection[str]) -> tuple[str, str] | None:
-    """Return what to take from the beginning of their names and what to put there; None where nothing is gained."""
-    ours = list(ours)
-    best, most = None, sum(name in theirs for name in ours)
-    for beginning in ("model.", "language_model.", "model.language_model.", "transformer.", "policy.", "actor."):
-        for take, give in ((beginning, ""), ("", beginning)):
-            moved = {give + name[len(take) :] for name in theirs if name.startswith(take)}
-            if (number := sum(name in moved for name in ours)) > most:
-                best, most = (take, give), number
-    return best

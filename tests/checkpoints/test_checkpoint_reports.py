@@ -260,3 +260,61 @@ def test_a_report(name: str, tmp_path: Path) -> None:
     assert [f.code for f in found] == [report.code], told
     assert {found[0].tensor, *found[0].also} == report.tensors, told
     assert report.says in found[0].message, told
+
+
+def _experts_joined(weights: Tensors, *, quantize: bool) -> Tensors:
+    """Return the experts of each layer in one tensor of gate and up, and one of down, as transformers 5 has them."""
+    found: Tensors = {}
+    for layer in range(2):
+        above = f"{LAYER.format(layer)}experts"
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            joined = [torch.cat([weights[f"{above}.{e}.{part}.weight"] for part in parts]) for e in range(4)]
+            if not quantize:
+                found[f"{above}.{name}"] = torch.stack(joined)
+                continue
+            codes, scales = zip(*(writers.cast(x, (32, 32)) for x in joined), strict=True)
+            found[f"{above}.{name}"], found[f"{above}.{name}_scale_inv"] = torch.stack(codes), torch.stack(scales)
+    return found
+
+
+@pytest.mark.parametrize("joined", ["checkpoint", "reference"])
+def test_experts_that_one_of_the_two_joins_are_compared(joined: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = experts()
+    if joined == "checkpoint":
+        tensors, original = _experts_joined(weights, quantize=True), weights
+        bad, scale = f"{LAYER.format(1)}experts.down_proj", f"{LAYER.format(1)}experts.down_proj_scale_inv"
+    else:
+        tensors, original = {}, _experts_joined(weights, quantize=False)
+        for name, x in weights.items():
+            tensors[name], tensors[f"{name}_scale_inv"] = writers.cast(x, (32, 32))
+        bad = f"{LAYER.format(1)}experts.3.up_proj.weight"
+        scale = f"{bad}_scale_inv"
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    reference = writers.save({f"language_model.{k}": v for k, v in original.items()}, tmp_path / "original.safetensors")
+    report = check_checkpoint(configured(tmp_path / "sound", tensors, **config), reference)
+    assert not report and all(one.comparison is not None for one in report.judged.weights)
+    tensors[scale] = tensors[scale] * 2
+    (finding,) = check_checkpoint(configured(tmp_path / "sick", tensors, **config), reference)
+    assert (finding.code, finding.tensor, finding.also) == ("F231", bad, ())
+
+
+def test_a_joined_projection_is_compared_with_its_parts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    parts = {
+        f"model.layers.0.self_attn.{p}_proj.weight": (torch.randn(n, 256) * 0.03).bfloat16()
+        for p, n in zip("qkv", (128, 64, 64), strict=True)
+    }
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    tensors: Tensors = {}
+    tensors[name], tensors[f"{name}_scale_inv"] = writers.cast(torch.cat(list(parts.values())))
+    path = writers.save(tensors, tmp_path / "joined.safetensors")
+    assert not check_checkpoint(path, writers.save(parts, tmp_path / "parts.safetensors"))
+    apart: Tensors = {}
+    for part, x in parts.items():
+        apart[part], apart[f"{part}_scale_inv"] = writers.cast(x)
+    (finding,) = check_checkpoint(
+        writers.save(apart, tmp_path / "apart.safetensors"),
+        writers.save({name: torch.cat(list(parts.values())[::-1])}, tmp_path / "whole.safetensors"),
+    )
+    assert (finding.code, len(finding.also)) == ("F234", 2)  # v, k and q: in another order
