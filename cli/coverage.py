@@ -81,7 +81,8 @@ def command(run: str, form: str, each: bool) -> None:
     for row in rows:
         ends = [str(one) for one in lost if not one.ended and one.module in (None, row["module"])]
         gemms = None if opened.manifest.get("inference") is True else row["note"]  # which has no backward to miss
-        notes = *ends[:1], gemms, _against_practice(told[row["module"]])
+        override = _backward_override(told[row["module"]])
+        notes = *ends[:1], override or gemms, _against_practice(told[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
     shares = gemm_shares(opened.modules, opened.gemms)
     if shares is not None:
@@ -172,6 +173,15 @@ def _summary(rest: Sequence[Rest], most: int = 4) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
+
+
+def _backward_override(module: Mapping[str, Any]) -> str | None:
+    """Return a note on a module of Transformer Engine whose backward GEMMs leave low precision on purpose."""
+    _, is_there, override = str(module.get("recipe") or "").partition(" backward=")
+    if not is_there:
+        return None
+    operands = ", on dequantized operands" if override == "dequantized" else ""
+    return f"backward override {override} (NVTE_BACKWARD_OVERRIDE): dgrad and wgrad run in high precision{operands}"
 
 
 def _against_practice(module: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 import fp8debug
 from fp8debug.adapters.transformer_engine.modules import is_fused
+from fp8debug_cli.coverage import command
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.transformer_engine import engine as te
 from tests.adapters.transformer_engine.engine_tensors import Float8CurrentScalingQuantizer, Float8TensorStorage
@@ -139,6 +142,10 @@ def test_an_override_of_the_backward_pass_is_shown(tmp_path: Path) -> None:
         run = record(tmp_path / backward, model(), te.NVFP4BlockScaling(backward_override=backward), steps=1)
         entry = next(m for m in run.modules if m["fqn"] == "0.proj")
         assert entry["recipe"] == f"te_NVFP4BlockScaling backward={backward}"
+        found = CliRunner().invoke(command, [str(tmp_path / backward), "--format", "json"])
+        notes = {row["module"]: row["note"] for row in json.loads(found.output)}
+        expected = f"backward override {backward} (NVTE_BACKWARD_OVERRIDE): dgrad and wgrad run in high precision"
+        assert notes["0.proj"] == expected + (", on dequantized operands" if backward == "dequantized" else "")
 
 
 def test_fused_operands_are_those_that_the_library_quantized(tmp_path: Path) -> None:
