@@ -6,7 +6,7 @@ training runs: a finished step goes to the sink when its copies have arrived, us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -200,6 +200,9 @@ class Observer:
         self.in_shape_inference = False  # what runs now is no training
         self.begun: set[str] | None = None  # modules whose calls begin to be recorded, while that is asked for
         self.not_again: frozenset[str] = frozenset()  # modules whose calls are recorded already, while they run once more
+        self.adds: Mapping[
+            int, bool
+        ] = {}  # whether the pass that runs once more adds to gradients, by the id of a parameter's alias
         self.repeats_forward = False  # a forward pass runs once more, to be recorded, inside a backward pass
         self.num_modules = 0
         self.has_fp8 = False  # whether any module ran in FP8 so far, as far as is known
@@ -263,21 +266,24 @@ class Observer:
         return first
 
     @contextmanager
-    def repeating(self, recorded: frozenset[str], first: int | None = None) -> Iterator[None]:
+    def repeating(
+        self, recorded: frozenset[str], first: int | None = None, adds: Mapping[int, bool] | None = None
+    ) -> Iterator[None]:
         """Record what runs as the repetition of a pass.
 
         Args:
             recorded: FQNs of modules that are recorded already.
             first: of a forward pass, the first of its reserved positions.
+            adds: of a backward pass, ``adds``.
         """
-        before = self.not_again, self.repeats_forward, self._num_calls
-        self.not_again, self.repeats_forward = recorded, first is not None
+        before = self.not_again, self.repeats_forward, self._num_calls, self.adds
+        self.not_again, self.repeats_forward, self.adds = recorded, first is not None, adds or {}
         if first is not None:
             self._num_calls = first
         try:
             yield
         finally:
-            self.not_again, self.repeats_forward, self._num_calls = before
+            self.not_again, self.repeats_forward, self._num_calls, self.adds = before
 
     def filled(self, device: torch.device) -> tuple[Table, dict[int, RowInfo]]:
         """Return the accumulators of a device, and what its rows are that the step under way has recorded something in."""

@@ -188,7 +188,7 @@ class Probe(CastRecorder):
         """
         self.observer.flush_if_full(x.device)
         source, what_if = Source(x), WhatIfSlots()
-        self._gradients.weight = weight if parameter is None else parameter
+        self._gradients.begin(weight if parameter is None else parameter)
         self._operand(Gemm.FPROP, TensorRole.INPUT, source, a, what_if)
         self._weight(Gemm.FPROP, weight, b)
         if x_wgrad is not None:
@@ -234,7 +234,7 @@ class Probe(CastRecorder):
             a, b, result = wgrad
             self._operand(Gemm.WGRAD, TensorRole.GRAD_OUTPUT, source, a, what_if)
             if kept is not None:
-                summed = self._gradients.add(kept.columns, result)
+                summed = self._gradients.add(kept.columns, result, self.observer.adds)
                 if self._gradients.is_known:
                     self.observer.gradient_sums[self.module] = self._gradients
                 self._result(Gemm.WGRAD, (grad_output, kept.input_columns), (a, b), result, kept.columns, more=summed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +87,7 @@ class GradientSumCheck:
     def clear(self) -> None:
         """Begin a step."""
         self.weight: Tensor | None = None
+        self._accumulator: Any = None  # the autograd node that adds to weight.grad, where it is known
         if self._num_passes:
             self._is_one = self._num_passes == 1
         self._restart()
@@ -96,19 +99,26 @@ class GradientSumCheck:
         self._num_passes, self._graph_task, self._state = 0, -1, (-1, -1)
         self._adds = True  # the pass under way adds to weight.grad
 
-    def add(self, columns: Sample, gradient: Tensor | None) -> Slots:
+    def begin(self, weight: Tensor) -> None:
+        """Begin a forward pass with a parameter."""
+        if self.weight is not weight or self._accumulator is None:
+            self.weight, self._accumulator = weight, accumulator_of(weight)
+
+    def add(self, columns: Sample, gradient: Tensor | None, adds: Mapping[int, bool]) -> Slots:
         """Add a gradient and return the slots of ``GradientSum`` for those before it.
 
         Args:
             columns: which columns.
             gradient: ``[N, K]``.
+            adds: of a repetition, whether the pass that it repeats adds to the gradient of a parameter, by the id of its alias.
         """
         if gradient is None or self.weight is None or not self.weight.is_leaf:
             return {}
         found: Slots = {}
         task = torch._C._current_graph_task_id()
         if is_new := task != self._graph_task:
-            self._adds = _adds_to(self.weight)
+            found_by_id = adds.get(id(self.weight))
+            self._adds = runs_now(self._accumulator) if found_by_id is None else found_by_id
             if not self._adds:
                 self._graph_task = task
                 return {}
@@ -205,10 +215,18 @@ class _Sums:
             self.first = self.all
 
 
-def _adds_to(weight: Tensor) -> bool:
-    """Return whether the backward pass under way adds to a leaf's gradient; True where the engine does not tell."""
+def accumulator_of(weight: Tensor) -> Any:
+    """Return the autograd node that adds to a leaf's ``grad``; None where it has none, or below autograd, in an op's kernel."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node))
+        return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad and weight.is_leaf else None
+    except (RuntimeError, AttributeError, AssertionError):  # torch's function makes a view, which has no node below autograd
+        return None
+
+
+def runs_now(accumulator: Any) -> bool:
+    """Return whether the backward pass under way adds to a leaf's gradient; True where that is not known."""
+    try:
+        return accumulator is None or bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError as error:  # torch raises it for a leaf that autograd.grad() was given
         return "autograd.grad" not in str(error)
 

@@ -36,6 +36,7 @@ from fp8debug.interruptions import is_ours
 from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.observer import Observer
+from fp8debug.observer.rechecks import accumulator_of, runs_now
 
 #: Part of a device's free memory that a repetition may keep for its backward pass.
 MEMORY_SHARE = 0.5
@@ -386,11 +387,13 @@ class _Repetition:
     def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Run the gradients of the trained outputs through the repetition."""
         given = [(output, grad.detach()) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        adds = {}
         for parameter, alias in self._aliases.values():
             alias.grad = parameter.grad  # what earlier microbatches have left there
+            adds[id(alias)] = runs_now(accumulator_of(parameter))
         wanted = [*self._inputs, *(alias for _, alias in self._aliases.values() if alias.requires_grad)]
         if given and wanted:
-            with self._in_place(), self._observer.repeating(self._recorded):
+            with self._in_place(), self._observer.repeating(self._recorded, adds=adds):
                 torch.autograd.grad([o for o, _ in given], wanted, [g for _, g in given], allow_unused=True)
 
     def _alias_of_input(self, x: Any) -> Any:
