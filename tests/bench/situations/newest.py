@@ -228,7 +228,7 @@ class _InInputType(BlockLinear):
     misleading=("eps", "smooth", "scale"),
 )  # fmt: skip
 def accumulated_in_bf16(folder: Path) -> None:
-    train(Model(_InInputType).bfloat16(), folder / "sick", steps=2, every=1, micro=64, lr=1e-3)
+    train(Model(_InInputType).bfloat16(), folder / "sick", steps=4, every=1, micro=32, lr=1e-3)
 
 
 @situation(
