@@ -77,6 +77,11 @@ class Names:
         return tuple(f"{above}{dot}{part}" for part in self.fused.get(last, ()))
 
 
+def is_of_adapter(name: str) -> bool:
+    """Return whether a module is part of a Linear with adapters: its base or an adapter."""
+    return _ADAPTED.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class ModuleOutput:
     """A module of one side, or a part of its outputs.
@@ -133,7 +138,7 @@ def matched(
 def _without_adapters(side: Sequence[tuple[str, str]], other: Collection[str]) -> tuple[list[tuple[str, str]], set[str]]:
     """Leave out the parts of Linears whose adapters the other side has merged, or has none of.
 
-    The Linear as a whole is compared; where it was not recorded itself, and has no adapter, its ``base_layer`` is.
+    The Linear as a whole is compared, where it was recorded itself; its base alone has another weight than the merged one.
 
     Args:
         side: (bare name, name) of its modules.
@@ -152,6 +157,4 @@ def _without_adapters(side: Sequence[tuple[str, str]], other: Collection[str]) -
             kept.append((bare, own))
         elif whole in names:
             merged.add(own)
-        elif bare == f"{whole}.base_layer" and not any(name.startswith(f"{whole}.lora_") for name in names):
-            kept.append((whole, own))
     return kept, merged

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import fp8debug
 from fp8debug.linear import Fp8Linear
 from fp8debug.parity import compare_paths, record_path
 from fp8debug.parity.report import metric_words
@@ -239,6 +240,16 @@ REPORTS = {
     ),
     "rotary angles in BF16": Report(reference="prime-rl #1167", make=_rotary_in_bf16, code="F306", module="layers.0.self_attn"),
 }
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+def test_recorded_runs_leave_merged_adapters_out(recipe: str | None, tmp_path: Path) -> None:
+    model = adapted(training("llama", 0, recipe), 1)
+    for path, name in ((model, "train"), (merged(model), "rollout")):
+        with fp8debug.watch(path, tmp_path / name, inference=True, every=1), torch.no_grad():
+            path(tokens(0))
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert not report and ("layers.0.mlp.down_proj.base_layer", "training") in report.unmatched
 
 
 def test_a_weight_of_another_layer_has_its_owner(tmp_path: Path) -> None:
