@@ -93,7 +93,9 @@ class RecomputeDiffers(Rule):
     def _values(self) -> Look:
         limit = Condition("reread_sqnr_db", "<", self.min_reread_sqnr_db)
         is_own = Keys("gemm = 'wgrad' AND tensor = 'input'")
-        return look([limit, is_own], ["reread_sqnr_db"], rows="actual AND reference = 'operand' AND num_reread_blocks > 0")
+        return look(
+            [limit, is_own], ["reread_sqnr_db", "sqnr_db"], rows="actual AND reference = 'operand' AND num_reread_blocks > 0"
+        )
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the inputs that were recomputed under another scale."""
@@ -108,7 +110,13 @@ class RecomputeDiffers(Rule):
         for whole in traces(run, self._values):
             if whole.cast is not None and whole.cast.scaling == "current":
                 limit = min(self.min_reread_sqnr_db, cast_floor_db(whole.cast) - self.room_db)
-                trace = whole.where(lambda row, limit=limit: row["reread_sqnr_db"] < limit)  # type: ignore[misc]  # bound now
+                trace = whole.where(
+                    lambda row, limit=limit: (
+                        row["reread_sqnr_db"] < limit  # type: ignore[misc]  # bound now
+                        # What the cast itself loses, clipped under a stale scale, it loses of the same values too.
+                        and (row["sqnr_db"] is None or row["reread_sqnr_db"] < row["sqnr_db"] - self.room_db)
+                    )
+                )
                 found += [] if trace is None else [trace]
         if not found:
             return

@@ -218,6 +218,9 @@ def test_an_input_that_is_recomputed_from_other_values_is_named(tmp_path: Path) 
     (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**WGRAD, "module": "*"}, slots=other)]))
     assert (finding.code, finding.name, finding.module) == ("F115", "recompute-of-other-values", MODULES[0][0])
     assert CULPRIT in finding.victims and "preserve_rng_state" in finding.cure
+    # What clips under a stale scale is as far from its tensor at the first read: that is no other value.
+    clipped = [Override(**{**WGRAD, "module": "*"}, slots={**other, "sqnr_db": 6.0})]
+    assert "F115" not in {f.code for f in triage(build(tmp_path / "clipped", overrides=clipped))}
 
 
 def test_scales_that_are_too_small_for_some_rows_of_a_weight_are_named(tmp_path: Path) -> None:
