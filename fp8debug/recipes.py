@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import index
@@ -25,12 +25,38 @@ ALGOS = ("max", "most_recent")
 TENSOR_SCALES = ("none", "tensor", "row")
 ROUNDINGS = ("nearest", "stochastic")
 HADAMARDS = (0, 16)
+#: Values of a cast's fields that are names; ``format`` has those of ``FORMATS`` that hold data.
+_CHOICES: dict[str, Iterable[str]] = {
+    "granularity": GRANULARITIES,
+    "scaling": SCALINGS,
+    "scale_rounding": SCALE_ROUNDINGS,
+    "algo": ALGOS,
+    "scale_format": SCALE_FORMATS,
+    "tensor_scale": TENSOR_SCALES,
+    "rounding": ROUNDINGS,
+}
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _MAX_HISTORY = 2**20
 #: Signs of Transformer Engine's Hadamard transform for NVFP4 (``get_wgrad_sign_vector``): bit i set negates element i.
 HADAMARD_SIGNS = 0xD7E8
 #: An operand without a cast in ``Recipe.plan``.
 HIGH_PRECISION = "bf16"
+
+
+def _optional(number: Any) -> float | None:
+    return None if number is None else float(number)
+
+
+#: Fields of a cast that are numbers: the conversion, and its name in a message.
+_NUMBERS: dict[str, tuple[Callable[[Any], float | None], str]] = {
+    "amax_eps": (float, "a number"),
+    "history": (index, "a whole number"),
+    "margin": (index, "a whole number"),
+    "scale_inv": (_optional, "a number"),
+    "seed": (index, "a whole number"),
+    "hadamard": (index, "a whole number"),
+    "hadamard_signs": (index, "a whole number"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,35 +121,30 @@ class Cast:
 
     def __post_init__(self) -> None:
         _known("format", self.format, [f.name for f in FORMATS.values() if not f.scale_only])
-        _known("granularity", self.granularity, GRANULARITIES)
-        _known("scaling", self.scaling, SCALINGS)
-        _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
-        _known("algo", self.algo, ALGOS)
-        _known("scale_format", self.scale_format, SCALE_FORMATS)
-        _known("tensor_scale", self.tensor_scale, TENSOR_SCALES)
-        _known("rounding", self.rounding, ROUNDINGS)
+        for name, choices in _CHOICES.items():
+            _known(name, getattr(self, name), choices)
         # A NumPy or torch scalar would print differently, and the printed cast is its name.
-        for name, number, wanted in (
-            ("amax_eps", float, "a number"),
-            ("history", index, "a whole number"),
-            ("margin", index, "a whole number"),
-            ("scale_inv", _optional, "a number"),
-            ("seed", index, "a whole number"),
-            ("hadamard", index, "a whole number"),
-            ("hadamard_signs", index, "a whole number"),
-        ):
+        for name, (number, wanted) in _NUMBERS.items():
             try:
                 object.__setattr__(self, name, number(getattr(self, name)))
             except (TypeError, ValueError):
                 raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)!r}") from None
         if not isinstance(self.four_over_six, bool):
             raise UsageError(f"four_over_six must be True or False, got {self.four_over_six!r}")
+        self._check_ranges()
+        self._check_scaling()
+        self._check_scale_format()
+        self._check_randomness()
+
+    def _check_ranges(self) -> None:
         if not 0 <= self.amax_eps <= _FLOAT32_MAX:
             raise UsageError(f"amax_eps must be finite in FP32 and >= 0, got {self.amax_eps}")
         if not 1 <= self.history <= _MAX_HISTORY:
             raise UsageError(f"history holds 1 to {_MAX_HISTORY} amaxes, got {self.history}")
         if abs(self.margin) > 127:
             raise UsageError(f"margin is a power of two between -127 and 127, got {self.margin}")
+
+    def _check_scaling(self) -> None:
         if self.scaling == "delayed" and self.granularity != "tensorwise":
             raise UsageError(f"delayed scaling needs granularity 'tensorwise', got {self.granularity!r}")
         if self.scaling == "static":
@@ -132,7 +153,9 @@ class Cast:
                 raise UsageError(f"static scaling needs scale_inv=, between 2^-127 and FP32's max, got {self.scale_inv}")
         elif self.scale_inv is not None:
             raise UsageError(f"scale_inv is for scaling='static', not {self.scaling!r}")
-        self._check_scale_format()
+
+    def _check_randomness(self) -> None:
+        """Check what is drawn at random: the rounding's numbers and the Hadamard transform's signs."""
         if not 0 <= self.seed < 2**64 or (self.seed and self.rounding != "stochastic"):
             raise UsageError(f"seed is for rounding='stochastic', from 0 to 2^64 - 1, got {self.seed} with {self.rounding!r}")
         if self.hadamard not in HADAMARDS:
@@ -275,10 +298,6 @@ def _parsed_option(word: str) -> dict[str, Any]:
     if rounding in ROUNDINGS:
         return {"rounding": rounding, **({"seed": int(seed)} if seed else {})}
     return {"four_over_six": True} if word == "four_over_six" else {"scale_rounding": word}
-
-
-def _optional(number: Any) -> float | None:
-    return None if number is None else float(number)
 
 
 def _known(kind: str, name: str, known: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,35 +43,49 @@ def apply(
         UsageError: a module is not an Fp8Linear, the list cannot be read, a schedule is in force already, or an argument has
             another type.
     """
-    if not hasattr(model, "named_modules"):
-        raise UsageError(f"expected a model with Fp8Linear modules, got {type(model).__name__}")
-    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    loaded = load_fallbacks(fallbacks)
+    _check_arguments(model, optimizer)
     spans: dict[str, list[Span]] = {}
-    for fallback in loaded:
+    for fallback in load_fallbacks(fallbacks):
         for name in _modules(model, fallback.module):
             span = Span(fallback.gemms, fallback.tensor, fallback.cast, fallback.from_step, fallback.until_step)
             spans.setdefault(name, []).append(span)
     if not isinstance(start_step, int) or isinstance(start_step, bool) or start_step < 0:
         raise UsageError(f"start_step is the number of the next optimizer step, 0 or more; got {start_step!r}")
     root = _root(model)
-    running = getattr(root, "fp8debug_schedule", None)
-    if running is not None and (overlap := sorted(set(running.modules) & set(spans))):
-        raise UsageError(f"{overlap[0]} has a schedule already; model.fp8debug_schedule.remove() ends it")
-    modules: dict[str, Any] = dict(root.named_modules())
-    moving = {name for name, found in spans.items() if any(s.is_bounded for s in found)}
-    for name in spans.keys() - moving:
-        recipe = modules[name].recipe
-        for span in spans[name]:
-            recipe = span.change(recipe)
-        modules[name].set_recipe(recipe)
-        modules[name].fp8debug_request = "bf16" if recipe.is_high_precision else "fp8"
-    if moving:
-        if running is not None:
-            raise UsageError("the model has a schedule already; model.fp8debug_schedule.remove() ends it")
-        Schedule(root, {name: spans[name] for name in spans if name in moving}, start_step, optimizer)
+    scheduled = {name: found for name, found in spans.items() if any(span.is_bounded for span in found)}
+    _check_schedule(getattr(root, "fp8debug_schedule", None), spans, scheduled)
+    modules = dict(root.named_modules())
+    for name in spans.keys() - scheduled.keys():
+        _change(modules[name], spans[name])
+    if scheduled:
+        Schedule(root, scheduled, start_step, optimizer)
     return model
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    if not hasattr(model, "named_modules"):
+        raise UsageError(f"expected a model with Fp8Linear modules, got {type(model).__name__}")
+    if optimizer is not None and not hasattr(optimizer, "register_step_post_hook"):
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def _check_schedule(running: Schedule | None, named: Iterable[str], scheduled: Collection[str]) -> None:
+    """Refuse to change modules of a schedule that is in force, or to begin a second schedule."""
+    if running is None:
+        return
+    if overlap := sorted(set(running.modules).intersection(named)):
+        raise UsageError(f"{overlap[0]} has a schedule already; model.fp8debug_schedule.remove() ends it")
+    if scheduled:
+        raise UsageError("the model has a schedule already; model.fp8debug_schedule.remove() ends it")
+
+
+def _change(module: Any, spans: Iterable[Span]) -> None:
+    """Give an Fp8Linear the recipe that some changes make of its own."""
+    recipe = module.recipe
+    for span in spans:
+        recipe = span.change(recipe)
+    module.set_recipe(recipe)
+    module.fp8debug_request = "bf16" if recipe.is_high_precision else "fp8"
 
 
 def _root(model: nn.Module) -> Any:

@@ -9,11 +9,28 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import NamedTuple
+
+
+class _Operator(NamedTuple):
+    sign: str
+    apply: Callable[[float, float], float | None]
+
+
+def _quotient(a: float, b: float) -> float | None:
+    return None if b == 0 else a / b
+
 
 _FUNCTIONS: dict[str, Callable[[float], float]] = {"log2": math.log2, "log10": math.log10, "sqrt": math.sqrt}
-_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_OPERATORS: dict[type[ast.operator], _Operator] = {
+    ast.Add: _Operator("+", operator.add),
+    ast.Sub: _Operator("-", operator.sub),
+    ast.Mult: _Operator("*", operator.mul),
+    ast.Div: _Operator("/", _quotient),
+}
 
 
 @cache
@@ -48,23 +65,18 @@ def _evaluate(node: ast.expr, values: Mapping[str, float | None]) -> float | Non
             return None if inner is None else -inner
         case ast.Call(func=ast.Name(id=name), args=[argument]):
             inner = _evaluate(argument, values)
-            if inner is None or inner < 0:
-                return None
-            return -math.inf if inner == 0 and name != "sqrt" else _FUNCTIONS[name](inner)
-        case ast.BinOp(left=left, op=operator, right=right):
+            return None if inner is None else _called(name, inner)
+        case ast.BinOp(left=left, op=sign, right=right):
             a, b = _evaluate(left, values), _evaluate(right, values)
-            if a is None or b is None:
-                return None
-            match operator:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case _:
-                    return None if b == 0 else a / b
+            return None if a is None or b is None else _OPERATORS[type(sign)].apply(a, b)
     raise AssertionError(ast.dump(node))
+
+
+def _called(name: str, value: float) -> float | None:
+    """Return a function of a number: None of a negative one, minus infinity for the logarithm of 0."""
+    if value < 0:
+        return None
+    return -math.inf if value == 0 and name != "sqrt" else _FUNCTIONS[name](value)
 
 
 def to_sql(expression: str) -> str:
@@ -88,6 +100,6 @@ def _sql(node: ast.expr) -> str:
             return f"CASE WHEN {inner} > 0 THEN {name}({inner}) WHEN {inner} = 0 THEN CAST('-Infinity' AS DOUBLE) END"
         case ast.BinOp(left=left, op=ast.Div(), right=right):
             return f"({_sql(left)} / nullif(CAST({_sql(right)} AS DOUBLE), 0))"
-        case ast.BinOp(left=left, op=operator, right=right):
-            return f"({_sql(left)} {_OPERATORS[type(operator)]} {_sql(right)})"
+        case ast.BinOp(left=left, op=sign, right=right):
+            return f"({_sql(left)} {_OPERATORS[type(sign)].sign} {_sql(right)})"
     raise AssertionError(ast.dump(node))

@@ -48,73 +48,36 @@ class Chart:
         if not known:
             why = "; ".join(_gap_words(*gap) for gap in gaps) or "not recorded"
             return f"<p class='muted'>{escape(self.title)}: {escape(why)}, no finite value</p>"
-        is_log = min(known) > 0 and max(known) / min(known) > 1000
-        other = [] if self.beside is None else [list(line) for line in _lines(*self.beside[1:])]
-        known_too = [value for line in other for _, value in line]
-        is_log = is_log and min(known_too, default=1.0) > 0
-        ends = [*known, *known_too, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
+        beside = [] if self.beside is None else [list(line) for line in _lines(*self.beside[1:])]
+        plot = self._plot(known, beside)
+        parts = [
+            plot.title(self.title),
+            *([] if self.span is None else [plot.span(*self.span)]),
+            *plot.frame(),
+            *(() if self.limit is None else plot.limit(self.limit)),
+            *(part for gap in gaps[:MAX_GAPS] for part in plot.gap(*gap)),
+            *(part for place, mark in enumerate(self.marks) for part in plot.mark(place, *mark)),
+            *(plot.line(line, "line beside") for line in beside),
+            *(plot.line(line, "line") for line in _lines(self.steps, self.values)),
+            *([] if self.beside is None else [plot.right_text(14, f"dashed: {self.beside[0]}")]),
+            *(plot.dot(step, value) for step, value in self._dots()),
+        ]
+        lost = "".join(f", {_gap_words(*gap)}" for gap in gaps)
+        span = f"steps {plot.first} to {plot.last}, from {min(known):.3g} to {max(known):.3g}"
+        label = escape(f"{self.title}, {span}{lost}", quote=True)
+        return f"<svg viewBox='0 0 {self.width} {self.height}' role='img' aria-label='{label}'>{''.join(parts)}</svg>"
+
+    def _plot(self, known: Sequence[float], beside: Sequence[Sequence[tuple[int, float]]]) -> _Plot:
+        """Return the axes on which the finite values and the lines of the other run lie, and the threshold where it can."""
+        others = [value for line in beside for _, value in line]
+        is_log = min(known) > 0 and max(known) / min(known) > 1000 and min(others, default=1.0) > 0
+        ends = [*known, *others, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
         low, high = min(ends), max(ends)
         if low == high:
             low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
-        all_steps = [*self.steps, *(step for line in other for step, _ in line)]
-        first, last = min(all_steps), max(*all_steps, min(all_steps) + 1)
-
-        def across(step: float) -> float:
-            return _LEFT + (step - first) / (last - first) * (self.width - _LEFT - _RIGHT)
-
-        def down(value: float) -> float:
-            ratio = math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
-            return self.height - _BOTTOM - ratio * (self.height - _TOP - _BOTTOM)
-
-        bottom = self.height - _BOTTOM
-        parts = [f"<text x='{_LEFT}' y='14' class='name'>{escape(self.title)}{' (log scale)' if is_log else ''}</text>"]
-        if self.span is not None:
-            left, right = (across(min(max(step, first), last)) for step in self.span)
-            parts.append(
-                f"<rect x='{left:.1f}' y='{_TOP}' width='{max(right - left, 2):.1f}' height='{bottom - _TOP}' class='span'/>"
-            )
-        for value in dict.fromkeys((low, high)):
-            parts.append(
-                f"<line x1='{_LEFT}' x2='{self.width - _RIGHT}' y1='{down(value):.1f}' y2='{down(value):.1f}' class='grid'/>"
-            )
-            parts.append(f"<text x='{_LEFT - 6}' y='{down(value) + 4:.1f}' class='tick end'>{value:.3g}</text>")
-        parts.append(f"<text x='{_LEFT}' y='{self.height - 6}' class='tick'>step {first}</text>")
-        parts.append(f"<text x='{self.width - _RIGHT}' y='{self.height - 6}' class='tick end'>{last}</text>")
-        if self.limit is not None and low <= self.limit <= high:
-            at = down(self.limit)
-            parts.append(f"<line x1='{_LEFT}' x2='{self.width - _RIGHT}' y1='{at:.1f}' y2='{at:.1f}' class='limit'/>")
-            parts.append(f"<text x='{self.width - _RIGHT}' y='{at - 4:.1f}' class='tick end'>threshold {self.limit:.3g}</text>")
-        for first_lost, last_lost, word in gaps[:MAX_GAPS]:
-            left, right = across(first_lost), across(last if last_lost is None else last_lost)
-            parts.append(
-                f"<rect x='{left:.1f}' y='{_TOP}' width='{max(right - left, 2):.1f}' height='{bottom - _TOP}' class='lost'/>"
-            )
-            side = " end" if left > self.width * 0.6 else ""
-            parts.append(
-                f"<text x='{left + (-4 if side else 4):.1f}' y='{bottom - 6}' class='tick strong{side}'>"
-                f"{escape(_gap_words(first_lost, last_lost, word))}</text>"
-            )
-        for place, (step, label) in enumerate(self.marks):
-            at = across(min(max(step, first), last))
-            height = _TOP + 12 + 13 * (place % 4)
-            parts.append(f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{_TOP}' y2='{bottom}' class='mark'/>")
-            side = " end" if at > self.width * 0.85 else ""
-            parts.append(
-                f"<text x='{at + (-4 if side else 4):.1f}' y='{height}' class='tick strong{side}'>{escape(label)}</text>"
-            )
-        for name, lines in (("line beside", other), ("line", list(_lines(self.steps, self.values)))):
-            for line in lines:
-                points = " ".join(f"{across(step):.1f},{down(value):.1f}" for step, value in line)
-                parts.append(f"<polyline points='{points}' class='{name}'/>")
-        if self.beside is not None:
-            told = f"dashed: {self.beside[0]}"
-            parts.append(f"<text x='{self.width - _RIGHT}' y='14' class='tick end'>{escape(told)}</text>")
-        for step, value in self._dots():
-            told = f"<title>step {step}: {value:.6g}</title>"
-            parts.append(f"<circle cx='{across(step):.1f}' cy='{down(value):.1f}' r='2.4' class='dot'>{told}</circle>")
-        lost = "".join(f", {_gap_words(*gap)}" for gap in gaps)
-        label = escape(f"{self.title}, steps {first} to {last}, from {min(known):.3g} to {max(known):.3g}{lost}", quote=True)
-        return f"<svg viewBox='0 0 {self.width} {self.height}' role='img' aria-label='{label}'>{''.join(parts)}</svg>"
+        steps = [*self.steps, *(step for line in beside for step, _ in line)]
+        first, last = min(steps), max(*steps, min(steps) + 1)
+        return _Plot(first=first, last=last, low=low, high=high, is_log=is_log, width=self.width, height=self.height)
 
     def _gaps(self) -> Iterator[tuple[int, int | None, str]]:
         """Yield (first step, last step, NaN or Inf) of each stretch that is not finite; the last is None where the line ends."""
@@ -131,6 +94,96 @@ class Chart:
     def _dots(self) -> list[tuple[int, float]]:
         found = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if v is not None and math.isfinite(v)]
         return found if len(found) <= 120 else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plot:
+    """Axes of a chart, from step ``first`` to ``last`` and from ``low`` to ``high``, and the elements that lie on them."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+    is_log: bool
+    width: int
+    height: int
+
+    @property
+    def right(self) -> int:
+        return self.width - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.height - _BOTTOM
+
+    def inside(self, step: int) -> int:
+        """Return the nearest step on the axis."""
+        return min(max(step, self.first), self.last)
+
+    def across(self, step: float) -> float:
+        return _LEFT + (step - self.first) / (self.last - self.first) * (self.right - _LEFT)
+
+    def down(self, value: float) -> float:
+        low, high = self.low, self.high
+        ratio = math.log(value / low) / math.log(high / low) if self.is_log else (value - low) / (high - low)
+        return self.bottom - ratio * (self.bottom - _TOP)
+
+    def title(self, text: str) -> str:
+        return f"<text x='{_LEFT}' y='14' class='name'>{escape(text)}{' (log scale)' if self.is_log else ''}</text>"
+
+    def frame(self) -> Iterator[str]:
+        """Yield the ends of both axes."""
+        for value in dict.fromkeys((self.low, self.high)):
+            yield self.level(self.down(value), "grid")
+            yield f"<text x='{_LEFT - 6}' y='{self.down(value) + 4:.1f}' class='tick end'>{value:.3g}</text>"
+        yield f"<text x='{_LEFT}' y='{self.height - 6}' class='tick'>step {self.first}</text>"
+        yield self.right_text(self.height - 6, str(self.last))
+
+    def span(self, first: int, last: int) -> str:
+        return self.band(self.across(self.inside(first)), self.across(self.inside(last)), "span")
+
+    def limit(self, value: float) -> Iterator[str]:
+        """Yield a threshold, where it lies between the ends."""
+        if self.low <= value <= self.high:
+            at = self.down(value)
+            yield self.level(at, "limit")
+            yield self.right_text(f"{at - 4:.1f}", f"threshold {value:.3g}")
+
+    def gap(self, first: int, last: int | None, word: str) -> Iterator[str]:
+        """Yield the shade and the name of a stretch of NaN or Inf."""
+        left = self.across(first)
+        yield self.band(left, self.across(self.last if last is None else last), "lost")
+        yield self.label(left, self.bottom - 6, _gap_words(first, last, word), 0.6)
+
+    def mark(self, place: int, step: int, label: str) -> Iterator[str]:
+        """Yield the vertical line of a mark and its label, lower for each of four that follow one another."""
+        at = self.across(self.inside(step))
+        yield f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{_TOP}' y2='{self.bottom}' class='mark'/>"
+        yield self.label(at, _TOP + 12 + 13 * (place % 4), label, 0.85)
+
+    def line(self, points: Sequence[tuple[int, float]], name: str) -> str:
+        places = " ".join(f"{self.across(step):.1f},{self.down(value):.1f}" for step, value in points)
+        return f"<polyline points='{places}' class='{name}'/>"
+
+    def dot(self, step: int, value: float) -> str:
+        told = f"<title>step {step}: {value:.6g}</title>"
+        return f"<circle cx='{self.across(step):.1f}' cy='{self.down(value):.1f}' r='2.4' class='dot'>{told}</circle>"
+
+    def band(self, left: float, right: float, name: str) -> str:
+        size = f"width='{max(right - left, 2):.1f}' height='{self.bottom - _TOP}'"
+        return f"<rect x='{left:.1f}' y='{_TOP}' {size} class='{name}'/>"
+
+    def level(self, at: float, name: str) -> str:
+        return f"<line x1='{_LEFT}' x2='{self.right}' y1='{at:.1f}' y2='{at:.1f}' class='{name}'/>"
+
+    def right_text(self, y: int | str, text: str) -> str:
+        return f"<text x='{self.right}' y='{y}' class='tick end'>{escape(text)}</text>"
+
+    def label(self, at: float, y: int, text: str, turn: float) -> str:
+        """Return a text beside a place, on its left where that is beyond a share of the width."""
+        is_left = at > self.width * turn
+        x, side = (at - 4, " end") if is_left else (at + 4, "")
+        return f"<text x='{x:.1f}' y='{y}' class='tick strong{side}'>{escape(text)}</text>"
 
 
 def _lines(steps: Sequence[int], values: Sequence[float | None]) -> Iterator[list[tuple[int, float]]]:

@@ -101,26 +101,31 @@ def declared_differences(quantization: Mapping[str, Any], now: Mapping[str, Any]
     """
     if quantization.get("quant_method") != "fp8":
         return []
-    declared: dict[str, dict[str, str]] = {"fprop.weight": {}, "fprop.input": {}}
-    if (fmt := format_named(str(quantization.get("fmt")))) is not None:
-        declared["fprop.weight"]["format"] = fmt.name
-    block = quantization.get("weight_block_size")
-    if isinstance(block, list) and len(block) == 2:
-        declared["fprop.weight"]["granularity"] = f"{block[0]}x{block[1]}"
-    if quantization.get("scale_fmt") == "ue8m0":
-        declared["fprop.weight"]["scale_rounding"] = "pow2_ceil"
-    if (scheme := _SCALINGS.get(str(quantization.get("activation_scheme")))) is not None:
-        declared["fprop.input"]["scaling"] = scheme
+    declared = _declared_casts(quantization)
     found: dict[tuple[str, str, str, bool], dict[str, list[str]]] = {}
     for entry in now.get("modules") or ():
-        for site, fields in declared.items():
-            cast = (entry.get("casts") or {}).get(site)
-            if not isinstance(cast, Mapping):
-                continue
-            for name, value in fields.items():
-                if str(cast.get(name)) != value:
-                    found.setdefault((name, value, str(cast.get(name)), True), {}).setdefault(entry["fqn"], []).append(site)
+        casts = entry.get("casts") or {}
+        running = {site: casts[site] for site in declared if isinstance(casts.get(site), Mapping)}
+        for site, cast in running.items():
+            for name, value in declared[site].items():
+                if (is_now := str(cast.get(name))) != value:
+                    found.setdefault((name, value, is_now, True), {}).setdefault(entry["fqn"], []).append(site)
     return _joined(found)
+
+
+def _declared_casts(quantization: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return by site of fprop the fields of a cast that a checkpoint's ``quantization_config`` states."""
+    fmt = format_named(str(quantization.get("fmt")))
+    block = quantization.get("weight_block_size")
+    stated: dict[str, dict[str, str | None]] = {
+        "fprop.weight": {
+            "format": None if fmt is None else fmt.name,
+            "granularity": f"{block[0]}x{block[1]}" if isinstance(block, list) and len(block) == 2 else None,
+            "scale_rounding": "pow2_ceil" if quantization.get("scale_fmt") == "ue8m0" else None,
+        },
+        "fprop.input": {"scaling": _SCALINGS.get(str(quantization.get("activation_scheme")))},
+    }
+    return {site: {name: v for name, v in fields.items() if v is not None} for site, fields in stated.items()}
 
 
 def _joined(found: Mapping[tuple[str, str, str, bool], Mapping[str, list[str]]]) -> list[Difference]:

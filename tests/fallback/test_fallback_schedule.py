@@ -157,7 +157,10 @@ def test_a_second_schedule_is_refused() -> None:
     with pytest.raises(UsageError, match=r"head has a schedule already; model\.fp8debug_schedule\.remove\(\) ends it"):
         fp8debug.apply(model, [Fallback(module="head", gemms=("fprop",))])
     with pytest.raises(UsageError, match="the model has a schedule already"):
-        fp8debug.apply(model, [Fallback(module="blocks.0.up", gemms=ALL, until_step=2)])
+        fp8debug.apply(
+            model, [Fallback(module="blocks.0.up", gemms=ALL, until_step=2), Fallback(module="blocks.1.up", gemms=ALL)]
+        )
+    assert "blocks.1.up" in in_fp8(model), "nothing of a list that is refused is put into effect"
     fp8debug.apply(model, [Fallback(module="blocks.0.up", gemms=ALL)])
     assert "blocks.0.up" not in in_fp8(model)
     with pytest.raises(UsageError, match="start_step is the number of the next optimizer step"):
