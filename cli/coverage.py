@@ -10,9 +10,10 @@ import click
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
 from fp8debug.formats import TRANSPOSED
-from fp8debug.rules.reading.lost import losses_of
-from fp8debug.store.flop_shares import Rest, gemm_shares
+from fp8debug.rules.reading.lost import Lost, losses_of
+from fp8debug.store.flop_shares import GemmShares, Rest, gemm_shares
 from fp8debug.store.read.module_names import folded
+from fp8debug.store.read.run import Run
 
 from .console import open_run, print_table, to_csv, to_json, wide_option
 from .output import echo, write
@@ -75,47 +76,52 @@ def command(run: str, form: str, each: bool) -> None:
     opened = open_run(run)
     if not opened.manifest.get("modules"):
         raise RunError(f"{opened.name}: coverage was not recorded, manifest.json is missing or lists no modules")
-    rows = opened.sql(MODULES).to_pylist()
     lost = losses_of(opened)
-    told = {module["fqn"]: module for module in opened.modules}
+    shares = gemm_shares(opened.modules, opened.gemms)
+    rows = _rows(opened, lost, shares)
+    if form == "table":
+        _print_table(opened, rows if each else _folded(rows), lost, shares)
+    else:
+        rows = [{**row, "flops": _percent(row["flops"])} for row in rows]
+        write(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
+
+
+def _rows(run: Run, lost: Sequence[Lost], shares: GemmShares | None) -> list[dict[str, Any]]:
+    """Return a row for each Linear, then one for each module or function with other GEMMs; ``flops`` is a share."""
+    rows: list[dict[str, Any]] = run.sql(MODULES).to_pylist()
+    modules = {module["fqn"]: module for module in run.modules}
     for row in rows:
         ends = [str(one) for one in lost if not one.ended and one.module in (None, row["module"])]
-        gemms = None if opened.manifest.get("inference") is True else row["note"]  # which has no backward to miss
-        override = _backward_override(told[row["module"]])
-        notes = *ends[:1], override or gemms, _against_practice(told[row["module"]])
+        gemms = None if run.manifest.get("inference") is True else row["note"]  # which has no backward to miss
+        override = _backward_override(modules[row["module"]])
+        notes = *ends[:1], override or gemms, _against_practice(modules[row["module"]])
         row["note"] = "; ".join(note for note in notes if note) or None
-    shares = gemm_shares(opened.modules, opened.gemms)
-    if shares is not None:
-        for row in rows:
+        if shares is not None:
             row["flops"] = shares.modules.get(row["module"], 0.0)
-        rows += [_row_of_rest(rest) for rest in shares.rest]
-    if form == "table" and not each:
-        rows = _folded(rows)
-    if form == "table":
-        for row in rows:
-            row["casts"] = row["casts"] and _merged(row["casts"])
-    for row in rows:
-        row["flops"] = None if row["flops"] is None else _percent(row["flops"])
-    if form != "table":
-        write(to_csv(COLUMNS, rows) if form == "csv" else to_json(rows), nl=False)
-        return
-    totals = opened.sql(TOTALS).to_pylist()[0]
+    return rows if shares is None else [*rows, *map(_row_of_rest, shares.rest)]
+
+
+def _print_table(run: Run, rows: Sequence[Mapping[str, Any]], lost: Sequence[Lost], shares: GemmShares | None) -> None:
+    """Print the totals, the rows, and what was lost, filtered or not watched."""
+    totals = run.sql(TOTALS).to_pylist()[0]
+    share = ""
     if shares is not None:
         share = f", {100 * shares.fp8:.1f} % of the FLOPs of all GEMMs"
-    else:
-        share = f", {totals['share']} % of the Linear FLOPs" if totals["share"] is not None else ""
-    echo(f"{opened.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}")
+    elif totals["share"] is not None:
+        share = f", {totals['share']} % of the Linear FLOPs"
+    echo(f"{run.name}: {totals['num_fp8']} of {totals['num']} Linears in FP8{share}")
     if shares is not None and shares.rest:
         echo(f"outside these Linears (attention, matmuls of other modules and functions): {_summary(shares.rest)}")
-    if note := opened.manifest.get("gemms_note"):
+    if note := run.manifest.get("gemms_note"):
         echo(f"not complete: {note}")
     echo("")
-    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in rows], **_LAYOUT)
+    shown = [{**row, "casts": row["casts"] and _merged(row["casts"]), "flops": _percent(row["flops"])} for row in rows]
+    print_table(COLUMNS, [[row[name] for name in COLUMNS] for row in shown], **_LAYOUT)
     for one in lost:
         echo(f"warning: {one_line(str(one))}")
-    for entry in opened.manifest.get("filters") or ():
+    for entry in run.manifest.get("filters") or ():
         echo(f"{entry.get('kind')} {entry.get('pattern')!r}: {entry.get('matched')} modules")
-    for module in opened.manifest.get("outside") or ():
+    for module in run.manifest.get("outside") or ():
         echo(f"not watched: {module.get('fqn')} ({module.get('kind')}): {module.get('reason')}")
 
 
@@ -171,8 +177,8 @@ def _summary(rest: Sequence[Rest], most: int = 4) -> str:
     return ", ".join([*words, f"others {_percent(others)}"] if others else words)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.2f} %"
 
 
 def _backward_override(module: Mapping[str, Any]) -> str | None:

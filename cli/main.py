@@ -10,9 +10,10 @@ import keyword
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -122,37 +123,57 @@ def status(args: list[str]) -> int:
         code = cli.main(args, prog_name="fp8debug", standalone_mode=False, **plain)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except RunError as error:
-        return _fail(str(error), EXIT_RUN)
-    except Fp8DebugError as error:
-        return _fail(str(error), EXIT_USAGE)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
-        if error.ctx is not None and error.ctx.parent is None:
-            echo(f"\n{next_step(Path())}", err=True)
-        return EXIT_USAGE
-    except click.ClickException as error:
-        return _fail(error.format_message(), EXIT_USAGE)
-    except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", EXIT_INTERRUPTED)
+        return _help(error)
     except BrokenPipeError:
         return _without_reader()
     except SystemExit:
         if sys.stdout is stdout:  # a script's own
             raise
         return _without_reader()  # click was printing itself, --help say: it puts another stream in place, and exits with 1
-    except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        return _fail(f"{error.strerror or error}{':' + where if where else ''}", EXIT_USAGE)
-    except Exception as error:
-        if os.environ.get("FP8DEBUG_TRACEBACK"):
+    except (Exception, KeyboardInterrupt) as error:
+        failure = next(failure for failure in _FAILURES if isinstance(error, failure.kinds))
+        if failure.kinds is Exception and os.environ.get("FP8DEBUG_TRACEBACK"):
             raise
-        return _fail(f"{_unforeseen(error)}; FP8DEBUG_TRACEBACK=1 shows where", EXIT_RUN)
+        return _fail(failure.message(error), failure.code)
+
+
+class _Failure(NamedTuple):
+    """Message and exit code of exceptions that end a command."""
+
+    kinds: type[BaseException] | tuple[type[BaseException], ...]
+    message: Callable[[Any], str]
+    code: int
+
+
+def _of_system(error: OSError) -> str:
+    where = f" {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{':' + where if where else ''}"
 
 
 def _unforeseen(error: Exception) -> str:
     said = (str(error) or "no word more").splitlines()[0][:200]
-    return f"{type(error).__name__}: {said}: a fault of fp8debug, or files that are damaged in a way that it does not know"
+    fault = "a fault of fp8debug, or files that are damaged in a way that it does not know"
+    return f"{type(error).__name__}: {said}: {fault}; FP8DEBUG_TRACEBACK=1 shows where"
+
+
+#: The first whose kind an exception is of counts.
+_FAILURES = (
+    _Failure(RunError, str, EXIT_RUN),
+    _Failure(Fp8DebugError, str, EXIT_USAGE),
+    _Failure(click.ClickException, lambda error: error.format_message(), EXIT_USAGE),
+    _Failure((click.Abort, KeyboardInterrupt), lambda _: "interrupted", EXIT_INTERRUPTED),
+    _Failure(OSError, _of_system, EXIT_USAGE),
+    _Failure(Exception, _unforeseen, EXIT_RUN),
+)
+
+
+def _help(error: click.exceptions.NoArgsIsHelpError) -> int:
+    """Print the help that a command without arguments gets, and what to do next where it is the first of all."""
+    click.echo(error.format_message(), err=True)
+    if error.ctx is not None and error.ctx.parent is None:
+        echo(f"\n{next_step(Path())}", err=True)
+    return EXIT_USAGE
 
 
 def _fail(message: str, code: int) -> int:

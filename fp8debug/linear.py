@@ -14,7 +14,7 @@ The bias is added, and its gradient summed, in high precision.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any, ClassVar
@@ -482,36 +482,17 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
     if isinstance(recipe, str) and recipe.endswith(".json"):
         from fp8debug.store.calibration_file import load_recipes  # a file: recording alone needs nothing of the store
 
-        base, scales = None, dict(load_recipes(recipe))
-        overrides = {**scales, **(overrides or {})}
-    wanted: dict[str, Recipe | None] = {}
-    for pattern, value in {"*": base, **(overrides or {})}.items():
-        wanted[pattern] = None if value is None else _recipe(value)
+        base, overrides = None, {**load_recipes(recipe), **(overrides or {})}
+    wanted = {pattern: None if own is None else _recipe(own) for pattern, own in {"*": base, **(overrides or {})}.items()}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    filters = getattr(model, "fp8debug_filters", [])
-    for pattern in overrides or {}:
-        matched = match_fqn(linears, pattern)
-        if not matched:
-            raise NoMatchError("override", pattern, linears)
-        filters = [*filters, {"kind": "override", "pattern": pattern, "matched": len(matched)}]
+    filters = [*getattr(model, "fp8debug_filters", []), *_filters(linears, overrides or ())]
     if not linears:
         raise UsageError(f"{type(model).__name__} has no nn.Linear to convert")
-    recipes = {name: value for pattern, value in wanted.items() for name in match_fqn(linears, pattern)}  # the last one counts
+    recipes = {name: own for pattern, own in wanted.items() for name in match_fqn(linears, pattern)}  # the last one counts
     refused: dict[tuple[str, str], list[str]] = {}
     for name, module in linears.items():
-        chosen = recipes[name]
-        request = "bf16" if chosen is None or chosen.is_high_precision else "fp8"
-        module.fp8debug_request = request  # type: ignore[assignment]  # nn.Module takes any attribute
-        if chosen is not None and not isinstance(module, Fp8Linear):
-            if (reason := why_not_converted(module)) is None:
-                Fp8Linear.adopt(module, chosen)
-                _run_in_hooks_of_accelerate(module)
-            elif request == "fp8":
-                refused.setdefault((type(module).__name__, reason), []).append(name)
-        elif isinstance(module, Fp8Linear):
-            module.set_recipe(chosen or "bf16")
-        if isinstance(module, Fp8Linear):
-            module.fqn = name
+        if (reason := _convert_linear(module, name, recipes[name])) is not None:
+            refused.setdefault((type(module).__name__, reason), []).append(name)
     model.fp8debug_filters = filters  # type: ignore[assignment]  # a plain list, not a module
     if wanted["*"] is not None and not wanted["*"].is_high_precision:
         for name, module in model.named_modules():
@@ -519,6 +500,36 @@ def convert(model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, str 
                 refused.setdefault((type(module).__name__, reason), []).append(name or type(module).__name__)
     _tell_refused(refused)
     return model
+
+
+def _filters(linears: Collection[str], overrides: Iterable[str]) -> list[dict[str, Any]]:
+    """Return what the manifest has of overrides: how many Linears each matches.
+
+    Raises:
+        NoMatchError: one matches none.
+    """
+    filters = []
+    for pattern in overrides:
+        matched = match_fqn(linears, pattern)
+        if not matched:
+            raise NoMatchError("override", pattern, linears)
+        filters.append({"kind": "override", "pattern": pattern, "matched": len(matched)})
+    return filters
+
+
+def _convert_linear(module: nn.Linear, name: str, recipe: Recipe | None) -> str | None:
+    """Give a Linear its recipe, None for BF16; return why one that was to run in FP8 is left as it is."""
+    request = "bf16" if recipe is None or recipe.is_high_precision else "fp8"
+    module.fp8debug_request = request  # type: ignore[assignment]  # nn.Module takes any attribute
+    if isinstance(module, Fp8Linear):
+        module.set_recipe(recipe or "bf16")
+        module.fqn = name
+    elif recipe is not None:
+        if (reason := why_not_converted(module)) is not None:
+            return reason if request == "fp8" else None
+        Fp8Linear.adopt(module, recipe).fqn = name
+        _run_in_hooks_of_accelerate(module)
+    return None
 
 
 def why_not_converted(linear: nn.Linear) -> str | None:

@@ -29,29 +29,39 @@ def rescaled(figure: Figure, scale: StepScale, of: Mapping[str, StepScale] | Non
         of: by ``legendgroup`` the scale of a trace of another run.
     """
     for trace in figure.data:
-        if not isinstance(trace.get("x"), np.ndarray):
-            continue
-        own = (of or {}).get(str(trace.get("legendgroup")), scale)
-        if "hovertemplate" in trace and "text" not in trace and trace["x"].ndim == 1 and trace["type"] == "scatter":
-            trace["text"] = trace["x"].tolist()
-            trace["hovertemplate"] = trace["hovertemplate"].replace("step %{x}", f"step %{{text}} · %{{x:.4~g}} {scale.title}")
-        elif "hovertemplate" in trace:
-            trace["hovertemplate"] = trace["hovertemplate"].replace("step %{x}", f"%{{x:.4~g}} {scale.title}")
-        trace["x"] = own(trace["x"]).astype(np.float32)
+        if isinstance(trace.get("x"), np.ndarray):
+            own = (of or {}).get(str(trace.get("legendgroup")), scale)
+            _name_scale_in_hover(trace, scale)
+            trace["x"] = own(trace["x"]).astype(np.float32)
     for shape in figure.layout.get("shapes", ()):
         _move(shape, "xref", ("x0", "x1"), scale)
     for note in figure.layout.get("annotations", ()):
         _move(note, "xref", ("x",), scale)
     for name, axis in figure.layout.items():
         if re.fullmatch(r"xaxis\d*", name):
-            if axis.get("title", {}).get("text") == "step":
-                axis["title"] = {**axis["title"], "text": scale.title}
-            for key in ("range", "tickvals"):
-                if key in axis:
-                    axis[key] = scale(axis[key]).tolist()
+            _rescale_axis(axis, scale)
     figure.layout["uirevision"] = f"{figure.layout['uirevision']} {scale.name}"  # a zoom in steps is none in tokens
     figure.layout["meta"] = {**figure.layout["meta"], "x": scale.name, "steps": scale.steps.tolist(), "at": scale.at.tolist()}
     return figure
+
+
+def _name_scale_in_hover(trace: Part, scale: StepScale) -> None:
+    """Have the hover text of a trace over steps name the place on the scale, and of a line the step too."""
+    if "hovertemplate" not in trace:
+        return
+    place = f"%{{x:.4~g}} {scale.title}"
+    if "text" not in trace and trace["x"].ndim == 1 and trace["type"] == "scatter":
+        trace["text"] = trace["x"].tolist()
+        place = f"step %{{text}} · {place}"
+    trace["hovertemplate"] = trace["hovertemplate"].replace("step %{x}", place)
+
+
+def _rescale_axis(axis: Part, scale: StepScale) -> None:
+    if axis.get("title", {}).get("text") == "step":
+        axis["title"] = {**axis["title"], "text": scale.title}
+    for key in ("range", "tickvals"):
+        if key in axis:
+            axis[key] = scale(axis[key]).tolist()
 
 
 def _move(part: Part, ref: str, keys: tuple[str, ...], scale: StepScale) -> None:

@@ -39,18 +39,14 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
     if source.is_folder and not source.names():
         print(f"fp8debug: no run in {path} yet: the page shows the first one when it comes", file=sys.stderr, flush=True)
     check_address(host, port)
-    for package in _PACKAGES:
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    collects = gc.isenabled()
-    gc.disable()  # nothing that is imported is garbage, and to look for some takes a tenth of the time
+    _check_packages()
+    collector = _Collector()
     from .early_shell import Front
     from .server import listen
 
     front = Front()
     server, token = listen(front, host, port, token)
     failures: list[Exception] = []
-    has_ended = threading.Event()
 
     def make() -> None:
         try:
@@ -60,10 +56,7 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
         else:
             _come_ahead(source)
         finally:
-            if not has_ended.is_set():
-                gc.freeze()  # or all that was imported is looked through once more
-            if collects:
-                gc.enable()
+            collector.resume()
         if failures:
             server.shutdown()
 
@@ -74,11 +67,39 @@ def serve(path: str | Path, host: str = "127.0.0.1", port: int = 8050, token: st
     except KeyboardInterrupt:
         pass
     finally:
-        has_ended.set()
         server.server_close()
-        gc.unfreeze()  # what is never collected counts as leaked at the end
+        collector.end()
     if failures:
         raise failures[0]
+
+
+def _check_packages() -> None:
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+class _Collector:
+    """Python's garbage collector, off while packages are imported.
+
+    Nothing that is imported is garbage, and to look for some takes a tenth of the time.
+    """
+
+    def __init__(self) -> None:
+        self._was_on, self._has_ended = gc.isenabled(), threading.Event()
+        gc.disable()
+
+    def resume(self) -> None:
+        """Collect from now on as before."""
+        if not self._has_ended.is_set():
+            gc.freeze()  # or all that was imported is looked through once more
+        if self._was_on:
+            gc.enable()
+
+    def end(self) -> None:
+        """Leave nothing frozen, which counts as leaked at the end of the process."""
+        self._has_ended.set()
+        gc.unfreeze()
 
 
 def _made(source: ServedFolder, token: str | None) -> flask.Flask:

@@ -67,19 +67,9 @@ def main(argv: list[str] | None = None) -> int:
         program = Program.of(options)
         out = options.out or Path("runs") / program.name
         refuse_to_write(out)
-        for name in ("every", "steps", "shadow_rows", "total_steps"):
-            if (value := getattr(options, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if (options.resume_from or 0) < 0:
-            raise UsageError(f"--resume-from is the number of the first step, 0 or more, got {options.resume_from}")
+        _check_numbers(options)
         recording = _recording(options, out.name)
-        arm = Arm.read(options.arm) if options.arm else None
-        if options.steps is not None and arm is None:
-            raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
-        if options.recipe is not None:
-            if arm is None:
-                raise UsageError("--recipe needs --arm; to try a recipe on a model without FP8, give --plain-recipe")
-            arm = replace(arm, recipe=_known_recipe(options.recipe))
+        arm = _arm(options)
         if _holds_run(out) and not options.child and options.resume_from is None:
             raise UsageError(f"{out} already holds a run; choose another --out or delete it, or go on with --resume-from STEP")
     except (UsageError, RecordError) as error:
@@ -93,6 +83,26 @@ def main(argv: list[str] | None = None) -> int:
     # arms differ by nothing but what they are: a guard of the script would change some of them
     overriding = {"every": options.every or NEVER, "what_if": (), "dump": (), "guard": None}
     return _train_arm(program, out, overriding, arm, options)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name in ("every", "steps", "shadow_rows", "total_steps"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if (options.resume_from or 0) < 0:
+        raise UsageError(f"--resume-from is the number of the first step, 0 or more, got {options.resume_from}")
+
+
+def _arm(options: argparse.Namespace) -> Arm | None:
+    """Return the arm of an experiment that the program is to train as; None where it is only recorded."""
+    arm = Arm.read(options.arm) if options.arm else None
+    if options.steps is not None and arm is None:
+        raise UsageError("--steps needs --arm; `--arm fp8` is the script as it is")
+    if options.recipe is None:
+        return arm
+    if arm is None:
+        raise UsageError("--recipe needs --arm; to try a recipe on a model without FP8, give --plain-recipe")
+    return replace(arm, recipe=_known_recipe(options.recipe))
 
 
 class Program:
@@ -288,29 +298,42 @@ def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
         UsageError: a dump, a recipe, the checkpoint or the guard cannot be used; seen now, not when the model is ready.
     """
     from fp8debug.fallback.guard import Guard
-    from fp8debug.recipes import get_recipe
     from fp8debug.store.configuration import settings_of_checkpoint
-    from fp8debug.store.dump_selectors import Selector
-    from fp8debug.store.volume import parse_size
 
-    found: dict[str, Any] = {}
-    for name in _WATCH_OPTIONS:
-        value = getattr(options, name)
-        if value not in (None, []):
-            found[name] = tuple(value) if isinstance(value, list) else value
+    given = {name: getattr(options, name) for name in _WATCH_OPTIONS}
+    found = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v not in (None, [])}
     settings_of_checkpoint(options.checkpoint)
-    for text in options.dump:
-        Selector.parse(text)
-    for recipe in [*options.what_if, *([options.plain_recipe] if options.plain_recipe else [])]:
-        get_recipe(recipe)
-    if options.budget is not None:
-        parse_size(options.budget)
+    _check_texts(options)
     if options.ranks is not None:
         from fp8debug.adapters.watching.recording_ranks import check_ranks
 
         check_ranks(found.setdefault("ranks", _ranks(options.ranks)))
     if options.guard is not None:
         found["guard"] = Guard(after=options.guard)
+    found.update(_live(options, run))
+    if found and options.arm:
+        names = ", ".join("--alert" if name == "on_finding" else f"--{name.replace('_', '-')}" for name in found)
+        raise UsageError(f"{names} and --arm do not go together: an arm records its loss, and statistics only with --every")
+    return found
+
+
+def _check_texts(options: argparse.Namespace) -> None:
+    """Read dump selectors, recipes and the budget, which the watch reads again when the model is ready."""
+    from fp8debug.recipes import get_recipe
+    from fp8debug.store.dump_selectors import Selector
+    from fp8debug.store.volume import parse_size
+
+    for text in options.dump:
+        Selector.parse(text)
+    for recipe in [*options.what_if, *([options.plain_recipe] if options.plain_recipe else [])]:
+        get_recipe(recipe)
+    if options.budget is not None:
+        parse_size(options.budget)
+
+
+def _live(options: argparse.Namespace, run: str) -> dict[str, Any]:
+    """Return the arguments of :func:`fp8debug.watch` for trackers and alerts."""
+    found: dict[str, Any] = {}
     if options.to:
         found["to"] = tuple(name for word in options.to for name in word.split(","))
     if options.alert is not None:
@@ -321,9 +344,6 @@ def _recording(options: argparse.Namespace, run: str) -> dict[str, Any]:
         from fp8debug.trackers.live import check_live
 
         check_live(found.get("to"), found.get("on_finding"), ("--to", "--alert"))
-    if found and options.arm:
-        given = ", ".join("--alert" if name == "on_finding" else f"--{name.replace('_', '-')}" for name in found)
-        raise UsageError(f"{given} and --arm do not go together: an arm records its loss, and statistics only with --every")
     return found
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -346,38 +346,63 @@ def change_others(
     """
     linears = {c.fqn: c for c in candidates if may_run_fp8(c)}
     known = {c.fqn for c in candidates}
-    others = {name: module for module, name in named_modules(roots) if name and name not in known}
-    for name, module in list(others.items()):  # a recording names a parameter that is multiplied by after its module and itself
-        others.update({f"{name}.{own}": module for own, p in module._parameters.items() if num_dims(p) >= 2})
-    gemms: dict[str, set[str]] = {name: set(GEMMS) for name in linears} if compute == "bf16" else {}
+    others = _other_modules(roots, known)
     for name in further:
         if name not in known and name not in others:
             raise NoMatchError("module", name, others)
-        if compute == "bf16" and name in others:
-            gemms[name] = set(GEMMS)
+    gemms: dict[str, set[str]] = {}
+    if compute == "bf16":
+        gemms = {name: set(GEMMS) for name in (*linears, *(name for name in further if name in others))}
     rest = []
     for entry in fallbacks:
         name = plain_name(entry.module)
         names = [name] if name in others else match_fqn(linears, name)
         if not names:
             rest.append(entry)
-        elif entry.cast is not None or entry.tensor != "*" or entry.is_scheduled:
-            asked = f"{entry.cast}" if entry.cast else "one operand in BF16" if entry.tensor != "*" else "BF16 in some steps"
-            raise UsageError(
-                f"{entry.module} is a module of another stack: an arm runs its GEMMs in BF16 or leaves them, and the list asks"
-                f" for {asked}; give --fallbacks FILE without this entry, and make the change in the script"
-            )
+            continue
+        _refuse_beyond_bf16(entry)
         for name in names:
             gemms.setdefault(name, set()).update(entry.gemms)
     for name, chosen in gemms.items():
         candidate = linears.get(name)
-        module = others[name] if candidate is None else candidate.module
-        if isinstance(module, SubLinear):
-            module = module.owner
-        if module not in _REPLACED:
-            adapter = None if candidate is None or candidate.adapter is None else candidate.adapter.name
-            _kind_of(module, adapter)(module=module, name=name, gemms=frozenset(chosen), refuse=refuse)
+        _leave_fp8(others[name] if candidate is None else candidate.module, candidate, name, chosen, refuse)
     return rest
+
+
+def _other_modules(roots: Sequence[nn.Module], known: Container[str]) -> dict[str, nn.Module]:
+    """Return by name the modules that are no known Linears, and the owners of parameters, by the parameters' names too.
+
+    A recording names a parameter that is multiplied by after its module and itself.
+    """
+    others = {name: module for module, name in named_modules(roots) if name and name not in known}
+    for name, module in list(others.items()):
+        others.update({f"{name}.{own}": module for own, p in module._parameters.items() if num_dims(p) >= 2})
+    return others
+
+
+def _refuse_beyond_bf16(entry: Fallback) -> None:
+    """Refuse an entry that asks a module of another stack for more than BF16 for whole GEMMs."""
+    if entry.cast is not None:
+        asked = str(entry.cast)
+    elif entry.tensor != "*":
+        asked = "one operand in BF16"
+    elif entry.is_scheduled:
+        asked = "BF16 in some steps"
+    else:
+        return
+    raise UsageError(
+        f"{entry.module} is a module of another stack: an arm runs its GEMMs in BF16 or leaves them, and the list asks"
+        f" for {asked}; give --fallbacks FILE without this entry, and make the change in the script"
+    )
+
+
+def _leave_fp8(module: nn.Module, candidate: Candidate | None, name: str, gemms: Iterable[str], refuse: Refuse) -> None:
+    """Have a module, or the one that a Linear is a part of, run GEMMs in BF16, unless its forward is replaced already."""
+    if isinstance(module, SubLinear):
+        module = module.owner
+    if module not in _REPLACED:
+        adapter = None if candidate is None or candidate.adapter is None else candidate.adapter.name
+        _kind_of(module, adapter)(module=module, name=name, gemms=frozenset(gemms), refuse=refuse)
 
 
 def _kind_of(module: nn.Module, adapter: str | None) -> type[_Replaced]:

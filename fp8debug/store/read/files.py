@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import count, islice
 from pathlib import Path
@@ -114,7 +114,11 @@ def scan(path: Path, unreadable: Iterable[Path] = ()) -> RunFiles:
     damaged = set(unreadable)
     problems.extend(f"{file} is damaged; its rows are left out" for file in sorted(damaged))
     for rank, folder in sorted(folders.items()):
-        found = [s for table in TABLES for s in _sources(path, folder, table, rank, damaged, problems)]
+        tables = [
+            _TableFolder(root=path, rank_folder=folder, table=table, rank=rank, damaged=damaged, problems=problems)
+            for table in TABLES
+        ]
+        found = [source for table in tables for source in table.files()]
         for before, source in _by_writing(found, files.rank_manifests.get(rank, {})):
             files.sources.setdefault(before, []).append(source)
     world = max((_int(m.get("world_size")) for m in files.rank_manifests.values()), default=0)
@@ -166,63 +170,101 @@ def _check_version(path: Path, manifest: dict[str, Any] | None) -> None:
         )
 
 
-def _sources(root: Path, folder: Path, table: str, rank: int, damaged: set[Path], problems: list[str]) -> Iterator[RunFile]:
-    # A stream that turns into a part between the two listings is in both, or its file is gone when it is opened and the
-    # part is there at the second look.
-    try:
-        leads_inside(folder / table, root)
-    except (OSError, RefusedError) as error:
-        problems.append(f"{folder / table} {_first_line(error)}")
-        return
-    streams = stream.streams(folder, table)
-    parts = stream.parts(folder, table)
-    for number, path in streams.items():
-        if number in parts:
-            continue
-        try:
-            rows, lost = read_batches(path, root)
-        except FileNotFoundError:
-            parts |= {number: part for number, part in stream.parts(folder, table).items() if number not in parts}
-        except (OSError, ValueError, pa.ArrowException) as error:
-            problems.append(f"{path} cannot be read: {_first_line(error)}")
-        else:
-            if lost:
-                problems.append(f"{path} {lost}")
-            if rows.num_rows and _fits(rows.schema, table, path, problems):
-                import pyarrow.compute as pc  # takes 50 ms, and few runs need it
+@dataclass(frozen=True, kw_only=True)
+class _TableFolder:
+    """The files of one table of one rank; ``damaged`` parts are left out, ``problems`` takes what cannot be read."""
 
-                first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
-                first = first if isinstance(first, int) else None
-                yield RunFile(path=path, table=table, rank=rank, number=number, schema=rows.schema, rows=rows, first_step=first)
-    last: pa.Schema | None = None
-    for number, path in sorted(parts.items()):
-        if path in damaged:
-            continue
+    root: Path
+    rank_folder: Path
+    table: str
+    rank: int
+    damaged: Set[Path]
+    problems: list[str]
+
+    def files(self) -> Iterator[RunFile]:
+        """Yield the readable files that have rows, streams first."""
         try:
-            size = size_of(path, root)
-            metadata = read_footer(path, size)
+            leads_inside(self.rank_folder / self.table, self.root)
+        except (OSError, RefusedError) as error:
+            self.problems.append(f"{self.rank_folder / self.table} {_first_line(error)}")
+            return
+        # A stream that turns into a part between the two listings is in both, or its file is gone when it is opened and the
+        # part is there at the second look.
+        streams = stream.streams(self.rank_folder, self.table)
+        parts = stream.parts(self.rank_folder, self.table)
+        for number, path in streams.items():
+            if number in parts:
+                continue
+            try:
+                rows = self._stream(number, path)
+            except FileNotFoundError:
+                parts = {**stream.parts(self.rank_folder, self.table), **parts}
+            else:
+                yield from rows
+        last: pa.Schema | None = None  # of the part before; equal ones share the object
+        for number, path in sorted(parts.items()):
+            part = None if path in self.damaged else self._part(number, path, last)
+            if part is not None:
+                last = part.schema
+                yield part
+
+    def _stream(self, number: int, path: Path) -> list[RunFile]:
+        """Return a stream, or nothing where it has no rows.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
+        try:
+            rows, lost = read_batches(path, self.root)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, pa.ArrowException) as error:
+            self.problems.append(f"{path} cannot be read: {_first_line(error)}")
+            return []
+        if lost:
+            self.problems.append(f"{path} {lost}")
+        if not rows.num_rows or not _fits(rows.schema, self.table, path, self.problems):
+            return []
+        first = _first_step(rows)
+        return [
+            RunFile(path=path, table=self.table, rank=self.rank, number=number, schema=rows.schema, rows=rows, first_step=first)
+        ]
+
+    def _part(self, number: int, path: Path, last: pa.Schema | None) -> RunFile | None:
+        """Return a part that has rows; ``last`` is the schema of the one before it."""
+        try:
+            metadata = read_footer(path, size_of(path, self.root))
             schema = metadata.schema.to_arrow_schema()
             if last is not None and schema.equals(last, check_metadata=True):
                 schema = last
             if has_long_text(metadata, path, schema):
                 raise RefusedError("holds a name or a message longer than 64 KB")
         except (OSError, ValueError, pa.ArrowException) as error:
-            problems.append(f"{path} cannot be read: {_first_line(error)}")
-            continue
-        if metadata.num_rows and (schema is last or _fits(schema, table, path, problems)):
-            last = schema
-            first, last_step = _step_ends(metadata)
-            yield RunFile(
-                path=path,
-                table=table,
-                rank=rank,
-                number=number,
-                schema=schema,
-                rows=None,
-                first_step=first,
-                last_step=last_step,
-                is_whole=_is_whole(metadata, table),
-            )
+            self.problems.append(f"{path} cannot be read: {_first_line(error)}")
+            return None
+        if not metadata.num_rows or not (schema is last or _fits(schema, self.table, path, self.problems)):
+            return None
+        first, last_step = _step_ends(metadata)
+        is_whole = _is_whole(metadata, self.table)
+        return RunFile(
+            path=path,
+            table=self.table,
+            rank=self.rank,
+            number=number,
+            schema=schema,
+            rows=None,
+            first_step=first,
+            last_step=last_step,
+            is_whole=is_whole,
+        )
+
+
+def _first_step(rows: pa.Table) -> int | None:
+    """Return the smallest step of a stream's rows."""
+    import pyarrow.compute as pc  # takes 50 ms, and few runs need it
+
+    first = pc.min(rows["step"]).as_py() if "step" in rows.schema.names else None
+    return first if isinstance(first, int) else None
 
 
 def needed(table: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ do not know are kept as they are: a newer version, or a user, may have put them 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,43 +69,60 @@ def read_manifest(path: Path, root: Path, problems: list[str]) -> dict[str, Any]
 
 def checked(manifest: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Any]:
     """Return a manifest without what has another type than ours; each kind of fault is one sentence in ``problems``."""
-    wrong: dict[str, tuple[str, int]] = {}
-
-    def fitting(values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
-        kept = {}
-        for key, value in values.items():
-            expected = kinds.get(key)
-            if value is None or expected is None or _fits(value, expected):
-                kept[key] = value
-            else:
-                _, number = wrong.get(where + key, ("", 0))
-                wrong[where + key] = f"{_word(type(value))}, expected {_WORDS[expected]}", number + 1
-        return kept
-
-    found = fitting(manifest, _TOP, "")
+    wrong = _Wrong()
+    found = wrong.without(manifest, _TOP, "")
     for name, kinds in _OBJECTS.items():
-        entries = found.get(name)
-        if entries is not None:
-            objects = [entry for entry in entries[:MAX_MODULES] if isinstance(entry, dict)]
-            if len(objects) < len(entries):
-                wrong[f"{name}[]"] = "no object", len(entries) - len(objects)
-            found[name] = [fitting(entry, kinds, f"{name}[].") for entry in objects]
+        if found.get(name) is not None:
+            found[name] = _checked_objects(found[name], kinds, f"{name}[]", wrong)
     if found.get("modules") is not None:
         found["modules"] = [module for module in found["modules"] if module.get("fqn") is not None]
     good: set[str] = set()
     for module in found.get("modules") or ():
         if "casts" in module and not _are_casts(module["casts"], good):
             module["casts"] = None
-            wrong["modules[].casts"] = "no casts that we know", wrong.get("modules[].casts", ("", 0))[1] + 1
+            wrong.note("modules[].casts", "no casts that we know")
         for size in ("in_features", "out_features", "params", "index", "selects"):
             if not 0 <= (module.get(size) or 0) < 2**62:
                 module[size] = None
     if isinstance(found.get("recipe"), dict):
-        found["recipe"] = fitting(found["recipe"], {"name": str, "casts": dict}, "recipe.")
-    for key, (what, number) in wrong.items():
-        times = f" in {number} places" if number > 1 else ""
-        problems.append(f"{path}: {key} is {what}{times}; it is left out")
+        found["recipe"] = wrong.without(found["recipe"], {"name": str, "casts": dict}, "recipe.")
+    problems.extend(f"{path}: {sentence}; it is left out" for sentence in wrong.sentences())
     return found
+
+
+class _Wrong:
+    """Values of a manifest that are left out, by the place where each kind of them lies."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, int]] = {}
+
+    def note(self, place: str, what: str, number: int = 1) -> None:
+        """Count values at a place; the last one names what they are."""
+        self._found[place] = what, self._found.get(place, ("", 0))[1] + number
+
+    def without(self, values: Mapping[str, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return an object without the values of another type than theirs."""
+        kept = {}
+        for key, value in values.items():
+            expected = kinds.get(key)
+            if value is None or expected is None or _fits(value, expected):
+                kept[key] = value
+            else:
+                self.note(where + key, f"{_word(type(value))}, expected {_WORDS[expected]}")
+        return kept
+
+    def sentences(self) -> Iterator[str]:
+        """Yield a sentence for each place."""
+        for place, (what, number) in self._found.items():
+            yield f"{place} is {what}" + (f" in {number} places" if number > 1 else "")
+
+
+def _checked_objects(entries: Sequence[Any], kinds: Mapping[str, Any], place: str, wrong: _Wrong) -> list[dict[str, Any]]:
+    """Return the objects of a list, each without what has another type."""
+    objects = [entry for entry in entries[:MAX_MODULES] if isinstance(entry, dict)]
+    if len(objects) < len(entries):
+        wrong.note(place, "no object", len(entries) - len(objects))
+    return [wrong.without(entry, kinds, f"{place}.") for entry in objects]
 
 
 def _fits(value: Any, expected: type) -> bool:

@@ -434,33 +434,19 @@ class Run:
             NoMatchError: no module matches the glob.
             UsageError: steps is neither ``a:b`` nor ``a``.
         """
-        if isinstance(columns, str):
-            columns = [columns]
-        if columns is not None and (not isinstance(columns, Sequence) or not all(isinstance(c, str) for c in columns)):
-            raise UsageError(f"columns is a list of names, got {columns!r}")
-        if columns is not None and not columns:
-            raise UsageError("columns is empty; leave it out for all columns")
-        wanted = [c for c in self._columns if c != "log2_hist"] if columns is None else list(columns)
-        for column in wanted:
-            _known("column", column, self._columns)
-        conditions: list[str] = []
-        params: list[object] = []
-        for kind, value, known in (
-            ("gemm", gemm, [g.value for g in Gemm]),
-            ("tensor", tensor, [t.value for t in TensorRole]),
-            ("reference", reference, [r.value for r in Reference]),
-        ):
+        wanted = self._wanted(columns)
+        where = _Conditions()
+        for kind, value, known in (("gemm", gemm, Gemm), ("tensor", tensor, TensorRole), ("reference", reference, Reference)):
             if value is not None:
-                _known(kind, str(value), known)
-                conditions.append(f"{kind} = ?")
-                params.append(str(value))
+                _known(kind, str(value), [member.value for member in known])
+                where.add(f"{kind} = ?", str(value))
         if actual is not None:
-            conditions.append("actual = ?")
-            params.append(actual)
-        for bound, operator in zip(parse_steps(steps), (">=", "<"), strict=True):
-            if bound is not None:
-                conditions.append(f"step {operator} ?")
-                params.append(bound)
+            where.add("actual = ?", actual)
+        first, end = parse_steps(steps)
+        if first is not None:
+            where.add("step >= ?", first)
+        if end is not None:
+            where.add("step < ?", end)
         if not isinstance(module, str):
             raise UsageError(f"module is a glob over module names, got {module!r}")
         names = [m["fqn"] for m in self.modules]
@@ -468,12 +454,39 @@ class Run:
         if not found:
             raise NoMatchError("module", module, names)
         if len(found) < len(names):
-            conditions.append(f"module IN ({', '.join('?' * len(found))})")
-            params.extend(found)
-        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+            where.add(f"module IN ({', '.join('?' * len(found))})", *found)
         gemm_order = "CASE gemm WHEN 'fprop' THEN 0 WHEN 'dgrad' THEN 1 ELSE 2 END"
         order = f"step, call_index, module, {gemm_order}, tensor, reference, actual DESC, cast_name"
-        return self.sql(f"SELECT {', '.join(wanted)} FROM sites{where} ORDER BY {order}", params)
+        return self.sql(f"SELECT {', '.join(wanted)} FROM sites{where} ORDER BY {order}", where.params)
+
+    def _wanted(self, columns: Sequence[str] | None) -> list[str]:
+        """Return the columns that were asked for: all but the histogram by default."""
+        if columns is None:
+            return [column for column in self._columns if column != "log2_hist"]
+        wanted = [columns] if isinstance(columns, str) else columns
+        if not isinstance(wanted, Sequence) or not all(isinstance(column, str) for column in wanted):
+            raise UsageError(f"columns is a list of names, got {columns!r}")
+        if not wanted:
+            raise UsageError("columns is empty; leave it out for all columns")
+        for column in wanted:
+            _known("column", column, self._columns)
+        return list(wanted)
+
+
+class _Conditions:
+    """Conditions of a query on ``sites`` and their parameters; as text, its WHERE clause."""
+
+    def __init__(self) -> None:
+        self.params: list[object] = []
+        self._conditions: list[str] = []
+
+    def add(self, condition: str, *params: object) -> None:
+        """Add a condition with a question mark for each parameter."""
+        self._conditions.append(condition)
+        self.params.extend(params)
+
+    def __str__(self) -> str:
+        return f" WHERE {' AND '.join(self._conditions)}" if self._conditions else ""
 
 
 def parse_steps(steps: StepRange | None) -> tuple[int | None, int | None]:
