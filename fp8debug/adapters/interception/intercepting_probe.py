@@ -225,46 +225,67 @@ class InterceptingProbe(Probe):
         if output is None:  # an exception
             return
         weight = stored(module, "weight")
-        if weight is None:
-            self.give_up(COMPUTED)
+        reference = self._reference_weight(call, x, weight)
+        if reference is None:
             return
-        high_precision = weight if type(weight) in (Tensor, nn.Parameter) else master_weight(weight)
-        if high_precision is None and (codes := _codes(weight)) is not None:
-            call.shard = shard_of(self._parameter())
-            high_precision = codes if call.shard is not None else None
-        for name, value in (("input", x), ("weight", weight if high_precision is None else high_precision)):
-            if name == "weight" and call.shard is not None:
-                continue
-            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
-                self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
-                return
-        flat = call.as_quantized(x)
-        assert high_precision is not None  # or it had been given up
-        detached = call.weight = high_precision.detach()
-        fits = [f for h in gemms if (f := self._fitting(Gemm.FPROP, h, flat.shape[0], detached)) is not None]
-        if not fits:
-            self.give_up(f"{gemms[0]} is not input {list(flat.shape)} by weight {list(weight.shape)} (padded, or in parts)")
+        flat, call.weight = call.as_quantized(x), reference
+        gemm = self._forward_gemm(gemms, flat, reference)
+        if gemm is None:
             return
-        if len(gemms) > 1:
-            self.report_once(f"recorded by one of {len(gemms)} FP8 GEMMs of its forward pass")
-        for gemm in gemms:
-            self._note_orientation(Gemm.FPROP, gemm, flat.shape[0], detached)
         version = call.arguments.get(id(x))
-        overwritten = fits[0].overwritten() or ("input" if version is not None and x._version != version else None)
+        overwritten = gemm.overwritten() or ("input" if version is not None and x._version != version else None)
         if overwritten is not None:
             self._copies = True
             self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
             return
-        a, b, result = self._product(Gemm.FPROP, fits[0])
+        a, b, result = self._product(Gemm.FPROP, gemm)
         self._take_shard(call)
-        read = detached if call.shard is None else _values(b, flat.dtype)
-        call.kept = self.fprop(flat, read, a, b, None, result, fits[0].bias, parameter=weight)
-        if call.kept is None or not output.requires_grad:
-            return
+        read = reference if call.shard is None else _values(b, flat.dtype)
+        call.kept = self.fprop(flat, read, a, b, None, result, gemm.bias, parameter=weight)
+        if call.kept is not None and output.requires_grad:
+            self._await_backward(call, x, weight, reference, output)
+
+    def _reference_weight(self, call: ForwardCall, x: Any, weight: Any) -> Tensor | None:
+        """Return the weight ``[N, K]`` that fprop's is compared with, where input and weight are recorded; else give up.
+
+        Of a weight that was gathered in FP8 it has the shape alone: ``call.shard`` holds the rows that are compared.
+        """
+        if weight is None:
+            self.give_up(COMPUTED)
+            return None
+        found = weight if type(weight) in (Tensor, nn.Parameter) else master_weight(weight)
+        if found is None and (codes := _codes(weight)) is not None:
+            call.shard = shard_of(self._parameter())
+            found = codes if call.shard is not None else None
+        compared = {"input": x, "weight": weight if found is None else found}
+        if call.shard is not None:
+            del compared["weight"]
+        for name, value in compared.items():
+            if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.element_size() == 1:
+                self.give_up(f"its {name} is a {type(value).__name__}, and plain tensors in high precision alone are recorded")
+                return None
+        assert found is not None  # or it had been given up
+        return found.detach()
+
+    def _forward_gemm(self, gemms: Sequence[SeenGemm], x: Tensor, weight: Tensor) -> SeenGemm | None:
+        """Return the FP8 GEMM of a forward pass that is input by weight, as fprop has it; give up where none is."""
+        tokens = x.shape[0]
+        fits = [fit for gemm in gemms if (fit := self._fitting(Gemm.FPROP, gemm, tokens, weight)) is not None]
+        if not fits:
+            self.give_up(f"{gemms[0]} is not input {list(x.shape)} by weight {list(weight.shape)} (padded, or in parts)")
+            return None
+        if len(gemms) > 1:
+            self.report_once(f"recorded by one of {len(gemms)} FP8 GEMMs of its forward pass")
+        for gemm in gemms:
+            self._note_orientation(Gemm.FPROP, gemm, tokens, weight)
+        return fits[0]
+
+    def _await_backward(self, call: ForwardCall, x: Tensor, weight: Tensor, reference: Tensor, output: Tensor) -> None:
+        """Note what the backward pass of a call is to be compared with, and listen to its autograd nodes."""
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
         call.x = weak_view(x)  # a strong reference could keep what the module itself does not
-        call.note(input=x, weight=detached if call.shard is None else call.shard.values)
+        call.note(input=x, weight=reference if call.shard is None else call.shard.values)
         nodes = nodes_between(output, x, weight)
         call.nodes_left = len(nodes)
         if not self._unfinished:

@@ -138,6 +138,8 @@ def version_of(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+#: Takes a GEMM that ran.
+OnGemm = Callable[[SeenGemm], None]
 #: Takes an error of fp8debug that arose while a GEMM was read.
 Failed = Callable[[BaseException], None]
 
@@ -164,7 +166,7 @@ class Scope(NamedTuple):
 
     owner: object
     call: object
-    on_gemm: Callable[[SeenGemm], None] | None
+    on_gemm: OnGemm | None
     fail: Failed
     entered: bool
     follower: Follower | None = None
@@ -186,6 +188,20 @@ class Scope(NamedTuple):
 DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], SeenGemm | None]] = {}
 #: Ops that are FP8 GEMMs whatever their arguments.
 SCALED: set[Any] = set()
+
+
+class _RanOp(NamedTuple):
+    """An op of torch's that ran: the packet of its overload, its arguments as they were given, and what it returned."""
+
+    packet: Any
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+    def arguments(self) -> dict[str, Any]:
+        """Return its arguments by name."""
+        return _bound(self.func, self.args, self.kwargs)
 
 
 class Listener(TorchDispatchMode):
@@ -267,7 +283,7 @@ class Listener(TorchDispatchMode):
         self,
         owner: object,
         call: object,
-        on_gemm: Callable[[SeenGemm], None] | None,
+        on_gemm: OnGemm | None,
         fail: Failed,
         follower: Follower | None = None,
     ) -> None:
@@ -309,55 +325,73 @@ class Listener(TorchDispatchMode):
         if self._is_muted:
             return func(*args, **kwargs)
         scopes = self.scopes
-        counter = self.counter if self.counter is not None and self.counter.is_on else None
         scope = scopes[-1] if scopes and not is_of_cuda_graph() else None  # whose memory nobody may hold
-        is_intercepted = scope is not None and scope.on_gemm is not None
-        follower = scope.follower if scope is not None else None
-        is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
-        if scope is not None and follower is not None and is_recorded and follower.is_followed:
-            scope.guard(follower.before_op)
-        if (is_intercepted or counter is not None) and (key := _inside(func, args)) is not None:
-            before, depth = TorchState(), self._depth
-            self._local.depth = depth + 1
-            try:
-                with self:
-                    result = func.redispatch(key, *args, **kwargs)
-            except BaseException:
-                before.restore()
-                raise
-            finally:
-                self._local.depth = depth
-            if scope is not None and follower is not None:
-                scope.guard(follower.after_op, func, args, kwargs, result)
-            return result
-        result = func(*args, **kwargs)
+        on_gemm, follower = (None, None) if scope is None else (scope.on_gemm, scope.follower)
+        counter = self.counter if self.counter is not None and self.counter.is_on else None
+        key = None if on_gemm is None and counter is None else _inside(func, args)
+        if scope is not None and follower is not None:
+            result = self._run_followed(scope, follower, key, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs) if key is None else self._run_inside(key, func, args, kwargs)
         packet = getattr(func, "overloadpacket", None)
-        if counter is not None and packet in FLOPS:
+        if key is None and (packet in DECODERS or packet in SCALED or packet in FLOPS):
+            self._observe(_RanOp(packet, func, args, kwargs, result), scope, counter)
+        return result
+
+    def _run_followed(
+        self, scope: Scope, follower: Follower, key: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op, and have the scope's follower take note of it before, where autograd records it, else after."""
+        is_recorded = torch.is_grad_enabled() and not self._depth  # by autograd
+        if is_recorded and follower.is_followed:
+            scope.guard(follower.before_op)
+        result = func(*args, **kwargs) if key is None else self._run_inside(key, func, args, kwargs)
+        if key is not None or not is_recorded:
+            scope.guard(follower.after_op, func, args, kwargs, result)
+        return result
+
+    def _run_inside(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a user's custom op with the ops inside it intercepted too."""
+        before, depth = TorchState(), self._depth
+        self._local.depth = depth + 1
+        try:
+            with self:
+                return func.redispatch(key, *args, **kwargs)
+        except BaseException:
+            before.restore()
+            raise
+        finally:
+            self._local.depth = depth
+
+    def _observe(self, op: _RanOp, scope: Scope | None, counter: GemmCounter | None) -> None:
+        """Count the FLOPs of an op, and have it recorded where it is a GEMM that an adapter can read."""
+        if counter is not None and op.packet in FLOPS:
             try:
-                counter.see(packet, _bound(func, args, kwargs), result)
+                counter.see(op.packet, op.arguments(), op.result)
             except Exception as error:  # an op of other arguments than it has today; the training goes on
                 if not is_ours(error):
                     raise
                 counter.give_up()
-        if scope is not None and follower is not None and not is_recorded:
-            scope.guard(follower.after_op, func, args, kwargs, result)
-        if packet in SCALED and not scopes and not is_of_fp8_linear():
-            self.unowned_gemms[str(packet)] += 1
-        elif packet in DECODERS and scope is not None and scope.on_gemm is not None:
-            before = TorchState()
-            try:
-                with ordinary_torch():
-                    gemm = DECODERS[packet](_bound(func, args, kwargs), result)
-                if isinstance(gemm, SeenGemm) and (self._depth or _writes_to_arguments(func)):
-                    gemm = gemm._replace(is_opaque=True)
-                if gemm is not None:
-                    scope.on_gemm(gemm)  # in the program's gradient mode, which tells evaluation from training
-            except BaseException as error:
-                before.restore()
-                if not is_ours(error):
-                    raise
-                scope.fail(error)
-        return result
+        if op.packet in SCALED and not self.scopes and not is_of_fp8_linear():
+            self.unowned_gemms[str(op.packet)] += 1
+        elif op.packet in DECODERS and scope is not None and scope.on_gemm is not None:
+            self._take_gemm(op, scope, scope.on_gemm)
+
+    def _take_gemm(self, op: _RanOp, scope: Scope, on_gemm: OnGemm) -> None:
+        """Read a GEMM and have it recorded; an error of ours goes to the owner."""
+        before = TorchState()
+        try:
+            with ordinary_torch():
+                gemm = DECODERS[op.packet](op.arguments(), op.result)
+            if isinstance(gemm, SeenGemm) and (self._depth or _writes_to_arguments(op.func)):
+                gemm = gemm._replace(is_opaque=True)
+            if gemm is not None:
+                on_gemm(gemm)  # in the program's gradient mode, which tells evaluation from training
+        except BaseException as error:
+            before.restore()
+            if not is_ours(error):
+                raise
+            scope.fail(error)
 
 
 #: Names of an op's arguments in their order; its schema makes them anew each time.
