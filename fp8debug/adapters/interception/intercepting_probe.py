@@ -280,7 +280,7 @@ class InterceptingProbe(Probe):
             self._note_orientation(Gemm.FPROP, gemm, tokens, weight)
         return fits[0]
 
-    def _await_backward(self, call: ForwardCall, x: Tensor, weight: Tensor, reference: Tensor, output: Tensor) -> None:
+    def _await_backward(self, call: ForwardCall, x: Tensor, weight: Tensor, reference: Tensor, output: Any) -> None:
         """Note what the backward pass of a call is to be compared with, and listen to its autograd nodes."""
         wanted = {Gemm.DGRAD: x.requires_grad, Gemm.WGRAD: weight.requires_grad}
         call.wanted = {which for which, is_wanted in wanted.items() if is_wanted}
