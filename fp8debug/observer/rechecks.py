@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8debug.formats import FORMATS, block_shape
+from fp8debug.interruptions import is_ours
 from fp8debug.kernels.dispatch import Slots
 from fp8debug.kernels.gemm_error import OutputError
 from fp8debug.kernels.reference import as_cast_reads
@@ -117,36 +118,39 @@ class GradientSumCheck:
         found: Slots = {}
         task = torch._C._current_graph_task_id()
         if is_new := task != self._graph_task:
-            found_by_id = adds.get(id(self.weight))
-            self._adds = runs_now(self._accumulator) if found_by_id is None else found_by_id
-            if not self._adds:
-                self._graph_task = task
-                return {}
-            version = -1 if self.weight.is_inference() else self.weight._version
-            # Another optimizer's step between two passes: the first is of that one's loss (a generator's, an actor's), whose
-            # gradients of this weight nobody wants.
-            state = version, num_optimizer_steps()
-            if state != self._state:
-                self._restart()
-            self._graph_task, self._state = task, state
-            if self._sums is not None and self._sums.all.numel():
-                held = _accumulated(self.weight)
-                held = None if held is None else columns.few(held, SUMMED_COLUMNS).float()
-                self._sums.meet(held)
-                if held is not None:
-                    kind = "first_sum" if self._num_passes == 1 else "later_sum"
-                    found = _GRADIENT_SUM.partial(Pair(source=Source(self._sums.all.float()), y=held, kind=kind))
-            elif not self._num_passes and (held := _accumulated(self.weight)) is not None and held.shape == gradient.shape:
-                self._before = columns, columns.few(held, SUMMED_COLUMNS).double().square().sum()
-            self._num_passes += 1
-        if not self._adds:
-            return {}
-        if not self._is_one:
+            repeated = adds.get(id(self.weight))
+            self._adds = runs_now(self._accumulator) if repeated is None else repeated
+            if self._adds:
+                found = self._begin_pass(self.weight, columns, gradient.shape)
+            self._graph_task = task
+        if self._adds and not self._is_one:
             new = columns.copy_of_few(gradient.detach(), SUMMED_COLUMNS)
             if self._sums is None:
                 self._sums = _Sums(columns, new)
             else:
                 self._sums.add(new, is_new)
+        return found
+
+    def _begin_pass(self, weight: Tensor, columns: Sample, shape: torch.Size) -> Slots:
+        """Begin a backward pass that adds to the gradient, and compare what the weight holds with the sum of those before it."""
+        found: Slots = {}
+        version = -1 if weight.is_inference() else weight._version
+        # Another optimizer's step between two passes: the first is of that one's loss (a generator's, an actor's), whose
+        # gradients of this weight nobody wants.
+        state = version, num_optimizer_steps()
+        if state != self._state:
+            self._restart()
+        self._state = state
+        held = _accumulated(weight)
+        if self._sums is not None and self._sums.all.numel():
+            few = None if held is None else columns.few(held, SUMMED_COLUMNS).float()
+            self._sums.meet(few)
+            if few is not None:
+                kind = "first_sum" if self._num_passes == 1 else "later_sum"
+                found = {**_GRADIENT_SUM.partial(Pair(source=Source(self._sums.all.float()), y=few, kind=kind))}
+        elif not self._num_passes and held is not None and held.shape == shape:
+            self._before = columns, columns.few(held, SUMMED_COLUMNS).double().square().sum()
+        self._num_passes += 1
         return found
 
     @property
@@ -219,7 +223,9 @@ def accumulator_of(weight: Tensor) -> Any:
     """Return the autograd node that adds to a leaf's ``grad``; None where it has none, or below autograd, in an op's kernel."""
     try:
         return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad and weight.is_leaf else None
-    except (RuntimeError, AttributeError, AssertionError):  # torch's function makes a view, which has no node below autograd
+    except (RuntimeError, AttributeError, AssertionError) as error:
+        if not is_ours(error):  # torch's function makes a view, which has no node below autograd
+            raise
         return None
 
 
@@ -228,6 +234,8 @@ def runs_now(accumulator: Any) -> bool:
     try:
         return accumulator is None or bool(torch._C._will_engine_execute_node(accumulator))
     except RuntimeError as error:  # torch raises it for a leaf that autograd.grad() was given
+        if not is_ours(error):
+            raise
         return "autograd.grad" not in str(error)
 
 
