@@ -142,39 +142,38 @@ def _of_low_bits(metric: str, kind: int) -> HealthyRange | None:
     return None
 
 
+#: Envelopes of a column: the first of whose bits a kind of site has all.
+_ENVELOPES: dict[str, tuple[tuple[int, HealthyRange], ...]] = {
+    "sqnr_db": (
+        (EXACT, _EXACT_DB),
+        (SHADOW | E5M2, _RESULT_E5M2_DB),
+        (SHADOW, _RESULT_DB),
+        (E5M2, _E5M2_DB),
+        (0, _OPERAND_DB),
+    ),
+    "cosine": (
+        (EXACT, _COSINE_EXACT),
+        (SHADOW | E5M2, _COSINE_RESULT_E5M2),
+        (SHADOW, _COSINE_RESULT),
+        (E5M2, _COSINE_E5M2),
+        (0, _COSINE),
+    ),
+    **dict.fromkeys(("underflow_rate", "underflow_nonzero_rate"), ((WGRAD_GRAD_OUTPUT, _UNDERFLOW_LEAF), (0, _UNDERFLOW))),
+    "overflow_rate": ((DELAYED, _SATURATION_DELAYED), (0, _SATURATION)),
+    **dict.fromkeys(("gain", "norm_ratio"), ((0, _GAIN),)),
+    **dict.fromkeys(("nonfinite_rate", "actual_nonfinite_rate"), ((0, _NONFINITE),)),
+    "headroom": ((0, _HEADROOM),),
+    "scale_log2_ratio": ((0, _RATIO),),
+}
+
+
 def envelope(metric: str, kind: int = 0) -> HealthyRange | None:
     """Return the envelope of a column at a kind of site, or None where nothing says what is healthy."""
-    e5m2, delayed = bool(kind & E5M2), bool(kind & DELAYED)
     if kind // FORMAT or kind & (STOCHASTIC | ROUNDED_SCALE):
         found = _of_low_bits(metric, kind)
         if found is not None:
             return found
-    match metric:
-        case "sqnr_db" if kind & EXACT:
-            return _EXACT_DB
-        case "sqnr_db" if kind & SHADOW:
-            return _RESULT_E5M2_DB if e5m2 else _RESULT_DB
-        case "sqnr_db":
-            return _E5M2_DB if e5m2 else _OPERAND_DB
-        case "cosine" if kind & EXACT:
-            return _COSINE_EXACT
-        case "cosine" if kind & SHADOW:
-            return _COSINE_RESULT_E5M2 if e5m2 else _COSINE_RESULT
-        case "cosine":
-            return _COSINE_E5M2 if e5m2 else _COSINE
-        case "underflow_rate" | "underflow_nonzero_rate":
-            return _UNDERFLOW_LEAF if kind & WGRAD_GRAD_OUTPUT else _UNDERFLOW
-        case "overflow_rate":
-            return _SATURATION_DELAYED if delayed else _SATURATION
-        case "gain" | "norm_ratio":
-            return _GAIN
-        case "nonfinite_rate" | "actual_nonfinite_rate":
-            return _NONFINITE
-        case "headroom":
-            return _HEADROOM
-        case "scale_log2_ratio":
-            return _RATIO
-    return None
+    return next((found for bits, found in _ENVELOPES.get(metric, ()) if kind & bits == bits), None)
 
 
 def severities(metric: str, values: Floats, kinds: NDArray[np.int32]) -> Floats | None:

@@ -70,12 +70,8 @@ def measure_runs(
         one = Measures(module=name, theirs=second, kind="", input=_square(given), output=_square(made), weight=_square(weight))
         measures.append(one)
         found = _weight(one, a, b, weight) or _casts(one, a, b)
-        if found is None and is_same and given is not None and given > MAX_SAME:
-            text = f"{name}: its input has another size in the rollout, by {given:.2g}, and no module before it differs"
-            found = _found("F306", text, one, given, "input")
-        elif found is None and is_same and made is not None and made > MAX_SAME:
-            text = f"{name}: input, weight and casts are the same, and the output's size differs by {made:.2g}"
-            found = _found("F306", text, one, made, "output")
+        if found is None and is_same:
+            found = _size(one, given, made)
         if found is not None:
             findings.append(found)
         is_same &= found is None and (given or 0.0) <= MAX_SAME and (made or 0.0) <= MAX_SAME
@@ -85,6 +81,17 @@ def measure_runs(
             measures.append(Measures(module=name, theirs=name))
             findings.append(_alone(name, path))
     return measures, findings, left
+
+
+def _size(one: Measures, given: float | None, made: float | None) -> PathFinding | None:
+    """Return the finding of the first module whose input or output has another size; None where both are the same."""
+    if given is not None and given > MAX_SAME:
+        text = f"{one.module}: its input has another size in the rollout, by {given:.2g}, and no module before it differs"
+        return _found("F306", text, one, given, "input")
+    if made is not None and made > MAX_SAME:
+        text = f"{one.module}: input, weight and casts are the same, and the output's size differs by {made:.2g}"
+        return _found("F306", text, one, made, "output")
+    return None
 
 
 def _sites(path: str | Path) -> dict[str, dict[str, dict[str, Any]]]:

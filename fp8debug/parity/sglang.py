@@ -9,7 +9,9 @@ unpickler (``weights_only``), which runs no code of theirs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,24 +46,7 @@ def convert_sglang(folder: str | Path, out: str | Path) -> int:
         raise UsageError(f"{out} holds files already; give an empty folder")
     number = 0
     for place, path in enumerate(passes):
-        try:
-            told = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise RunError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
-        if not isinstance(told, dict):
-            raise RunError(f"{path} holds a {type(told).__name__}, and a dictionary of tensors was expected")
-        batch = {key.partition(_INFO)[2]: x for key, x in told.items() if _INFO in str(key) and isinstance(x, Tensor)}
-        files: list[tuple[str, str, dict[str, Tensor]]] = []
-        if "input_ids" in batch:
-            tokens = {"tokens": batch["input_ids"].long()}
-            if "positions" in batch:
-                tokens["positions"] = batch["positions"].long()
-            files.append(("", "tokens", tokens))
-        for key, value in told.items():
-            first = value[0] if isinstance(value, list | tuple) and value else value
-            if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1 and _INFO not in str(key):
-                files.append((str(key), "", {f"{key}.output": first.reshape(-1, first.shape[-1])}))
-        for name, kind, tensors in files:
+        for name, kind, tensors in _files(_read(path)):
             metadata = {"format": "fp8debug-parity", "version": str(VERSION), "module": name, "kind": kind, "pass": str(place)}
             save_file(
                 {key: x.clone().contiguous() for key, x in tensors.items()},
@@ -70,6 +55,33 @@ def convert_sglang(folder: str | Path, out: str | Path) -> int:
             )
             number += 1
     return number
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    """Return what a pass's file holds.
+
+    Raises:
+        RunError: it cannot be read, or holds no dictionary.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RunError(f"{path} cannot be read: {(str(error).splitlines() or [''])[0]}") from None
+    if not isinstance(found, dict):
+        raise RunError(f"{path} holds a {type(found).__name__}, and a dictionary of tensors was expected")
+    return found
+
+
+def _files(found: Mapping[Any, Any]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+    """Yield the module, the kind and the tensors of each file of a pass: its tokens, then each module's output."""
+    batch = {key.partition(_INFO)[2]: x for key, x in found.items() if _INFO in str(key) and isinstance(x, Tensor)}
+    if "input_ids" in batch:
+        names = {"tokens": "input_ids", "positions": "positions"}
+        yield "", "tokens", {name: batch[own].long() for name, own in names.items() if own in batch}
+    for key, value in found.items():
+        first = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1 and _INFO not in str(key):
+            yield str(key), "", {f"{key}.output": first.reshape(-1, first.shape[-1])}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -67,26 +67,31 @@ class CoverageGap(Rule):
         were_asked = any(module.get("requested") == "fp8" for module in converted)
         unwatched, groups = _unwatched(run), numbered(run)
         for module in run.modules:
-            asked, reason = module.get("requested"), module.get("reason")
             if module["fqn"] in unwatched:
                 continue
-            if module.get("fp8") and asked == "bf16":
-                yield self._finding(run, f"it runs in {_precision(module)} although an override requests high precision", module)
-            elif module.get("fp8") and asked is None and were_asked:
-                yield self._finding(run, f"it runs in {_precision(module)}, which was not requested here", module)
-            if module.get("fp8") is not False or asked == "bf16":
+            if module.get("fp8"):
+                yield from self._unasked(run, module, were_asked)
+            if module.get("fp8") is not False or module.get("requested") == "bf16":
                 continue
             if module.get("called") is False and module["fqn"] not in used:
                 continue  # it computes nothing, as an expert without tokens or a pooler that nobody reads
-            because = f": {reason}" if reason else ""
             is_other = module.get("observed") is False and module.get("kind") not in ("Linear", "Fp8Linear")
-            if asked == "fp8" and (not is_other or module["fqn"] in named):
+            if module.get("requested") == "fp8" and (not is_other or module["fqn"] in named):
+                because = f": {module['reason']}" if module.get("reason") else ""
                 yield self._finding(run, f"FP8 was requested, but the module runs in high precision{because}", module)
             elif converted and module.get("kind") == "Linear":
                 yield from self._beside(run, module, groups)
         for entry in entries:
             if entry.get("matched") == 0:
                 yield self._finding(run, f"the {entry.get('kind')} pattern {entry.get('pattern')!r} matches no module")
+
+    def _unasked(self, run: Run, module: Mapping[str, Any], were_asked: bool) -> Iterable[Finding]:
+        """Yield the finding of a module in FP8 that was to run in high precision, or was not named where others were."""
+        asked = module.get("requested")
+        if asked == "bf16":
+            yield self._finding(run, f"it runs in {_precision(module)} although an override requests high precision", module)
+        elif asked is None and were_asked:
+            yield self._finding(run, f"it runs in {_precision(module)}, which was not requested here", module)
 
     def _beside(self, run: Run, module: Mapping[str, Any], groups: Sequence[Group]) -> Iterable[Finding]:
         """Return the finding of a plain nn.Linear whose siblings run in FP8; none of another, which a filter left out."""

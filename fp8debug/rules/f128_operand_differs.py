@@ -205,7 +205,6 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
         flushing_headroom: headroom below which its cast leaves no value.
     """
     flushed, over = row["underflow_nonzero_rate"] or 0.0, row["overflow_rate"] or 0.0
-    gain, cosine, norm_ratio = row["gain"], row["cosine"], row["norm_ratio"]
     headroom = 1.0 if row["headroom"] is None else row["headroom"]
     if row["num_eps_blocks"]:
         return (
@@ -231,6 +230,11 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
             f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"
             " were masked"
         )
+    return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
+
+
+def _by_direction(cosine: float | None, gain: float | None, norm_ratio: float | None) -> str:
+    """Return the causes that direction and size of what was read leave, where range and zeros say nothing."""
     if cosine is None or gain is None or norm_ratio is None:
         return "the cause is unknown"
     if cosine >= 0.999:

@@ -258,7 +258,9 @@ class Regions:
         return has_turn
 
     @untraced
-    def _repeat(self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _repeat(  # noqa: C901  # a hook of the output, inside it one of the gradient, and what both share
+        self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Have the region run once more when the gradient of the trained output is known."""
         region, observer, states = before.region, self._observer, before.random
         if states is None:

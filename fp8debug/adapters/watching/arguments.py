@@ -13,7 +13,7 @@ from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.trainers import loop_of
 
 
-def check_arguments(
+def check_arguments(  # noqa: C901  # one check for each argument, in their order
     path: Any,
     every: Any,
     shadow_rows: Any,

@@ -45,7 +45,7 @@ __all__ = ["Watch", "on_watch", "watch"]
 on_watch: list[Callable[[], None]] = []
 
 
-def watch(
+def watch(  # noqa: C901  # the public call: each argument is checked, resolved and handed on
     target: object,
     path: str | Path,
     *,

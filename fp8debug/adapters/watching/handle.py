@@ -60,7 +60,7 @@ class Watch:
         path: the run directory.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901  # the parts of a session, each made from those before it
         self,
         candidates: list[Candidate],
         roots: list[nn.Module],
