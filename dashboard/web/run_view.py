@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -130,8 +130,8 @@ class RunView:
     _solve: Callable[..., list[Fallback]] | None = None
     _lists: dict[tuple[float, bool], list[Fallback]] = field(default_factory=dict)
     _differences: dict[str, Differences] = field(default_factory=dict)
-    _kept: dict[Any, Any] = field(default_factory=dict)
-    _locks: dict[Any, threading.Lock] = field(default_factory=dict)
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    _locks: dict[Hashable, threading.Lock] = field(default_factory=dict)
     _lock_of_locks: threading.Lock = field(default_factory=threading.Lock)
     _opening: threading.Lock = field(default_factory=threading.Lock)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import Sample
-from fp8debug.kernels.slot_rows import RowLayout, SlotRow
+from fp8debug.kernels.slot_rows import RowLayout, Slots
 from fp8debug.metrics import Source
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fp8debug.kernels.gpu.step_end import Joiner, StateSender
 
 #: Rows of ``slot_rows`` that a kernel filled, by their layout.
-Rows = dict[RowLayout, SlotRow]
+Rows = Slots
 #: A quantized operand with its cast.
 QuantizedOperand = tuple[Quantized, Cast]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8debug.kernels import reference
 from fp8debug.kernels.backend import gpu, why_no_kernels
 from fp8debug.kernels.reference import Operand, dequantize, measure, operand_pair, short_gemm, statistics
-from fp8debug.kernels.slot_rows import RowLayout
+from fp8debug.kernels.slot_rows import RowLayout, Slots, by_name
 from fp8debug.metrics import Metric, Pair, Source
 from fp8debug.metrics.base import uncovered
 from fp8debug.metrics.histogram import Histogram
@@ -58,9 +58,6 @@ __all__ = [
     "unfilled",
 ]
 
-#: Slots of one tensor under one cast: by name, or several of one kind and merge rule by their names, ``[len(names)]``, or all
-#: that a kernel filled by their layout in a row of ``slot_rows``.
-Slots = dict[Any, Any]
 #: A quantized tensor with the slots of its cast, where they were asked for.
 CastWithSlots = tuple[Quantized, Slots | None]
 #: Where a tensor belongs, for warnings: (module, gemm, tensor), or as much of it as is known.
@@ -134,6 +131,7 @@ def quantize_observed(
         with on_device(x):
             found = _counted(value_counts, x, casts, plan.counting, deferred)
             made, row = found or plan(x, deferred)
+        assert row is not None  # statistics were asked for
         return _made(made), {gpu().OPERAND: row}
     if x.is_cuda and x.numel() and _takes(x, cast, scale_inv, where):
         with on_device(x):
@@ -218,7 +216,7 @@ def observe(
             found = gpu().observe(x, casts, scale_invs, histogram=histogram)
             return [_packed(found, i) for i in range(len(casts))]
     return [
-        statistics(operand_pair(source, cast, reference.quantize(x, cast, scale)))
+        by_name(statistics(operand_pair(source, cast, reference.quantize(x, cast, scale))))
         for cast, scale in zip(casts, scale_invs, strict=True)
     ]
 
@@ -236,9 +234,11 @@ def describe(source: Source, cast: Cast, q: Quantized, found: Slots | None = Non
         with on_device(source.x):
             found = gpu().describe(source, cast, q)
     if found is None:
-        return statistics(operand_pair(source, cast, q), "log2_hist")
+        return by_name(statistics(operand_pair(source, cast, q), "log2_hist"))
     left = unfilled(found, source)
-    return {**found, **statistics(operand_pair(source, cast, q), only=left)} if left else found
+    if not left:
+        return found
+    return {**found, **by_name(statistics(operand_pair(source, cast, q), only=left))}
 
 
 def takes_kernels(x: Tensor) -> bool:
@@ -300,7 +300,8 @@ def histogram(source: Source) -> Tensor:
     """Return the exponent histogram of a tensor, int64 ``[64]``."""
     cast = Cast(granularity="1x128")
     if source.x.is_cuda and source.x.numel() and _takes(source.x, cast):
-        counted: Tensor = observe(source, [cast], [None], histogram=True)[0]["log2_hist"]
+        counted = observe(source, [cast], [None], histogram=True)[0]["log2_hist"]
+        assert isinstance(counted, Tensor)
         return counted
     return Histogram().partial(Pair(source=source, y=source.x))["log2_hist"]
 

@@ -17,6 +17,7 @@ from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import Operand, Slots, dequantize, gemm, on_device, takes_kernels
 from fp8debug.kernels.reference import statistics
 from fp8debug.kernels.sampling import Sample, num_exact
+from fp8debug.kernels.slot_rows import by_name
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.base import spread, uncovered
 from fp8debug.metrics.damage import Damage
@@ -103,7 +104,8 @@ def compare_result(
     if keep and result is not None and is_wide(which, high_precision, sample):
         lines = slice(None) if sample.lines is None else sample.lines[:few]
         kept = Pair(source=Source(shadow_product(which, a.detach()[lines], b).float()), y=_without(bias, result, lines))
-    return Compared(statistics(pair), None if against is None else statistics(against), OutputError(None, kept, sample.lines))
+    exact: Slots | None = None if against is None else by_name(statistics(against))
+    return Compared(by_name(statistics(pair)), exact, OutputError(None, kept, sample.lines))
 
 
 def is_wide(which: Gemm, high_precision: tuple[Tensor, Tensor], sample: Sample) -> bool:
@@ -188,7 +190,7 @@ def weight_rows(weight: Tensor, operand: Operand, rows: Tensor | None) -> Slots:
             with on_device(weight):
                 return gpu().row_slots(weight, data, scale_inv, block, rows)
     picked, read = weight.detach() if rows is None else weight.detach()[rows], values_of(operand, 0, rows)
-    return _ROWS.partial(Pair(source=Source(picked), y=read))
+    return by_name(_ROWS.partial(Pair(source=Source(picked), y=read)))
 
 
 def damage_of(kept: OutputError, grad_output: Tensor) -> Slots:
@@ -201,7 +203,7 @@ def damage_of(kept: OutputError, grad_output: Tensor) -> Slots:
         return {}
     grad = grad_output.detach()
     grad = grad if kept.lines is None else grad[kept.lines[: len(pair.y)]]
-    return _DAMAGE.partial(Pair(source=pair.source, y=pair.y, grad=grad.float()))
+    return by_name(_DAMAGE.partial(Pair(source=pair.source, y=pair.y, grad=grad.float())))
 
 
 def shadow_product(which: Gemm, first: Tensor, second: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,19 @@ class RowLayout:
         """Return a row's numbers by the names of their slots."""
         words = words.numbers if isinstance(words, SlotRow) else words
         return {group.names: group.of(words) for group in self.groups}
+
+
+#: The slots of a part of a contribution: one by its name, several of one kind and merge rule by their names, or all that a kernel
+#: filled by their layout in a row.
+SlotKey = str | tuple[str, ...] | RowLayout
+#: Contribution of one tensor under one cast, in parts: a row by its layout, else the numbers of some slots, ``[len(names)]``, or
+#: ``[parts, len(names)]`` that the slots' rule joins.
+Slots = dict[SlotKey, Tensor | SlotRow]
+
+
+def by_name(found: Mapping[str, Tensor]) -> Slots:
+    """Return slots that torch ops filled, each by its name, as a contribution."""
+    return dict(found.items())
 
 
 #: A tensor of its own with the exponent histogram.

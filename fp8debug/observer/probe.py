@@ -323,7 +323,7 @@ class Probe(CastRecorder):
         uncounted = HISTOGRAM not in source.shared
         what_if = dict(zip(casts, observe(source, list(casts.values()), scales, histogram=uncounted), strict=True))
         for slots in what_if.values():
-            if (counted := slots.pop(HISTOGRAM, None)) is not None:
+            if isinstance(counted := slots.pop(HISTOGRAM, None), Tensor):
                 source.shared[HISTOGRAM] = counted
         return what_if
 

@@ -15,6 +15,7 @@ from fp8debug.kernels.dispatch import Slots
 from fp8debug.kernels.gemm_error import OutputError
 from fp8debug.kernels.reference import as_cast_reads
 from fp8debug.kernels.sampling import Sample
+from fp8debug.kernels.slot_rows import by_name
 from fp8debug.metrics import Pair, Source
 from fp8debug.metrics.base import spread
 from fp8debug.metrics.gradient_sum import GradientSum
@@ -64,7 +65,7 @@ class SavedForBackward:
 
 def recheck(x: Tensor, read: Tensor, q: Quantized, cast: Cast) -> Slots:
     """Return the slots of ``Reread``: a sample ``x`` of a tensor that a GEMM reads as ``read``, and the whole of it in FP8."""
-    return _REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="reread")) if x.numel() else {}
+    return by_name(_REREAD.partial(Pair(source=Source(x), y=read, quantized=q, cast=cast, kind="reread"))) if x.numel() else {}
 
 
 class GradientSumCheck:
@@ -147,7 +148,7 @@ class GradientSumCheck:
             self._sums.meet(few)
             if few is not None:
                 kind = "first_sum" if self._num_passes == 1 else "later_sum"
-                found = {**_GRADIENT_SUM.partial(Pair(source=Source(self._sums.all.float()), y=few, kind=kind))}
+                found = by_name(_GRADIENT_SUM.partial(Pair(source=Source(self._sums.all.float()), y=few, kind=kind)))
         elif not self._num_passes and held is not None and held.shape == shape:
             self._before = columns, columns.few(held, SUMMED_COLUMNS).double().square().sum()
         self._num_passes += 1

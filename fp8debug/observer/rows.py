@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
+from fp8debug.kernels.slot_rows import Slots
 from fp8debug.observer.observer import Observer, RowInfo, RowKey
 from fp8debug.observer.sharding import ShardLayout
 
@@ -41,7 +42,7 @@ class RowAllocator:
         keys: tuple[RowKey, ...],
         call_index: int,
         layout: ShardLayout | None,
-        found: Sequence[Mapping[Any, Any]],
+        found: Sequence[Slots],
         device: torch.device,
     ) -> None:
         """Merge observations into the rows of some keys.

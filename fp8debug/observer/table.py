@@ -6,7 +6,7 @@ is what one kernel writes of it into pinned memory; it is read when it has arriv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.backend import gpu
 from fp8debug.kernels.dispatch import new_joiner, new_value_counts, on_device, takes_kernels
-from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotRow
+from fp8debug.kernels.slot_rows import HISTOGRAM, RowLayout, SlotKey, SlotRow, Slots
 from fp8debug.metrics import Slot, slots
 from fp8debug.observer.host_copy import new_event
 
@@ -119,9 +119,9 @@ class Table:
         for (_, merge), state in self._state.items():
             state.fill_(_NEUTRAL[merge])
         self._neutral = self._all.clone()
-        self._waiting: dict[int, Mapping[Any, Any]] = {}
-        self._listed: list[tuple[int, Mapping[Any, Any]]] = []  # for the joiner
-        self._numbers: dict[Any, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
+        self._waiting: dict[int, Slots] = {}
+        self._listed: list[tuple[int, Slots]] = []  # for the joiner
+        self._numbers: dict[SlotKey, int] = {}  # of the layout by a key of partials; -1 where the joiner takes none
         self.lost = ""  # why rows that waited were lost; empty when none were
         self._rows_at: dict[tuple[int, ...], Tensor] = {}
         self._columns_at: dict[tuple[str, ...], tuple[Group, Tensor]] = {}
@@ -148,7 +148,7 @@ class Table:
         done = new_event() if self.device.type == "cuda" else None
         return HostBuffers(memory, self.layout.cut(memory), memory.numpy(), done)
 
-    def merge(self, rows: Sequence[int], found: Sequence[Mapping[Any, Tensor]]) -> None:
+    def merge(self, rows: Sequence[int], found: Sequence[Slots]) -> None:
         """Join contributions of tensors to rows, each slot by its own rule.
 
         They wait for the others of the step: a launch for all rows costs as much as one for one.
@@ -166,7 +166,7 @@ class Table:
             self._join_rows()
         self._listed += zip(rows, found, strict=True)
 
-    def _wait(self, row: int, partials: Mapping[Any, Any]) -> None:
+    def _wait(self, row: int, partials: Slots) -> None:
         """Have torch ops join what no kernel does, a row at most once at a time."""
         before = self._waiting.get(row)
         if before is not None and before.keys().isdisjoint(partials):
@@ -175,7 +175,7 @@ class Table:
             self._join_waiting()
         self._waiting[row] = partials
 
-    def _number(self, key: Any) -> int:
+    def _number(self, key: SlotKey) -> int:
         """Return by what number the joiner knows what a key of partials names; -1 where it takes none of it."""
         found = self._numbers.get(key)
         if found is None:
@@ -212,14 +212,14 @@ class Table:
             for items in self._items(listed):
                 self._joiner(items, first)
 
-    def _items(self, listed: list[tuple[int, Mapping[Any, Any]]]) -> list[list[int]]:
+    def _items(self, listed: list[tuple[int, Slots]]) -> list[list[int]]:
         """Return address, row and number of a layout of what the joiner takes, in lists in which none meets another."""
         numbers = self._numbers
         try:  # almost always all are rows of words, of a step with one pass
             items: list[int] = []
             for row, found in listed:
                 for key, value in found.items():
-                    items += (value.address, row, numbers[key])
+                    items += (value.address, row, numbers[key])  # type: ignore[union-attr]  # a tensor has none: see below
             if 3 * len(set(zip(items[1::3], items[2::3], strict=True))) == len(items):
                 return [items]
         except (AttributeError, KeyError):
@@ -229,14 +229,14 @@ class Table:
         for row, partials in listed:
             for key, value in partials.items():
                 number = self._number(key)
-                if type(value) is not SlotRow and (number < 0 or not value.is_contiguous()):
+                if isinstance(value, Tensor) and (number < 0 or not value.is_contiguous()):
                     self._wait(row, {key: value})
                     continue
                 if (row, number) in placed:
                     lists.append([])
                     placed.clear()
                 placed.add((row, number))
-                lists[-1] += (value.address if type(value) is SlotRow else value.data_ptr(), row, number)
+                lists[-1] += (value.data_ptr() if isinstance(value, Tensor) else value.address, row, number)
         return lists
 
     @contextmanager
@@ -250,7 +250,7 @@ class Table:
 
     def _join_waiting(self) -> None:
         """Join what waits for torch ops."""
-        found: dict[Any, tuple[list[int], list[Tensor]]] = {}
+        found: dict[RowLayout | tuple[str | tuple[str, ...], torch.Size], tuple[list[int], list[Tensor]]] = {}
         with self._whole():
             waiting, self._waiting = self._waiting, {}
             for row, partials in waiting.items():
@@ -259,13 +259,13 @@ class Table:
                     rows, all_values = found.setdefault(key if isinstance(key, RowLayout) else (key, values.shape), ([], []))
                     rows.append(row)
                     all_values.append(values)
-            for key, (rows, values) in found.items():
-                stacked = torch.stack(values)
-                if isinstance(key, RowLayout):
-                    for group in key.groups:
+            for slots, (rows, all_values) in found.items():
+                stacked = torch.stack(all_values)
+                if isinstance(slots, RowLayout):
+                    for group in slots.groups:
                         self._put(group.names, tuple(rows), group.of(stacked))
                 else:
-                    self._put((key[0],) if isinstance(key[0], str) else key[0], tuple(rows), stacked)
+                    self._put((slots[0],) if isinstance(slots[0], str) else slots[0], tuple(rows), stacked)
 
     def _put(self, names: tuple[str, ...], rows: tuple[int, ...], values: Tensor) -> None:
         """Join numbers of some rows, ``[rows, len(names)]`` or in parts ``[rows, parts, len(names)]``."""

@@ -97,7 +97,9 @@ class WrongFormat(Rule):
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to a weight that is not its own and to scales that are wrong: their error may pass through the band of E5M2's."""
-        stale = {(part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites}
+        stale: set[tuple[str | None, str | None]] = {
+            (part.module, "weight") for f in others if f.code in ("F112", "F121") for part in f.sites
+        }
         stale |= {(part.module, part.tensor) for f in others if f.code in _OF_SCALES for part in f.sites}
         return any((part.module, part.tensor) not in stale for part in finding.sites)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -122,7 +122,7 @@ def shapes_of(run: Run, *, tokens: int | None = None, recipe: str | None = None)
     """
     recorded = {} if tokens else _recorded_tokens(run)
     tried = get_recipe(recipe or str(run.manifest.get("plain_recipe") or "blockwise"))
-    shapes: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Hashable, dict[str, Any]] = {}
     for module in run.modules:
         if not (module.get("in_features") and module.get("out_features")):
             continue

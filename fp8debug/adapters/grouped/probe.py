@@ -13,6 +13,7 @@ from fp8debug.adapters.interception.sublinears import CASTS, FAST, SubLinear, Su
 from fp8debug.kernels.dispatch import describe, statistics
 from fp8debug.kernels.gemm_error import OutputError, damage_of
 from fp8debug.kernels.reference import FORMAT_OF
+from fp8debug.kernels.slot_rows import by_name
 from fp8debug.metrics import Pair, Source
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.isolation import isolated
@@ -203,7 +204,8 @@ class GroupProbe(SubLinearProbe):
         if which is Gemm.FPROP:
             self._output_key = (key,)
         against = Pair(source=Source(exact), y=found, whole_rows=is_whole)
-        self._merge((key, key._replace(reference=Reference.EXACT)), [statistics(pair), statistics(against)], shadow.device)
+        contributions = [by_name(statistics(pair)), by_name(statistics(against))]
+        self._merge((key, key._replace(reference=Reference.EXACT)), contributions, shadow.device)
         return OutputError(None, pair, sample if isinstance(sample, Tensor) else None)
 
     def _names(self, which: Gemm) -> str:

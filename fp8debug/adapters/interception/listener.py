@@ -185,9 +185,9 @@ class Scope(NamedTuple):
 
 
 #: Reads a GEMM from (arguments by name, result); None where it is of no interest. By op, for any overload.
-DECODERS: dict[Any, Callable[[Mapping[str, Any], Any], SeenGemm | None]] = {}
+DECODERS: dict[object, Callable[[Mapping[str, Any], Any], SeenGemm | None]] = {}
 #: Ops that are FP8 GEMMs whatever their arguments.
-SCALED: set[Any] = set()
+SCALED: set[object] = set()
 
 
 class _RanOp(NamedTuple):
@@ -395,7 +395,7 @@ class Listener(TorchDispatchMode):
 
 
 #: Names of an op's arguments in their order; its schema makes them anew each time.
-_ARGUMENTS: dict[Any, list[str]] = {}
+_ARGUMENTS: dict[object, list[str]] = {}
 
 
 def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,7 +406,7 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 
 
 #: Whether an op writes to its arguments; its schema makes them anew each time.
-_WRITES: dict[Any, bool] = {}
+_WRITES: dict[object, bool] = {}
 
 
 def _writes_to_arguments(func: Any) -> bool:
@@ -417,7 +417,7 @@ def _writes_to_arguments(func: Any) -> bool:
 
 
 #: Whether an op has no others inside that we may on_gemm; its name is put together anew each time that it is asked for.
-_IS_WHOLE: dict[Any, bool] = {}
+_IS_WHOLE: dict[object, bool] = {}
 _WHOLE = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fp8debug", "higher_order")
 
 

@@ -36,7 +36,7 @@ from fp8debug.recipes import HADAMARD_SIGNS, Cast
 _DTYPES = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 _BLOCK, _MX_BLOCK, _NV_BLOCK = 128, 32, 16
 _NVFP4 = {"NVFP4TensorStorage", "NVFP4TensorRef"}
-_KNOWN_DTYPES: dict[Any, torch.dtype] = {}  # by the library's own
+_KNOWN_DTYPES: dict[object, torch.dtype] = {}  # by the library's own
 _NAMES: dict[type, frozenset[str]] = {}
 
 

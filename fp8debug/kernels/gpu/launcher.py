@@ -8,7 +8,7 @@ Triton's launcher a question to the driver for each.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +31,7 @@ _DIRECT = ("3.6",)
 _MAX_DYNAMIC, _CARVEOUT = 8, 9
 
 
-class PlanCache(dict[Any, P], Generic[P]):
+class PlanCache(dict[Hashable, P], Generic[P]):
     """Plans by all that they depend on; a program that makes more than ``MAX_PLANS`` starts over.
 
     A key may name an object, such as a cast, by its ``id()``, which costs less than its hash, if :meth:`keep` gets the object: as
@@ -40,9 +40,9 @@ class PlanCache(dict[Any, P], Generic[P]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._named: dict[Any, tuple[object, ...]] = {}
+        self._named: dict[Hashable, tuple[object, ...]] = {}
 
-    def keep(self, key: Any, plan: P, *named: object) -> P:
+    def keep(self, key: Hashable, plan: P, *named: object) -> P:
         """Keep a plan, with the objects that its key names by their ids, and return it."""
         if len(self) >= MAX_PLANS:
             self.clear()

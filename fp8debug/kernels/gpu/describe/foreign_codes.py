@@ -21,7 +21,7 @@ from fp8debug.kernels.gpu.launcher import Kernel, PlanCache
 from fp8debug.kernels.gpu.quantize import tile_cast as tc
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import FOREIGN, pool
-from fp8debug.kernels.slot_rows import RowLayout, SlotRow
+from fp8debug.kernels.slot_rows import Slots
 from fp8debug.metrics.base import Source
 from fp8debug.recipes import Cast
 from fp8debug.types import Quantized
@@ -48,7 +48,7 @@ _PLANS: PlanCache[_ForeignPlan | None] = PlanCache()
 _PLAIN = Tensor, nn.Parameter
 
 
-def describe(source: Source, cast: Cast, q: Quantized) -> dict[RowLayout, SlotRow] | None:
+def describe(source: Source, cast: Cast, q: Quantized) -> Slots | None:
     """Return the slots of an operand beside its FP8 twin as they lie in a row of ``slot_rows``.
 
     Args:

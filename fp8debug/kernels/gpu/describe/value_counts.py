@@ -21,7 +21,7 @@ from fp8debug.kernels.gpu.device import INTERPRETED
 from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address
 from fp8debug.kernels.gpu.quantize.tiling import OPERAND, is_e5m2, is_hopper, is_native, num_sms
 from fp8debug.kernels.gpu.scratch import Task, current_stream, start
-from fp8debug.kernels.slot_rows import ROW_WORDS, RowLayout, SlotRow
+from fp8debug.kernels.slot_rows import ROW_WORDS, SlotRow, Slots
 from fp8debug.metrics.histogram import NUM_BINS
 from fp8debug.recipes import Cast
 
@@ -31,8 +31,6 @@ MAX_TABLES = 2 if INTERPRETED else 32
 MAX_HISTORY = 4096
 _ROUNDINGS = {"none": 0, "pow2_ceil": 1, "pow2_floor": 2}
 _BLOCK = 256 if INTERPRETED else 8192
-
-Slots = dict[RowLayout, SlotRow]
 
 
 def takes(x: Tensor, casts: Iterable[Cast]) -> bool:
@@ -153,7 +151,8 @@ class ValueCounts:
             entries = [self._entry(cast, place) for cast in casts.values()]
             known = self._known.keep(id(casts), (place, entries), casts)
         table = self._count(x, known[1])
-        numel, words, item, found = self._numels[table], self._words, self._num_items, {}
+        numel, words, item = self._numels[table], self._words, self._num_items
+        found: dict[str, Slots] = {}
         address = self._first_word + 8 * ROW_WORDS * item
         for name, entry in zip(casts, known[1], strict=True):
             calls = entry.num_calls

@@ -18,7 +18,7 @@ from fp8debug.kernels.gpu.launcher import Kernel, PlanCache, address
 from fp8debug.kernels.gpu.scratch import RESULTS, pool
 from fp8debug.kernels.reference import Operand
 from fp8debug.kernels.sampling import Sample, num_exact
-from fp8debug.kernels.slot_rows import RowLayout, SlotGroup, SlotRow
+from fp8debug.kernels.slot_rows import RowLayout, SlotGroup, Slots
 from fp8debug.types import Gemm
 
 #: Slots that :func:`compare` and :func:`damage` fill.
@@ -36,7 +36,7 @@ MAX_PARTS = 264
 #: Warps of a program.
 WARPS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Found = dict[RowLayout, SlotRow]
+Found = Slots
 
 
 class _ErrorPlan(NamedTuple):
