@@ -57,7 +57,7 @@ def convert_sglang(folder: str | Path, out: str | Path) -> int:
     return number
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """Return what a pass's file holds.
 
     Raises:
@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[Any, Any]:
     return found
 
 
-def _files(found: Mapping[Any, Any]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
+def _files(found: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Tensor]]]:
     """Yield the module, the kind and the tensors of each file of a pass: its tokens, then each module's output."""
     batch = {key.partition(_INFO)[2]: x for key, x in found.items() if _INFO in str(key) and isinstance(x, Tensor)}
     if "input_ids" in batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,15 @@ def batches() -> Any:
 def lightning_trainer(**options: Any) -> Any:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return lightning.Trainer(accelerator="cpu", devices=1, **quiet, **options)
+
+
+def test_a_copied_callback_is_for_the_same_recorder(tmp_path: Path) -> None:
+    trainer = lightning_trainer()
+    with fp8debug.watch(trainer, tmp_path / "run"):
+        own = trainer.callbacks[-1]
+        copied = copy.deepcopy(own)
+        assert copied is not own and type(copied) is type(own)
+        assert copied._recorder is own._recorder and copied._losses is own._losses
 
 
 def test_lightning_tells_its_steps_and_trains_the_same(tmp_path: Path) -> None:
