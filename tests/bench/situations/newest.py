@@ -160,7 +160,7 @@ def weights_left_as_they_are(folder: Path) -> None:
             super().__init__(parameters, {"lr": lr})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure here
             for group in self.param_groups:
                 for p in group["params"]:
                     moment = self.state[p].setdefault("moment", torch.zeros_like(p))
