@@ -26,6 +26,7 @@ from fp8debug.kernels.dispatch import (
 )
 from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sampling import Sample
+from fp8debug.kernels.slot_rows import by_name
 from fp8debug.kernels.torch_state import is_capturing, is_transformed
 from fp8debug.metrics import Source
 from fp8debug.observer.fused_cast import CastRecorder
@@ -293,7 +294,7 @@ class Probe(CastRecorder):
         """Compare stochastic roundings with those of the sampled step before, once in a step: its first microbatch."""
         check, step = self._repeats.get((which, role), (RepeatCheck(), -1))
         self._repeats[which, role] = check, self.observer.step_count
-        return check.compare(x, q, cast) if step != self.observer.step_count else {}
+        return by_name(check.compare(x, q, cast)) if step != self.observer.step_count else {}
 
     def _try(self, role: TensorRole, source: Source, casts: dict[str, Cast], what_if: WhatIfSlots) -> None:
         """Work out casts that are not running, from counts of the tensor's values where they can be."""

@@ -258,7 +258,7 @@ class RepeatCheck:
     def __init__(self) -> None:
         self._before: tuple[Tensor, Tensor] | None = None
 
-    def compare(self, x: Tensor, q: Quantized, cast: Cast) -> Slots:
+    def compare(self, x: Tensor, q: Quantized, cast: Cast) -> dict[str, Tensor]:
         """Return ``noise_repeat`` and ``noise_repeat_variance`` of an operand; zeros at the first of its shape.
 
         Args:

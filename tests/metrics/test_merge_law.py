@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8debug.formats import GRANULARITIES
 from fp8debug.kernels.dispatch import operand_pair, quantize, statistics
+from fp8debug.kernels.slot_rows import by_name
 from fp8debug.metrics import METRICS, Pair, Slot, Source, slots
 from fp8debug.observer.table import Table, layout
 from fp8debug.recipes import Cast
@@ -117,11 +118,12 @@ def test_merge_law_of_each_metric(name: str, data: st.DataObject) -> None:
 def test_merge_law_through_the_observers_table(pairs: tuple[Pair, Pair, Pair], with_empty: bool) -> None:
     a, b, both = pairs
     table = Table(3, torch.device("cpu"))
-    table.merge([0], [statistics(a)])
+    table.merge([0], [by_name(statistics(a))])
     if with_empty:  # an expert without tokens adds nothing but itself
-        table.merge([0], [statistics(Pair(source=Source(torch.zeros(0, 4)), y=torch.zeros(0, 4), cast=a.cast))])
-    table.merge([0], [statistics(b)])
-    table.merge([2], [statistics(both)])
+        nothing = Pair(source=Source(torch.zeros(0, 4)), y=torch.zeros(0, 4), cast=a.cast)
+        table.merge([0], [by_name(statistics(nothing))])
+    table.merge([0], [by_name(statistics(b))])
+    table.merge([2], [by_name(statistics(both))])
     read = slots_of(table.snapshot(), [0, 1, 2])
     assert read["num_tensors"].tolist() == [2 + with_empty, 0, 1]
     rows = [{key: torch.as_tensor(values[row]) for key, values in read.items()} for row in (0, 1, 2)]

@@ -166,7 +166,7 @@ def test_a_long_step_is_joined_in_pieces_in_which_no_row_is_lost(monkeypatch: py
     table = tables.Table(11, CPU)
     for _ in range(2):
         for row in range(11):
-            table.merge([row], [{DAMAGE: one_sum(1.0 + row, pool(CPU))}])  # type: ignore[dict-item]  # a row, not a tensor
+            table.merge([row], [{DAMAGE: one_sum(1.0 + row, pool(CPU))}])
         assert len(sent) == 2 and len(table._listed) == 3
         assert slots_of(table.snapshot(), range(11))["damage"].tolist() == [1.0 + row for row in range(11)]
         assert sent == [5 * 4 + 4 * 3, 4 * 4 + 4 * 3, 2 * 4 + 3 * 3 + 1]  # what the next row waits for goes along
@@ -208,7 +208,7 @@ def test_rows_are_joined_before_the_end_of_a_step_where_they_are_some() -> None:
 @pytest.mark.usefixtures("joined")
 def test_a_watch_that_ends_leaves_what_another_on_the_device_waits_for() -> None:
     first, second = tables.Table(1, CPU), tables.Table(1, CPU)
-    second.merge([0], [{DAMAGE: one_sum(7.0, pool(CPU))}])  # type: ignore[dict-item]  # a row, not a tensor
+    second.merge([0], [{DAMAGE: one_sum(7.0, pool(CPU))}])
     first.discard()
     assert slots_of(second.snapshot(), [0])["damage"].tolist() == [7.0]
     second.discard()
@@ -221,7 +221,7 @@ def test_a_row_that_is_met_again_is_joined_again() -> None:
     table = tables.Table(3, CPU)
     histogram = torch.arange(128)[::2]
     for value in (1.0, 2.0, 4.0):
-        table.merge([0, 1], [{DAMAGE: one_sum(value, pool(CPU))}, {DAMAGE: one_sum(8 * value, pool(CPU))}])  # type: ignore[dict-item]  # rows
+        table.merge([0, 1], [{DAMAGE: one_sum(value, pool(CPU))}, {DAMAGE: one_sum(8 * value, pool(CPU))}])
         table.merge([0, 2], [{"num_nan": torch.tensor(3)}, {"log2_hist": histogram}])
     found = slots_of(table.snapshot(), range(3))
     assert found["damage"].tolist() == [7.0, 56.0, 0.0]

@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fp8debug.kernels import reference
 from fp8debug.kernels.amax_history import ReferenceAmaxHistory
 from fp8debug.kernels.gpu.describe import value_counts
-from fp8debug.kernels.gpu.describe.value_counts import MAX_TABLES, Slots, ValueCounts, takes
+from fp8debug.kernels.gpu.describe.value_counts import MAX_TABLES, ValueCounts, takes
 from fp8debug.kernels.reference import finite_amax
+from fp8debug.kernels.slot_rows import RowLayout, Slots
 from fp8debug.recipes import Cast
 
 pytestmark = [
@@ -43,6 +44,7 @@ def assert_same(found: Slots, x: torch.Tensor, cast: Cast, scale_inv: torch.Tens
     x, given = x.cpu(), None if scale_inv is None else scale_inv.cpu()
     wanted = reference.statistics(reference.operand_pair(x, cast, reference.quantize(x, cast, given)))
     (layout,) = found
+    assert isinstance(layout, RowLayout)
     for names, values in layout.slots(found[layout]).items():
         for name, value in zip(names, values.cpu(), strict=True):
             want = wanted[name].double()

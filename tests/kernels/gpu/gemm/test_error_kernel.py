@@ -157,6 +157,7 @@ def assert_same(found: Found, wanted: dict[str, torch.Tensor]) -> None:
 def slots_of(found: Found) -> dict[tuple[str, ...], torch.Tensor]:
     flush(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     (layout,) = found
+    assert isinstance(layout, RowLayout)
     return layout.slots(found[layout])
 
 
@@ -326,8 +327,8 @@ def test_a_result_as_a_whole_and_a_metric_of_a_user(which: Gemm, monkeypatch: py
 
     def joined(parts: Slots, name: str) -> float:
         flush(picked.device)
-        if name in parts:
-            return float(parts[name])
+        if isinstance(part := parts.get(name), torch.Tensor):
+            return float(part)
         (row,) = (key.slots(value) for key, value in parts.items() if isinstance(key, RowLayout))
         (value,) = (values[names.index(name)] for names, values in row.items() if name in names)
         return float(value)
