@@ -221,11 +221,19 @@ class _Sums:
 
 
 def accumulator_of(weight: Tensor) -> Any:
-    """Return the autograd node that adds to a leaf's ``grad``; None where it has none, or below autograd, in an op's kernel."""
+    """Return the autograd node that adds to a leaf's ``grad``; None where it has none, or below autograd, in an op's kernel.
+
+    ``torch.autograd.graph.get_gradient_edge`` would raise there, in every compiled ``Fp8Linear``: an exception that costs its host
+    more than a GEMM's statistics.
+    """
+    if not (weight.requires_grad and weight.is_leaf):
+        return None
     try:
-        return torch.autograd.graph.get_gradient_edge(weight).node if weight.requires_grad and weight.is_leaf else None
-    except (RuntimeError, AttributeError, AssertionError) as error:
-        if not is_ours(error):  # torch's function makes a view, which has no node below autograd
+        with torch.enable_grad():
+            node = weight.view_as(weight).grad_fn
+        return None if node is None else node.next_functions[0][0]
+    except (RuntimeError, AttributeError) as error:  # a subclass that makes no view
+        if not is_ours(error):
             raise
         return None
 

@@ -154,6 +154,7 @@ class Regions:
         self.reasons: dict[int, str] = {}
         self._num_sampled = 0  # steps before this one in which a region's call was sampled
         self._first_sampled: dict[int, int] = {}  # by a region's id, in the order of their turns: step
+        self._is_whole: dict[int, bool] = {}  # by its id: whether its call is one graph
         self._listener = listener_of(observer)
         self._regions: dict[int, _Region] = {}
         self._refused: set[int] = set()
@@ -201,13 +202,38 @@ class Regions:
             return run(*args, **kwargs)
         observer = self._observer
         outer, observer.begun = observer.begun, set()
+        modes = self._hide_listener(module)
         try:
             output = run(*args, **kwargs)
         finally:
             begun, observer.begun = observer.begun, outer
+            self._show_listener(modes)
         if not before.region.watched <= begun:
             self._repeat(before, begun, args, kwargs, output)
         return output
+
+    @untraced
+    def _hide_listener(self, module: nn.Module) -> list[Any] | None:
+        """Let nobody listen to the ops of a compiled call that are not recorded; return the dispatch modes to be set after it.
+
+        A listener that is not needed takes its host longer than a launch of each op. It is needed where Python code runs between
+        graphs, known from the region's first sampled call on, and where FLOPs are counted. Modules of eager code in the region
+        listen for themselves. None where nothing has changed.
+        """
+        counter = self._listener.counter
+        if not self._is_whole.get(id(module), False) or (counter is not None and counter.is_on):
+            return None
+        modes = active_modes()
+        if self._listener not in modes:
+            return None
+        set_modes([mode for mode in modes if mode is not self._listener])
+        return modes
+
+    @untraced
+    def _show_listener(self, modes: list[Any] | None) -> None:
+        """Set the dispatch modes that :meth:`_hide_listener` returned; an exception that ended the call ends the root's too."""
+        if modes is not None:
+            set_modes(modes)
 
     @untraced
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
@@ -268,7 +294,8 @@ class Regions:
             return
         state = TorchState()
         try:
-            if self._only_whole and has_graph_breaks(region.module):
+            self._is_whole[id(region.module)] = is_whole = not has_graph_breaks(region.module)
+            if self._only_whole and not is_whole:
                 raise NotRepeatedError(
                     "torch.compile breaks its graph, and code between graphs may print or write;"
                     " watch(..., compiled='repeat') runs it once more all the same"
