@@ -223,8 +223,7 @@ class _Sums:
 def accumulator_of(weight: Tensor) -> Any:
     """Return the autograd node that adds to a leaf's ``grad``; None where it has none, or below autograd, in an op's kernel.
 
-    ``torch.autograd.graph.get_gradient_edge`` would raise there, in every compiled ``Fp8Linear``: an exception that costs its host
-    more than a GEMM's statistics.
+    ``torch.autograd.graph.get_gradient_edge`` would raise there, in every compiled ``Fp8Linear``, at a price for the host.
     """
     if not (weight.requires_grad and weight.is_leaf):
         return None

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fp8debug
+from fp8debug.adapters.interception.listener import Listener
 from fp8debug.rules.base import Severity
 from fp8debug.rules.engine.triage import triage
 from tests.adapters import blocks
@@ -399,6 +400,31 @@ def test_compiled_modules_take_turns(tmp_path: Path) -> None:
     assert by_step == {0: {"0", "1", "2"}, 2: {"1"}, 4: {"0", "2"}, 6: {"1"}, 8: {"0", "2"}}
     run = fp8debug.Run(tmp_path / "run")
     assert run.sampled_steps == [0, 2, 4, 6, 8] and run.sampled_steps_of("1.up") == [0, 2, 6]
+
+
+def test_nobody_listens_to_a_compiled_call_that_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Block(ScaledLinear) for _ in range(2))).bfloat16()
+    for block in model:
+        block.compile(backend="aot_eager")
+    ops: list[str] = []
+    before = Listener.__torch_dispatch__
+
+    def listened(self: Listener, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        ops.append(str(func))
+        return before(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Listener, "__torch_dispatch__", listened)
+    found = []
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), turns=4) as watch:
+        for step in range(5):
+            ops.clear()
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+            watch.step()
+            found.append(sum("_scaled_mm" in op for op in ops))
+    # Two blocks of two Linears, three GEMMs each, repeated; the first step listens to the trained forward passes too.
+    assert found == [4 + 12, 0, 0, 6, 6]
 
 
 @pytest.mark.parametrize("compiled", ["auto", "repeat"])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import fp8debug
+from fp8debug.observer import rechecks
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,19 @@ def test_sums_are_compared_but_for_a_step_after_one_with_a_single_pass(
         " GROUP BY step ORDER BY step"
     )
     assert found.column("n").to_pylist() == compared
+
+
+def test_the_node_of_a_leaf_is_looked_up_without_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in each Linear of a compiled model costs the host more than what is recorded of it."""
+
+    def handled(error: BaseException) -> bool:
+        raise AssertionError("an exception was raised on the way") from error
+
+    monkeypatch.setattr(rechecks, "is_ours", handled)
+    weight = nn.Parameter(torch.ones(2, 3))
+    with torch.no_grad():
+        assert rechecks.accumulator_of(weight) is get_gradient_edge(weight).node
+    for other in (weight * 1, weight.detach()):
+        assert rechecks.accumulator_of(other) is None
+    with torch._C._AutoDispatchBelowAutograd():
+        assert rechecks.accumulator_of(weight) is None
