@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8debug
+from fp8debug.adapters.interception.linear_ops import LinearOps
 from fp8debug.kernels import linear_ops
 from tests.conditions.compiled import COMPILES
 
@@ -376,3 +377,32 @@ def test_what_is_left_outside_of_graphs_is_named(tmp_path: Path) -> None:
 def test_a_watch_that_ends_leaves_no_recorder(tmp_path: Path) -> None:
     train("rowwise", tmp_path / "run")
     assert linear_ops.observers == []
+
+
+def two_models(trained: nn.Module, other: nn.Module, watch: fp8debug.Watch, steps: int) -> None:
+    for step in range(steps):
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        for model in (trained, other):
+            cast(Tensor, model(x)).float().square().mean().backward()
+        watch.step()
+
+
+def test_a_model_that_nobody_watches_costs_no_look_at_the_watched_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    watched, other = (fp8debug.convert(Net(False).bfloat16(), "blockwise") for _ in range(2))
+    for model in (watched, other):
+        for block in cast(nn.ModuleList, model.blocks):
+            block.compile(backend="aot_eager", fullgraph=True)
+    looks: list[object] = []
+    look = LinearOps._find_addresses
+    monkeypatch.setattr(LinearOps, "_find_addresses", lambda self: (looks.append(None), look(self)))
+    with fp8debug.watch(watched, tmp_path / "run", every=2, what_if=()) as watch:
+        two_models(watched, other, watch, 1)
+        looks.clear()
+        two_models(watched, other, watch, 4)
+        assert len(looks) == 4  # once a step
+        # Memory that was the other model's: the weight is found there.
+        mine, theirs = (cast(Any, model).blocks[0].gate.weight for model in (watched, other))
+        mine.data, theirs.data = theirs.data, mine.data
+        two_models(watched, other, watch, 2)
+    assert {row["step"] for row in rows(tmp_path / "run") if row["module"] == "blocks.0.gate"} == {0, 2, 4, 6}

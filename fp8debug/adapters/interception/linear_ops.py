@@ -16,10 +16,14 @@ from fp8debug.kernels import linear_ops
 from fp8debug.kernels.dispatch import Operand
 from fp8debug.kernels.torch_state import is_of_cuda_graph
 from fp8debug.linear import Fp8Linear
+from fp8debug.observer.observer import Observer
 from fp8debug.observer.probe import Probe, Product
 from fp8debug.observer.rechecks import SavedForBackward
 from fp8debug.recipes import Cast
 from fp8debug.types import Gemm, Quantized
+
+#: Addresses of other models' weights that are remembered; those of weights that are computed anew are others each time.
+MAX_UNKNOWN = 4096
 
 
 class LinearOps:
@@ -29,6 +33,8 @@ class LinearOps:
         self._recorders: dict[tuple[int, bool], LinearRecorder] = {}  # by the module's id, and whether it is of training
         self._at: dict[tuple[int, bool], LinearRecorder] = {}  # by the weight's address when it was last looked for
         self._unknown: set[tuple[int, bool]] = set()  # addresses of weights that are no watched module's
+        self._observers: dict[int, Observer] = {}  # of the recorders' watches, by their id
+        self._steps = -1  # steps of all watches when the weights were looked for
 
     def add(self, layer: Fp8Linear, probe: Probe) -> Callable[[], None]:
         """Record a module until the function that is returned is called."""
@@ -65,20 +71,39 @@ class LinearOps:
         found = self._at.get(address)
         if found is not None and found.holds(weight):
             return found
-        if found is None and address in self._unknown:
+        if found is None and address in self._unknown and not self._have_moved():
             return None
-        self._forget_addresses()
-        for (_, of_training), recorder in self._recorders.items():
-            if (own := recorder.weight) is not None and own.data_ptr():
-                self._at.setdefault((own.data_ptr(), of_training), recorder)
+        if found is not None or len(self._unknown) > MAX_UNKNOWN:
+            self._forget_addresses()
+        self._find_addresses()
         found = self._at.get(address)
         if found is None:
             self._unknown.add(address)
         return found
 
+    def _find_addresses(self) -> None:
+        """Look for the weights of all watched modules."""
+        self._at.clear()
+        for (_, of_training), recorder in self._recorders.items():
+            if (own := recorder.weight) is not None and own.data_ptr():
+                self._at.setdefault((own.data_ptr(), of_training), recorder)
+
+    def _have_moved(self) -> bool:
+        """Return whether a watched weight has another address than before, perhaps one that was another's; asked once a step."""
+        steps = sum(observer.step_count for observer in self._observers.values())
+        if steps == self._steps:
+            return False
+        self._steps, before = steps, dict(self._at)
+        self._find_addresses()
+        if before == self._at:
+            return False
+        self._unknown.clear()
+        return True
+
     def _forget_addresses(self) -> None:
         self._at.clear()
         self._unknown.clear()
+        self._observers = {id(r.observer): r.observer for r in self._recorders.values()}
 
 
 class LinearRecorder:
@@ -94,6 +119,11 @@ class LinearRecorder:
         self._is_sampled = False
         self._kept: dict[int, SavedForBackward] = {}  # of forward ops, by the address of the operand of wgrad that they saved
         self._step_count = -1
+
+    @property
+    def observer(self) -> Observer:
+        """Observer of the watch."""
+        return self._probe.observer
 
     @property
     def weight(self) -> Tensor | None:
