@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,22 +59,28 @@ def decoded(data: Tensor, scales: list[Tensor], kinds: list[int], swizzles: list
     return values * grid.float() * (scales[1].float() if len(scales) > 1 else 1)
 
 
+class Scales(NamedTuple):
+    """Scales of an operand as ``aten._scaled_mm_v2`` and its relatives get them: of each level its values, kind and swizzle."""
+
+    values: list[Tensor]
+    kinds: list[int]
+    swizzles: list[int]
+
+
+def of_two_sides(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return an op of these from ``multiply(first, second, scales of each, what follows)``."""
+
+    def op(first: Tensor, second: Tensor, *given: Any, **named: Any) -> Tensor:
+        return multiply(first, second, Scales(*given[:3]), Scales(*given[3:6]), *given[6:], **named)
+
+    return op
+
+
 def scaled_mm_v2(
-    self: Tensor,
-    mat2: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    bias: Any = None,
-    out_dtype: Any = None,
-    contraction_dim: Any = (),
-    use_fast_accum: bool = False,
+    self: Tensor, mat2: Tensor, a: Scales, b: Scales, bias: Any = None, out_dtype: Any = None, *_: Any, **__: Any
 ) -> Tensor:
     """Multiply as ``aten._scaled_mm_v2`` does on Blackwell."""
-    product = decoded(self, scale_a, recipe_a, swizzle_a) @ decoded(mat2.t(), scale_b, recipe_b, swizzle_b).t()
+    product = decoded(self, *a) @ decoded(mat2.t(), *b).t()
     return (product if bias is None else product + bias).to(out_dtype or torch.bfloat16)
 
 
@@ -82,7 +88,7 @@ def scaled_mm_v2(
 def kernels() -> Iterator[None]:
     """Give torch the kernel for a CPU."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_mm_v2", scaled_mm_v2, "CPU")
+    library.impl("_scaled_mm_v2", of_two_sides(scaled_mm_v2), "CPU")
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils import checkpoint
 
 import fp8debug
+from tests.adapters import blocks
 from tests.adapters.linears import rows, same, sites
 from tests.adapters.watching.test_watch import NINE
 
@@ -37,43 +38,19 @@ def multiply(self: Tensor, mat2: Tensor, scale_a: Tensor, scale_b: Tensor, offs:
     return torch.cat((*parts, left))
 
 
-def first_version(
-    self: Tensor,
-    mat2: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Any = None,
-    bias: Any = None,
-    scale_result: Any = None,
-    out_dtype: Any = None,
-    use_fast_accum: bool = False,
-) -> Tensor:
+def first_version(self: Tensor, mat2: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Any = None, *_: Any, **__: Any) -> Tensor:
     return multiply(self, mat2, scale_a, scale_b, offs)
 
 
-def second_version(
-    self: Tensor,
-    mat2: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    offs: Any = None,
-    bias: Any = None,
-    out_dtype: Any = None,
-    contraction_dim: Any = (),
-    use_fast_accum: bool = False,
-) -> Tensor:
-    return multiply(self, mat2, scale_a[0], scale_b[0], offs)
+def second_version(self: Tensor, mat2: Tensor, a: blocks.Scales, b: blocks.Scales, offs: Any, *_: Any, **__: Any) -> Tensor:
+    return multiply(self, mat2, a.values[0], b.values[0], offs)
 
 
 @pytest.fixture(autouse=True)
 def kernels() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_grouped_mm", first_version, "CPU")
-    library.impl("_scaled_grouped_mm_v2", second_version, "CPU")
+    library.impl("_scaled_grouped_mm_v2", blocks.of_two_sides(second_version), "CPU")
     yield
     library._destroy()
 

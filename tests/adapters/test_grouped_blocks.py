@@ -146,27 +146,13 @@ def test_layouts_of_the_grouped_op() -> None:
         read({**args, "self": torch.zeros(160, 96).to(torch.float8_e4m3fn)}, seen.result)
 
 
-def grouped_v2(
-    self: Tensor,
-    mat2: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    offs: Any = None,
-    bias: Any = None,
-    out_dtype: Any = None,
-    contraction_dim: Any = (),
-    use_fast_accum: bool = False,
-) -> Tensor:
+def grouped_v2(self: Tensor, mat2: Tensor, a: blocks.Scales, b: blocks.Scales, offs: Any = None, *_: Any, **__: Any) -> Tensor:
     """Multiply expert by expert, each with its own tiles of scales and its own second level."""
-    size, parts, start, at = blocks.SIZES[recipe_a[0]], [], 0, [0, 0]
+    size, parts, start, at = blocks.SIZES[a.kinds[0]], [], 0, [0, 0]
     codes = self.view(torch.uint8), mat2.view(torch.uint8)
 
     def part(side: int, data: Tensor, e: int) -> Tensor:
-        scales, kinds = (scale_a, recipe_a) if side == 0 else (scale_b, recipe_b)
+        scales, kinds, _ = a if side == 0 else b
         num = -(-len(data) // 128) * -(-(2 * data.shape[1] // size) // 4) * 512
         mine = scales[0].reshape(-1)[at[side] : at[side] + num]
         at[side] += num
@@ -185,7 +171,7 @@ def grouped_v2(
 @pytest.fixture
 def kernel() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_grouped_mm_v2", grouped_v2, "CPU")
+    library.impl("_scaled_grouped_mm_v2", blocks.of_two_sides(grouped_v2), "CPU")
     yield
     library._destroy()
 
