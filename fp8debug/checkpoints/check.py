@@ -27,6 +27,7 @@ from fp8debug.checkpoints.scan import (
     SomeRows,
     StackedRows,
     Task,
+    TurnedRows,
     WeightFacts,
     run_all,
     scan_plain,
@@ -233,7 +234,8 @@ class _Reference:
     """The tensors of a reference by name, without what wrappers add to it.
 
     Tensors that one of the two joins (q, k and v; gate and up; the experts of a layer) are compared part by part, and names may
-    begin otherwise (``model.``, ``model.language_model.``).
+    begin otherwise (``model.``, ``model.language_model.``). Experts' tensors that one of the two stores as [experts, inputs,
+    outputs], as transformers does for gpt-oss and Llama 4, are transposed: all of a module where the shape of one says so.
 
     Args:
         reference: the checkpoint.
@@ -258,9 +260,15 @@ class _Reference:
         self._weights = {moved(name): weight for name, weight in weights.items()}
         self._plains = {moved(name): tensor for name, tensor in plains.items()}
         self._wholes: dict[str, tuple[str, int]] = {}  # part -> what joins it, and its first row
+        self._turned: set[str] = set()  # modules whose matrices lie transposed
         for name in (*self._weights, *self._plains):
-            for ways in parts_of(name, _batch(self._weights.get(name), self._plains.get(name))):
+            batch = _batch(self._weights.get(name), self._plains.get(name))
+            if batch > 1 and batches.get(name) == batch:
+                self._compare_shape(name, batch, shapes[name])
+            for ways in parts_of(name, batch):
                 if all(part in shapes for part in ways):
+                    if batch > 1:
+                        self._compare_shape(name, batch, (sum(shapes[part][0] for part in ways), shapes[ways[0]][1]))
                     starts = accumulate((shapes[part][0] for part in ways), initial=0)
                     self._wholes.update((part, (name, start)) for part, start in zip(ways, starts, strict=False))
         self._used: set[str] = set()
@@ -284,14 +292,26 @@ class _Reference:
 
     def _one(self, bare: str) -> _Rows | str | None:
         plain, weight = self._plains.get(bare), self._weights.get(bare)
+        shape = _shape(weight, plain)
         if plain is not None:
-            columns = _columns(plain)
-            return _Rows(opens=partial(PlainRows, plain), shape=(plain.numel // max(1, columns), columns), used=(bare,))
-        if weight is None:
+            opens: Opens = partial(PlainRows, plain)
+        elif weight is None:
             return None
-        if weight.scale is None or weight.grid_fault is not None:
+        elif weight.scale is None or weight.grid_fault is not None:
             return "the reference's own scales are missing or do not fit it"
-        return _Rows(opens=partial(QuantizedRows, weight), shape=(weight.batch * weight.rows, weight.columns), used=(bare,))
+        else:
+            opens = partial(QuantizedRows, weight)
+        batch = _batch(weight, plain)
+        if batch > 1 and bare.rpartition(".")[0] in self._turned:
+            stored = shape[0] // batch, shape[1]
+            return _Rows(opens=partial(_turned, opens, stored), shape=(batch * stored[1], stored[0]), used=(bare,))
+        return _Rows(opens=opens, shape=shape, used=(bare,))
+
+    def _compare_shape(self, name: str, batch: int, ours: tuple[int, int]) -> None:
+        """Note the module of a tensor of the reference whose matrices are the transposes of ours."""
+        rows, columns = _shape(self._weights.get(name), self._plains.get(name))
+        if rows // batch != columns and (ours[0] // batch, ours[1]) == (columns, rows // batch):
+            self._turned.add(name.rpartition(".")[0])
 
     def _joined(self, bare: str, batch: int) -> _Rows | str | None:
         """Return the parts of a tensor that the reference has one by one."""
@@ -328,6 +348,18 @@ class _Reference:
         have = {_bare(name) for name in names} | self._used
         lacking = [name for name in (*self._weights, *self._plains) if name not in have and not _OPTIONAL.fullmatch(name)]
         return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking]
+
+
+def _turned(opens: Opens, stored: tuple[int, int], stack: ExitStack) -> RowSource:
+    return TurnedRows(opens(stack), stored)
+
+
+def _shape(weight: Weight | None, plain: Tensor | None) -> tuple[int, int]:
+    """Return the rows of all matrices of a tensor, and its columns."""
+    if plain is not None:
+        columns = _columns(plain)
+        return plain.numel // max(1, columns), columns
+    return (0, 0) if weight is None else (weight.batch * weight.rows, weight.columns)
 
 
 def _columns(tensor: Tensor) -> int:

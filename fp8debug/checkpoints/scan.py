@@ -213,6 +213,32 @@ class SomeRows:
         return self._rows.read(self._start + first, self._start + last)
 
 
+class TurnedRows:
+    """Rows of matrices that lie transposed: row r of a matrix is its column r as stored.
+
+    One matrix is held at a time, in FP32.
+
+    Args:
+        rows: of the matrices as stored, one below the other.
+        stored: rows and columns of one matrix as stored.
+    """
+
+    def __init__(self, rows: RowSource, stored: tuple[int, int]) -> None:
+        self._rows, self._stored = rows, stored
+        self._number, self._matrix = -1, np.zeros((0, 0), np.float32)
+
+    def read(self, first: int, last: int) -> Array:
+        """Return rows in FP32."""
+        height, width = self._stored
+        found = []
+        for number in range(first // width, -(-last // width)):
+            if number != self._number:
+                self._matrix = self._rows.read(number * height, (number + 1) * height)
+                self._number = number
+            found.append(self._matrix[:, max(first - number * width, 0) : last - number * width].T)
+        return np.ascontiguousarray(np.concatenate(found))
+
+
 def read_codes(weight: Weight, reader: ByteReader, first: int, last: int) -> Array:
     """Return codes of rows of all matrices, ``uint8 [last - first, columns]``."""
     row_bytes = weight.columns // 2 if weight.is_packed else weight.columns
