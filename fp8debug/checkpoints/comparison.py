@@ -19,6 +19,8 @@ Array = np.ndarray[Any, Any]
 
 #: Tolerance of a scale's log2, at least: rounding moves the best factor of a block of 128x128 by less.
 _NEAR_LOG2 = 0.05
+#: Quartiles of the factors' log2 that are less apart have one factor: those of scales rounded to powers of two are 0.5 apart.
+_NARROW_LOG2 = 0.25
 #: Share of the blocks that must follow a pattern.
 _MOST = 0.9
 
@@ -91,7 +93,8 @@ class Sums:
             ideal: FP32 scales made for the reference, of the same blocks.
             keep: whether to keep the scales for the pattern.
         """
-        self._num_clipped += int((ideal > 1.01 * self._largest_ratio * scales).sum())
+        is_small = ideal > 1.01 * self._largest_ratio * scales
+        self._num_clipped += int((is_small & (partial["x2"] > 0)).sum())  # a block of zeros may have any scale
         for name in self.NAMES:
             self._totals[name] += float(partial[name].sum())
         x2, xy, y2 = partial["x2"], partial["xy"], partial["y2"]
@@ -154,6 +157,9 @@ class Sums:
         mantissa, _ = np.frexp(stored[good])
         is_pow2 = bool((mantissa == 0.5).all())
         if is_pow2 and bool((np.abs(change[good]) < 1 + near).mean() >= _MOST):
+            low, high = np.quantile(change[good], (0.25, 0.75))
+            if round(middle) and abs(middle - round(middle)) < near and high - low < _NARROW_LOG2:
+                return 2.0 ** round(middle), None, (0, 0)
             return None, "rounded", (0, 0)
         return None, None, (0, 0)
 

@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
-from fp8debug.parity.dump import PathDump, aligned, open_dump
+from fp8debug.parity.dump import PathDump, aligned, open_dump, parted
 from fp8debug.parity.logprobs import metrics_of, odd_logprobs
-from fp8debug.parity.measures import Measures, measure_module, nmse
+from fp8debug.parity.measures import Measures, is_of_expert, measure_module, nmse
 from fp8debug.parity.names import Names, matched
 from fp8debug.parity.report import ParityReport
 from fp8debug.parity.rules import (
@@ -106,6 +107,7 @@ def compare_paths(
                  for dump, path in zip((ours, theirs), _PATHS, strict=True)
                  if (told := odd_logprobs(dump, path, _DIFFER.max_error, problems)) is not None
                  for text, value, threshold, cure in (told,)]  # fmt: skip
+    findings += _other_tokens(ours, theirs)
     error = metrics.get("token_mult_prob_error")
     if not findings and error is not None and error > _DIFFER.max_error:
         text = (
@@ -131,6 +133,26 @@ def _few_tokens(ours: PathDump, theirs: PathDump) -> list[str]:
     if rows is None or len(rows[0]) >= min(counts) / 2:
         return []
     return [f"only {len(rows[0])} of {min(counts)} tokens are in both paths; record both on the same tokens"]
+
+
+def _have_same_tokens(ours: PathDump, theirs: PathDump, rows: tuple[Any, Any]) -> bool:
+    """Return whether both read the same tokens, in any order, and the same padding."""
+    counts = {sum(key is not None for key in dump.keys() or ()) for dump in (ours, theirs)}
+    return counts == {len(rows[0])} and ours.num_tokens == theirs.num_tokens
+
+
+def _other_tokens(ours: PathDump, theirs: PathDump) -> list[PathFinding]:
+    """Return a finding where the paths read other tokens from some position on."""
+    found = parted(ours, theirs)
+    if found is None:
+        return []
+    place, mine, other = found
+    text = (
+        f"the paths read other tokens: at position {place} of a sequence training has id {mine} and the rollout {other}; what"
+        " follows is not compared"
+    )
+    cure = "compare the chat template, special tokens and truncation of both paths, and record both on the same token ids"
+    return [_DIFFER.found(text, tensor="tokens", value=float(place), cure=cure)]
 
 
 def _located(finding: PathFinding, ours: PathDump, theirs: PathDump) -> PathFinding:
@@ -176,12 +198,13 @@ def _measured(
     """Return the measures of the common modules in execution order, and the others with their path."""
     pairs, mine, others = matched(list(ours.modules), list(theirs.modules), table)
     rows = aligned(ours, theirs)
+    same = rows is None or _have_same_tokens(ours, theirs, rows)
     found = []
     for number, (name, first, second) in enumerate(pairs):
         if progress is not None:
             progress(number, len(pairs), name)
         try:
-            found.append(measure_module(ours, theirs, name, first, second, rows))
+            found.append(measure_module(ours, theirs, name, first, second, rows, same_tokens=same))
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{one_line(name)} cannot be compared: {one_line(str(error))}")
     return found, [(name, "training") for name in mine] + [(name, "rollout") for name in others]
@@ -244,7 +267,7 @@ def _widened(floor: float, m: Measures) -> float:
 
 
 def _is_expert(m: Measures) -> bool:
-    return ".experts." in m.module or ".expert" in m.module
+    return is_of_expert(m.module) or ".expert" in m.module
 
 
 def _routing(
@@ -257,7 +280,10 @@ def _routing(
         text = f"{m.module}: {flips:.2%} of the tokens go to other experts in the rollout"
         return _ROUTING.found(text, module=m.module, theirs=m.theirs, tensor="output", value=flips, threshold=floor)
     moved = (
-        m.num_rows[0] != m.num_rows[1] and _is_expert(m) and (repeated is None or repeated.num_rows[0] == repeated.num_rows[1])
+        m.same_tokens
+        and m.num_rows[0] != m.num_rows[1]
+        and _is_expert(m)
+        and (repeated is None or repeated.num_rows[0] == repeated.num_rows[1])
     )
     if moved:
         layer, last = m.module.partition(".expert")[0], m.module.rpartition(".")[2]
@@ -348,10 +374,11 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
     if large <= floor or large < _ACTIVATION.min_excess * small:
         return None
     path = 0 if first > second else 1
+    is_usual = levels[path] >= _PRECISION.min_cast > levels[1 - path] and large >= _ACTIVATION.min_cast / 4
     where = {"module": m.module, "theirs": m.theirs, "value": large, "threshold": floor}
     numbers = f"{_PATHS[path]}'s output differs from input by weight by {large:.2g} of its square, the other's by {small:.2g}"
     gain = m.gain[path] or 1.0
-    if "norm" in m.kind.lower() or large < _PRECISION.min_cast:
+    if "norm" in m.kind.lower() or (large < _PRECISION.min_cast and not is_usual):
         eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
         return _KERNEL.found(f"{m.module}: {numbers}: another formula or kernel{eps}", tensor="output", **where)
     if abs(gain - 1) > 0.05 and large - (gain - 1) ** 2 < 0.2 * large:
@@ -362,7 +389,7 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
             f"{m.module}: the {_PATHS[path]} runs it in FP8 (error {large:.2g}), the {_PATHS[1 - path]} in high precision"
             f" ({small:.2g})"
         )
-        if levels[path] >= _PRECISION.min_cast and levels[1 - path] < _PRECISION.min_cast:
+        if is_usual:
             return _ACTIVATION.found(f"{text}, as it does most modules", tensor="input", **where)
         return _PRECISION.found(text, tensor="input", **where)
     if large > NO_CAST and gain > 0.95:

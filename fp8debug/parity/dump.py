@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,6 +111,22 @@ class Recorded:
         return out
 
 
+class TokenRead(NamedTuple):
+    """One token that a path read.
+
+    Attributes:
+        key: digest of all tokens up to it, and its position.
+        before: digest of the tokens before it.
+        token: its id.
+        sequence: number of its sequence.
+    """
+
+    key: tuple[int, int]
+    before: int
+    token: int
+    sequence: int
+
+
 @dataclass
 class PathDump:
     """One path.
@@ -189,15 +205,22 @@ class PathDump:
         with ExitStack() as stack:
             return np.asarray(PlainRows(tensor, stack).read(0, 1)[0].astype(np.float64))
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all passes, padding among them; 0 where none were recorded."""
+        return sum(tokens.size for tokens, _, _ in self.tokens)
+
     def keys(self) -> list[tuple[int, int] | None] | None:
         """Return what tells each row's token: a digest of all tokens up to it, and its position; None for padding.
 
         Returns None where no tokens were recorded. A pass of decoding goes on with the sequences of the passes before it.
         """
-        if not self.tokens:
-            return None
-        keys: list[tuple[int, int] | None] = []
-        open_ones: list[list[int]] = []  # digest and length of each sequence
+        return [None if read is None else read.key for read in self.reads()] if self.tokens else None
+
+    def reads(self) -> list[TokenRead | None]:
+        """Return each row's token and where it stands; None for padding."""
+        found: list[TokenRead | None] = []
+        open_ones: list[list[int]] = []  # digest, length and number of each sequence
         for tokens, positions, mask in self.tokens:
             many = tokens if tokens.ndim > 1 else None
             flat, where = tokens.ravel().tolist(), None if positions is None else positions.ravel().tolist()
@@ -207,19 +230,19 @@ class PathDump:
                 begins = number % many.shape[-1] == 0 if many is not None else number == 0
                 place = None if where is None else int(where[number])
                 if not kept[number]:
-                    keys.append(None)
+                    found.append(None)
                     continue
                 if state is None or (begins and many is not None) or (place is not None and place != state[1]):
                     state = next((one for one in free if place and one[1] == place), None)
                     if state is None:
-                        state = [0, place or 0]
+                        state = [0, place or 0, len(open_ones)]
                         open_ones.append(state)
                     else:
                         free = [one for one in free if one is not state]
-                state[0] = hash((state[0], int(token)))
-                keys.append((state[0], state[1]))
+                before, state[0] = state[0], hash((state[0], int(token)))
+                found.append(TokenRead((state[0], state[1]), before, int(token), state[2]))
                 state[1] += 1
-        return keys
+        return found
 
 
 class _AdaptedRows:
@@ -402,7 +425,7 @@ def aligned(ours: PathDump, theirs: PathDump) -> tuple[Array, Array] | None:
         if key is not None:
             places.setdefault(key, []).append(row)
     mine: list[int] = []
-    other: list[int] = []
+    yours: list[int] = []
     taken: dict[tuple[int, int], int] = {}
     for row, key in enumerate(first):
         found = places.get(key) if key is not None else None
@@ -412,10 +435,39 @@ def aligned(ours: PathDump, theirs: PathDump) -> tuple[Array, Array] | None:
         if number < len(found):
             taken[key] = number + 1
             mine.append(row)
-            other.append(found[number])
+            yours.append(found[number])
     if not mine:
-        raise RunError(f"{ours.name} and {theirs.name} have no token in common: record both on the same tokens, from their start")
-    return np.array(mine), np.array(other)
+        other = parted(ours, theirs)
+        ids = "" if other is None else f" (at position {other[0]} one has id {other[1]}, the other {other[2]})"
+        way_out = "record both on the same tokens, from their start"
+        raise RunError(f"{ours.name} and {theirs.name} have no token in common{ids}: {way_out}")
+    return np.array(mine), np.array(yours)
+
+
+def parted(ours: PathDump, theirs: PathDump) -> tuple[int, int, int] | None:
+    """Return the first position from which on both go on with other tokens after the same ones, and the two ids.
+
+    None where they never do, as where one of them has more sequences, or longer ones. What repeats one id to the end of its
+    sequence is padding without a mask.
+    """
+    sides = []
+    for dump in (ours, theirs):
+        reads = [read for read in dump.reads() if read is not None]
+        ends: dict[int, tuple[int, int]] = {}  # of each sequence, the id that it ends with, and the position from which on
+        for read in reads:
+            if ends.get(read.sequence, (-1, 0))[0] != read.token:
+                ends[read.sequence] = read.token, read.key[1]
+        last = {read.sequence: read.key[1] for read in reads}
+        padded = {number for number, (_, start) in ends.items() if last[number] > start}
+        sides.append(([r for r in reads if r.sequence not in padded or r.key[1] < ends[r.sequence][1]], {r.key for r in reads}))
+    (mine, known), (other, theirs_known) = sides
+    after = {(read.before, read.key[1]): read.token for read in other if read.key not in known}
+    found = [
+        (read.key[1], read.token, after[read.before, read.key[1]])
+        for read in mine
+        if read.key not in theirs_known and (read.before, read.key[1]) in after
+    ]
+    return min(found, default=None)
 
 
 def sampled(rows: Sequence[Any] | Array, most: int) -> Array:

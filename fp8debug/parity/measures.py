@@ -11,6 +11,7 @@ For a norm the product is its formula, with the epsilon of the training where it
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ MAX_ROWS, MAX_ELEMENTS = 256, 1 << 24
 BLOCK = 128
 #: Largest relative error of rounding to E5M2, 1/9, with room for a scale's own rounding.
 ROUNDING = 0.13
+_IN_EXPERTS = re.compile(r"(?:^|\.)experts?\w*\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Measures:
         gain: of each path, sum(product Y) / |product|^2.
         eps: of a norm, by path.
         flips: share of the tokens that are routed otherwise.
+        same_tokens: whether both paths read the same tokens, so that numbers of rows of experts compare.
         adapter: whether each path adds an adapter's product to the module's own.
         bad: paths ("training", "rollout") whose output has NaN or Inf.
     """
@@ -71,6 +74,7 @@ class Measures:
     gain: tuple[float | None, float | None] = (None, None)
     eps: tuple[float | None, float | None] = (None, None)
     flips: float | None = None
+    same_tokens: bool = True
     adapter: tuple[bool, bool] = (False, False)
     bad: tuple[str, ...] = ()
 
@@ -93,7 +97,8 @@ def measure_module(
     first: ModuleOutput,
     second: ModuleOutput,
     rows: tuple[Array, Array] | None,
-    seed: int = 0,
+    *,
+    same_tokens: bool = True,
 ) -> Measures:
     """Return the differences of a module.
 
@@ -104,7 +109,7 @@ def measure_module(
         first: where ours has it.
         second: where theirs has it.
         rows: of the same tokens of both; None where rows correspond as they are.
-        seed: shifts nothing; modules of equal seeds see the same tokens.
+        same_tokens: whether neither path read tokens, padding among them, that the other did not.
 
     Raises:
         OSError: a tensor cannot be read.
@@ -114,14 +119,18 @@ def measure_module(
         modules[0].num_rows("output") or modules[0].num_rows("input"),
         modules[1].num_rows("output") or modules[1].num_rows("input"),
     )
-    picked = _picked(counts, rows, seed)
+    if rows is not None and is_of_expert(name):
+        is_alike = same_tokens and np.array_equal(*rows)  # an expert's rows have an order of their own
+        picked = _picked(counts, None, (0, 0)) if is_alike else None
+    else:
+        picked = _picked(counts, rows, (ours.num_tokens, theirs.num_tokens))
     slices = _slice(ours, theirs, first, second, True), _slice(theirs, ours, second, first, False)
     sides = [_side(dump, piece, part, None if picked is None else picked[i], len(slices) and counts[i])
              for i, (dump, piece, part) in enumerate(zip((ours, theirs), (first, second), slices, strict=True))]  # fmt: skip
     called = tuple(
         count if module.tensors else counts[1 - i] for i, (module, count) in enumerate(zip(modules, counts, strict=True))
     )
-    found: dict[str, Any] = {"num_rows": called, "kind": modules[0].kind or modules[1].kind}
+    found: dict[str, Any] = {"num_rows": called, "same_tokens": same_tokens, "kind": modules[0].kind or modules[1].kind}
     found["bad"] = _bad(sides)
     if picked is not None:
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
@@ -148,6 +157,11 @@ def measure_module(
     return Measures(module=name, theirs=second.module, **found)
 
 
+def is_of_expert(name: str) -> bool:
+    """Return whether a module lies in experts, one of them or all, and gets the rows that are routed to it."""
+    return _IN_EXPERTS.search(name) is not None
+
+
 def _bad(sides: list[_PathTensors]) -> tuple[str, ...]:
     """Return the paths whose output has NaN or Inf; none where both have the same infinities, as masks do."""
     outputs = [side.y for side in sides]
@@ -162,14 +176,22 @@ def _bad(sides: list[_PathTensors]) -> tuple[str, ...]:
     return () if np.array_equal(np.isinf(a), np.isinf(b)) else found
 
 
-def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, seed: int) -> tuple[Array, Array] | None:
-    """Return the sampled rows of both; None where rows do not correspond."""
+def _picked(counts: tuple[int, int], rows: tuple[Array, Array] | None, tokens: tuple[int, int]) -> tuple[Array, Array] | None:
+    """Return the sampled rows of both; None where rows do not correspond.
+
+    A module with several rows for each token, as a norm of each head has, has them beside one another.
+    """
     if rows is not None:
+        each = {count // number if count % number == 0 else 0 for count, number in zip(counts, tokens, strict=True) if number}
+        if len(each) == 1 and (number := each.pop()) > 1:
+            every = [(side[:, None] * number + np.arange(number)).ravel() for side in rows]
+            places = sampled(every[0], MAX_ROWS)
+            return every[0][places], every[1][places]
         if counts[0] > rows[0].max() and counts[1] > rows[1].max():
             places = sampled(rows[0], MAX_ROWS)
             return rows[0][places], rows[1][places]
         if not (np.array_equal(rows[0], rows[1]) or counts[0] != counts[1]):
-            return None  # an expert's rows, of sequences in another order
+            return None
     if counts[0] != counts[1] or not counts[0]:
         return None
     places = sampled(np.arange(counts[0]), MAX_ROWS)

@@ -292,7 +292,7 @@ class PathsDiffer(PathRule):
         token_mult_prob_error, the mean of exp(|difference of the log-probabilities|), above max_error, where no module's own
         difference explains it; a NaN or Inf in one path alone or in both. And recorded log-probabilities that do not follow
         from the same path's logits, by the same limit: of another temperature, renormalized after top-p or top-k, of another
-        token.
+        token. And sequences that go on with other tokens in both paths after the same beginning.
 
     Why it matters
         Importance ratios are off, whatever the reason.

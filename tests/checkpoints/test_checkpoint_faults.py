@@ -323,3 +323,25 @@ def test_equal_causes_are_one_finding(tmp_path: Path) -> None:
         del tensors[f"{name}_scale_inv"]
     (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
     assert (finding.tensor, finding.also) == (BAD, (NAMES[0], NAMES[3], NAMES[2]))
+
+
+def test_scales_that_are_rounded_to_one_power_of_two(tmp_path: Path) -> None:
+    """Blocks with similar amaxes get one scale; it was rounded and not broadcast, which a scale of 1 or of FP32 would be."""
+    weight = torch.randn(384, 512, generator=torch.Generator().manual_seed(3)).bfloat16() * 0.02
+    codes, scales = writers.cast(weight)
+    largest = scales.max()
+    for stored, code in ((writers.ceil_pow2(largest), "F218"), (largest, "F217")):
+        tensors = {"a.0.weight": codes, "a.0.weight_scale_inv": torch.full_like(scales, stored.item())}
+        (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+        assert (finding.code, finding.tensor) == (code, "a.0.weight")
+
+
+def test_a_factor_of_two_in_mxfp4_is_no_rounding(tmp_path: Path) -> None:
+    """FP4 moves a block's best factor by far more than FP8 does, and every ratio of E8M0 scales is a power of two."""
+    weights = writers.original()
+    tensors = writers.LAYOUTS["mxfp4_blocks"](weights)
+    tensors[f"{BAD}_scales"] += 1
+    reference = writers.save(weights, tmp_path / "original.safetensors")
+    (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"), reference)
+    assert (finding.code, finding.tensor) == ("F231", BAD) and "2 times" in finding.message
+    assert "fnuz" not in finding.message

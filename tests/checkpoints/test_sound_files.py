@@ -75,6 +75,53 @@ def test_uniform_constant_and_ternary_weights_are_no_faults(tmp_path: Path) -> N
         assert said(check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))) == []
 
 
+def test_a_uniform_weight_whose_blocks_have_one_amax_is_no_constant_scale(tmp_path: Path) -> None:
+    """PyTorch initializes Linears so; in BF16 the amax of every block is the bound."""
+    weight = ((torch.rand(512, 384, generator=torch.Generator().manual_seed(1)) * 2 - 1) * 0.05).bfloat16()
+    codes, scales = writers.cast(weight)
+    assert scales.numel() == 12 and len(scales.unique()) == 1
+    file = writers.save({"a.0.weight": codes, "a.0.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    assert said(check_checkpoint(file)) == []
+
+
+def test_tiny_scales_of_zero_blocks_are_not_too_small(tmp_path: Path) -> None:
+    """Writers that clamp the amax by an eps leave any scale above a block of zeros."""
+    weight = writers.original()["model.layers.0.mlp.down_proj.weight"].clone()
+    weight[:, 128:] = 0
+    reference = writers.save({"a.0.weight": weight}, tmp_path / "original.safetensors")
+    codes, scales = writers.cast(weight, (1, 32), pow2=True)
+    scales = torch.where(scales > 2.0**-60, scales, 2.0**-100)
+    codes = torch.nan_to_num(codes.float()).to(writers.E4)
+    tensors = {"a.0.weight": codes, "a.0.weight_scale": writers.e8m0_bytes(scales)}
+    assert said(check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"), reference)) == []
+
+
+@pytest.mark.parametrize("experts", ["joined", "one by one"])
+def test_experts_of_a_reference_that_lie_transposed(tmp_path: Path, experts: str) -> None:
+    """transformers keeps experts as [experts, inputs, outputs]; down_proj is square, so that its shape does not tell."""
+    generator = torch.Generator().manual_seed(1)
+    stem, shapes = "model.layers.0.mlp.experts", {"gate_up_proj": (512, 256), "down_proj": (256, 256)}
+    tensors, reference = {}, {}
+    for name, shape in shapes.items():
+        weights = torch.randn(3, *shape, generator=generator).bfloat16() * 0.02
+        reference[f"{stem}.{name}"] = weights.transpose(1, 2).contiguous()
+        if experts == "joined":
+            pairs = [writers.cast(one) for one in weights]
+            tensors[f"{stem}.{name}"] = torch.stack([codes.view(torch.uint8) for codes, _ in pairs]).view(writers.E4)
+            tensors[f"{stem}.{name}_scale_inv"] = torch.stack([scales for _, scales in pairs])
+            continue
+        for number, one in enumerate(weights):
+            for part, rows in zip(("gate_proj", "up_proj") if "up" in name else (name,), one.split(256), strict=True):
+                codes, scales = writers.cast(rows)
+                tensors |= {f"{stem}.{number}.{part}.weight": codes, f"{stem}.{number}.{part}.weight_scale_inv": scales}
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    assert said(check_checkpoint(file, writers.save(reference, tmp_path / "original.safetensors"))) == []
+    reference[f"{stem}.down_proj"][1] *= -1
+    (finding,) = check_checkpoint(file, writers.save(reference, tmp_path / "original.safetensors"))
+    wanted = f"{stem}.down_proj" if experts == "joined" else f"{stem}.1.down_proj.weight"
+    assert finding.code == "F234" and finding.tensor == wanted
+
+
 def test_scales_rounded_down_as_ocp_mx_are_sound(tmp_path: Path) -> None:
     weights = writers.original()
     tensors = dict(weights)

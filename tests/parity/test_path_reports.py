@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp8debug
+from fp8debug.errors import RunError
 from fp8debug.linear import Fp8Linear
 from fp8debug.parity import compare_paths, record_path
+from fp8debug.parity.compare import judge
+from fp8debug.parity.measures import Measures
 from fp8debug.parity.report import metric_words
 from tests.bench.parity_models import Decoder, Experts, Gated, rollout, tokens, training
 
@@ -285,7 +288,97 @@ def test_few_tokens_in_common_are_reported(tmp_path: Path) -> None:
     other[:, 5:] = (other[:, 5:] + 1) % 300
     record_path(model, other, tmp_path / "rollout")
     report = compare_paths(tmp_path / "train", tmp_path / "rollout")
-    assert not report and report.problems == ["only 10 of 96 tokens are in both paths; record both on the same tokens"]
+    assert report.problems == ["only 10 of 96 tokens are in both paths; record both on the same tokens"]
+    (finding,) = report
+    assert finding.code == "F308" and finding.tensor == "tokens" and finding.value == 5
+    assert "at position 5 of a sequence" in finding.message
+
+
+def test_more_sequences_longer_ones_and_other_padding_are_no_other_tokens(tmp_path: Path) -> None:
+    model, batch = training("llama", 0), tokens(0)
+    padded = torch.cat([batch[:, :20], torch.full((len(batch), 6), 3)], 1)
+    longer = torch.cat([batch[:, :20], torch.full((len(batch), 4), 7)], 1)
+    for name, x in (("all", batch), ("first", batch[:1]), ("short", batch[:, :9]), ("pad3", padded), ("pad7", longer)):
+        record_path(model, x, tmp_path / name)
+    for a, b in (("all", "first"), ("short", "all"), ("pad3", "pad7"), ("pad3", "all")):
+        assert not list(compare_paths(tmp_path / a, tmp_path / b)), (a, b)
+
+
+def test_no_token_in_common_names_the_first_that_differs(tmp_path: Path) -> None:
+    model, batch = training("llama", 0), tokens(0)
+    record_path(model, batch, tmp_path / "train")
+    begun = torch.cat([torch.full((len(batch), 1), 299), batch], 1)[:1]
+    record_path(model, begun, tmp_path / "rollout")
+    with pytest.raises(RunError, match=r"no token in common \(at position 0 one has id \d+, the other 299\)"):
+        compare_paths(tmp_path / "train", tmp_path / "rollout")
+
+
+class HeadNorm(nn.Module):
+    """A decoder's embedding and the norm of its heads, as Qwen3 has them: several rows for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(300, 64)
+        self.q_norm = nn.RMSNorm(16)
+        self.lm_head = nn.Linear(64, 300)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        y: Tensor = self.lm_head(self.q_norm(x.view(*x.shape[:2], 4, 16)).reshape(x.shape))
+        return y
+
+
+def test_rows_of_heads_follow_their_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = HeadNorm(), torch.randint(0, 300, (4, 24))
+    record_path(model, batch, tmp_path / "train")
+    record_path(model, batch.flip(0)[:, :17], tmp_path / "rollout")
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert not list(report)
+    assert next(m for m in report.modules if m.module == "q_norm").input == 0
+    model.q_norm.eps = 0.3
+    record_path(model, batch.flip(0), tmp_path / "other")
+    (finding,) = compare_paths(tmp_path / "train", tmp_path / "other")
+    assert (finding.code, finding.module) == ("F306", "q_norm")
+
+
+class JoinedExperts(nn.Module):
+    """Experts as transformers runs them: rows sorted by expert go through one activation function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(300, 32)
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.experts = nn.Module()
+        self.experts.act_fn = nn.SiLU()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids).reshape(-1, 32)
+        order = self.gate(x).topk(2).indices.ravel().argsort(stable=True) // 2
+        rows = self.experts.act_fn(x[order])  # type: ignore[operator]  # a module
+        return torch.zeros_like(x).index_add(0, order, rows).view(*input_ids.shape, 32)
+
+
+def test_rows_of_experts_have_no_order_of_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = JoinedExperts(), torch.randint(0, 300, (4, 24))
+    record_path(model, batch, tmp_path / "train")
+    for name, x in (("order", batch.flip(0)), ("shorter", batch[:, :17])):
+        record_path(model, x, tmp_path / name)
+        assert not list(compare_paths(tmp_path / "train", tmp_path / name)), name
+
+
+def test_a_cast_of_most_modules_is_one_finding_where_one_of_them_loses_less(tmp_path: Path) -> None:
+    """An input with few large values loses less by its cast than the others; it is no kernel of its own."""
+    names = [f"layers.{number}.mlp.down_proj" for number in range(4)]
+    errors = [9e-5, 6e-4, 7e-4, 6e-4]
+    modules = [
+        Measures(module=name, theirs=name, kind="Linear", num_rows=(64, 64), input=0.0, output=error, weight=0.0,
+                 error=(2.7e-6, error))
+        for name, error in zip(names, errors, strict=True)
+    ]  # fmt: skip
+    (finding,) = judge(modules)
+    assert finding.code == "F304" and finding.module == names[0] and list(finding.also) == names[1:]
 
 
 @pytest.mark.parametrize("name", REPORTS)

@@ -32,6 +32,8 @@ class ConstantScale(FileRule):
         - min_blocks 8: blocks. No published basis.
         - min_top_share 0.9: share of the blocks that reach the largest code. Under one scale for all, one block does; under
           scales rounded to powers of two 5 % do (computed: log2(448 / 432)). Block scales as in numerics.md, 2.
+        - max_rms_share 0.5: root mean square of the codes over the largest. A uniform distribution has 0.58 (computed:
+          1 / sqrt(3)), a Gaussian in blocks of 128x128 0.25 (computed: its amax is 4 standard deviations).
     """
 
     code = "F217"
@@ -41,6 +43,7 @@ class ConstantScale(FileRule):
 
     min_blocks: int = 8
     min_top_share: float = 0.9
+    max_rms_share: float = 0.5
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights with such scales."""
@@ -50,6 +53,8 @@ class ConstantScale(FileRule):
             if (
                 FORMATS[weight.format].bits < 8
                 or not is_equal
+                or facts.rms_codes > self.max_rms_share * facts.amax_code
+                or (facts.num_scale_pow2 == facts.num_scales and facts.scale_min != 1)
                 or facts.num_blocks < self.min_blocks
                 or facts.num_scales < self.min_blocks
             ):

@@ -34,6 +34,8 @@ class ScaleRoundedAfterCast(FileRule):
         - min_blocks 4: blocks. No published basis.
         - min_top_share 0.9: share of the blocks that reach the largest code; under scales rounded before the cast 5 % do
           (computed: log2(448 / 432)), when rounded down 25 %.
+        - max_rms_share 0.5: root mean square of the codes over the largest; a uniform distribution, whose blocks may have one
+          amax, has 0.58 (computed: 1 / sqrt(3)).
         - max_loss_db 1.5: how far the refitted weight may be below the ideal cast. No published basis. Seen in transformers
           #46763, sglang #28418.
     """
@@ -44,6 +46,7 @@ class ScaleRoundedAfterCast(FileRule):
 
     min_blocks: int = 4
     min_top_share: float = 0.9
+    max_rms_share: float = 0.5
     max_loss_db: float = 1.5
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
@@ -64,7 +67,8 @@ class ScaleRoundedAfterCast(FileRule):
                 against is None
                 and are_pow2
                 and share >= self.min_top_share
-                and facts.scale_min != facts.scale_max
+                and (facts.scale_min != facts.scale_max or facts.scale_min != 1)
+                and facts.rms_codes <= self.max_rms_share * facts.amax_code
                 and facts.num_distinct > 3
             ):
                 reached = f"{facts.num_at_top} of {facts.num_blocks} blocks reach the largest code, as under FP32 scales alone"

@@ -54,7 +54,7 @@ class WrongFactor(FileRule):
             numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} without the factor"
             if against.factor is not None:
                 ratio = 1 / against.factor
-                text = f"the values are {ratio:.3g} times the reference's ({_named(ratio)}); {numbers}"
+                text = f"the values are {ratio:.3g} times the reference's ({_named(ratio, weight.format)}); {numbers}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=ratio, threshold=1 + self.max_gain_error)
             elif against.pattern == "inverse":
                 text = f"the stored scales are the inverse of those that fit the reference; {numbers}"
@@ -68,9 +68,9 @@ class WrongFactor(FileRule):
 _NAMED = {2.0: "fnuz codes read as fn, or the reverse", 448 / 240: "448 / 240, fn against fnuz maxima", 128.0: "57344 / 448"}
 
 
-def _named(ratio: float) -> str:
+def _named(ratio: float, fmt: str) -> str:
     for known, name in _NAMED.items():
-        if min(abs(log2(ratio / known)), abs(log2(ratio * known))) < 0.02:
+        if fmt.startswith(("e4m3", "e5m2")) and min(abs(log2(ratio / known)), abs(log2(ratio * known))) < 0.02:
             return name
     return "a scale of another amax"
 
