@@ -134,7 +134,7 @@ class LinearRecorder:
     def holds(self, weight: Tensor) -> bool:
         """Return whether a tensor is the weight, where another may have had its memory before."""
         own = self.weight
-        return own is not None and own.data_ptr() == weight.data_ptr() and own.shape == weight.shape
+        return own is weight or (own is not None and own.data_ptr() == weight.data_ptr() and own.shape == weight.shape)
 
     def begin(self, flops: int, trains: bool) -> None:
         """Begin a forward op."""
@@ -143,8 +143,12 @@ class LinearRecorder:
         if self._step_count != self._probe.observer.step_count:
             self._step_count = self._probe.observer.step_count
             self._kept.clear()
-        with torch.set_grad_enabled(trains):  # the op of a pass that trains runs below autograd
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(trains)  # the op of a pass that trains runs below autograd
+        try:
             self._is_sampled = self._probe.begin()
+        finally:
+            torch._C._set_grad_enabled(before)
         self._probe.layout = None
 
     def leave_out(self) -> None:
@@ -181,14 +185,14 @@ class LinearRecorder:
 
     def backward(self, grad_output: Tensor, weight: Tensor, dgrad: Product | None, wgrad: Product | None) -> None:
         """Record dgrad and wgrad, or whether they are finite."""
-        products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
         if self._kept and self._step_count == self._probe.observer.step_count:
             address = _address(None if wgrad is None else wgrad[1])
             # A recomputed forward op has saved the operand elsewhere; its backward op is that of the last one.
             kept = self._kept.pop(address) if address in self._kept else self._kept.popitem()[1]
             with self._nothing_known():
                 self._probe.backward(grad_output, weight, dgrad, wgrad, kept)
-        elif not self._probe.observer.sampling:
+        elif not self._probe.observer.sampling and self._probe.checks(grad_output):
+            products = {Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
             results = {which: product[2] for which, product in products.items() if product and product[2] is not None}
             self._probe.check_backward(grad_output, results)
 
