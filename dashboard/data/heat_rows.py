@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8debug.store.read.module_names import folded
 
-from .healthy_ranges import badness, severities
+from .healthy_ranges import badness, kinds_in, severities
 from .nonfinite import FINITE, MISSING
 from .records import Floats, Heat, Ints, Mark
 
@@ -92,9 +92,9 @@ def scores(heat: Heat) -> Floats:
     else:
         known = severities(heat.metric, heat.values, heat.kinds)
         found = np.full(heat.values.shape, np.nan, np.float32)
-        for kind in np.unique(heat.kinds):
+        for kind in kinds_in(heat.kinds):
             own = heat.kinds == kind
-            found[own] = badness(heat.metric, heat.values[own], int(kind))
+            found[own] = badness(heat.metric, heat.values[own], kind)
         if known is not None:  # the order of badness among equally severe ones
             found = np.maximum(known, 0) + np.float32(1e-3) * np.tanh(found)
     found = np.where(np.isnan(found), -np.inf, found)

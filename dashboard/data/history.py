@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp8debug.errors import RunError
 from fp8debug.formats import FORMATS
 from fp8debug.metrics.histogram import FIRST_LOG2, NUM_BINS
 from fp8debug.store.dump_files import Dump, dumps_of
 
-from .arrays import floats, ints, states
+from .arrays import floats, ints
 from .nonfinite import LOST_SQL, STATE_SQL, has_nonfinite, spans_of
-from .records import BlockMap, History, Ints
+from .records import BlockMap, Floats, History, Ints
 from .step_ranges import sites_within, step_range, width_of
 
 if TYPE_CHECKING:
@@ -24,60 +26,122 @@ if TYPE_CHECKING:
 MAX_COLUMNS, MAX_TILES = 240, 192
 
 
-def history(run: Run, module: str, site: tuple[str, str], cast: str | None = None, is_thin: bool = False) -> History | None:
-    """Return the exponents of a site over steps, several steps added up where there are many; None without any.
+@dataclass(frozen=True, kw_only=True)
+class ModuleHistory:
+    """Exponents of all operands of one module over steps, whatever the cast: rows of (gemm, tensor, cast name, running, cell).
+
+    Attributes:
+        sites: (gemm, tensor) of each row.
+        casts: (cast name, running) of each row.
+        cells: int64 ``[rows]``.
+        steps: first step with a histogram, int32 ``[rows]``; of rows without one any number.
+        counts: of each exponent, float32 ``[bins, rows]``.
+        has_counts: where a row has a histogram, bool ``[rows]``.
+        scale_sum: of the mean log2 of scale_inv, float32 ``[rows]``.
+        scale_count: summands of it, int64 ``[rows]``.
+        lost: of each site what ``History.lost`` is.
+    """
+
+    sites: tuple[tuple[str, str], ...]
+    casts: tuple[tuple[str, bool], ...]
+    cells: Ints
+    steps: Ints
+    counts: Floats
+    has_counts: NDArray[np.bool_]
+    scale_sum: Floats
+    scale_count: Ints
+    lost: Mapping[tuple[str, str], tuple[tuple[int, int | None, int], ...]]
+
+    def of(self, site: tuple[str, str], cast: str | None = None) -> History | None:
+        """Return the exponents of a site, with the scales of a cast (the running one by default); None without any."""
+        own = np.array([one == site for one in self.sites], np.bool_)
+        counted = np.flatnonzero(own & self.has_counts)
+        if not len(counted):
+            return None
+        cells, column = np.unique(self.cells[counted], return_inverse=True)
+        counts = np.zeros((NUM_BINS, len(cells)), np.float64)
+        np.add.at(counts.T, column, self.counts[:, counted].T)
+        steps = np.full(len(cells), np.iinfo(np.int32).max, np.int32)
+        np.minimum.at(steps, column, self.steps[counted])
+        is_cast = np.array([actual if cast is None else name == cast for name, actual in self.casts], np.bool_)
+        scaled = np.flatnonzero(own & is_cast & (self.scale_count > 0) & np.isin(self.cells, cells))
+        sums, numbers = np.zeros(len(cells)), np.zeros(len(cells))
+        at = np.searchsorted(cells, self.cells[scaled])
+        np.add.at(sums, at, self.scale_sum[scaled])
+        np.add.at(numbers, at, self.scale_count[scaled])
+        name = min(((int(self.cells[i]), self.casts[i][0]) for i in scaled.tolist()), default=(0, ""))[1]
+        total = counts.sum(axis=0)
+        return History(
+            first_log2=FIRST_LOG2,
+            steps=steps,
+            shares=(counts / np.where(total > 0, total, 1)).astype(np.float32),
+            scale_inv_log2=np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan).astype(np.float32),
+            format=name.split(" ")[0] if name.split(" ")[0] in FORMATS else "",
+            cast_name=name,
+            lost=self.lost.get(site, ()),
+        )
+
+
+def module_history(run: Run, module: str, is_thin: bool = False) -> ModuleHistory:
+    """Return the exponents of a module's operands over steps, several steps added up where there are many.
+
+    One pass has all sites and casts: nearly all of it goes into unpacking the histograms of all modules.
 
     Args:
         run: the run.
         module: FQN.
-        site: (gemm, tensor).
-        cast: name of the cast whose range is drawn in; the running one by default.
-        is_thin: read some of many steps, see ``spans.step_condition``.
+        is_thin: read some of many steps, see ``step_ranges.step_condition``.
     """
     first, last = step_range(run) or (0, 0)
     width = width_of(run, "raw", first, last, MAX_COLUMNS)
     cell = f"CAST(floor((step - {first}) / {width}) AS BIGINT)"
     bins = ", ".join(f"sum(log2_hist[{i + 1}]) AS b{i}" for i in range(NUM_BINS))
     sites, _ = sites_within(run, first, last, is_thin)
-    of_site = "module = ? AND gemm = ? AND tensor = ? AND reference = 'operand'"
+    of_module = "module = ? AND reference = 'operand'"
     # Not a condition on the rows: pushed into the scan it unpacks the histograms of all modules before the others are dropped.
-    counted = run.sql(
-        f"SELECT min(step) FILTER (WHERE log2_hist IS NOT NULL) AS step, {cell} AS cell, {bins} FROM {sites} AND {of_site}"
-        f" GROUP BY {cell} HAVING count(log2_hist) > 0 ORDER BY 2",
-        [module, *site],
+    table = run.sql(
+        f"SELECT gemm, tensor, cast_name, actual, {cell} AS cell, coalesce(min(step) FILTER (WHERE log2_hist IS NOT NULL), 0)"
+        f" AS step, count(log2_hist) AS num, sum(scale_inv_mean_log2) AS s, count(scale_inv_mean_log2) AS num_s, {bins}"
+        f" FROM {sites} AND {of_module} GROUP BY gemm, tensor, cast_name, actual, {cell} ORDER BY 1, 2, 3, 4, 5",
+        [module],
     )
-    if not counted.num_rows:
-        return None
-    which, named = ("cast_name = ?", [cast]) if cast is not None else ("actual", [])
-    scaled = run.sql(
-        f"SELECT {cell} AS cell, min(cast_name) AS cast_name, avg(scale_inv_mean_log2) AS s FROM {sites}"
-        f" AND {of_site} AND {which} AND scale_inv_mean_log2 IS NOT NULL GROUP BY {cell} ORDER BY 1",
-        [module, *site, *named],
-    )
-    counts = np.stack([floats(counted, f"b{i}") for i in range(NUM_BINS)])
-    scale = dict(zip(ints(scaled, "cell").tolist(), floats(scaled, "s").tolist(), strict=True))
-    name = str(scaled.column("cast_name")[0].as_py()) if scaled.num_rows else ""
-    total = counts.sum(axis=0)
-    return History(
-        first_log2=FIRST_LOG2,
-        steps=ints(counted, "step"),
-        shares=(counts / np.where(total > 0, total, 1)).astype(np.float32),
-        scale_inv_log2=np.array([scale.get(c, np.nan) for c in ints(counted, "cell").tolist()], dtype=np.float32),
-        format=name.split(" ")[0] if name.split(" ")[0] in FORMATS else "",
-        cast_name=name,
-        lost=tuple(_lost(run, f"{sites} AND {of_site}", [module, *site], ints(counted, "step"))),
+    gemm, tensor, name, actual = (table.column(i).to_pylist() for i in range(4))
+    found = tuple(zip(gemm, tensor, strict=True))
+    counted: dict[tuple[str, str], list[int]] = {site: [] for site in found}
+    steps, has_counts = ints(table, "step"), ints(table, "num") > 0
+    for site, step, has in zip(found, steps.tolist(), has_counts.tolist(), strict=True):
+        if has:
+            counted[site].append(step)
+    return ModuleHistory(
+        sites=found,
+        casts=tuple((one, bool(running)) for one, running in zip(name, actual, strict=True)),
+        cells=ints(table, "cell"),
+        steps=steps,
+        counts=np.stack([np.nan_to_num(floats(table, f"b{i}")) for i in range(NUM_BINS)]),
+        has_counts=has_counts,
+        scale_sum=np.nan_to_num(floats(table, "s")),
+        scale_count=ints(table, "num_s"),
+        lost=_lost(run, f"{sites} AND {of_module}", module, counted),
     )
 
 
-def _lost(run: Run, sites: str, params: list[str], counted: Ints) -> Iterator[tuple[int, int | None, int]]:
-    """Yield the stretches of steps at which a site has no finite element, and so no exponents."""
+def _lost(
+    run: Run, sites: str, module: str, counted: Mapping[tuple[str, str], Sequence[int]]
+) -> dict[tuple[str, str], tuple[tuple[int, int | None, int], ...]]:
+    """Return of each site the stretches of steps at which it has no finite element, and so no exponents."""
     if not has_nonfinite(run):
-        return
-    table = run.sql(f"SELECT step, max({STATE_SQL}) AS state FROM {sites} AND {LOST_SQL} GROUP BY step ORDER BY step", params)
-    steps = np.concatenate([counted, ints(table, "step")])
-    found = np.concatenate([np.zeros(len(counted), np.int8), states(table, "state")])
-    order = np.argsort(steps, kind="stable")
-    yield from spans_of(steps[order], found[order])
+        return {}
+    rows = run.sql(
+        f"SELECT gemm, tensor, step, max({STATE_SQL}) AS state FROM {sites} AND {LOST_SQL} GROUP BY gemm, tensor, step", [module]
+    )
+    found = {site: dict.fromkeys(steps, 0) for site, steps in counted.items()}
+    for row in rows.to_pylist():
+        found.setdefault((row["gemm"], row["tensor"]), {})[row["step"]] = row["state"]
+    spans = {}
+    for site, states in found.items():
+        steps = np.array(sorted(states), np.int32)
+        spans[site] = tuple(spans_of(steps, np.array([states[step] for step in steps.tolist()], np.int8)))
+    return spans
 
 
 def dumped_steps(run: Run, module: str) -> list[tuple[int, str]]:

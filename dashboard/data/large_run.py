@@ -7,6 +7,16 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from fp8debug import Run
+from fp8debug.store.read.files import RunFiles
+
+
+class BackgroundRun(Run):
+    """A run on a connection that leaves one core to the answers that a reader waits for."""
+
+    def _create_views(self, files: RunFiles) -> None:
+        threads = self._connection.execute("SELECT CAST(current_setting('threads') AS INTEGER)").fetchall()[0][0]
+        self._connection.execute(f"SET threads = {max(1, threads - 1)}")
+        super()._create_views(files)
 
 
 class LargeRun(Run):

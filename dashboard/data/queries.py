@@ -139,8 +139,14 @@ def recorded_lately(run: Run) -> list[str]:
     return [name for name in names if found.get(name)]
 
 
-def casts(run: Run) -> list[tuple[str, bool]]:
-    """Return (cast name, running) of every operand cast recorded, running ones first."""
+def casts(run: Run, cache: MetricCache | None = None) -> list[tuple[str, bool]]:
+    """Return (cast name, running) of every operand cast recorded, running ones first; a table in memory knows them."""
+    if cache is not None:
+        running: dict[str, bool] = {}
+        for _, _, name, reference, actual in cache.keys:
+            if reference == "operand":
+                running[name] = running.get(name, False) or actual
+        return sorted(running.items(), key=lambda cast: (not cast[1], cast[0]))
     table = run.sql(
         "SELECT cast_name, max(CASE WHEN actual THEN 1 ELSE 0 END) AS running FROM stats WHERE reference = 'operand'"
         " GROUP BY cast_name ORDER BY 2 DESC, 1"
@@ -446,18 +452,26 @@ def sampled_steps(run: Run, module: str, cache: MetricCache | None = None, is_th
     return [int(row["step"]) for row in found]
 
 
-def side_by_side(run: Run, module: str, site: tuple[str, str], step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per cast (or reference, of a result) of a site at one step, the running cast first.
+def rows_at(run: Run, module: str, step: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of all sites of a module at one step in one query, which costs as much as that of a single site.
 
-    Each has its ``state``, and ``lost``: no element is finite, and a value of the finite ones says nothing.
+    Of each site there is one row per cast (or reference, of a result), the running cast first. Each has its ``state``, and
+    ``lost``: no element is finite, and a value of the finite ones says nothing.
     """
-    names = ", ".join(column(name) for name in columns)
+    ours = ("log2_hist", "scale_inv_min", "scale_inv_max", "scale_inv_mean_log2")
+    names = ", ".join([*ours, *(column(name) for name in columns if name not in ours)])
     return _rows(
         run,
-        f"SELECT cast_name, reference, actual, {KIND_SQL} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
-        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
-        [module, *site, step],
+        "SELECT step, gemm, tensor, cast_name, reference, actual,"
+        f" {KIND_SQL} AS kind, {STATE_SQL} AS state, {LOST_SQL} AS lost, {names} FROM sites"
+        " WHERE module = ? AND step = ? ORDER BY actual DESC, reference DESC, cast_name",
+        [module, step],
     )
+
+
+def side_by_side(rows: Sequence[dict[str, Any]], site: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return those of :func:`rows_at` that are of one site."""
+    return [row for row in rows if (row["gemm"], row["tensor"]) == site]
 
 
 def last_sampled(run: Run) -> int | None:
@@ -474,28 +488,20 @@ def first_not_finite(run: Run, module: str) -> int | None:
     return None if step is None else int(step)
 
 
-def lost_at(run: Run, module: str, site: tuple[str, str], step: int) -> int:
-    """Return the state of a site without any finite element at a step, or 0."""
-    asked = (
-        f"SELECT max({STATE_SQL}) AS state FROM sites WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND {LOST_SQL}"
-    )
-    return int(_rows(run, asked, [module, *site, step])[0]["state"] or 0)
+def lost_at(rows: Sequence[dict[str, Any]], site: tuple[str, str]) -> int:
+    """Return the state of a site without any finite element among :func:`rows_at`, or 0."""
+    return max((int(row["state"]) for row in side_by_side(rows, site) if row["lost"]), default=0)
 
 
-def histogram(run: Run, module: str, site: tuple[str, str], step: int, cast: str | None = None) -> ExponentHistogram | None:
-    """Return the exponent histogram of a site at one step, with the range of a cast (the running one by default)."""
-    rows = _rows(
-        run,
-        "SELECT cast_name, actual, log2_hist, scale_inv_min, scale_inv_max, scale_inv_mean_log2 FROM sites"
-        " WHERE module = ? AND gemm = ? AND tensor = ? AND step = ? AND reference = 'operand' ORDER BY actual DESC, cast_name",
-        [module, *site, step],
-    )
+def histogram(rows: Sequence[dict[str, Any]], site: tuple[str, str], cast: str | None = None) -> ExponentHistogram | None:
+    """Return the exponents of a site among :func:`rows_at`, with the range of a cast (the running one by default)."""
+    rows = [row for row in side_by_side(rows, site) if row["reference"] == "operand"]
     counts = next((row["log2_hist"] for row in rows if row["log2_hist"]), None)
     if counts is None:
         return None
     chosen = next((row for row in rows if row["cast_name"] == cast), rows[0])
     bins: NDArray[np.int64] = np.array(counts, dtype=np.int64)
-    return ExponentHistogram(first_log2=FIRST_LOG2, counts=bins, step=step, cast=_range(chosen))
+    return ExponentHistogram(first_log2=FIRST_LOG2, counts=bins, step=int(chosen["step"]), cast=_range(chosen))
 
 
 def _range(row: dict[str, Any]) -> CastRange | None:

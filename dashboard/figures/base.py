@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..data.health import ROOM, reason_of
-from ..data.healthy_ranges import envelope, severities
+from ..data.healthy_ranges import envelope, kinds_in, severities
 from ..data.heat_rows import HeatRows
 from ..data.metric_labels import label_of
 from ..data.nonfinite import FINITE, INF, MADE, MISSING, NAMES, NAN, States, in_words, spans_of
@@ -374,8 +374,8 @@ def _robust(values: Floats) -> Part:
 
 def severity_ticks(metric: str, kinds: Ints) -> Part:
     """Return the colour bar's words, with the thresholds where one envelope serves all cells of these kinds."""
-    one = np.unique(kinds)
-    found = envelope(metric, int(one[0])) if len(one) == 1 else None
+    one = kinds_in(kinds)
+    found = envelope(metric, one[0]) if len(one) == 1 else None
     words = {-2: _BEYOND.get(metric, "beyond"), 0: "healthy", 1: "warn", 2: "act", 3: "lost"}
     if found is not None and not any(s < 0 for s in found.severities):
         del words[-2]

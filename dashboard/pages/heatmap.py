@@ -73,7 +73,7 @@ def layout(view: View, run_view: RunView) -> Component:
     """Return the page."""
     metrics = metric_options(run_view.recorded())
     cast = run_view.default_cast()
-    casts = run_view.cache("casts", lambda: queries.casts(run_view.run))
+    casts = run_view.casts()
     fold = default_fold(len(run_view.run.modules))
     about, figure = parts(view, run_view)
     healths = [{"group": "all metrics", "items": [{"value": HEALTH, "label": "health"}]}]

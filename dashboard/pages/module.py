@@ -15,8 +15,9 @@ from fp8debug.types import RESULTS, Gemm
 from ..data import history as history_data
 from ..data import nonfinite, queries
 from ..data.coverage import in_words
+from ..data.history import ModuleHistory
 from ..data.metric_labels import label_of
-from ..data.records import History, StepSeries
+from ..data.records import StepSeries
 from ..data.step_ranges import step_condition, step_range
 from ..figures import history as history_figures
 from ..figures import module as module_figures
@@ -100,7 +101,7 @@ def layout(view: View, run_view: RunView) -> Component:
     metrics = metric_options(run_view.recorded())
     tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
     casts = [{"value": CAST, "label": "running cast"}]
-    casts += [{"value": name, "label": name} for name, _ in run_view.cache("casts", lambda: queries.casts(run_view.run))]
+    casts += [{"value": name, "label": name} for name, _ in run_view.casts()]
     return html.Div(
         [
             html.Div(head, id="module-head"),
@@ -172,7 +173,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     if module is None:
         nothing = empty("no such module")
         return [], [], nothing, [], nothing, nothing, nothing, nothing, None, []
-    run, site, metric = run_view.run, chosen_site(view), view.get("metric", METRIC)
+    site, metric = chosen_site(view), view.get("metric", METRIC)
     steps = _sampled(run_view, module)
     default = default_step(run_view, module, steps)  # once: the findings may come while the page is being made
     step = default if view.get_int("step") is None else _nearest(steps, int(view.get("step")))
@@ -204,13 +205,14 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
             choices,
         )
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
-    hist = queries.histogram(run, module, site, step, cast)
-    lost = 0 if hist is not None else queries.lost_at(run, module, site, step)
+    rows = _rows(run_view, module, step)
+    hist = queries.histogram(rows, site, cast)
+    lost = 0 if hist is not None else queries.lost_at(rows, site)
     return (
         _head(view, run_view, module),
         about,
         nine,
-        _casts(run_view, module, site, step),
+        _casts(run_view, rows, site, step),
         shaped(module_figures.scales(scale, headroom, step), view, run_view).about(*words, place, "scale_inv and headroom"),
         module_figures.histogram(hist, lost).about(*words, place, f"exponents at step {step}"),
         shaped(_history(view, run_view, module, step, lost), view, run_view).about(*words, place, "exponents over steps"),
@@ -265,34 +267,45 @@ def _lines(run_view: RunView, module: str, metric: str) -> dict[str, list[StepSe
     return found
 
 
-def _key(view: View, module: str) -> tuple[Any, ...]:
-    return "history", module, chosen_site(view), view.get("cast", CAST)
+def _key(module: str) -> tuple[str, str]:
+    return "history", module
 
 
-def _read_history(view: View, run_view: RunView, module: str) -> History | None:
-    cast = None if view.get("cast", CAST) == CAST else view.get("cast")
-    found: History | None = run_view.cache(
-        _key(view, module),
-        lambda: history_data.history(run_view.second_connection(), module, chosen_site(view), cast, run_view.is_huge),
+def _read_history(run_view: RunView, module: str) -> ModuleHistory:
+    found: ModuleHistory = run_view.cache(
+        _key(module), lambda: history_data.module_history(run_view.second_connection(), module, run_view.is_huge)
+    )
+    return found
+
+
+def _columns(run_view: RunView) -> list[str]:
+    return [name for name in (*COLUMNS, *NOT_FINITE) if run_view.run.has(name)]
+
+
+def _rows(run_view: RunView, module: str, step: int) -> list[dict[str, Any]]:
+    """Return the rows of all sites at a step, kept: the next site of the module asks for no more."""
+    found: list[dict[str, Any]] = run_view.cache(
+        ("rows", module, step), lambda: queries.rows_at(run_view.run, module, step, _columns(run_view))
     )
     return found
 
 
 def _history(view: View, run_view: RunView, module: str, step: int, lost: int) -> Any:
     """Return the exponents over steps; of a large run they come later, as they are the widest column there is."""
-    if run_view.size >= SMALL_BYTES and not run_view.is_cached(_key(view, module)):
+    if run_view.size >= SMALL_BYTES and not run_view.is_cached(_key(module)):
         return empty("reading the histograms of all steps", 320)
-    return history_figures.exponents(_read_history(view, run_view, module), step, lost)
+    cast = None if view.get("cast", CAST) == CAST else view.get("cast")
+    return history_figures.exponents(_read_history(run_view, module).of(chosen_site(view), cast), step, lost)
 
 
 def is_pending(view: View, run_view: RunView) -> bool:
     """Return whether findings or the histograms of all steps are still to come."""
-    return not run_view.is_triaged or not run_view.is_cached(_key(view, chosen_module(view, run_view) or ""))
+    return not run_view.is_triaged or not run_view.is_cached(_key(chosen_module(view, run_view) or ""))
 
 
 def settle(view: View, run_view: RunView) -> object:
     """Read the histograms of the module and judge the run."""
-    return _read_history(view, run_view, chosen_module(view, run_view) or ""), run_view.judge()
+    return _read_history(run_view, chosen_module(view, run_view) or ""), run_view.judge()
 
 
 def _why_empty(run_view: RunView, module: str) -> str:
@@ -401,14 +414,13 @@ def _neighbour(arrow: str, name: str | None, view: View, kept: dict[str, str]) -
     return html.Span(link, className=side)
 
 
-def _casts(run_view: RunView, module: str, site: tuple[str, str], step: int) -> Component:
-    columns = [name for name in (*COLUMNS, *NOT_FINITE) if run_view.run.has(name)]
-    rows = queries.side_by_side(run_view.run, module, site, step, columns)
+def _casts(run_view: RunView, rows: Sequence[dict[str, Any]], site: tuple[str, str], step: int) -> Component:
+    rows = queries.side_by_side(rows, site)
     if not rows:
         return note(f"Nothing was recorded at {site[0]} {site[1]} in step {step:,}.")
     bad = any(row["state"] for row in rows)
     counts = [name for name in ("num_nan", "num_inf", "num_actual_nonfinite") if bad and any(row.get(name) for row in rows)]
-    columns = [name for name in columns if bad or any(row[name] is not None for row in rows)]
+    columns = [name for name in _columns(run_view) if bad or any(row[name] is not None for row in rows)]
     columns = [*counts, *(name for name in columns if name not in NOT_FINITE)]
     body: list[list[Any]] = []
     for row in rows:

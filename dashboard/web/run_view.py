@@ -13,7 +13,7 @@ from fp8debug.errors import Fp8DebugError
 
 from ..data import queries
 from ..data.health import HEALTH
-from ..data.large_run import LargeRun
+from ..data.large_run import BackgroundRun, LargeRun
 from ..data.metric_cache import MetricCache, build
 from ..figures.theme import level
 
@@ -144,7 +144,7 @@ class RunView:
         """Return the run on a second connection, for what takes long: a connection answers one question at a time."""
         with self._opening:
             if self._second_connection is None:
-                self._second_connection = Run(self.run.path)
+                self._second_connection = BackgroundRun(self.run.path)
             return self._second_connection
 
     @property
@@ -192,6 +192,8 @@ class RunView:
             found = build(self.run.path)
             if self._loading_cache is threading.current_thread():
                 self.metric_cache = found
+                if found is not None:  # or the next page reads all rows to ask at which steps there are any
+                    self.run.memo("sampled_steps", found.sampled.tolist)
 
     def drop_cache(self) -> None:
         """Give the table in memory back; it is read anew when it is asked for."""
@@ -277,6 +279,11 @@ class RunView:
                     self._kept.pop(next(iter(self._kept)), None)
                 self._kept[key] = found
             return self._kept.get(key)
+
+    def casts(self) -> list[tuple[str, bool]]:
+        """Return (cast name, running) of every operand cast recorded, running ones first."""
+        found: list[tuple[str, bool]] = self.cache("casts", lambda: queries.casts(self.run, self.metric_cache))
+        return found
 
     def recorded(self) -> list[str]:
         """Return the metrics of the run: those of a few steps until the whole run has been read, in the background."""

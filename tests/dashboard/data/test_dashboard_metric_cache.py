@@ -132,7 +132,7 @@ def test_of_a_huge_run_some_steps_are_read(ranks: int, tmp_path: Path, monkeypat
         chosen = np.isin(line.steps, some.steps)
         np.testing.assert_array_equal(point.steps, line.steps[chosen])
         np.testing.assert_array_equal(point.values, line.values[chosen])
-    exponents = history_data.history(run, name, ("fprop", "input"), is_thin=True)
+    exponents = history_data.module_history(run, name, is_thin=True).of(("fprop", "input"))
     assert exponents is not None and exponents.steps.tolist() == some.steps.tolist()
     assert queries.sampled_steps(run, name, is_thin=True) == steps
     by_rank = rank_data.by_rank(run, name, ("fprop", "input"), "amax", is_thin=True)

@@ -142,7 +142,7 @@ def test_a_run_that_is_nan_from_the_start_is_not_called_unrecorded(tmp_path: Pat
     lines = queries.several_traces(run, name, ["sqnr_db", "headroom"])
     assert "NaN from step 0" in words(module_figures.sites(lines["sqnr_db"], "sqnr_db", ("fprop", "input")))
     assert "NaN from step 0" in words(module_figures.scales(lines["headroom"], lines["headroom"]))
-    state = queries.lost_at(run, name, ("fprop", "input"), 0)
+    state = queries.lost_at(queries.rows_at(run, name, 0, []), ("fprop", "input"))
     assert words(module_figures.histogram(None, state)) == [
         "No element is finite at this step (NaN): there is no exponent to show"
     ]
@@ -165,7 +165,7 @@ def test_a_chart_without_a_finite_value_says_why() -> None:
 
 
 def test_exponents_over_steps_end_where_no_element_is_finite(run: Run) -> None:
-    found = history_data.history(run, samples.NAN_MODULE, ("fprop", "input"))
+    found = history_data.module_history(run, samples.NAN_MODULE).of(("fprop", "input"))
     assert found is not None and found.lost == ((AFTER, None, NAN),)
     assert f"no finite element: NaN from step {AFTER}" in words(history_figures.exponents(found))
 

@@ -107,19 +107,20 @@ def test_module_traces_have_one_line_per_site_cast_and_reference(run: Run) -> No
 
 
 def test_casts_side_by_side_start_with_the_running_one(run: Run) -> None:
-    rows = queries.side_by_side(run, samples.SICK, SITE, 390, ["sqnr_db", "headroom"])
+    rows = queries.side_by_side(queries.rows_at(run, samples.SICK, 390, ["sqnr_db", "headroom"]), SITE)
     assert [row["actual"] for row in rows] == [True, False, False]
     assert rows[0]["headroom"] > 1 and rows[0]["kind"] == DELAYED and rows[1]["kind"] == 0
 
 
 def test_histogram_has_the_range_of_the_chosen_cast(run: Run) -> None:
-    hist = queries.histogram(run, samples.SICK, SITE, 390)
-    other = queries.histogram(run, samples.SICK, SITE, 390, "e4m3fn tensorwise current")
+    rows = queries.rows_at(run, samples.SICK, 390, [])
+    hist = queries.histogram(rows, SITE)
+    other = queries.histogram(rows, SITE, "e4m3fn tensorwise current")
     assert hist is not None and hist.cast is not None and other is not None and other.cast is not None
     assert hist.cast.actual and hist.cast.format == "e4m3fn"
     assert other.cast.scale_inv_log2[1] - hist.cast.scale_inv_log2[1] == pytest.approx(3.3, abs=0.3)
-    assert queries.histogram(run, samples.SICK, ("fprop", "output"), 390) is None
-    assert queries.histogram(run, samples.SICK, SITE, 391) is None
+    assert queries.histogram(rows, ("fprop", "output")) is None
+    assert queries.histogram(queries.rows_at(run, samples.SICK, 391, []), SITE) is None
 
 
 def test_a_run_without_fp8_shows_its_what_ifs(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_ranks_are_merged(tmp_path: Path) -> None:
     assert queries.heat(run, "underflow_rate").values.shape == (6, 2)
     assert len(queries.module_traces(run, "blocks.0.mlp.up", "sqnr_db", ("fprop", "input"))) == 1
     assert queries.health(run).values.shape == (6, 2) and queries.training(run)[0].steps.tolist() == list(range(20))
-    hist = queries.histogram(run, "blocks.0.mlp.up", ("fprop", "input"), 10)
+    hist = queries.histogram(queries.rows_at(run, "blocks.0.mlp.up", 10, []), ("fprop", "input"))
     assert hist is not None and hist.counts.sum() > 500_000
 
 
@@ -324,14 +325,14 @@ def test_a_site_that_is_nan_on_one_rank_only_comes_first(tmp_path: Path, metric:
 
 
 def test_history_has_the_shares_of_each_step_and_the_scale_of_the_cast(run: Run) -> None:
-    found = history_data.history(run, samples.SICK, SITE)
+    found = history_data.module_history(run, samples.SICK).of(SITE)
     assert found is not None and found.shares.shape == (64, 40) and found.format == "e4m3fn"
     assert found.shares.sum(axis=0) == pytest.approx(np.ones(40))
-    one = queries.histogram(run, samples.SICK, SITE, 390)
+    one = queries.histogram(queries.rows_at(run, samples.SICK, 390, []), SITE)
     assert one is not None and found.shares[:, -1] == pytest.approx(one.counts / one.counts.sum())
-    other = history_data.history(run, samples.SICK, SITE, "e4m3fn tensorwise current")
+    other = history_data.module_history(run, samples.SICK).of(SITE, "e4m3fn tensorwise current")
     assert other is not None and other.scale_inv_log2[-1] - found.scale_inv_log2[-1] == pytest.approx(3.3, abs=0.3)
-    assert history_data.history(run, samples.SICK, ("fprop", "output")) is None
+    assert history_data.module_history(run, samples.SICK).of(("fprop", "output")) is None
 
 
 def test_the_block_map_is_that_of_the_nearest_dump(run: Run) -> None:

@@ -186,3 +186,31 @@ def test_the_health_of_a_large_run_is_known_before_and_after_its_table_is_in_mem
     large._loading_cache.join()
     assert large.metric_cache is not None and large.has_health()
     assert set(large.heat().modules) == set(before.modules)
+
+
+def test_another_site_or_cast_of_a_module_asks_the_files_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query has the rows of all sites of a step, one pass the histograms of all sites and casts."""
+    run_view = ServedFolder(samples.write_sick(tmp_path / "run")).open(None)
+    shown = {"module": samples.SICK, "step": "390"}
+    module_page.settle(View("module", None, shown), run_view)
+    module_page.parts(View("module", None, shown), run_view)
+    asked: list[str] = []
+    ask = Run.sql
+
+    def sql(self: Run, query: str, *params: Any) -> Any:
+        asked.append(query)
+        return ask(self, query, *params)
+
+    monkeypatch.setattr(Run, "sql", sql)
+    for more in ({"site": "wgrad.input"}, {"site": "dgrad.weight", "cast": "e4m3fn tensorwise current"}):
+        module_page.parts(View("module", None, {**shown, **more}), run_view)
+    assert asked == []
+    module_page.parts(View("module", None, {**shown, "step": "380"}), run_view)
+    assert len(asked) == 1
+
+
+def test_what_takes_long_leaves_a_core_to_the_pages(tmp_path: Path) -> None:
+    run_view = ServedFolder(samples.write_healthy(tmp_path / "run", num_steps=20)).open(None)
+    query = "SELECT CAST(current_setting('threads') AS INTEGER) AS n"
+    of_pages, behind = (run.sql(query)["n"][0].as_py() for run in (run_view.run, run_view.second_connection()))
+    assert behind == max(1, of_pages - 1)
