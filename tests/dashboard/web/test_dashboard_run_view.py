@@ -14,11 +14,13 @@ import pytest
 from fp8debug import Run
 from fp8debug.errors import RunError, UnknownNameError
 from fp8debug_dashboard.pages import findings
+from fp8debug_dashboard.pages import module as module_page
 from fp8debug_dashboard.web import run_view as opened_module
 from fp8debug_dashboard.web import screens
 from fp8debug_dashboard.web.run_view import RunView
 from fp8debug_dashboard.web.source import QUIET_S, ServedFolder, file_stamp, is_run, last_write, marks, state
 from fp8debug_dashboard.web.triage_process import triage_in_process
+from fp8debug_dashboard.web.urls import View
 from tests.dashboard import samples
 
 
