@@ -40,6 +40,7 @@ class ModuleHistory:
         scale_sum: of the mean log2 of scale_inv, float32 ``[rows]``.
         scale_count: summands of it, int64 ``[rows]``.
         lost: of each site what ``History.lost`` is.
+        end: what ``History.end`` is.
     """
 
     sites: tuple[tuple[str, str], ...]
@@ -51,6 +52,7 @@ class ModuleHistory:
     scale_sum: Floats
     scale_count: Ints
     lost: Mapping[tuple[str, str], tuple[tuple[int, int | None, int], ...]]
+    end: int | None = None
 
     def of(self, site: tuple[str, str], cast: str | None = None) -> History | None:
         """Return the exponents of a site, with the scales of a cast (the running one by default); None without any."""
@@ -79,6 +81,7 @@ class ModuleHistory:
             format=name.split(" ")[0] if name.split(" ")[0] in FORMATS else "",
             cast_name=name,
             lost=self.lost.get(site, ()),
+            end=self.end,
         )
 
 
@@ -112,6 +115,7 @@ def module_history(run: Run, module: str, is_thin: bool = False) -> ModuleHistor
     for site, step, has in zip(found, steps.tolist(), has_counts.tolist(), strict=True):
         if has:
             counted[site].append(step)
+    lost = _lost(run, f"{sites} AND {of_module}", module, counted)
     return ModuleHistory(
         sites=found,
         casts=tuple((one, bool(running)) for one, running in zip(name, actual, strict=True)),
@@ -121,7 +125,8 @@ def module_history(run: Run, module: str, is_thin: bool = False) -> ModuleHistor
         has_counts=has_counts,
         scale_sum=np.nan_to_num(floats(table, "s")),
         scale_count=ints(table, "num_s"),
-        lost=_lost(run, f"{sites} AND {of_module}", module, counted),
+        lost=lost,
+        end=max((step for step in run.sampled_steps if step is not None), default=None) if any(lost.values()) else None,
     )
 
 

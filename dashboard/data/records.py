@@ -135,6 +135,7 @@ class History:
         format: name of the number format of the cast, or "".
         cast_name: of the cast, or "".
         lost: (first step, last step or None, state) of the stretches without any finite element.
+        end: the last sampled step, where the last of these stretches ends; None where there are none.
     """
 
     first_log2: int
@@ -144,6 +145,17 @@ class History:
     format: str = ""
     cast_name: str = ""
     lost: tuple[tuple[int, int | None, int], ...] = ()
+    end: int | None = None
+
+    def with_gaps(self) -> tuple[Ints, Floats, Floats]:
+        """Return steps, shares and scale_inv_log2 with columns of NaN at the ends of the stretches without finite elements."""
+        ends = {step for first, last, _ in self.lost for step in (first, self.end if last is None else last) if step is not None}
+        more = np.array(sorted(ends - set(self.steps.tolist())), np.int32)
+        steps = np.concatenate([self.steps, more])
+        order = np.argsort(steps, kind="stable")
+        gap = np.full(len(more), np.nan, np.float32)
+        shares = np.concatenate([self.shares, np.tile(gap, (len(self.shares), 1))], axis=1)
+        return steps[order], shares[:, order], np.concatenate([self.scale_inv_log2, gap])[order]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from ..data.healthy_ranges import envelope, kind_of
 from ..data.nonfinite import NAMES, in_words
 from ..data.records import BlockMap, History, StepSeries
 from .base import COLOR_BAR, STATE_COLORS, empty, line, plain, severity_ticks
-from .plot import LEGEND, Figure
+from .plot import LEGEND, Figure, Part
 from .theme import GREY, LINES, ORANGE, SEVERITY_RANGE, SEVERITY_SCALE, VERMILLION
 
 
@@ -30,7 +30,8 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
         return empty("No exponent histogram was recorded at this site", 110)
     filled = np.flatnonzero(found.shares.any(axis=1))
     low, high = int(filled[0]), int(filled[-1]) + 1
-    shares = found.shares[low:high]
+    steps, shares, scale_inv_log2 = found.with_gaps()  # or the axis ends where the finite elements do
+    shares = shares[low:high]
     with np.errstate(divide="ignore"):
         shown = np.where(shares > 0, np.log10(shares), np.float32(np.nan)).astype(np.float32)
     bins = (found.first_log2 + np.arange(low, high)).astype(np.float32) + np.float32(0.5)
@@ -38,7 +39,7 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
     figure.add(
         {
             "type": "heatmap",
-            "x": found.steps,
+            "x": steps,
             "y": bins,
             "z": shown,
             "zmin": -7,
@@ -61,8 +62,8 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
             figure.add(
                 {
                     "type": "scatter",
-                    "x": found.steps,
-                    "y": (found.scale_inv_log2 + np.float32(np.log2(value))).astype(np.float32),
+                    "x": steps,
+                    "y": (scale_inv_log2 + np.float32(np.log2(value))).astype(np.float32),
                     "mode": "lines",
                     "line": {"color": color, "width": 1.6, "dash": "dot" if color == ORANGE else "solid"},
                     "name": text,
@@ -72,11 +73,12 @@ def exponents(found: History | None, step: int | None = None, lost: int = 0) -> 
     if step is not None:
         figure.rule(GREY, x=step, dash="dash")
     for first, last, state in found.lost:
-        end = int(found.steps[-1]) if last is None else last
+        end = int(steps[-1]) if last is None else last
         figure.rule(STATE_COLORS[state], x=first, width=1.4)
         span = {"x0": first, "x1": max(first, end), "y0": 0, "y1": 1, "yref": "y domain"}
         figure.shape({"type": "rect", **span, "fillcolor": STATE_COLORS[state], "opacity": 0.2, "line": {"width": 0}})
-        figure.note(f"no finite element: {in_words(first, last, state)}", x=first, xref="x", y=0.02, xanchor="right", xshift=-4)
+        place: Part = {"xanchor": "left", "yanchor": "top", "xshift": 4}
+        figure.note(f"no finite element: {in_words(first, last, state)}", x=first, xref="x", y=0.97, **place)
     figure.over_steps(cursor=step, showgrid=False)
     figure.axis("y", title="log2 of magnitude", standoff=4, showgrid=False)
     return figure.set(320, margin={"r": 54})

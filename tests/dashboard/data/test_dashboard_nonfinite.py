@@ -167,7 +167,11 @@ def test_a_chart_without_a_finite_value_says_why() -> None:
 def test_exponents_over_steps_end_where_no_element_is_finite(run: Run) -> None:
     found = history_data.module_history(run, samples.NAN_MODULE).of(("fprop", "input"))
     assert found is not None and found.lost == ((AFTER, None, NAN),)
-    assert f"no finite element: NaN from step {AFTER}" in words(history_figures.exponents(found))
+    figure = history_figures.exponents(found)
+    assert f"no finite element: NaN from step {AFTER}" in words(figure)
+    last = run.sampled_steps[-1]
+    assert figure.data[0]["x"][-1] == last > AFTER, "the axis goes on to the last step, so that the stretch is in the plot"
+    assert np.isnan(figure.data[0]["z"][:, -2:]).all() and not np.isnan(figure.data[0]["z"][:, -3]).all()
 
 
 def test_the_worst_modules_are_those_that_are_nan(path: Path) -> None:
