@@ -226,7 +226,8 @@ def _open(
     if not tensors:
         reasons = "; ".join(f"{fault.file} {fault.reason}" for fault in faults[:3])
         raise RunError(f"{name} has no tensor that can be read{': ' + reasons if reasons else ''}")
-    config, quantization = _configuration(root)
+    config, quantization, damaged = _configuration(root)
+    faults += damaged
     return Checkpoint(
         name=name,
         tensors=tensors,
@@ -382,25 +383,32 @@ def _tensor(name: str, entry: Any, file: Path, base: int, size: int) -> Tensor:
     return Tensor(name=name, dtype=dtype, shape=tuple(shape), file=file, start=base + start, stop=base + stop)
 
 
-def _configuration(root: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return config.json and its quantization section; a file that cannot be read counts as absent."""
-    config = _mapping(root / "config.json")
+def _configuration(root: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None, list[FileFault]]:
+    """Return config.json, its quantization section, and the files of the two that cannot be read, which count as absent."""
+    faults: list[FileFault] = []
+    config, modelopt = (_mapping(root / name, faults) for name in ("config.json", "hf_quant_config.json"))
     for key in ("quantization_config", "compression_config", "quantization"):
         if isinstance(config.get(key), Mapping):
-            return config, config[key]
+            return config, config[key], faults
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and isinstance(inner.get("quantization_config"), Mapping):
-        return config, inner["quantization_config"]
-    modelopt = _mapping(root / "hf_quant_config.json").get("quantization")
-    return config, modelopt if isinstance(modelopt, Mapping) else None
+        return config, inner["quantization_config"], faults
+    section = modelopt.get("quantization")
+    return config, section if isinstance(section, Mapping) else None, faults
 
 
-def _mapping(path: Path) -> Mapping[str, Any]:
+def _mapping(path: Path, faults: list[FileFault]) -> Mapping[str, Any]:
     try:
         found = read_json(path) if path.is_file() else {}
-    except (OSError, ValueError, RunError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
+        if isinstance(found, Mapping):
+            return found
+        reason = "is no JSON object"
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror or why(error)}"
+    except (ValueError, RunError):
+        reason = "is no JSON"
+    faults.append(FileFault(kind="unreadable", file=path.name, reason=f"{reason}; the weights were judged without it"))
+    return {}
 
 
 def _clause(error: Exception) -> str:

@@ -345,3 +345,12 @@ def test_a_factor_of_two_in_mxfp4_is_no_rounding(tmp_path: Path) -> None:
     (finding,) = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"), reference)
     assert (finding.code, finding.tensor) == ("F231", BAD) and "2 times" in finding.message
     assert "fnuz" not in finding.message
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str) -> None:
+    writers.save(deepseek(writers.original()), tmp_path / "model.safetensors")
+    (tmp_path / name).write_text(text)
+    (finding,) = check_checkpoint(tmp_path)
+    assert (finding.code, finding.file) == ("F204", name) and "is no JSON" in finding.message

@@ -15,8 +15,8 @@ class UnreadableFile(FileRule):
     """A file, or a tensor in it, cannot be read.
 
     What it detects
-        Truncated files, headers that are no safetensors header, entries whose type, shape or place cannot be, tensors that
-        share bytes, and read errors. Everything else is judged.
+        Truncated files, headers that are no safetensors header, an index or a configuration that is no JSON, entries whose
+        type, shape or place cannot be, tensors that share bytes, and read errors. Everything else is judged.
 
     Why it matters
         Loaders fail, or skip the tensor and leave it at its initial value.
