@@ -210,7 +210,8 @@ def fits(against: Comparison, max_loss_db: float = 1.5) -> bool:
     """Return whether the codes fit the reference once each block has the right factor."""
     if against.refit_db is None or against.ideal_db is None:
         return False
-    return against.refit_db >= min(against.ideal_db, 60) - max_loss_db
+    is_better = against.sqnr_db is None or against.refit_db >= against.sqnr_db + 1  # else the factors explain nothing
+    return is_better and against.refit_db >= min(against.ideal_db, 60) - max_loss_db
 
 
 def is_rounded_twice(against: Comparison, min_loss_db: float = 1.0, max_loss_db: float = 8.0, max_far_rate: float = 0.05) -> bool:

@@ -354,3 +354,17 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, name: str,
     (tmp_path / name).write_text(text)
     (finding,) = check_checkpoint(tmp_path)
     assert (finding.code, finding.file) == ("F204", name) and "is no JSON" in finding.message
+
+
+def test_nvfp4_of_another_step_is_no_factor(tmp_path: Path) -> None:
+    """FP4 is so coarse that the factors of a slightly other weight lie within the tolerance; they explain nothing of it."""
+    weights = writers.original()
+    random = torch.Generator().manual_seed(3)
+    other = {
+        **weights,
+        BAD: (weights[BAD] + 0.05 * weights[BAD].float().std() * torch.randn(weights[BAD].shape, generator=random)).bfloat16(),
+    }
+    name = next(one for one in writers.LAYOUTS if one.startswith("nvfp4"))
+    file = writers.save(writers.LAYOUTS[name](other), tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert (finding.code, finding.tensor) == ("F234", BAD)
