@@ -200,7 +200,8 @@ class Watch:
         """Close the step that is under way; call it once per optimizer step, after it. Of inference: once per batch.
 
         Without any call steps are counted from the optimizer, and only the learning rate is known of them; of inference each call
-        of the root is one.
+        of the root is one. Where a batch of inference takes several passes, call it before the first of all too, which closes
+        nothing: else the first pass is a step of its own.
 
         Args:
             loss: number or scalar tensor; a tensor on a GPU is copied without synchronizing.
@@ -216,7 +217,10 @@ class Watch:
             return
         if self._closed:
             raise UsageError(f"the watch of {self.path} is closed; no step can be recorded after close()")
+        is_announced = self._passes is not None and not self._explicit and not self._passes.has_pass
         self._explicit = True
+        if is_announced:
+            return
         self._end({"loss": loss, "grad_norm": grad_norm, "lr": lr, "loss_scale": loss_scale, "tokens": tokens})
 
     def begin_step(self) -> None:

@@ -76,6 +76,20 @@ def test_forward_sites_are_recorded_and_outputs_stay_the_same(
     assert findings.classification["cause"] == ("healthy" if is_fp8 else "not-judged")
 
 
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_a_batch_of_several_passes_is_one_step_where_that_is_said_before(tmp_path: Path, is_announced: bool) -> None:
+    model = net()
+    with fp8debug.watch(model, tmp_path / "run", every=1, inference=True) as watch, torch.no_grad():
+        if is_announced:
+            watch.step()
+        for number in range(3):
+            for part in range(2):
+                model(batch(2 * number + part)[0])
+            watch.step()
+    run = fp8debug.Run(tmp_path / "run")
+    assert run.sampled_steps == list(range(3 if is_announced else 4))
+
+
 def test_rules_over_gradients_skip_with_the_reason(tmp_path: Path) -> None:
     model = net()
     with fp8debug.watch(model, tmp_path / "run", every=1, inference=True), torch.no_grad():
