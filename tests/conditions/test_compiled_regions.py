@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -400,6 +401,28 @@ def test_compiled_modules_take_turns(tmp_path: Path) -> None:
     assert by_step == {0: {"0", "1", "2"}, 2: {"1"}, 4: {"0", "2"}, 6: {"1"}, 8: {"0", "2"}}
     run = fp8debug.Run(tmp_path / "run")
     assert run.sampled_steps == [0, 2, 4, 6, 8] and run.sampled_steps_of("1.up") == [0, 2, 6]
+
+
+@pytest.mark.parametrize("make", [ScaledLinear, partial(nn.Linear, bias=False)], ids=["fp8", "plain"])
+def test_gemms_of_compiled_blocks_count_under_the_modules_that_run_them(make: Any, tmp_path: Path) -> None:
+    class Attending(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.softmax(x @ x.t(), -1) @ x
+
+    counted = {}
+    for kind in ("eager", "compiled"):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Attending(make) for _ in range(3))).bfloat16()
+        for block in model if kind == "compiled" else ():
+            block.compile(backend="aot_eager")
+        with fp8debug.watch(model, tmp_path / kind, every=1, what_if=()) as watch:
+            for step in range(2):
+                x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+                model(x).float().square().mean().backward()
+                watch.step()
+        run = fp8debug.Run(tmp_path / kind)
+        counted[kind] = {(g["fqn"], g["precision"]): g["flops"] for g in run.manifest["gemms"]}
+    assert counted["compiled"] == counted["eager"] and len(counted["eager"]) == 9
 
 
 def test_nobody_listens_to_a_compiled_call_that_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 They are counted in one sampled step, by the dispatch mode of the watch. The module that runs an op is found in the interpreter's
 frames, so that modules need no hooks. Only shapes are read. An Fp8Linear and Transformer Engine's modules, whose GEMMs are no ops
-of torch's, report theirs themselves. Compiled code shows the GEMMs that it leaves to libraries, under the compiled module.
+of torch's, report theirs themselves. Compiled code shows the GEMMs that it leaves to libraries, under the compiled module; where
+it is repeated, those of the repetition count in their place.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import FrameType
@@ -135,6 +137,7 @@ class GemmCounter:
         self._entries: dict[_Place, _Entry] = {}
         self._parameters: dict[int, tuple[str, nn.Module]] = {}
         self._last: tuple[_Place, int, str] | None = None
+        self._is_recounting = False
         self.is_on = False
         self.is_wanted = True
 
@@ -178,6 +181,38 @@ class GemmCounter:
         if self._see_ours in Fp8Linear.counters:
             Fp8Linear.counters.remove(self._see_ours)
 
+    def counted(self) -> dict[_Place, int]:
+        """Return the FLOPs that were counted so far."""
+        return {place: entry.flops for place, entry in self._entries.items()}
+
+    @contextmanager
+    def recounting(self, before: Mapping[_Place, int], after: Mapping[_Place, int]) -> Iterator[None]:
+        """Count a forward pass that is repeated in a backward pass, in place of the pass itself, whose modules nobody saw.
+
+        Args:
+            before: :meth:`counted` before that pass.
+            after: the same after it.
+        """
+        entries = self._entries
+        self._entries, self._is_recounting = {}, True
+        self.begin()
+        try:
+            yield
+            for place, flops in after.items():
+                if place in entries:
+                    entries[place].flops -= flops - before.get(place, 0)
+            for place, entry in self._entries.items():
+                known = entries.setdefault(place, _Entry())
+                known.flops += entry.flops
+                known.ops |= entry.ops
+            entries = {place: entry for place, entry in entries.items() if entry.flops}
+        finally:
+            self.end()
+            self._entries, self._is_recounting = entries, False
+
+    def _takes_pass(self) -> bool:
+        return self._is_recounting or torch._C._current_graph_task_id() == -1
+
     def see(self, packet: Any, args: Mapping[str, Any], result: Any) -> None:
         """Count an op if it is a GEMM.
 
@@ -187,7 +222,7 @@ class GemmCounter:
             result: what it returned.
         """
         formula = FLOPS.get(packet)
-        if formula is None or torch._C._current_graph_task_id() != -1:
+        if formula is None or not self._takes_pass():
             return
         module = self._running()
         if module is None:
@@ -233,7 +268,7 @@ class GemmCounter:
         return "GEMMs inside code under torch.compile are counted in part" if is_compile_in_use() else None
 
     def _see_ours(self, module: Fp8Linear, flops: int) -> None:
-        if id(module) in self._modules and torch._C._current_graph_task_id() == -1:
+        if id(module) in self._modules and self._takes_pass():
             self._add(module, "fp8", True, flops, "fp8", "")
 
     def _add(self, module: nn.Module, precision: str, is_fp8: bool, flops: int, op: str, weight: str) -> None:

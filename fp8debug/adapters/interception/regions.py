@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from fp8debug.adapters.interception.calls import call_eagerly, observe_regions
+from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
 from fp8debug.interruptions import is_ours
@@ -160,6 +161,7 @@ class Regions:
         self._refused: set[int] = set()
         self._outputs: list[Any] = []  # hooks on trained outputs whose backward pass has not come yet
         self._is_running = False
+        self._counter: GemmCounter | None = None  # the listener's, while a repetition runs
         self._seen: set[tuple[int, int]] = set()  # regions that were called outside a backward pass, by step
         self._first: dict[int, int] = {}  # of the step: position of a region's first module in execution order, by its id
         observer.on_end_step.append(self._forget)
@@ -202,14 +204,14 @@ class Regions:
             return run(*args, **kwargs)
         observer = self._observer
         outer, observer.begun = observer.begun, set()
-        modes = self._hide_listener(module)
+        modes, counted = self._hide_listener(module), self._counted()
         try:
             output = run(*args, **kwargs)
         finally:
             begun, observer.begun = observer.begun, outer
             self._show_listener(modes)
         if not before.region.watched <= begun:
-            self._repeat(before, begun, args, kwargs, output)
+            self._repeat(before, begun, args, kwargs, output, (counted, self._counted()))
         return output
 
     @untraced
@@ -234,6 +236,12 @@ class Regions:
         """Set the dispatch modes that :meth:`_hide_listener` returned; an exception that ended the call ends the root's too."""
         if modes is not None:
             set_modes(modes)
+
+    @untraced
+    def _counted(self) -> Mapping[Any, int]:
+        """Return the FLOPs that the step has counted so far; empty where none are."""
+        counter = self._listener.counter
+        return counter.counted() if counter is not None and counter.is_wanted else {}
 
     @untraced
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallState | None:
@@ -285,9 +293,24 @@ class Regions:
 
     @untraced
     def _repeat(  # noqa: C901  # a hook of the output, inside it one of the gradient, and what both share
-        self, before: _CallState, begun: set[str], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        before: _CallState,
+        begun: set[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        counted: tuple[Mapping[Any, int], Mapping[Any, int]],
     ) -> None:
-        """Have the region run once more when the gradient of the trained output is known."""
+        """Have the region run once more when the gradient of the trained output is known.
+
+        Args:
+            before: the state before the call.
+            begun: FQNs of the modules that the call recorded itself.
+            args: of the call.
+            kwargs: of the call.
+            output: what it returned.
+            counted: FLOPs that were counted before it, and after it.
+        """
         region, observer, states = before.region, self._observer, before.random
         if states is None:
             self._set_unowned(before.unowned_gemms)
@@ -321,7 +344,8 @@ class Regions:
                     try:
                         states.restore()
                         with self._isolated(region):
-                            outputs = run.forward(args, kwargs)
+                            with self._recounted(*counted):
+                                outputs = run.forward(args, kwargs)
                             if len(outputs) != len(trained):
                                 raise NotRepeatedError("its compiled call returns other tensors than its forward")
                             run.backward([outputs[i] for i in places], grads)
@@ -350,7 +374,7 @@ class Regions:
     @contextmanager
     def _isolated(self, region: _Region) -> Iterator[None]:
         """Run the program's forward as eager code that leaves no trace and that nobody else observes."""
-        modes, counter, self._is_running = active_modes(), self._listener.counter, True
+        modes, self._counter, self._is_running = active_modes(), self._listener.counter, True
         self._listener.counter = None
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         try:
@@ -360,7 +384,23 @@ class Regions:
                 yield
         finally:
             set_modes(modes)
-            self._listener.counter, self._is_running = counter, False
+            self._listener.counter, self._counter, self._is_running = self._counter, None, False
+
+    @contextmanager
+    def _recounted(self, before: Mapping[Any, int], after: Mapping[Any, int]) -> Iterator[None]:
+        """Count the FLOPs of a repetition's forward pass in place of those of the trained one, where those were counted."""
+        counter, listener = self._counter, self._listener
+        if counter is None or before == after:
+            yield
+            return
+        listener.counter = counter
+        try:
+            listener.enter()
+            with counter.recounting(before, after):
+                yield
+        finally:
+            listener.counter = None
+            listener.leave()
 
     def _refuse(self, module: nn.Module, error: Exception) -> None:
         """Leave a region out from now on and report that, the first of them on stderr."""
@@ -400,10 +440,10 @@ class _Repetition:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of what the module's forward returns."""
         args, kwargs = _pytree.tree_map(self._alias_of_input, (args, kwargs))
-        region, call = self._region, call_eagerly
+        region, call = self._region, cast("Callable[..., Any]", call_eagerly)
         if region.fsdp is not None:  # its hooks would gather the weights, which are there for the backward pass
             args, kwargs = region.fsdp._cast_forward_inputs(args, kwargs)
-            call = _call_forward
+            call = _call_impl
         with ExitStack() as stack:
             for autocast in self._autocast:
                 stack.enter_context(autocast.again())
@@ -549,8 +589,9 @@ def _fsdp_state_of(module: nn.Module) -> Any:
     return module._get_fsdp_state() if kind is not None and isinstance(module, kind) else None
 
 
-def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module.forward(*args, **kwargs)
+def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module without its hooks; a frame of this name is where ``gemm_flops.py`` finds the module that runs."""
+    return self.forward(*args, **kwargs)
 
 
 def _versions(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Tensor, int]]:
