@@ -193,9 +193,10 @@ class GemmCounter:
             before: :meth:`counted` before that pass.
             after: the same after it.
         """
-        entries = self._entries
+        entries, was_on = self._entries, self.is_on
         self._entries, self._is_recounting = {}, True
-        self.begin()
+        if not was_on:
+            self.begin()
         try:
             yield
             for place, flops in after.items():
@@ -207,7 +208,8 @@ class GemmCounter:
                 known.ops |= entry.ops
             entries = {place: entry for place, entry in entries.items() if entry.flops}
         finally:
-            self.end()
+            if not was_on:
+                self.end()
             self._entries, self._is_recounting = entries, False
 
     def _takes_pass(self) -> bool:
