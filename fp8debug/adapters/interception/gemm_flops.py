@@ -206,7 +206,7 @@ class GemmCounter:
                 known = entries.setdefault(place, _Entry())
                 known.flops += entry.flops
                 known.ops |= entry.ops
-            entries = {place: entry for place, entry in entries.items() if entry.flops}
+            entries = {place: entry for place, entry in entries.items() if entry.flops > 0}
         finally:
             if not was_on:
                 self.end()
