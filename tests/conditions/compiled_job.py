@@ -23,10 +23,11 @@ from tests import ranks
 from tests.conditions.test_compiled_programs import WIDTH, Net, Program, without_bias
 
 STEPS, PARTS, EVERY = 3, 2, 2
-#: How the model is split; ``outside`` wraps the compiled blocks, ``inside`` is compiled with them.
+#: How the model is split: ``outside`` wraps the compiled blocks, ``inside`` is compiled with them.
 CONDITIONS = (
     "ddp outside",
     "ddp inside",
+    "ddp inside, wrapped",
     "fsdp with checkpoints",
     "fsdp of torchao in mixed precision",
     "fsdp of delayed scaling",
@@ -50,7 +51,7 @@ def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
     else:
         model = model.bfloat16()
     blocks = list(model.blocks)
-    if compiles and name != "ddp inside":
+    if compiles and "inside" not in name:
         for block in blocks:
             block.compile(backend="aot_eager", fullgraph=True)
     called = model
@@ -58,6 +59,8 @@ def train(path: Path | None, name: str, *, compiles: bool = True) -> list[Any]:
         called = DistributedDataParallel(model)
         if compiles and name == "ddp inside":
             called.compile(backend="aot_eager")
+        elif compiles and name == "ddp inside, wrapped":
+            called = torch.compile(called, backend="aot_eager")
     else:
         types = (
             MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else MixedPrecisionPolicy()

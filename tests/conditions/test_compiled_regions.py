@@ -36,12 +36,13 @@ class Block(nn.Module):
         self.up, self.down = make(WIDTH, 2 * WIDTH), make(2 * WIDTH, WIDTH)
         self.register_buffer("calls", torch.zeros(()))
         self.p = 0.0
+        self.activate: Callable[[Tensor], Tensor] = torch.relu
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p:
             cast(Tensor, self.calls).add_(1)
             x = nn.functional.dropout(x, self.p)
-        return x + cast(Tensor, self.down(torch.relu(self.up(x))))
+        return x + cast(Tensor, self.down(self.activate(self.up(x))))
 
 
 class Net(nn.Module):
@@ -99,6 +100,19 @@ def train(
     called: nn.Module = model
     if backend and whole == "wrapped":
         called = cast(nn.Module, torch.compile(model, backend=backend, fullgraph=True))
+    elif backend and whole == "forwards":
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    elif backend and whole == "decorated":
+        kind_of_block = type("Decorated", (Block,), {"forward": torch.compile(Block.forward, backend=backend, fullgraph=True)})
+        for block in model.blocks:
+            block.__class__ = kind_of_block
+    elif backend and whole == "nested":
+        compiled = torch.compile(lambda x: torch.relu(x), backend=backend, fullgraph=True)
+        for block in model.blocks:
+            cast(Block, block).activate = compiled
+            block.compile(backend=backend, fullgraph=True)
+        model.compile(backend=backend, fullgraph=True)
     elif backend:
         linears = [m for block in model.blocks for m in (cast(Block, block).up, cast(Block, block).down)]
         for region in linears if whole == "linears" else [model] if whole else model.blocks:
@@ -147,7 +161,11 @@ def test_rows_are_those_of_eager_code(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"whole": "itself"}, {"whole": "wrapped"}, {"whole": "linears"}, {"checkpointed": True}, {"microbatches": 3}],
+    [
+        *({"whole": whole} for whole in ("itself", "wrapped", "linears", "forwards", "decorated", "nested")),
+        {"checkpointed": True},
+        {"microbatches": 3},
+    ],
     ids=str,
 )
 def test_so_they_are(options: dict[str, Any], tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ class _ObservedModule:
 _ENTRIES: dict[int, _ObservedModule] = {}
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` wraps a module, its call, or its ``forward`` on itself or in its class."""
+    own, kind = module.__dict__, type(module)
+    if own.get(_NAME) is not None or kind.__name__ == "OptimizedModule":
+        return True
+    forward = own.get("forward") or getattr(kind, "forward", None)
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+
+
 #: Returns what calls a compiled module in place of the function that it is given; None for that function itself.
 RegionObserver = Callable[[nn.Module, Callable[..., Any]], "Callable[..., Any] | None"]
 _REGION_OBSERVERS: list[RegionObserver] = []
@@ -82,11 +91,11 @@ class _Redirection:
         call: Callable[..., Any] | None = module.__dict__.get(_NAME)
         if sys._getframe(1).f_code is not _ASKS or is_traced():
             return call
-        is_wrapper = call is None and type(module).__name__ == "OptimizedModule"
+        is_region = bool(_REGION_OBSERVERS) and (call is not None or is_compiled(module))
         if call is None and (entry := _ENTRIES.get(id(module))) is not None:
             call = partial(_observed_call, entry)
-        run = module._call_impl if is_wrapper and call is None else call
-        if _REGION_OBSERVERS and (is_wrapper or _NAME in module.__dict__) and run is not None:
+        if is_region:
+            run = module._call_impl if call is None else call
             for take in _REGION_OBSERVERS:
                 if (found := take(module, run)) is not None:
                     return partial(_region_call, found)
@@ -138,7 +147,7 @@ def observe_regions(kinds: Iterable[type[nn.Module]], observer: RegionObserver) 
     """Ask an observer at each call of a compiled module, whether it was compiled before or is later.
 
     Args:
-        kinds: classes of the modules; a wrapper that ``torch.compile(module)`` made is observed without it.
+        kinds: classes of the modules; wrappers of ``torch.compile`` and DistributedDataParallel are observed without it.
         observer: gets the module and what calls it.
 
     Returns:
@@ -147,7 +156,7 @@ def observe_regions(kinds: Iterable[type[nn.Module]], observer: RegionObserver) 
     from torch._dynamo.eval_frame import OptimizedModule
 
     with _LOCK:
-        owners = [_redirect(kind) for kind in {*kinds, OptimizedModule}]
+        owners = [_redirect(kind) for kind in {*kinds, OptimizedModule, nn.parallel.DistributedDataParallel}]
         _REGION_OBSERVERS.append(observer)
 
     def end() -> None:

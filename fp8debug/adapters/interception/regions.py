@@ -1,12 +1,13 @@
 """Record modules inside compiled code: a sampled call of a compiled region is repeated in eager code, beside the trained one.
 
-A region is a module that ``Module.compile()`` or ``torch.compile(module)`` compiled. The trained call runs its code unchanged,
-in sampled steps too: no node, guard or graph is added, so its bits cannot differ. When the gradient of its output is known, the
-region's own forward runs once more, uncompiled, from the same inputs, weights and random numbers, and that gradient runs through
-it; the ordinary probes record both under its modules' names. One region at a time: a repetition holds its activations no longer
-than its own backward pass, and until then its inputs alone. Nothing of it reaches the training: weights
-are aliases without their hooks and ``grad``, buffers are copies, random states, attributes and what else the program's functions
-reach (``program_state.py``) are put back, what autograd saves passes by activation checkpointing, and a collective ends it.
+A region is a module that ``Module.compile()`` or ``torch.compile(module)`` compiled, whose ``forward`` is compiled, or which lies
+in a compiled DistributedDataParallel. The trained call runs its code unchanged, in sampled steps too: no node, guard or graph is
+added, so its bits cannot differ. When the gradient of its output is known, the region's own forward runs once more, uncompiled,
+from the same inputs, weights and random numbers, and that gradient runs through it; the ordinary probes record both under its
+modules' names. One region at a time: a repetition holds its activations no longer than its own backward pass, and until then its
+inputs alone. Nothing of it reaches the training: weights are aliases without their hooks and ``grad``, buffers are copies, random
+states, attributes and what else the program's functions reach (``program_state.py``) are put back, what autograd saves passes by
+activation checkpointing, and a collective ends it.
 
 The rows are those of eager code on the trained run's own inputs and gradients. Where torch.compile rounds less often between the
 GEMMs than eager code does, that difference is in them.
@@ -191,6 +192,8 @@ class Regions:
     def _take(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return what calls a compiled module in place of ``run``; None where its call is not to be recorded."""
         module = getattr(module, "_orig_mod", module)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module  # which it calls with what it was given itself
         if id(module) not in self._names or self._is_running or not self._observer.takes_pass:
             return None
         if id(module) in self._refused or self._observer.is_off or self._observer.settings.inference:
@@ -380,7 +383,8 @@ class Regions:
         try:
             is_one_of_many = is_distributed and torch.distributed.get_world_size() > 1
             set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
-            with _unchanged(region.modules), saved_tensors_hooks(_within_memory(region.devices), as_it_is):
+            saved = saved_tensors_hooks(_within_memory(region.devices), as_it_is)
+            with _unchanged(region.modules), torch.compiler.set_stance("force_eager"), saved:
                 yield
         finally:
             set_modes(modes)
@@ -501,7 +505,7 @@ def has_graph_breaks(module: nn.Module) -> bool:
     """
     from torch._dynamo import eval_frame, utils
 
-    code = getattr(module.forward, "__code__", None)
+    code = getattr(eval_frame.innermost_fn(module.forward), "__code__", None)
     entries = eval_frame._debug_get_cache_entry_list(code) if code is not None else []
     if not entries:
         return bool(utils.counters["graph_break"])

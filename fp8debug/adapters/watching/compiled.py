@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fp8debug.adapters.interception.calls import was_called_eagerly
+from fp8debug.adapters.interception.calls import is_compiled, was_called_eagerly
 from fp8debug.observer.observer import Observer
 
 
@@ -65,20 +65,9 @@ def modules_in_compiled_code(roots: Sequence[nn.Module], *, inference: bool = Fa
     if is_compile_in_use():
         for root in roots:
             is_eager = was_called_eagerly(root, gradients=not inference)
-            tops = [m for m in root.modules() if _is_compiled(m)] if is_eager else [root]
+            tops = [m for m in root.modules() if is_compiled(m)] if is_eager else [root]
             found.update(id(m) for top in tops for m in top.modules())
     return found
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` wraps a module, its call or its ``forward``."""
-    own = vars(module)
-    forward = own.get("forward", getattr(type(module), "forward", None))
-    return (
-        own.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-        or hasattr(forward, "_torchdynamo_orig_callable")
-    )
 
 
 def is_compile_in_use() -> bool:
