@@ -18,6 +18,7 @@ from fp8debug.rules.reading.losses import divergence, first_nonfinite, nonfinite
 from fp8debug.rules.reading.lost import Lost, in_one_sentence
 from fp8debug.rules.reading.movements import movements_before
 from fp8debug.rules.reading.optimizer_steps import OUT_OF_SIZE
+from fp8debug.rules.reading.outside_scales import applied_outside
 from fp8debug.rules.reading.traces import has_fp8, is_inference, percent, sampled_steps, unrecorded_fp8
 from fp8debug.store.flop_shares import gemm_shares
 from fp8debug.store.read.files import CUT_SHORT
@@ -35,6 +36,8 @@ TITLES = {
     "inference": "inference",
     "unknown": "unknown",
 }
+#: Kind of modules that add their bias themselves, once.
+_OWN = "Fp8Linear"
 MISMATCH_TITLE = "(c) loss fine, inference off"
 
 
@@ -366,6 +369,20 @@ def _outside(run: Run) -> Iterable[str]:
         first, share = shares.rest[0], sum(one.share for one in shares.rest)
         where = f"{first.fqn} ({first.kind}: {first.reason}){_and_more(len(shares.rest) - 1)}"
         yield f"not watched: {percent(share)} of the GEMM FLOPs, first {where}"
+    without = applied_outside(run)
+    if without:
+        first = without[0]
+        operand = f"{first['module']} {first['gemm']} {first['tensor']}{_and_more(len(without) - 1)}"
+        yield (
+            "not watched: whether scales are applied outside their GEMMs, whose scale_inv is 1 in every block:"
+            f" {operand}; compare the output of such a module with the BF16 product of its input and weight"
+        )
+    added = [m["fqn"] for m in run.modules if m.get("bias") and m.get("fp8") and m.get("observed") and m["kind"] != _OWN]
+    if added:
+        yield (
+            f"not watched: what modules add to the results of their GEMMs: the bias of {added[0]}{_and_more(len(added) - 1)};"
+            " a bias that is left out or added twice shows in fp8debug parity of two paths"
+        )
 
 
 def _change(change: Change) -> str:

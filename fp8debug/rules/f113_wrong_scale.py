@@ -11,6 +11,7 @@ from fp8debug.formats import FORMATS
 from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import IS_DELAYED, ONE_SCALE, Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.outside_scales import otherwise_scaled
 from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
 from fp8debug.rules.reading.traces import Trace, above, percent, scaled_elsewhere, times, traces
 from fp8debug.rules.reading.weights import HAS_SHRUNK, has_small_scales
@@ -29,6 +30,10 @@ _RECALIBRATE = (
     "compute the scale from this tensor's own amax, or calibrate it on training's data; a history needs the amax of all"
     " microbatches and ranks; else BF16 here"
 )
+_PASS = (
+    "pass the operand's scale to this GEMM as the others do, or multiply the result by it; compare the module's output with a"
+    " BF16 product of its input and weight; else BF16 here"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class WrongScale(Rule):
         right, so that no element grew. Scales that differ between blocks and do not fit are F119.
         A scale may also be applied outside the GEMM, or on the other operand's side. Not reported: an operand whose
         scale_inv is 1 in every block, because the program then multiplies before or after (that it does so was not looked
-        at); and two operands whose factors make 1 together.
+        at); and two operands whose factors make 1 together. scale-not-applied: of the former, an operand whose tensor has a
+        scale in another GEMM of its module, or in the same GEMM of all modules of its role (the same name in other
+        numbered blocks): a program applies its scales in one way.
 
     Why it matters
         Every output of the layer is off by that factor, and cosine, SQNR of the data and plots of the direction look
@@ -72,7 +79,9 @@ class WrongScale(Rule):
           1.143 with a scale rounded down.
         - min_mixed_rows 0.03: of a weight with several scales, the share of rows that clip, and that are right; as in F121.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
-        - Seen in TransformerEngine #123, #567 and #982, sglang #25733.
+        - max_unit_gain 2: of scale-not-applied, the gain (or its inverse) beyond which a scale_inv of 1 is not the tensor's own:
+          codes that fill a format's range within a binade are at most twice their tensor.
+        - Seen in TransformerEngine #123, #567 and #982, sglang #25733, pytorch #190979.
     """
 
     code = "F113"
@@ -88,6 +97,7 @@ class WrongScale(Rule):
     min_headroom: float = 1.25
     min_mixed_rows: float = 0.03
     min_elements: int = 256
+    max_unit_gain: float = 2.0
 
     @property
     def _look(self) -> Look:
@@ -105,6 +115,16 @@ class WrongScale(Rule):
         """Return the operands whose gain is off, and those that one scale for all blocks clips."""
         yield self._look
         yield self._clipped
+        yield self._unit
+
+    @property
+    def _unit(self) -> Look:
+        conditions: Conditions = [
+            Condition("gain", ">", 1 - 1 / self.max_unit_gain, center=1),
+            f"scale_inv_min = 1 AND scale_inv_max = 1 AND (gain > {self.max_unit_gain} OR gain < {1 / self.max_unit_gain})",
+            f"numel >= {self.min_elements}",
+        ]
+        return look(conditions, ["gain", "cosine", "scale_inv_min", "scale_inv_max"])
 
     @property
     def _clipped(self) -> Look:
@@ -158,6 +178,26 @@ class WrongScale(Rule):
             finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
             remedy = _RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE
             yield replace(finding, cure=_ROUND_BEFORE + remedy if is_rounded else remedy)
+
+        yield from self._unapplied(run)
+
+    def _unapplied(self, run: Run) -> Iterable[Finding]:
+        """Return the operands without a scale that the rest of the program contradicts."""
+        found = traces(run, self._unit)
+        is_elsewhere = scaled_elsewhere(found)
+        for whole in found:
+            trace = whole.where(lambda row, site=whole: is_elsewhere(site, row))  # type: ignore[misc]  # bound now
+            why = trace and otherwise_scaled(run, trace)
+            if trace is None or why is None:
+                continue
+            row = trace.rows[0]
+            message = (
+                f"the {trace.gemm} {trace.tensor} is read with a scale_inv of 1, {times(row['gain'])} times its tensor at step"
+                f" {row['step']}, where {why}: its scale was dropped on the way to this GEMM, unless this one alone has its"
+                " result multiplied afterwards"
+            )
+            finding = trace.finding(self, Severity.WARNING, message, value=row["gain"], threshold=self.max_unit_gain)
+            yield replace(finding, name="scale-not-applied", cure=_PASS)
 
     def _is_scale(self, row: dict[str, Any]) -> bool:
         """Return whether the scales are at fault: one for all blocks, or some that are too small for their rows."""

@@ -1,4 +1,4 @@
-"""F120: input or weight runs in E5M2, declared or not, where E4M3 was meant."""
+"""F120: an operand runs in E5M2, declared or not, where E4M3 was meant; or a gradient in E4M3 where the others run in E5M2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8debug.formats import FORMATS
+from fp8debug.formats import FORMATS, GRANULARITIES
+from fp8debug.recipes import Cast
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
+from fp8debug.rules.reading.bounds import one_scale_db
 from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.traces import RUNNING, Trace, traces
 
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 _IS_E5M2 = "cast_name LIKE 'e5m2%' AND tensor IN ('input', 'weight')"  # AMD's kind too
 #: Rules that blame an operand's scales.
 _OF_SCALES = ("F104", "F113", "F119")
+_GRADIENTS = look(
+    [Keys("cast_name LIKE 'e5m2%' AND tensor = 'grad_output'", gate="cast_name LIKE 'e5m2%'")],
+    ["sqnr_db", "log2_hist", "amax", "numel"],
+)
 _DECLARED = look([Keys(_IS_E5M2, gate="cast_name LIKE 'e5m2%'")], ["sqnr_db"])
 
 
@@ -29,7 +35,11 @@ class WrongFormat(Rule):
         E5M2 declared for input or weight (an error where other modules run E4M3 at the same place, a warning where all
         of them run E5M2); or E4M3 declared and the noise of E5M2 measured: SQNR near 25.5 dB with a cosine to match,
         no underflow, nothing clipped, gain 1. AMD's formats (e4m3fnuz, e5m2fnuz) are judged alike. E5M2 for grad_output is
-        the HYBRID recipe and healthy. MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
+        the HYBRID recipe and healthy; one of many gradients in another format than the others under the same scaling is a
+        warning, whichever (not where an override names the module). Information where all gradients run in E5M2 with a
+        scale per block and E4M3 would hold them as well with a single scale, by the recorded exponents of their elements: the
+        range for which E5M2 gives up a mantissa bit is not needed.
+        MXFP6's E3M2 has as many mantissa bits as E5M2 and its noise, 25.6 dB, by design:
         formats of less than 8 bits are not judged here (F105, F128).
 
     Why it matters
@@ -41,7 +51,7 @@ class WrongFormat(Rule):
 
     Cure
         format='e4m3fn' (on AMD 'e4m3fnuz') for this operand; where E4M3 is declared already, the kernel or the cached weight
-        is at fault.
+        is at fault. A gradient that differs from the others: the format that they have.
 
     Thresholds
         - max_sqnr_db 27, min_sqnr_db 24: E5M2 gives 25.55 dB on Gaussian data, E4M3 31.5 dB; numerics.md, 4 ("a 6 dB
@@ -49,8 +59,11 @@ class WrongFormat(Rule):
         - max_cosine 0.9992: E5M2's noise gives 0.9986, E4M3's 0.99965. Values that all round to one code lose SQNR
           without losing cosine, and are healthy.
         - max_gain_error 0.01: beyond it the scale is at fault (F113).
+        - max_share 0.34: of the modules, those whose gradients differ from the others', of three modules or more. No published
+          basis.
+        - min_e4m3_db 30: SQNR that E4M3 would give an E5M2 gradient under one scale; numerics.md, 4 (ok from 31, warn below 30).
         - min_elements 1024, min_steps 2: elements, and sampled steps at which it lasts. No published basis.
-        - Seen in TransformerEngine #2754.
+        - Seen in TransformerEngine #2754, Megatron-Bridge #638.
     """
 
     code = "F120"
@@ -65,6 +78,8 @@ class WrongFormat(Rule):
     max_gain_error: float = 0.01
     min_elements: int = 1024
     min_steps: int = 2
+    max_share: float = 0.34
+    min_e4m3_db: float = 30.0
 
     @property
     def _look(self) -> Look:
@@ -81,11 +96,13 @@ class WrongFormat(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the operands that are declared E5M2, and those with its noise."""
         yield _DECLARED
+        yield _GRADIENTS
         yield self._look
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands in E5M2."""
         yield from self._declared(run)
+        yield from self._gradients(run)
         for trace in traces(run, self._look):
             if trace.lasting(min(self.min_steps, len(trace.sampled))):
                 finding = self._finding(trace, Severity.ERROR, "is declared E4M3 and has the noise of E5M2")
@@ -117,12 +134,71 @@ class WrongFormat(Rule):
             finding = self._finding(trace, severity, f"runs {trace.cast_name} {others}")
             yield replace(finding, cure="format='e4m3fnuz' for this operand") if _is_of_amd(trace.cast_name) else finding
 
-    def _finding(self, trace: Trace, severity: Severity, what: str) -> Finding:
+    def _gradients(self, run: Run) -> Iterable[Finding]:
+        """Return the gradients in another format than those of the other modules, and those that E4M3 would hold as well."""
+        odd: dict[tuple[str, str], tuple[str, int]] = {}
+        for gemm, by_format in _formats_of_gradients(run):
+            num = sum(map(len, by_format.values()))
+            usual = max(by_format, key=lambda name: len(by_format[name]))
+            for name, modules in by_format.items():
+                if name != usual and num >= 3 and len(modules) <= self.max_share * num:
+                    odd |= {(gemm, module): (usual, len(by_format[usual])) for module in modules - _named(run)}
+        if odd:
+            names = ", ".join("'" + module.replace("'", "''") + "'" for module in sorted({module for _, module in odd}))
+            for trace in traces(run, look([Keys(f"tensor = 'grad_output' AND module IN ({names})")], ["sqnr_db"])):
+                other, num = odd.get((trace.gemm, trace.module), ("", 0))
+                if other and not trace.cast_name.startswith(other):
+                    finding = self._finding(
+                        trace,
+                        Severity.WARNING,
+                        f"runs {trace.cast_name}, where that of {num} other modules runs {other}",
+                        beside="",
+                    )
+                    yield replace(finding, cure=f"format='{other}' for this gradient")
+        for trace in traces(run, _GRADIENTS):
+            if (trace.gemm, trace.module) not in odd and _has_blocks(trace) and not _is_of_amd(trace.cast_name):
+                yield from self._unneeded_range(trace)
+
+    def _unneeded_range(self, trace: Trace) -> Iterable[Finding]:
+        rows = [row for row in trace.rows if row["log2_hist"] is not None and row["amax"] and row["numel"] >= self.min_elements]
+        known = [one_scale_db(FORMATS["e4m3fn"], row["log2_hist"], row["amax"]) for row in rows]
+        if len(known) < min(self.min_steps, len(trace.sampled)) or min(known) < self.min_e4m3_db:
+            return
+        beside = f", where E4M3 gives {min(known):.1f} dB with a single scale for the tensor, and no less with one per block"
+        yield self._finding(trace, Severity.INFO, f"runs {trace.cast_name}", beside=beside)
+
+    def _finding(self, trace: Trace, severity: Severity, what: str, beside: str = ", E4M3 gives 31.5 dB") -> Finding:
         known = [row["sqnr_db"] for row in trace.rows if row["sqnr_db"] is not None]
         sqnr_db = median(known) if known else None
-        number = f" ({sqnr_db:.1f} dB, E4M3 gives 31.5 dB)" if sqnr_db is not None else ""
+        number = f" ({sqnr_db:.1f} dB{beside})" if sqnr_db is not None else ""
         message = f"the {trace.gemm} {trace.tensor} {what}{number}"
         return trace.finding(self, severity, message, value=sqnr_db, threshold=self.max_sqnr_db, unit="dB")
+
+
+def _formats_of_gradients(run: Run) -> list[tuple[str, dict[str, set[str]]]]:
+    """Return by GEMM, and by casts that are equal but for the format, the modules whose gradient runs in each format."""
+    found: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for module in run.modules:
+        for site, values in (module.get("casts") or {}).items():
+            gemm, _, tensor = site.partition(".")
+            if tensor == "grad_output" and values is not None and module.get("observed"):
+                cast = Cast.from_dict(values)
+                if FORMATS[cast.format].bits == 8:
+                    rest = str(replace(cast, format="e4m3fn"))
+                    found.setdefault((gemm, rest), {}).setdefault(cast.format, set()).add(module["fqn"])
+    return [(gemm, by_format) for (gemm, _), by_format in found.items()]
+
+
+def _named(run: Run) -> set[str]:
+    """Return the modules that an override names, whose format is meant."""
+    filters = run.manifest.get("filters")
+    return {str(entry.get("pattern")) for entry in (filters if isinstance(filters, list) else ()) if isinstance(entry, dict)}
+
+
+def _has_blocks(trace: Trace) -> bool:
+    """Return whether a cast has a scale of its own for each block, computed from the tensor."""
+    cast = trace.cast
+    return cast is not None and cast.scaling == "current" and all(side for side in GRANULARITIES[cast.granularity])
 
 
 def _is_of_amd(cast_name: str) -> bool:

@@ -1,13 +1,14 @@
-"""F126: the loss scale falls again and again, or is too small to keep FP16 gradients above zero."""
+"""F126: the loss scale falls again and again, is too small for FP16 gradients, or is taken out with another step's value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.conditions import Condition, Look, look
+from fp8debug.rules.reading.loss_scales import has_gradients, late_unscaling
 from fp8debug.rules.reading.prefilter import may_have
 from fp8debug.rules.reading.traces import percent, times
 
@@ -16,27 +17,38 @@ if TYPE_CHECKING:
 
 #: FP16's least positive value, and its least normal one.
 _SMALLEST, _NORMAL = 2.0**-24, 2.0**-14
+#: The cure of gradients that are unscaled late.
+_UNSCALE = (
+    "divide the gradients by the scale that their loss was multiplied with, and update the scale after the optimizer's step"
+    " (scaler.step(), then scaler.update()); no cast changes it"
+)
 
 
 @dataclass(frozen=True)
 class LossScaleLoop(Rule):
-    """The loss scale overflows in a loop, or leaves the gradients below the range of FP16.
+    """The loss scale overflows in a loop, leaves the gradients below FP16's range, or is taken out of them a step too late.
 
     What it detects
         Reductions of the loss scale that come faster than a scaler's growth explains, counted after its first descent from
         the initial value has ended; or a scale that has sunk below 1. The other side: gradients of most modules that lie
-        on the grid of FP16's subnormals and are zero in part before any cast. No layer is to blame.
+        on the grid of FP16's subnormals and are zero in part before any cast. unscaled-late: at the steps at which the loss
+        scale grows, the gradient norm (of every step, where watch.step(grad_norm=...) has it before clipping; else the gradients
+        that the optimizer gets at sampled steps) is short of the steps before and after by just that growth: it was divided
+        by the new scale. Where no loss scale is recorded, it is what the gradients are over those of wgrad. No layer is to
+        blame.
 
     Why it matters
         A step whose gradients overflow is skipped: a loop trains on a fraction of its steps and then at a scale where
-        small gradients vanish. FP8 with current scaling needs no loss scale; FP16 gradients and static scales do.
+        small gradients vanish. FP8 with current scaling needs no loss scale; FP16 gradients and static scales do. A gradient
+        that is unscaled late is a part of itself at every growth: a smaller step, and other moments of Adam.
 
     Example
         The loss scale was reduced 7 times within 20 steps from step 340 on, from 3.3e+04 to 256.
 
     Cure
         Find the Inf (a batch, a learning rate, a mask of -65504 in FP16): the gradient norm of the skipped steps names the
-        moment. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish.
+        moment. BF16 in place of FP16 needs no loss scale; raise the initial scale where gradients vanish. Divide gradients by
+        the scale that their loss was multiplied with, and update the scale after the optimizer's step.
 
     Thresholds
         - window 20: steps in which reductions are counted.
@@ -45,13 +57,16 @@ class LossScaleLoop(Rule):
         - min_scale 1: a scale below it makes the gradients smaller than they are. No published basis.
         - max_zero_rate 0.2: share of zeros in a grad_output on the grid of FP16's subnormals. No published basis.
         - min_modules 0.5: share of the modules that show it.
-        - Common guides to FP16 and FP8 training; numerics.md, 5.
+        - min_growths 2: of unscaled-late, steps at which the scale grows; max_deviation 0.25: of the shortfall from the growth,
+          as a share, both as log2; min_noises 6: of the shortfall, in standard errors of the norm's own variation. The shortfall
+          follows from the fault (rules/reading/loss_scales.py); no published basis for the limits.
+        - Common guides to FP16 and FP8 training; numerics.md, 5. unscaled-late: seen in DeepSpeed #8588.
     """
 
     code = "F126"
     name = "loss-scale-loop"
     needs_training = True
-    columns = ("loss_scale",)
+    columns = ()
     cure = "find the overflowing gradient (batch, learning rate, FP16 mask); BF16 needs no loss scale"
     needs_fp8 = False
 
@@ -60,6 +75,13 @@ class LossScaleLoop(Rule):
     min_scale: float = 1.0
     max_zero_rate: float = 0.2
     min_modules: float = 0.5
+    min_growths: int = 2
+    max_deviation: float = 0.25
+    min_noises: float = 6.0
+
+    def needs(self, run: Run) -> str | None:
+        """Return why not: no loss scale was recorded, and no optimizer step."""
+        return None if run.has("loss_scale") or has_gradients(run) else "not recorded: loss_scale"
 
     @property
     def _look(self) -> Look:
@@ -84,6 +106,25 @@ class LossScaleLoop(Rule):
         trace = [(row["step"], row["loss_scale"]) for row in run.sql(query).to_pylist()]
         yield from self._loop(run, trace)
         yield from self._vanishing(run)
+        yield from self._late(run)
+
+    def _late(self, run: Run) -> Iterable[Finding]:
+        late = late_unscaling(run, min_growths=self.min_growths, max_deviation=self.max_deviation, min_noises=self.min_noises)
+        if late is not None:
+            message = (
+                f"{late.what} is {late.factor:.2f} times that of the steps before and after at {len(late.steps)} steps at which"
+                f" the loss scale grows by {times(late.growth)}, from step {late.steps[0]} on: it is divided by the scale that"
+                " has just grown, not by the one that its loss was multiplied with"
+            )
+            finding = self._finding(
+                run,
+                Severity.WARNING,
+                (late.steps[0], late.steps[-1]),
+                message,
+                late.factor,
+                late.growth ** (self.max_deviation - 1),
+            )
+            yield replace(finding, name="unscaled-late", cure=_UNSCALE)
 
     def _loop(self, run: Run, trace: Sequence[tuple[int, float]]) -> Iterable[Finding]:
         falls: list[int] = []

@@ -189,7 +189,9 @@ SILENT: dict[str, dict[str, dict[str, Any]]] = {
             "recipe": "blockwise_pow2", "overrides": [Override(**WEIGHT, slots={"gain": 0.95, "sqnr_db": 200.0})]
         },
         "a unit scale, and a multiply after the GEMM": {
-            "overrides": [Override(**WEIGHT, slots={"gain": 4480.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0})]
+            "overrides": [
+                Override(**{**WEIGHT, "module": "*"}, slots={"gain": 4480.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0})
+            ]
         },
         "both scales on one operand's side": {
             "overrides": [

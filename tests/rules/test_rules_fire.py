@@ -10,8 +10,8 @@ import pytest
 from fp8debug.errors import RunError
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules import RULES, Severity, triage
-from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, share
-from tests.synthetic import Override, build
+from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, WEIGHT, share
+from tests.synthetic import MODULES, Override, build
 
 
 @pytest.mark.parametrize("code", FIRES)
@@ -104,6 +104,75 @@ def test_a_scale_that_is_off_by_any_factor(tmp_path: Path, factor: float) -> Non
     overrides = [Override(**{**INPUT, "reference": "operand"}, slots={"gain": factor, **maxima})]
     findings = triage(build(tmp_path / "run", overrides=overrides))
     assert [(f.code, f.module) for f in findings] == [("F113", CULPRIT)]
+
+
+UNIT = {"gain": 4480.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"gemm": "fprop"}, "dgrad of the module has a scale for it"),
+        ({}, "the weight of blocks.0.mlp.up has a scale"),
+        ({"module": "*", "gemm": "fprop"}, "dgrad of the module has a scale for it"),
+    ],
+)
+def test_a_scale_that_one_gemm_lacks(tmp_path: Path, where: dict[str, Any], why: str) -> None:
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**WEIGHT, **where}, slots=UNIT)]))
+    assert (finding.code, finding.name, finding.severity) == ("F113", "scale-not-applied", Severity.WARNING)
+    assert f"where {why}: its scale was dropped" in finding.message
+
+
+def test_scales_outside_of_gemms_are_told_as_not_watched(tmp_path: Path) -> None:
+    verdict = triage(
+        build(tmp_path / "run", overrides=[Override(tensor="weight", reference="operand", slots=UNIT)])
+    ).classification
+    assert verdict is not None and verdict["cause"] == "healthy"
+    assert any(line.startswith("not watched: whether scales are applied outside their GEMMs") for line in verdict["evidence"])
+
+
+def test_a_bias_is_told_as_not_watched(tmp_path: Path) -> None:
+    entries = {CULPRIT: {"kind": "BlockLinear", "bias": True, "fp8": True, "observed": True}}
+    verdict = triage(build(tmp_path / "run", module_entries=entries)).classification
+    assert verdict is not None
+    assert [line for line in verdict["evidence"] if f"the bias of {CULPRIT};" in line]
+
+
+GRADIENTS = {"tensor": "grad_output", "reference": "operand"}
+
+
+def _in_format(name: str, *modules: str) -> dict[str, Any]:
+    """A run of the recipe of 1x128 blocks in which gradients of some modules are of another format, with its noise."""
+    casts = {
+        site: {**(cast.to_dict() if cast else {}), **({"format": name} if tensor == "grad_output" else {})}
+        for (gemm, tensor), cast in get_recipe("blockwise").casts.items()
+        if (site := f"{gemm}.{tensor}")
+    }
+    slots = {"cast_name": lambda row: f"{name} {row['cast_name'].partition(' ')[2]}", "sqnr_db": 25.5}
+    return {
+        "overrides": [Override(**GRADIENTS, module=module, slots=slots) for module in modules],
+        "module_entries": {module: {"casts": casts} for module in modules},
+    }
+
+
+def test_one_gradient_in_another_format_than_the_others(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", **_in_format("e5m2", CULPRIT)))
+    assert (finding.code, finding.severity, finding.module) == ("F120", Severity.WARNING, CULPRIT)
+    assert finding.message == "the dgrad grad_output runs e5m2 1x128 current, where that of 5 other modules runs e4m3fn (25.5 dB)"
+    assert finding.cure == "format='e4m3fn' for this gradient"
+
+
+def test_an_override_by_name_means_its_format(tmp_path: Path) -> None:
+    named = {"filters": [{"kind": "override", "pattern": CULPRIT, "matched": 1}]}
+    assert [
+        f for f in triage(build(tmp_path / "run", **_in_format("e5m2", CULPRIT), manifest=named)) if f.severity > "info"
+    ] == []
+
+
+def test_gradients_in_e5m2_blocks_that_e4m3_would_hold(tmp_path: Path) -> None:
+    (finding,) = triage(build(tmp_path / "run", **_in_format("e5m2", *(name for name, _, _ in MODULES))))
+    assert (finding.code, finding.severity, len(finding.also)) == ("F120", Severity.INFO, 5)
+    assert "with a single scale for the tensor" in finding.message
 
 
 def test_e5m2_by_its_noise_alone(tmp_path: Path) -> None:

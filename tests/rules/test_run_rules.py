@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,37 @@ def test_a_divergence_to_nan(tmp_path: Path) -> None:
 def test_a_loss_scale_that_sinks(tmp_path: Path) -> None:
     (finding,) = triage(build(tmp_path / "run", steps=sick.scales(lambda step: 2.0 ** (10 - step // 8))))
     assert (finding.code, finding.message) == ("F126", "the loss scale has sunk to 0.25 by step 99")
+
+
+def _scaled(step: int, growth: int = 8) -> float:
+    return 1024.0 * 2.0 ** ((step + 1) // growth)
+
+
+@pytest.mark.parametrize("noted_late", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_gradients_that_are_divided_by_a_scale_that_has_just_grown(tmp_path: Path, is_late: bool, noted_late: bool) -> None:
+    def numbers(step: int) -> dict[str, float]:
+        norm = 3.0 * (1.0 + 0.05 * math.sin(5.0 * step)) * (0.5 if is_late and _scaled(step) != _scaled(step - 1) else 1.0)
+        return {"loss_scale": _scaled(step - 1 if noted_late else step), "grad_norm": norm}
+
+    findings = triage(build(tmp_path / "run", steps={step: numbers(step) for step in range(100)}, every=7))
+    assert [(f.code, f.name, f.severity, f.steps) for f in findings] == (
+        [("F126", "unscaled-late", "warning", (7, 95))] if is_late else []
+    )
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_unscaling_is_seen_in_what_the_optimizer_gets(tmp_path: Path, is_late: bool) -> None:
+    def update(step: int, module: str) -> dict[str, float]:
+        grows = _scaled(step) != _scaled(step - 1)
+        multiple = 1.0 / _scaled(step if is_late else step - 1)
+        return {
+            "sum_grad2": 5.0 * (0.25 if is_late and grows else 1.0),
+            "sum_given_passes": multiple, "sum_passes2": 1.0, "sum_given2": multiple**2,
+        }  # fmt: skip
+
+    findings = triage(build(tmp_path / "run", updates=update, num_steps=60, every=1))
+    assert [(f.code, f.name) for f in findings] == ([("F126", "unscaled-late")] if is_late else []), [f.message for f in findings]
 
 
 def test_gradients_among_the_subnormals_of_fp16(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS
+from fp8debug.formats import FORMATS, GRANULARITIES, SCALE_FORMATS, Format
+from fp8debug.metrics.histogram import FIRST_LOG2
 from fp8debug.recipes import Cast
 
 if TYPE_CHECKING:
@@ -66,6 +68,29 @@ def cast_floor_db(cast: Cast) -> float:
     lost = others * (fmt.min_subnormal / 2 / smallest) ** 2
     chance = 1.0 if cast.rounding == "stochastic" else 0.0
     return -10 * math.log10(max(rounding, clipping) ** 2 + (lost if lost > _NEGLIGIBLE else 0.0)) - chance
+
+
+def one_scale_db(fmt: Format, histogram: Sequence[int], amax: float) -> float:
+    """Return the SQNR, in dB, that a format with one scale for the whole tensor would give it; with a scale per block no less.
+
+    A normal value has the format's mean relative error. Below, the spacing is that of the smallest value: x gets the mean square
+    error of its rounding, 1/12 of that spacing squared, or is lost with x^2, whichever is less.
+
+    Args:
+        fmt: the format.
+        histogram: elements by floor(log2(abs x)).
+        amax: the largest magnitude.
+    """
+    usual = fmt.gaussian_sqnr_db
+    assert usual is not None, f"{fmt.name} is a format of scales"
+    relative, spacing = 10 ** (-usual / 10), (fmt.min_subnormal * amax / fmt.max) ** 2 / 12
+    signal = noise = 0.0
+    for place, count in enumerate(histogram):
+        # Mean square of values spread evenly over a binade.
+        square = 7 / 3 * 4.0 ** (FIRST_LOG2 + place)
+        signal += count * square
+        noise += count * (relative * square if square >= (fmt.min_normal * amax / fmt.max) ** 2 else min(spacing, square))
+    return 10 * math.log10(signal / noise) if noise else math.inf
 
 
 def accumulator_floor_db(length: int | None) -> float:

@@ -1,0 +1,147 @@
+"""Gradients around the steps at which a loss scale grows: divided by the scale of their own backward pass, or by the next one.
+
+A gradient is the loss scale's multiple of what it should be, S g, and the program divides it by S. One that divides by S' = r S,
+after the scale has grown, steps with g / r. At such a step log2 of the gradients' norm lies log2 r below its neighbours' mean;
+without the fault it lies there by chance only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp8debug.store.read.run import Run
+
+#: Where a program notes the scale: after it has grown, or before, so that the change shows one step later.
+_OFFSETS = (0, -1)
+#: Median absolute deviation of a normal variable over its standard deviation.
+_MAD = 0.6745
+#: Of a growth from a power of two, as log2: a multiple that is known from samples is that inexact.
+_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateUnscaling:
+    """Gradients that are short of their neighbours by the growth of the loss scale.
+
+    Attributes:
+        steps: at which they are.
+        growth: of the scale at these steps, the median.
+        factor: of the gradients' norm against the steps before and after, the geometric mean.
+        what: where the norm comes from.
+    """
+
+    steps: tuple[int, ...]
+    growth: float
+    factor: float
+    what: str
+
+
+def late_unscaling(run: Run, *, min_growths: int, max_deviation: float, min_noises: float) -> LateUnscaling | None:
+    """Return the gradients that are divided by a loss scale that has just grown; None where nothing shows it.
+
+    Args:
+        run: the run.
+        min_growths: steps at which the scale grows, with their neighbours known.
+        max_deviation: of the mean shortfall from that growth, a share of it (both as log2).
+        min_noises: of the mean shortfall, in standard errors of the norm's own variation.
+    """
+    noted = run.sql("SELECT step, loss_scale, grad_norm FROM steps ORDER BY step").to_pylist()
+    scales = {row["step"]: row["loss_scale"] for row in noted if _is_positive(row["loss_scale"])}
+    norms = {row["step"]: row["grad_norm"] for row in noted if _is_positive(row["grad_norm"])}
+    given, multiples = _optimizers_gradients(run)
+    series = [(scales, norms, "the gradient norm"), (scales or multiples, given, "the gradient that the optimizer gets")]
+    for scale, norm, what in series:
+        found = _shortfall(scale, norm, min_growths, max_deviation, min_noises)
+        if found is not None:
+            steps, growth, factor = found
+            return LateUnscaling(steps=steps, growth=growth, factor=factor, what=what)
+    return None
+
+
+def has_gradients(run: Run) -> bool:
+    """Return whether a loss scale can be told from what the optimizer got of the step's gradients."""
+    return bool(_optimizers_gradients(run)[1])
+
+
+def _optimizers_gradients(run: Run) -> tuple[dict[int, float], dict[int, float]]:
+    """Return by sampled step the norm of the gradients that the optimizer got, and the inverse of their multiple of wgrad's.
+
+    Both are of samples of the elements: the multiple of a single pass is known to some percent. Only steps beside each other
+    tell anything.
+    """
+    if not any(step + 1 == following for step, following in pairwise(run.sampled_steps)):
+        return {}, {}
+    query = (
+        "SELECT u.step AS step, u.module AS module, u.sum_grad2 / u.num_sampled AS given2, u.numel AS numel,"
+        " CASE WHEN u.sum_given_passes > 0 THEN u.sum_passes2 / u.sum_given_passes END AS inverse,"
+        " g.sum_y2 / g.numel AS passes2 FROM updates u LEFT JOIN"
+        " (SELECT step, module, max(sum_y2) AS sum_y2, max(numel) AS numel FROM raw WHERE actual AND tensor = 'grad_weight'"
+        " AND reference = 'shadow' AND num_nan + num_inf = 0 AND num_tensors = 1 GROUP BY step, module) g"
+        " ON g.step = u.step AND g.module = u.module"
+        " WHERE u.num_sampled > 0 AND u.sum_grad2 > 0 ORDER BY u.step, u.module"
+    )
+
+    def read() -> tuple[dict[int, float], dict[int, float]]:
+        norms, inverses = {}, {}
+        for step, group in groupby(run.sql(query).to_pylist(), key=lambda row: row["step"]):
+            rows = [row for row in group if math.isfinite(row["given2"])]
+            known = [
+                row["inverse"] or math.sqrt(row["passes2"] / row["given2"])
+                for row in rows
+                if _is_positive(row["inverse"]) or _is_positive(row["passes2"])
+            ]
+            if rows:
+                norms[step] = math.sqrt(sum(row["given2"] * row["numel"] for row in rows))
+            if known:
+                inverses[step] = median(known)
+        return norms, inverses
+
+    return run.memo("gradients that the optimizer gets", read)
+
+
+def _shortfall(
+    scales: Mapping[int, float], norms: Mapping[int, float], min_growths: int, max_deviation: float, min_noises: float
+) -> tuple[tuple[int, ...], float, float] | None:
+    """Return steps, growth and factor of the gradients that are short by the growth of the scale."""
+    dips = {
+        step: math.log2(norm) - (math.log2(norms[step - 1]) + math.log2(norms[step + 1])) / 2
+        for step, norm in norms.items()
+        if step - 1 in norms and step + 1 in norms
+    }
+    growths = {
+        step: math.log2(scale / scales[step - 1])
+        for step, scale in scales.items()
+        if step - 1 in scales and _is_growth(scale / scales[step - 1]) and not _is_growth(scales.get(step + 1, scale) / scale)
+    }
+    for offset in _OFFSETS:
+        shown = [step for step in growths if step + offset in dips]
+        near = {step + offset + by for step in growths for by in (-1, 0, 1)}
+        others = [dip for step, dip in dips.items() if step not in near]
+        if len(shown) < min_growths or len(others) < min_growths:
+            continue
+        short = [dips[step + offset] for step in shown]
+        mean, growth = _mean(short), _mean([growths[step] for step in shown])
+        noise = max(median(abs(dip) for dip in others) / _MAD, median(abs(dip - mean) for dip in short) / _MAD)
+        if abs(mean + growth) <= max_deviation * growth and -mean > min_noises * noise / math.sqrt(len(shown)):
+            return tuple(sorted(step + offset for step in shown)), 2**growth, 2**mean
+    return None
+
+
+def _is_growth(ratio: float) -> bool:
+    """Return whether a scale grows by a power of two, as scalers do; clipping gives other multiples."""
+    power = math.log2(ratio)
+    return round(power) >= 1 and abs(power - round(power)) < _TOLERANCE
+
+
+def _is_positive(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,62 @@
+"""Operands whose scale_inv is 1 in every block: their scales are applied outside the GEMM, or nowhere.
+
+Whether a program multiplies the result of a GEMM afterwards is not recorded. What it does elsewhere is: of one tensor in the
+other GEMMs of its module, and of the same operand in modules of the same role.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fp8debug.rules.reading.model_structure import numbered
+from fp8debug.rules.reading.traces import RUNNING, Trace
+
+if TYPE_CHECKING:
+    from fp8debug.store.read.run import Run
+
+#: Gain of codes over their tensor beyond which a scale_inv of 1 is not the tensor's own, and its inverse.
+_OWN = 2.0
+
+
+def otherwise_scaled(run: Run, trace: Trace) -> str | None:
+    """Return what contradicts that an operand without a scale has it applied afterwards; None where nothing does.
+
+    Args:
+        run: the run.
+        trace: of the operand.
+    """
+    rows = _scales(run, trace.rows[0]["step"])
+    here = {row["gemm"] for row in rows if row["module"] == trace.module and row["tensor"] == trace.tensor and _has_scale(row)}
+    if here - {trace.gemm}:
+        return f"{' and '.join(sorted(here))} of the module {'has' if len(here) == 1 else 'have'} a scale for it"
+    roles = {name for group in numbered(run) if trace.module in (own := group.members.values()) for name in own}
+    alike = [row for row in rows if row["module"] in roles - {trace.module}]
+    alike = [row for row in alike if (row["gemm"], row["tensor"]) == (trace.gemm, trace.tensor)]
+    if alike and all(map(_has_scale, alike)):
+        return f"the {trace.tensor} of {alike[0]['module']} has a scale{_and_more(len(alike) - 1)}"
+    return None
+
+
+def applied_outside(run: Run) -> list[dict[str, Any]]:
+    """Return the operands of the first sampled step whose scale, if it is applied at all, is applied outside the GEMM."""
+    if not run.has("scale_inv_min") or not run.has("sum_xy"):
+        return []
+    step = min(run.sampled_steps, default=0)
+    return [row for row in _scales(run, step) if not _has_scale(row) and not 1 / _OWN <= abs(row["gain"] or 1.0) <= _OWN]
+
+
+def _scales(run: Run, step: int) -> list[dict[str, Any]]:
+    """Return the operands that ran at a step, with their scales and gain, in order of execution."""
+    query = (
+        "SELECT module, gemm, tensor, scale_inv_min, scale_inv_max, gain FROM sites"
+        f" WHERE {RUNNING} AND step = {step} AND scale_inv_min IS NOT NULL ORDER BY call_index, module, gemm, tensor"
+    )
+    return run.memo(f"scales at step {step}", lambda: run.sql(query).to_pylist())
+
+
+def _has_scale(row: dict[str, Any]) -> bool:
+    return not row["scale_inv_min"] == row["scale_inv_max"] == 1.0
+
+
+def _and_more(count: int) -> str:
+    return f", as do {count} more" if count else ""
