@@ -20,15 +20,16 @@ class CoverageGap(Rule):
     """A Linear runs in FP8, or in high precision, against what was requested, or a filter matches nothing.
 
     What it detects
-        A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8; one that runs in FP8
+        A module that should run in FP8 and does not; a plain nn.Linear whose siblings run in FP8, or one of the class that runs
+        in FP8 in its siblings (whose recorded pass was in high precision: a recomputation outside the autocast); one in FP8
         against an override (as a last layer of an NVFP4 recipe, which stays in BF16), or unasked where the others were asked
         for (a head or a tied embedding that a filter let through); an override, include or exclude pattern that matched no
         module. Siblings are Linears of one shape whose
         names differ in one number: one role in many blocks. Not reported, and shown by `fp8debug coverage` alone: a plain
         nn.Linear without a sibling in FP8, and the first or last blocks left out as a whole, which are the choice of a filter
         (a head, a router, the adapters of LoRA or the Linears under them); a module that an override left in BF16; one that
-        include or exclude kept out of the watch; a subclass of nn.Linear, whose forward may be another, unless an override
-        names it; a head in FP8 that was asked for with all the others.
+        include or exclude kept out of the watch; a subclass of nn.Linear of which none runs in FP8, whose forward may be
+        another, unless an override names it; a head in FP8 that was asked for with all the others.
 
     Why it matters
         A filter with a typo is silent: the run is slower than planned, its memory larger, and a comparison of recipes
@@ -79,7 +80,7 @@ class CoverageGap(Rule):
             if module.get("requested") == "fp8" and (not is_other or module["fqn"] in named):
                 because = f": {module['reason']}" if module.get("reason") else ""
                 yield self._finding(run, f"FP8 was requested, but the module runs in high precision{because}", module)
-            elif converted and module.get("kind") == "Linear":
+            elif converted and module.get("kind") in ("Linear", *{m.get("kind") for m in converted}):
                 yield from self._beside(run, module, groups)
         for entry in entries:
             if entry.get("matched") == 0:
@@ -94,7 +95,8 @@ class CoverageGap(Rule):
             yield self._finding(run, f"it runs in {_precision(module)}, which was not requested here", module)
 
     def _beside(self, run: Run, module: Mapping[str, Any], groups: Sequence[Group]) -> Iterable[Finding]:
-        """Return the finding of a plain nn.Linear whose siblings run in FP8; none of another, which a filter left out."""
+        """Return the finding of a plain nn.Linear, or of a class that runs in FP8 elsewhere, whose siblings run in FP8."""
+        what = "a plain nn.Linear" if module.get("kind") == "Linear" else f"a {module.get('kind')}"
         precision = {m["fqn"]: bool(m.get("fp8")) for m in run.modules}
         for group in groups:
             if module["fqn"] in group.members.values():
@@ -102,7 +104,7 @@ class CoverageGap(Rule):
                 differs = sum(siblings) >= max(1, len(siblings) - sum(siblings))
                 if differs and not _is_edge_left_out(group, module["fqn"], precision):
                     among = f"{sum(siblings)} of its {len(siblings)} sibling{'s' if len(siblings) > 1 else ''} run in FP8"
-                    return [self._finding(run, f"a plain nn.Linear in high precision, and {among}", module)]
+                    return [self._finding(run, f"{what} in high precision, and {among}", module)]
         return []
 
     def _finding(self, run: Run, message: str, module: Mapping[str, Any] | None = None) -> Finding:

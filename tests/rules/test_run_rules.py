@@ -12,7 +12,7 @@ from fp8debug.rules import Severity, triage
 from fp8debug.rules.f124_outliers_with_depth import theil_sen
 from fp8debug.rules.reading.model_structure import fprop_inputs, is_routed, numbered
 from tests.rules import sick_wholeruns as sick
-from tests.synthetic import Override, build
+from tests.synthetic import MODULES, Override, build
 
 #: (code -> module, first step, severity).
 ACCUSED = {
@@ -48,6 +48,14 @@ def test_a_rule_says_what_it_lacks(tmp_path: Path) -> None:
     assert skipped["F114"] == "one rank only"
     assert skipped["F122"] == "no inference was compared: call watch.compare_inference(batch)"
     assert skipped["F126"] == "not recorded: loss_scale"
+
+
+def test_one_of_a_users_own_class_that_ran_in_high_precision(tmp_path: Path) -> None:
+    entries = {name: {"kind": "BlockLinear", "requested": None} for name, _, _ in MODULES}
+    entries[sick.CULPRIT] |= {"fp8": False, "casts": None}
+    (finding,) = triage(build(tmp_path / "run", module_entries=entries))
+    assert (finding.code, finding.module) == ("F110", sick.CULPRIT)
+    assert finding.message == "a BlockLinear in high precision, and 1 of its 1 sibling run in FP8"
 
 
 def test_a_router_that_the_whole_model_took_along_is_an_info(tmp_path: Path) -> None:
