@@ -38,12 +38,12 @@ def train(path: Path | None, backend: str = "inductor") -> list[str]:
     for step in range(STEPS):
         loss = model(torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()
-        found.append(loss.item().hex())
+        found.append(float(loss).hex())
         if watch is not None:
             watch.step(loss=loss)
     if watch is not None:
         watch.close()
-    return [*found, *(p.grad.double().sum().item().hex() for p in model.parameters() if p.grad is not None)]
+    return [*found, *(float(p.grad.double().sum()).hex() for p in model.parameters() if p.grad is not None)]
 
 
 def run(cache: Path, path: Path | None) -> tuple[list[str], dict[str, int]]:
