@@ -58,6 +58,7 @@ class _ObservedModule:
 _ENTRIES: dict[int, _ObservedModule] = {}
 
 
+@skipped_by_dynamo
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` wraps a module, its call, or its ``forward`` on itself or in its class."""
     own, kind = module.__dict__, type(module)
