@@ -48,7 +48,7 @@ class StaleScaleSaturation(Rule):
           one bad batch may multiply. No published basis: weights that start at zero double from step 1 to step 2.
         - warn_rate 0.001: share that is a warning when it lasts; numerics.md, 4 (warn above 0.1 %).
         - min_headroom 1.25: below, clipping costs little more than the rounding error 1/17 of E4M3. No published
-          basis.
+          basis. Where no headroom was recorded, as in an imported log, max_rate alone decides.
         - min_elements 8: clipped elements; in a small tensor a share says nothing. No published basis.
         - min_steps 2, warn_steps 3: sampled steps after the warm-up, and at least half of those since the first.
         - warmup 8: first steps of a run, which count for nothing else: layers that start at zero grow by 1 / step a
@@ -60,7 +60,7 @@ class StaleScaleSaturation(Rule):
 
     code = "F101"
     name = "stale-scale-saturation"
-    columns = ("num_saturated", "headroom")
+    columns = ("num_saturated",)
     cure = "scaling='current' for this operand; else a shorter history or a margin; else BF16 for this GEMM"
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
@@ -86,7 +86,7 @@ class StaleScaleSaturation(Rule):
         conditions: Conditions = [
             Condition("overflow_rate", ">", self.warn_rate),
             Keys(IS_DELAYED),
-            f"headroom > {self.min_headroom}",
+            f"headroom > {self.min_headroom} OR headroom IS NULL AND overflow_rate > {self.max_rate}",
             f"num_saturated >= {self.min_elements}",
         ]
         return look(conditions, ["overflow_rate", "headroom"])
@@ -107,7 +107,7 @@ class StaleScaleSaturation(Rule):
     def _is_overwhelming(self, trace: Trace) -> Callable[[dict[str, Any]], bool]:
         def holds(row: dict[str, Any]) -> bool:
             is_settled = row["step"] >= trace.start + self.warmup and trace.tensor != "grad_output"
-            is_far = row["step"] >= trace.start + self.min_steps and row["headroom"] > self.early_headroom
+            is_far = row["step"] >= trace.start + self.min_steps and (row["headroom"] or 0) > self.early_headroom
             return bool(row["overflow_rate"] > self.max_rate_once and (is_settled or is_far))
 
         return holds
@@ -125,10 +125,10 @@ class StaleScaleSaturation(Rule):
     def _finding(self, trace: Trace, severity: Severity, threshold: float) -> Finding:
         row = trace.worst("overflow_rate")
         kind = trace.cast.scaling if trace.cast else "delayed"
-        message = (
-            f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its amax"
-            f" is {times(row['headroom'])} times what the {kind} scale can hold"
-        )
+        by = "by how much was not recorded"
+        if row["headroom"] is not None:
+            by = f"its amax is {times(row['headroom'])} times what the {kind} scale can hold"
+        message = f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: {by}"
         return trace.finding(self, severity, message, value=row["overflow_rate"], threshold=threshold)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
@@ -51,7 +52,7 @@ class StaleHistoryUnderflow(Rule):
 
     code = "F102"
     name = "stale-history-underflow"
-    columns = ("num_underflow", "num_zero", "headroom", "sum_err2")
+    columns = ("num_underflow", "headroom", "sum_err2")
     cure = "scaling='current' for this operand; else a shorter history or algo='most_recent'; else BF16 for this GEMM"
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"scaling": "current"}
@@ -65,21 +66,31 @@ class StaleHistoryUnderflow(Rule):
     max_sqnr_db: float = 20.0
 
     @property
-    def _look(self) -> Look:
-        conditions: Conditions = [
-            Condition("underflow_nonzero_rate", ">", self.max_rate),
+    def _looks(self) -> tuple[Look, Look]:
+        """Rows whose zeros were counted before the cast, and those whose share of all elements is the least it can be."""
+        whole = [Condition("underflow_rate", ">", self.max_rate), "num_zero IS NULL", *self._conditions]
+        columns = ["underflow_rate AS underflow_nonzero_rate", "headroom"]
+        return self._look, look(whole, columns)
+
+    @property
+    def _conditions(self) -> Conditions:
+        return [
             Keys(IS_DELAYED),
             f"headroom < {self.max_headroom} AND num_underflow >= {self.min_elements} AND sqnr_db < {self.max_sqnr_db}",
         ]
+
+    @property
+    def _look(self) -> Look:
+        conditions = [Condition("underflow_nonzero_rate", ">", self.max_rate), *self._conditions]
         return look(conditions, ["underflow_nonzero_rate", "headroom"])
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that underflow."""
-        yield self._look
+        yield from self._looks
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the sites whose scale remembers too much."""
-        for trace in traces(run, self._look):
+        for trace in chain.from_iterable(traces(run, rows) for rows in self._looks):
             once = any(
                 row["underflow_nonzero_rate"] > self.max_rate_once and row["step"] >= trace.start + self.warmup
                 for row in trace.rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, first_poison, largest_product
+from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, counts_nonfinite, first_poison, largest_product
 from fp8debug.rules.reading.prefilter import may_have, source
 from fp8debug.rules.reading.traces import Trace, traces
 
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 _COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel")
 #: The cure where the scale itself is not finite.
 _LOAD = "load or compute the scale of this operand before its first use (synchronize scales with their data); else BF16 here"
+#: What is found by the kind of origin, where no loss was recorded: name, cause, cure.
+_FOREIGN = {
+    "outside": (
+        "nonfinite-from-outside",
+        "no cast made it",
+        "look at what lies before it: the batch, the embedding, a norm, attention; for a gradient the loss and its scale",
+    ),
+    "weight": (
+        "nonfinite-weight",
+        "it held it when the step began",
+        "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint",
+    ),
+}
 _IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 _POISONED = Look(
     _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
@@ -38,7 +51,9 @@ class ZeroTileNan(Rule):
         the operands are so large that it overflows in every format (F125); so
         is the first one of a step that was not sampled, where the run looked there (watch's check_finite), and a result that was
         finite when its GEMM had run and is not when it leaves the module (rows never written, memory used again).
-        Where the first NaN came from outside the Linears, or with a weight, no cast is accused (F125 says so).
+        Where the first NaN came from outside the Linears, or with a weight, no cast is accused: F125 says so, and this rule in
+        a run without a loss, as of inference or of an imported log (nonfinite-from-outside, nonfinite-weight). A gradient
+        counts there when the next sampled step has it too: loss scaling skips single ones.
 
     Why it matters
         One NaN reaches the loss in the same step and every weight in the next. Zero blocks are ordinary: padding,
@@ -59,7 +74,7 @@ class ZeroTileNan(Rule):
 
     code = "F103"
     name = "zero-tile-nan"
-    columns = ("num_actual_nonfinite", "num_zero_blocks")
+    needs_fp8 = False
     cure = "amax_eps=1e-12 for this operand (1e-10 if NaN stays); else BF16 for this GEMM"
     changes: ClassVar[Mapping[str, Any]] = {"amax_eps": 1e-12}
 
@@ -72,6 +87,10 @@ class ZeroTileNan(Rule):
     @property
     def _look(self) -> Look:
         return look([self._bad], _COLUMNS)
+
+    def needs(self, run: Run) -> str | None:
+        """Return why the rule cannot judge: nobody counted NaN and Inf."""
+        return None if counts_nonfinite(run) else "not recorded: num_nan, num_inf, num_actual_nonfinite"
 
     def looks(self) -> Iterable[Look]:
         """Return the rows that became NaN or Inf, and those that came so."""
@@ -87,6 +106,8 @@ class ZeroTileNan(Rule):
         found = sorted((self._finding(trace) for trace in bad_traces), key=lambda f: f.order)
         if origin is not None and origin.kind == "gemm" and not found and largest_product(run, origin.row) <= MAX_RESULT:
             yield self._of_gemm(run, origin)
+        if origin is not None and origin.kind in _FOREIGN and not found and not run.has("loss"):
+            yield self._from_outside(origin)
         culprits = {finding.module for finding in found}
         for finding in found[:1]:
             victims = tuple(m for m in self._poisoned(run, finding) if m not in culprits)
@@ -117,21 +138,33 @@ class ZeroTileNan(Rule):
         row = trace.rows[0]
         count, blocks = row["num_actual_nonfinite"], row["num_blocks"] or 0
         zero, tiny = row["num_zero_blocks"] or 0, row["num_eps_blocks"] or 0
+        is_known = row["num_zero_blocks"] is not None
         is_scale = not zero and not tiny and count >= row["numel"] // max(1, blocks)
         if zero or tiny:
             cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
             cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
         elif is_scale:
             extent = "all elements" if count == row["numel"] else "whole blocks"
-            cause = (
-                f"no block was all zero and {extent} are hit, so that the scale is NaN or Inf (never loaded, or never computed)"
-            )
+            known = "no block was all zero and " if is_known else ""
+            cause = f"{known}{extent} are hit, so that the scale is NaN or Inf (never loaded, or never computed)"
+        elif not is_known:
+            cause = "a block of zeros, the cast's kernel or its scale made them; which was not recorded"
         else:
             cause = "no block was all zero, so suspect the cast's kernel or its scale"
-        elements = "1 finite element" if count == 1 else f"{count} finite elements"
+        elements = f"{count} finite element{'' if count == 1 else 's'}" if is_known else "finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
         return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
+
+    def _from_outside(self, origin: NonfiniteOrigin) -> Finding:
+        """Return the finding of a tensor that was not finite before its cast, in a run without a loss that F125 would judge."""
+        row, (name, where, cure) = origin.row, _FOREIGN[origin.kind]
+        message = f"the {row['gemm']} {row['tensor']} holds NaN or Inf before its cast since step {origin.step}: {where}"
+        site = {key: row[key] for key in ("module", "gemm", "tensor")}
+        return Finding(code=self.code, name=name, severity=Severity.ERROR, **site, cast=row["cast_name"],
+                       steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), threshold=float(self.max_nonfinite),
+                       message=message, cure=cure, call_index=row["call_index"] or 0, origin="outside",
+                       victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
 
     def _of_gemm(self, run: Run, origin: NonfiniteOrigin) -> Finding:
         row = origin.row

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules.base import RULES, Finding, Rule, Severity
 from fp8debug.rules.reading.bounds import IS_BELOW_8_BITS
-from fp8debug.rules.reading.conditions import Condition, Conditions, Keys, Look, look
+from fp8debug.rules.reading.conditions import Condition, Keys, Look, look
 from fp8debug.rules.reading.forecasts import underflow_ahead
 from fp8debug.rules.reading.outlier_spread import spread_log2
 from fp8debug.rules.reading.traces import RUNNING, Trace, has_fp8, percent, times, traces
@@ -64,7 +64,7 @@ class OutlierUnderflow(Rule):
     code = "F105"
     name = "outlier-underflow"
     needs_fp8 = False
-    columns = ("num_underflow", "num_zero", "amax")
+    columns = ("num_underflow", "amax")
     cure = "granularity='1x128' for this operand; else smooth the outlier channel; else BF16 for this module's fprop"
     follows = True
     changes: ClassVar[Mapping[str, Any]] = {"granularity": "1x128", "scaling": "current"}
@@ -83,25 +83,32 @@ class OutlierUnderflow(Rule):
         if not has_fp8(run):
             yield from self._would_flush(run)
             return
-        found = [self._with_cure(finding, run) for finding in self._flushed(traces(run, self._look))]
+        sites = [trace for rows in self._looks for trace in traces(run, rows)]
+        found = [self._with_cure(finding, run) for finding in self._flushed(sites)]
         yield from found or underflow_ahead(self, run, self.warn_rate, self.min_spread_log2, spread_log2, self.horizon)
 
     @property
-    def _look(self) -> Look:
-        return look(self._conditions, _COLUMNS)
+    def _looks(self) -> tuple[Look, Look]:
+        """Rows whose zeros were counted before the cast, and those whose share of all elements is the least it can be.
+
+        A log without errors may be of a version that counts zeros of the tensor too.
+        """
+        whole = [Condition("underflow_rate", ">", self.warn_rate), "num_zero IS NULL AND sum_err2 IS NOT NULL"]
+        columns = ("underflow_rate AS underflow_nonzero_rate", *_COLUMNS[1:])
+        return look(self._conditions, _COLUMNS), look([*whole, *self._conditions[1:]], columns)
 
     @property
-    def _conditions(self) -> Conditions:
+    def _conditions(self) -> list[Condition | Keys | str]:
         return [
             Condition("underflow_nonzero_rate", ">", self.warn_rate),
             Keys("gemm = 'fprop' AND tensor = 'input'"),
-            f"NOT ({IS_BELOW_8_BITS} AND underflow_nonzero_rate < {self.max_low_bit_rate})",
+            f"NOT ({IS_BELOW_8_BITS} AND coalesce(underflow_nonzero_rate, underflow_rate) < {self.max_low_bit_rate})",
             f"num_underflow >= {self.min_elements} AND coalesce(headroom, 1) >= {self.min_headroom}",
         ]
 
     def looks(self) -> Iterable[Look]:
         """Return the inputs that underflow."""
-        yield self._look
+        yield from self._looks
 
     def _would_flush(self, run: Run) -> Iterable[Finding]:
         """Return the inputs of a run without FP8 that would underflow under the cast that plain_recipe tries."""

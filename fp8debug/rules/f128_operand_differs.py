@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _HIGHEST_FLOOR_DB = 24.61
 #: Half the distance of a format's two largest values: what rounding to nearest changes an element by, times scale_inv.
 _HALF_STEPS = {name: 2.0 ** (f.emax - f.mantissa_bits - 1) for name, f in FORMATS.items() if f.bits == 8 and not f.scale_only}
+#: Headroom below which a cast leaves nothing: half the smallest value of its format over the largest.
+_FLUSHING = {name: f.min_subnormal / 2 / f.max for name, f in FORMATS.items() if not f.scale_only}
 #: SQL: the largest error of an element over what rounding to nearest can do under the largest scale of the tensor.
 _ELEMENT_ERROR = (
     "max_abs_err / (scale_inv_max * CASE "
@@ -84,6 +87,9 @@ class OperandDiffers(Rule):
           zero has 24.3 dB at step 8 [measured].
         - max_unmeasured_underflow 0.5: share of underflow that counts, for as long, where no error was recorded, as in an
           imported log; numerics.md, 4 acts above 5 %, and such a log may count values that were zero before the cast.
+        - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
+        - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
+          were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
         - Seen in TransformerEngine #3281 and #3342, vllm #36297, sglang #28418.
     """
 
@@ -103,17 +109,26 @@ class OperandDiffers(Rule):
     delayed_steps: int = 2
     warmup: int = 8
     max_unmeasured_underflow: float = 0.5
+    early_steps: int = 4
+    max_unmeasured_headroom: float = 8.0
 
     def needs(self, run: Run) -> str | None:
-        """Return why the rule cannot judge: neither errors nor underflow were recorded."""
-        if (run.has("sum_err2") and run.has("sum_x2")) or run.has("num_underflow"):
+        """Return why the rule cannot judge: neither errors nor underflow nor scales were recorded."""
+        if (run.has("sum_err2") and run.has("sum_x2")) or run.has("num_underflow") or run.has("headroom"):
             return None
-        return "not recorded: sum_err2, sum_x2 or num_underflow"
+        return "not recorded: sum_err2 and sum_x2, num_underflow or headroom"
 
     @property
     def _unmeasured(self) -> Look:
         limit = self.max_unmeasured_underflow
-        return look([Condition("underflow_rate", ">", limit), "sum_err2 IS NULL"], ["underflow_rate"])
+        return look([Condition("underflow_rate", ">", limit), "sqnr_db IS NULL"], ["underflow_rate"])
+
+    @property
+    def _unscaled(self) -> Look:
+        """Operands without an error whose scale cannot be that of their values: they clip, or become zero to the last."""
+        least = " ".join(f"WHEN cast_name LIKE '{name} %' THEN {low}" for name, low in _FLUSHING.items())
+        beyond = f"headroom > {self.max_unmeasured_headroom} OR headroom > 0 AND headroom < CASE {least} END"
+        return Look(f"{RUNNING} AND ({beyond}) AND sqnr_db IS NULL AND overflow_rate IS NULL", f"({beyond})", KEYS, ("headroom",))
 
     @property
     def _look(self) -> Look:
@@ -123,6 +138,7 @@ class OperandDiffers(Rule):
         """Return the operands below the highest floor of any cast, and those that underflow where no error was recorded."""
         yield self._look
         yield self._unmeasured
+        yield self._unscaled
         yield self._elements
 
     @property
@@ -152,8 +168,12 @@ class OperandDiffers(Rule):
             trace = whole.where(lambda row, site=whole: not is_elsewhere(site, row))  # type: ignore[misc]  # bound now
             if trace is not None and (trace.module, trace.gemm, trace.tensor) not in told:
                 yield self._of_elements(trace)
+        yield from self._without_errors(run)
+
+    def _without_errors(self, run: Run) -> Iterable[Finding]:
+        """Return the operands whose error was not recorded, by their underflow and their scale."""
         for trace in traces(run, self._unmeasured):
-            if trace.lasting(self.delayed_steps, self.warmup):
+            if self._has_lasted(trace):
                 row = trace.worst("underflow_rate")
                 message = (
                     f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step"
@@ -161,6 +181,27 @@ class OperandDiffers(Rule):
                 )
                 limit = self.max_unmeasured_underflow
                 yield trace.finding(self, Severity.ERROR, message, value=row["underflow_rate"], threshold=limit)
+        for trace in traces(run, self._unscaled):
+            if self._has_lasted(trace):
+                row = max(trace.rows, key=lambda row: abs(math.log2(row["headroom"])))
+                what, limit = "clip: its amax is {} times what its scale holds", self.max_unmeasured_headroom
+                if row["headroom"] < 1:
+                    what, limit = "become zero: its scale is made for an amax {} times its own", _flushing_headroom(trace)
+                size = times(max(row["headroom"], 1 / row["headroom"]))
+                message = (
+                    f"values of the {trace.gemm} {trace.tensor} {what.format(size)} at step {row['step']} ({len(trace.rows)} of"
+                    f" {len(trace.sampled)} sampled steps); how many was not recorded"
+                )
+                yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=limit)
+
+    def _has_lasted(self, trace: Trace) -> bool:
+        """Return whether statistics without an error count: after the warm-up, or at all steps of a run that has no more."""
+        first = self.warmup + (0 if trace.start < self.warmup else trace.start - self.warmup)
+        settled = [step for step in trace.sampled if step >= first]
+        bad = {row["step"] for row in trace.rows}
+        if not settled:
+            return len(bad) == len(trace.sampled) >= self.early_steps
+        return trace.lasting(min(self.delayed_steps, len(settled)), first - trace.start)
 
     def _of_elements(self, trace: Trace) -> Finding:
         row = trace.worst("element_error")
@@ -192,9 +233,8 @@ class OperandDiffers(Rule):
 
 
 def _flushing_headroom(trace: Trace) -> float:
-    """Return the headroom below which a cast leaves nothing: half the smallest value of its format over the largest."""
-    fmt = FORMATS[trace.cast.format] if trace.cast is not None else None
-    return 0.0 if fmt is None else fmt.min_subnormal / 2 / fmt.max
+    """Return the headroom below which its cast leaves nothing."""
+    return _FLUSHING[trace.cast.format] if trace.cast is not None else 0.0
 
 
 def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:

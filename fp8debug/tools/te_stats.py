@@ -7,14 +7,16 @@ reads.
 The log holds shares, and a run holds counts: they become counts of ``NOMINAL`` elements, which gives back the same shares.
 What the log does not hold stays null, so that rules which need it say so. Values are logged with four decimals: a zero of an
 amax, scale or error means "below 0.00005" and is left out. A layer without a statistic of a cast counts as one in high
-precision.
+precision. A statistic that is NaN or Inf tells that one element at least is, of the tensor or, where the tensor is finite, of
+its cast.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +38,7 @@ RECIPES = {
     "fp8_current_scaling": "tensorwise_current",
     "fp8_block_scaling": "blockwise_pow2",
     "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
 }
 #: In force where the log does not say: Transformer Engine's own default.
 DEFAULT = "fp8_delayed_scaling"
@@ -207,11 +210,37 @@ def _take(log: StatsLog, line: str) -> None:
     log.values.setdefault(int(found["step"]), {}).setdefault(site, {})[stat] = value
 
 
-def _in_force(logs: Iterable[StatsLog]) -> tuple[str, bool]:
-    """Return the recipe that the logs tell by its name before a statistic; the default, and True, where they do not."""
-    prefixes = {site[3] for log in logs for sites in log.values.values() for site in sites}
-    named = prefixes - {""}
-    return (next(iter(named)), False) if len(named) == 1 else (DEFAULT, True)
+def _in_force(logs: Sequence[StatsLog]) -> tuple[str, bool]:
+    """Return the recipe that the logs tell, and whether it is assumed.
+
+    Transformer Engine logs overflows and delayed scaling where delayed scaling runs, NVFP4 where NVFP4 does, and what has no
+    recipe's name of the one that runs. A statistic that has one value without and another with a name is of two recipes.
+    Column-wise ones are of blocks.
+    """
+    sites = [(site, values) for log in logs for step in log.values.values() for site, values in step.items()]
+    named = {site[3] for site, _ in sites} - {""}
+    nameless = {place for place, (site, values) in enumerate(sites) if not site[3] and _OF_CAST & values.keys()}
+    for only, is_told in (("nvfp4", False), (DEFAULT, any("overflows%" in sites[place][1] for place in nameless))):
+        if only in named or is_told:
+            return only, False
+    if not nameless:
+        return (next(iter(named)), False) if len(named) == 1 else (DEFAULT, True)
+    left = named - _others(logs)
+    if len(left) == 1:
+        return next(iter(left)), True
+    is_of_blocks = any(sites[place][0][1:3] in [columnwise for _, columnwise in _SITES.values()] for place in nameless)
+    return "fp8_block_scaling" if is_of_blocks else DEFAULT, True
+
+
+def _others(logs: Iterable[StatsLog]) -> set[str]:
+    """Return the recipes that do not run: theirs is another value than that of the same statistic without a name."""
+    found = set()
+    for sites in (step for log in logs for step in log.values.values()):
+        for site, values in sites.items():
+            running = sites.get((*site[:3], ""), {})
+            if site[3] and any(values[stat] != running[stat] for stat in _OF_CAST & values.keys() & running.keys()):
+                found.add(site[3])
+    return found
 
 
 def _write(
@@ -278,6 +307,9 @@ def _merged(sites: Mapping[Site, dict[str, float]], keys: set[str]) -> Iterator[
             yield site, values
 
 
+#: Statistics of the tensor before its cast that are NaN or Inf where an element is.
+_EXTREMES = ("amax", "cur_amax", "min", "max", "dynamic_range")
+_SUMS = ("mean", "std", "variance", "l2_norm", "l2_norm_square")
 #: Statistics that describe a cast and not the tensor before it.
 _OF_CAST = frozenset(("underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max"))
 
@@ -304,14 +336,15 @@ def _row(
         **{"replicated": tensor is TensorRole.WEIGHT, "num_tensors": 1},
     }
     for stat, slot in (("underflows%", "num_underflow"), ("overflows%", "num_saturated")):
-        if stat in values:
+        if math.isfinite(values.get(stat, math.nan)):
             row[slot] = round(min(max(values[stat], 0.0), 100.0) / 100 * NOMINAL)
     amax = _positive(values, "amax") or _positive(values, "cur_amax")
     if amax is None and {"min", "max"} <= values.keys():
-        amax = max(abs(values["min"]), abs(values["max"])) or None
+        amax = _positive({"amax": max(abs(values["min"]), abs(values["max"]))}, "amax")
     row["amax"] = amax
-    if amax is not None and "dynamic_range" in values:
+    if amax is not None and math.isfinite(values.get("dynamic_range", math.nan)):
         row["amin"] = amax * 2.0 ** -min(max(values["dynamic_range"], 0.0), 300.0)
+    row |= _nonfinite(values, cast.granularity == "tensorwise")
     power = _mean_square(values)
     if power is not None:
         row["sum_x2"] = power * NOMINAL
@@ -325,9 +358,24 @@ def _row(
     return row
 
 
+def _nonfinite(values: Mapping[str, float], has_one_scale: bool) -> dict[str, int]:
+    """Return the counts of what is NaN and Inf, one for "some", as far as the statistics tell."""
+    exact, sums = ([values[stat] for stat in stats if stat in values] for stats in (_EXTREMES, _SUMS))
+    counts: dict[str, int] = {}
+    if exact or sums:
+        # A sum may overflow; the maximum over ranks may pass over a NaN.
+        counts = {"num_nan": int(any(map(math.isnan, exact + sums))), "num_inf": int(any(map(math.isinf, exact or sums)))}
+    if sum(counts.values()):
+        return counts
+    scales = [values[stat] for stat in ("scale_inv_min", "scale_inv_max") if stat in values]
+    if not all(map(math.isfinite, scales)):
+        return {**counts, "num_actual_nonfinite": NOMINAL if has_one_scale else 1}
+    return {**counts, "num_actual_nonfinite": int(not math.isfinite(values["mse"]))} if "mse" in values else counts
+
+
 def _positive(values: Mapping[str, float], stat: str) -> float | None:
     value = values.get(stat)
-    return value if value is not None and value > 0 else None
+    return value if value is not None and 0 < value < math.inf else None
 
 
 def _mean_square(values: Mapping[str, float]) -> float | None:
@@ -338,4 +386,4 @@ def _mean_square(values: Mapping[str, float]) -> float | None:
         if numel is not None and total is not None:
             return float(total**power / numel)
     variance = _positive(values, "variance") or (values["std"] ** 2 if _positive(values, "std") else None)
-    return None if variance is None or "mean" not in values else variance + values["mean"] ** 2
+    return None if variance is None or not math.isfinite(values.get("mean", math.nan)) else variance + values["mean"] ** 2

@@ -8,9 +8,9 @@ their casts, then the casts, then the result. The first that is not finite is th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8debug.rules.reading.conditions import Look
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 #: The rows in which something is not finite: of a module in high precision the tensors are those of casts that were only tried.
 _IS_READ = "(actual OR reference = 'operand')"
 SICK = Look(
-    f"{_IS_READ} AND num_nan + num_inf + CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END > 0",
-    "num_nan + num_inf + coalesce(num_actual_nonfinite, 0) > 0",
+    f"{_IS_READ} AND coalesce(num_nan + num_inf, 0) + CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END > 0",
+    "coalesce(num_nan + num_inf, 0) + coalesce(num_actual_nonfinite, 0) > 0",
     _IS_READ,
     (
-        *("reference", "numel", "num_tensors", "num_nan", "num_inf"),
+        *("reference", "numel", "num_tensors", "coalesce(num_nan, 0) AS num_nan", "coalesce(num_inf, 0) AS num_inf"),
         "CASE WHEN actual THEN coalesce(num_actual_nonfinite, 0) ELSE 0 END AS num_made",
     ),
     ("num_nan > 0", "num_inf > 0", "num_actual_nonfinite > 0"),
@@ -133,16 +133,29 @@ def _sick_steps(run: Run) -> set[int]:
     return {step for step, loss in pairs if not math.isfinite(loss)}
 
 
+def counts_nonfinite(run: Run) -> bool:
+    """Return whether NaN and Inf were counted, in tensors or in what a cast made of them."""
+    return (run.has("num_nan") and run.has("num_inf")) or run.has("num_actual_nonfinite")
+
+
+def _repeated(run: Run, found: Set[int]) -> set[int]:
+    """Return the steps of these that the next sampled step follows with the same: no overflow for which one step is skipped.
+
+    They stand for those of a loss that is not finite, where no loss was recorded.
+    """
+    return {step for step, following in pairwise(run.sampled_steps) if step in found and following in found}
+
+
 def _follows(step: int, sick_steps: set[int]) -> bool:
     """Return whether the loss is not finite at a step or just after it."""
     return any(s in sick_steps for s in range(step, step + NEXT_STEPS + 1))
 
 
 def _first_sampled(run: Run) -> NonfiniteOrigin | None:
-    if not all(run.has(column) for column in ("num_nan", "num_inf", "num_actual_nonfinite")):
+    if not counts_nonfinite(run):
         return None
     rows = sorted(bad_rows(run, SICK), key=lambda row: (row["step"], *_place(row)))
-    sick_steps = _sick_steps(run)
+    sick_steps = _sick_steps(run) if run.has("loss") else _repeated(run, {row["step"] for row in rows})
     for step, group in groupby(rows, key=lambda row: row["step"]):
         row, *others = group
         kind = _kind(row)
