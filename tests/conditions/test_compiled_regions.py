@@ -468,6 +468,47 @@ def test_nobody_listens_to_a_compiled_call_that_waits_for_its_turn(tmp_path: Pat
     assert found == [4 + 12, 0, 0, 6, 6]
 
 
+@pytest.mark.parametrize("inner", ["compiled", "decorated"])
+def test_dynamo_compiles_nothing_of_ours_where_a_compiled_module_is_called_between_graphs(inner: str, tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self, kind: type[nn.Module]) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(kind(ScaledLinear) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                torch._dynamo.graph_break()
+                x = block(x)
+            return x
+
+    found = []
+    for path in (None, tmp_path / "run"):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        kind = type("Decorated", (Block,), {"forward": torch.compile(Block.forward, backend="aot_eager")})
+        model = Broken(kind if inner == "decorated" else Block).bfloat16()
+        for block in model.blocks if inner == "compiled" else ():
+            block.compile(backend="aot_eager")
+        model.compile(backend="aot_eager")
+        watch = fp8debug.watch(model, path, every=1, what_if=()) if path else None
+        losses = []
+        for step in range(2):
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if watch is not None:
+                watch.step()
+        if watch is not None:
+            watch.close()
+        found.append((losses, {name: dict(counters[name]) for name in ("frames", "stats", "graph_break")}))
+    assert found[0] == found[1]
+    assert {row["module"] for row in rows(tmp_path / "run")} == {
+        f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")
+    }
+
+
 @pytest.mark.parametrize("compiled", ["auto", "repeat"])
 def test_code_between_graphs_runs_twice_only_if_the_user_says_so(
     compiled: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -495,6 +536,30 @@ def test_code_between_graphs_runs_twice_only_if_the_user_says_so(
         assert "breaks its graph" in told["0.up"] and not told["1.up"]
     else:
         assert out.count("forward") == 4 and found == {"0", "1"} and why not in err
+
+
+@pytest.mark.parametrize("compiled", ["auto", "repeat"])
+def test_so_does_a_frame_that_dynamo_leaves_to_python(compiled: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(ScaledLinear) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                print("forward")
+                x = block(x)
+            return x
+
+    torch._dynamo.reset()
+    model = Loop().bfloat16()
+    model.compile(backend="aot_eager")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=(), compiled=compiled, turns=1) as watch:
+        model(torch.randn(16, WIDTH).bfloat16()).float().square().mean().backward()
+        watch.step()
+    out, err = capfd.readouterr()
+    assert out.count("forward") == (4 if compiled == "repeat" else 2)
+    assert bool(rows(tmp_path / "run")) is (compiled == "repeat") and ("breaks its graph" in err) is (compiled == "auto")
 
 
 class Saturated(torch.autograd.Function):

@@ -35,7 +35,15 @@ from fp8debug.adapters.interception.gemm_flops import GemmCounter
 from fp8debug.adapters.interception.listener import listener_of
 from fp8debug.adapters.interception.program_state import ProgramState, TooManyObjectsError
 from fp8debug.interruptions import is_ours
-from fp8debug.kernels.torch_state import TorchState, active_modes, is_capturing, is_transformed, set_modes, untraced
+from fp8debug.kernels.torch_state import (
+    TorchState,
+    active_modes,
+    is_capturing,
+    is_transformed,
+    set_modes,
+    skipped_by_dynamo,
+    untraced,
+)
 from fp8debug.linear import Fp8Linear
 from fp8debug.observer.observer import Observer
 from fp8debug.observer.rechecks import accumulator_of, runs_now
@@ -189,6 +197,7 @@ class Regions:
         self._seen.clear()
         self._first.clear()
 
+    @untraced
     def _take(self, module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return what calls a compiled module in place of ``run``; None where its call is not to be recorded."""
         module = getattr(module, "_orig_mod", module)
@@ -200,6 +209,7 @@ class Regions:
             return None
         return partial(self._call, module, run)
 
+    @skipped_by_dynamo
     def _call(self, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a region; repeat the call if it is sampled."""
         before = self._begin(module, args, kwargs)
@@ -500,15 +510,17 @@ class _Repetition:
 def has_graph_breaks(module: nn.Module) -> bool:
     """Return whether torch.compile made several graphs of a module's forward, with Python code between them.
 
-    Dynamo compiles the frame of ``forward``, and code that a break leaves behind calls a function ``__resume_at...`` [seen: torch
-    2.13]. Where it has nothing on that frame, any break in the process counts.
+    Dynamo compiles the frame of ``forward``, and code that a break leaves behind calls a function ``__resume_at...``. A frame
+    with a break in a loop it leaves to Python as a whole. The forward of torch's own modules is part of another frame, of which
+    nothing is known: there any break in the process counts [seen: torch 2.13].
     """
-    from torch._dynamo import eval_frame, utils
+    from torch._dynamo import eval_frame, trace_rules, utils
 
-    code = getattr(eval_frame.innermost_fn(module.forward), "__code__", None)
+    forward = eval_frame.innermost_fn(module.forward)
+    code = getattr(forward, "__code__", None)
     entries = eval_frame._debug_get_cache_entry_list(code) if code is not None else []
     if not entries:
-        return bool(utils.counters["graph_break"])
+        return bool(utils.counters["graph_break"]) or not trace_rules.check(forward)
     return any(name.startswith("__resume_at") for entry in entries for name in entry.code.co_names)
 
 
