@@ -21,6 +21,8 @@ _DECORATION: dict[str, Any] = {"aria-hidden": "true"}
 ROW_HEIGHT, HEADER_HEIGHT, MIN_BODY_HEIGHT, PAGES_HEIGHT = 28, 30, 30, 42
 #: Rows of one page of a grid.
 PAGE_ROWS = 20
+#: Least width of a column of sites, in pixels: that of "dgrad grad_output", of which nothing is cut.
+SITE_WIDTH = 124
 
 #: Options of every plot. plotly's buttons that upload a plot to a cloud, and its link to its makers, are off; a button without a
 #: server to send to could send nowhere. fp8debug.js sets the same for any plot that comes without options.

@@ -125,6 +125,78 @@
     return { ...trace, text };
   };
 
+  // A plot in a narrow place: its subplots stand below each other, the entries of its legend too where a line has no room for
+  // them, and its words are in lines that fit.
+  const NARROW_PX = 600, ENTRY_PX = 45, ENTRY_LINE_PX = 19, TEXT_LINE_PX = 13, CELL_PX = 96, CELL_GAP_PX = 28;
+  const pen = document.createElement("canvas").getContext("2d");
+  const FACE = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif";
+  const widthOf = (text, size = 11) => {
+    pen.font = `${size}px ${FACE}`;
+    return pen.measureText(text.replace(/<[^>]*>/g, "")).width;
+  };
+  const inLines = (text, width, size) => text.split(" ").reduce((lines, one) => {
+    const longer = lines.length ? `${lines[lines.length - 1]} ${one}` : one;
+    if (lines.length && widthOf(longer, size) <= width) lines[lines.length - 1] = longer;
+    else lines.push(one);
+    return lines;
+  }, []);
+  const roomOf = (plot) => { const box = plot.closest(".saved-plot"); return box ? box.clientWidth : NARROW_PX; };
+  const MARGIN = { l: 56, r: 12, t: 8, b: 34 };  // of figures/plot.py
+  const stacked = (layout) => {
+    const cells = axesOf(layout).map((axis) => axis.slice("xaxis".length)).sort((a, b) => a - b)
+      .map((n) => ({ n, x: (layout["xaxis" + n] || {}).domain || [0, 1], y: (layout["yaxis" + n] || {}).domain || [0, 1] }));
+    if (!cells.some(({ x }) => x[0] > 0)) return layout;
+    const height = cells.length * (CELL_PX + CELL_GAP_PX) - CELL_GAP_PX, margin = { ...MARGIN, ...layout.margin }, next = { ...layout };
+    const before = layout.height - margin.t - margin.b;
+    cells.forEach((cell, i) => {
+      const top = 1 - (i * (CELL_PX + CELL_GAP_PX)) / height, isLast = i === cells.length - 1;
+      cell.to = [Math.max(0, top - CELL_PX / height), top];
+      next["xaxis" + cell.n] = { ...layout["xaxis" + cell.n], domain: [0, 1], ...(isLast ? {} : { showticklabels: false, title: { text: "" } }) };
+      next["yaxis" + cell.n] = { ...layout["yaxis" + cell.n], domain: cell.to };
+    });
+    const within = (at, [low, high]) => at >= low - 1e-6 && at <= high + 1e-6;
+    next.annotations = (layout.annotations || []).map((words) => {
+      const isAtStep = words.xref !== "paper";
+      const cell = words.yref === "paper" && cells.find(({ n, x, y }) => within(words.y, y) && (isAtStep ? words.xref === "x" + n : within(words.x, x)));
+      if (!cell) return words;
+      const { x, y, to } = cell, up = (words.y - y[0]) / (y[1] - y[0]);
+      return { ...words, y: to[0] + up * (to[1] - to[0]), ...(isAtStep ? {} : { x: (words.x - x[0]) / (x[1] - x[0]) }) };
+    });
+    if (layout.legend) next.legend = { ...layout.legend, y: 1 + ((layout.legend.y - 1) * before) / height };
+    return { ...next, height: height + margin.t + margin.b };
+  };
+  const fitted = (plot, data, layout) => {
+    const room = roomOf(plot);
+    if (room >= NARROW_PX || !layout.height) return { data, layout };
+    const next = { ...stacked(layout) }, margin = { ...MARGIN, ...layout.margin };
+    const entries = data.filter(({ showlegend, name }) => layout.showlegend && showlegend && name).map(({ name }) => widthOf(name) + ENTRY_PX);
+    if (entries.reduce((sum, one) => sum + one, 0) > room - margin.l - margin.r) {
+      const height = entries.length * ENTRY_LINE_PX + 12;
+      next.legend = { ...next.legend, orientation: "v", maxheight: 2 * height };  // else it scrolls in half of the plot
+      next.height += Math.max(0, height - margin.t);
+      margin.t = Math.max(height, margin.t);
+    }
+    const end = ({ x, xref, xanchor, xshift }) => {  // where words begin that stand to the right of a place of an axis, if it is known
+      const { range } = next[String(xref).replace("x", "xaxis")] || {};
+      const at = xanchor === "left" && range ? (x - range[0]) / (range[1] - range[0]) : NaN;
+      return margin.l + at * (room - margin.l - margin.r) + (xshift || 0);
+    };
+    for (const words of next.annotations || []) {
+      const over = end(words) > 0.8 * room ? end(words) + widthOf(words.text, (words.font || {}).size) - room : 0;
+      margin.r = Math.max(margin.r, MARGIN.r + over);
+    }
+    const inner = room - margin.l - margin.r, lower = {};  // words about a gap stand below each other, at a step with 0.4 of the room
+    next.annotations = (next.annotations || []).map((words) => {
+      const isGap = words.yanchor === "top" && words.xref !== "paper", by = isGap ? lower[words.xref] || 0 : 0;
+      const rest = Number.isFinite(end(words)) && end(words) <= 0.8 * room ? room - MARGIN.r - end(words) : inner;
+      const lines = inLines(words.text, isGap ? 0.4 * inner : rest, (words.font || {}).size);
+      if (isGap) lower[words.xref] = by + (lines.length - 1) * TEXT_LINE_PX;
+      return { ...words, text: lines.join("<br>"), yshift: (words.yshift || 0) - by };
+    });
+    return { data, layout: { ...next, margin, meta: { ...next.meta, isFitted: true } } };
+  };
+  const isNarrow = (plot) => roomOf(plot) < NARROW_PX;
+
   // What is below the fold is drawn when the browser has nothing else to do: a plot takes it 50 ms, and the first one is looked at.
   const drawSeenFirst = (library) => {
     // dcc.Graph writes a zoom into its figure, where it counts as asked for by the server: plotly would take it back with the next
@@ -150,8 +222,14 @@
     library.setPlotConfig({ displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, showLink: false,
       sendData: false, plotlyServerURL: "", topojsonURL: "" });
     const react = library.react, waiting = new Map();
-    const draw = (plot, figure) => react(plot, { ...figure, data: figure.data.map(withTexts),
-      layout: withCursor(withZoom(zoomed(plot, figure.layout))) }).then((drawn) => {
+    // dcc.Graph takes what is drawn for what it was given, and may have it drawn again.
+    const seen = (plot, asked) => {
+      const figure = metaOf(asked).isFitted && plot.given ? plot.given.figure : asked;
+      const { data, layout } = fitted(plot, figure.data.map(withTexts), figure.layout);
+      plot.given = { figure, isNarrow: isNarrow(plot) };
+      return { ...figure, data, layout: withCursor(withZoom(zoomed(plot, layout))) };
+    };
+    const draw = (plot, figure) => react(plot, seen(plot, figure)).then((drawn) => {
       const box = plot.closest(".saved-plot");
       if (box) box.classList.toggle("saved-nothing", !figure.data.length);  // it says why it is empty: no picture to save
       if (!plot.zooms) {
@@ -160,6 +238,25 @@
         plot.on("plotly_click", ({ points }) => choose(plot, points));
       }
       return drawn;
+    });
+    // plotly keeps ticks and titles of what turns or moves: all is taken away before.
+    const redraw = async (plot) => {
+      const { figure, isNarrow: wasNarrow } = plot.given;
+      const turns = isNarrow(plot) !== wasNarrow;
+      if (turns) await react(plot, { ...figure, data: [], layout: { height: plot.clientHeight } });
+      if (turns || wasNarrow) await draw(plot, figure);
+      const { legend } = plot.layout;  // it stays where it was until its place is set by itself
+      if (legend && legend.y !== undefined) await library.relayout(plot, { "legend.y": legend.y });
+      if (turns) await library.Plots.resize(plot);
+    };
+    let turning;
+    window.addEventListener("resize", () => {
+      clearTimeout(turning);
+      turning = setTimeout(() => {
+        for (const plot of document.querySelectorAll(".js-plotly-plot")) {
+          if (plot.given && roomOf(plot) > 0) plot.turned = Promise.resolve(plot.turned).then(() => redraw(plot)).catch(() => null);
+        }
+      }, 300);  // dcc.Graph fits its plots to the window before
     });
     const next = () => {
       const [plot, { figure, done }] = waiting.entries().next().value;
@@ -552,13 +649,14 @@
     }
     return words.filter(Boolean);
   };
-  const FACE = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif", HEAD = 30;
+  const HEAD = 14, HEAD_LINE = 16;
   const savePicture = (id, format) => {
     const plot = document.querySelector(`[id="${id}"] .js-plotly-plot`), words = aboutOf(plot);
     const style = getComputedStyle(document.body), { margin, font } = plot._fullLayout;
-    const text = words.join(" · ").replace(/&/g, "&amp;").replace(/</g, "&lt;");
+    const lines = inLines(words.join(" · "), plot.clientWidth - 24, 13), head = HEAD + lines.length * HEAD_LINE;
+    const text = lines.map((one) => one.replace(/&/g, "&amp;").replace(/</g, "&lt;")).join("<br>");
     const layout = { ...plot.layout, paper_bgcolor: style.backgroundColor, font: { ...font, color: style.color, family: FACE },
-      margin: { ...margin, t: margin.t + HEAD }, height: plot.clientHeight + HEAD,
+      margin: { ...margin, t: margin.t + head }, height: plot.clientHeight + head,
       title: { text, x: 0, xref: "container", xanchor: "left", pad: { l: 12 }, y: 1, yref: "container", yanchor: "top",
         font: { size: 13, family: FACE, color: style.color } } };
     layout.title.pad.t = 8;

@@ -51,7 +51,7 @@ def losses(
     if gaps:
         figure.rule(GREY, 1, y=0)
         figure.axis("y", 1, title="gap", standoff=4)
-        figure.note(f"each minus {plain(runs[0][0])}", 1, x=0, y=1, xanchor="left", yanchor="top")
+        figure.note(f"each minus {plain(runs[0][0])}", 1, x=0, y=1, xanchor="left", yanchor="bottom")
     for step in sorted({step for step in diverges_at if step is not None}):
         figure.rule(VERMILLION, x=step, width=1.2, dash="dash")
     figure.axis("y", title="loss", standoff=4)

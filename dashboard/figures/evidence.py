@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8debug.reports.evidence import MIN_SPREAD
+
 from ..data.nonfinite import states_of
+from ..data.records import Floats
 from .base import empty, mark_gaps, plain
-from .plot import Figure
+from .plot import Figure, Part
 from .theme import LINES, ORANGE, VERMILLION
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
             },
             i,
         )
+        figure.axis("y", i, **_wide_enough(values))
         mark_gaps(figure, np.array(chart.steps, dtype=np.int32), states_of(chart.values), i)
         figure.note(plain(chart.title), i, x=0, y=1, xanchor="left", yanchor="bottom")
         if chart.limit is not None:
@@ -55,3 +59,13 @@ def evidence(charts: Sequence[Chart], steps: tuple[int, int]) -> Figure:
             figure.rule(ORANGE, i, x=steps[0])
     figure.over_steps(len(charts) - 1)
     return figure.set(70 + 125 * len(charts), margin={"t": 24})
+
+
+def _wide_enough(values: Floats) -> Part:
+    """Return the range of an axis whose values differ by noise alone: drawn from end to end, noise would look like a change."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return {}
+    low, high = float(known.min()), float(known.max())
+    least = MIN_SPREAD * max(abs(low), abs(high))
+    return {"range": [(low + high - least) / 2, (low + high + least) / 2]} if 0 < high - low < least else {}

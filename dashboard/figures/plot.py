@@ -52,6 +52,7 @@ class Figure:
     Attributes:
         data: traces.
         layout: everything else.
+        cols: number of columns.
         num: number of subplots.
         told: (subplot, words) of the notes about gaps, once for all lines that have them.
     """
@@ -62,6 +63,7 @@ class Figure:
         self.data: list[Part] = []
         self.layout: Part = {"template": LOOK, "uirevision": "keep"}
         self.told: set[tuple[int, str]] = set()
+        self.cols = cols
         self.num = rows * cols
         if self.num == 1:
             return

@@ -21,7 +21,7 @@ from ..figures.compare import losses, site_in_both
 from ..figures.theme import NO_DATA, level
 from ..web.run_view import RunView
 from ..web.urls import View, href
-from ..widgets import badge, card, code, control, graph, grid, note, number, poster, table
+from ..widgets import SITE_WIDTH, badge, card, code, control, graph, grid, note, number, poster, table
 from .axes import controls, scale_of, shaped
 from .base import Page
 from .heatmap import metric_options
@@ -44,12 +44,12 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "run", "headerName": "Run", "width": 130, "tooltipField": "run"},
     {"field": "at", "headerName": "Diverges at", "type": "rightAligned", "width": 104},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
-    {"field": "site", "headerName": "Site", "width": 150},
+    {"field": "site", "headerName": "Site", "width": 150, "minWidth": SITE_WIDTH},
     {"field": "reference", "headerName": "Against", "width": 90},
     {"field": "what", "headerName": "What", "width": 300, "tooltipField": "what"},
     {"field": "differs", "headerName": "Differs since", "type": "rightAligned", "width": 100},
-    {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140, "sortable": False},
-    {"field": "rms", "headerName": "rms", "width": 170, "sortable": False},
+    {"field": "sqnr_db", "headerName": "SQNR dB", "width": 140, "minWidth": 112, "sortable": False},
+    {"field": "rms", "headerName": "rms", "width": 170, "minWidth": 140, "sortable": False},
 )
 
 

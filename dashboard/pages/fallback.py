@@ -33,9 +33,15 @@ CURVE = (0, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 GRADES = {"closed": "ok", "nothing_to_close": "ok", "found": "ok", "partly": "warning", "not_closed": "error", "failed": "error"}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 190, "tooltipField": "module"},
-    {"field": "gemms", "headerName": "GEMMs", "width": 120, "headerTooltip": "which of its three GEMMs leave their cast"},
+    {
+        "field": "gemms",
+        "headerName": "GEMMs",
+        "width": 130,
+        "minWidth": 122,
+        "headerTooltip": "which of its three GEMMs leave their cast",
+    },
     {"field": "tensor", "headerName": "Tensor", "width": 84},
-    {"field": "cast", "headerName": "Run in", "width": 170, "tooltipField": "cast"},
+    {"field": "cast", "headerName": "Run in", "width": 170, "minWidth": 168, "tooltipField": "cast"},
     {"field": "reasons", "headerName": "Reasons", "width": 110, "headerTooltip": "codes of findings; fp8debug explain CODE"},
     {
         "field": "damage",

@@ -27,7 +27,7 @@ from ..figures.theme import BY_NUMBER, BY_SEVERITY, GRID_NUMBER, ICONS, NO_DATA,
 from ..web import source
 from ..web.run_view import Judgement, RunView
 from ..web.urls import View, href
-from ..widgets import badge, card, code, facts, graph, grid, not_finite, note, number, percent, poster, table
+from ..widgets import SITE_WIDTH, badge, card, code, facts, graph, grid, not_finite, note, number, percent, poster, table
 from .axes import controls, shaped
 from .base import Page
 from .notes import notes_card
@@ -45,9 +45,9 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "maxWidth": 110,
     },
     {"field": "code", "headerName": "Code", "width": 72, "maxWidth": 84},
-    {"field": "name", "headerName": "What", "width": 200, "tooltipField": "name"},
+    {"field": "name", "headerName": "What", "width": 200, "minWidth": 150, "tooltipField": "name"},
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 180, "tooltipField": "module"},
-    {"field": "site", "headerName": "Site", "width": 130},
+    {"field": "site", "headerName": "Site", "width": 134, "minWidth": SITE_WIDTH},
     {"field": "since", "headerName": "Since step", "type": "rightAligned", "width": 104, "minWidth": 98, "maxWidth": 110},
     {"field": "until", "headerName": "Until", "type": "rightAligned", "width": 76, "maxWidth": 100},
     {

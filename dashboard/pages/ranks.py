@@ -20,7 +20,7 @@ from ..figures.ranks import spread
 from ..figures.theme import BY_NUMBER, GRID_NUMBER, NO_DATA, plain_number
 from ..web.run_view import RunView
 from ..web.urls import View, href
-from ..widgets import card, code, control, graph, grid, note, number, poster, table
+from ..widgets import SITE_WIDTH, card, code, control, graph, grid, note, number, poster, table
 from .axes import controls as axis_controls
 from .axes import shaped
 from .base import Page
@@ -33,7 +33,7 @@ NAMES = tuple(f"{gemm}.{tensor}" for row in SITES for gemm, tensor in row)
 _NUMBER: dict[str, Any] = {"type": "rightAligned", "valueFormatter": GRID_NUMBER, "comparator": BY_NUMBER, "width": 110}
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"field": "module", "headerName": "Module", "cellRenderer": "Link", "width": 220, "tooltipField": "module"},
-    {"field": "site", "headerName": "Site", "width": 150},
+    {"field": "site", "headerName": "Site", "width": 150, "minWidth": SITE_WIDTH},
     {"field": "spread", "headerName": "Largest spread", **_NUMBER},
     {"field": "step", "headerName": "At step", "type": "rightAligned", "width": 90},
     {"field": "median", "headerName": "Median", **_NUMBER},

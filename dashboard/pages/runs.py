@@ -42,7 +42,7 @@ COLUMNS: tuple[dict[str, Any], ...] = (
         "minWidth": 104,
     },
     {"field": "finding", "headerName": "First finding", "width": 300, "tooltipField": "finding"},
-    {"field": "recipe", "headerName": "Recipe", "width": 170, "tooltipField": "recipe"},
+    {"field": "recipe", "headerName": "Recipe", "width": 170, "minWidth": 134, "tooltipField": "recipe"},
     {"field": "last", "headerName": "Last step", "type": "rightAligned", "width": 90},
     {"field": "sampled", "headerName": "Sampled", "type": "rightAligned", "width": 90},
     {"field": "ranks", "headerName": "Ranks", "type": "rightAligned", "width": 76},
@@ -115,7 +115,13 @@ def configured(view: View, source: ServedFolder) -> tuple[list[dict[str, Any]], 
     groups = (("differ between the runs", differing), ("same in all runs", same))
     options = [{"group": title, "items": [{"value": n, "label": n} for n in names]} for title, names in groups if names]
     chosen = [name for name in view.get("columns").split(SEPARATOR) if name]
-    return [*COLUMNS[:_BEFORE], *map(_setting, chosen), *COLUMNS[_BEFORE:]], options
+    after = COLUMNS[_BEFORE:] if _has_problems(source) else COLUMNS[_BEFORE:-1]
+    return [*COLUMNS[:_BEFORE], *map(_setting, chosen), *after], options
+
+
+def _has_problems(source: ServedFolder) -> bool:
+    """Tell whether any run, or a part of one, cannot be read: else a column would hold nothing."""
+    return any(summary.error or summary.problems for _, summary in source.summaries() if summary is not None)
 
 
 #: Columns before those of settings: what a run is called, and how it fares.

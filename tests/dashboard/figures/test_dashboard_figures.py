@@ -14,6 +14,7 @@ import pytest
 from fp8debug.reports.svg import Chart
 from fp8debug_dashboard.data.healthy_ranges import SHADOW
 from fp8debug_dashboard.data.heat_rows import MAX_ROWS, arranged
+from fp8debug_dashboard.data.nonfinite import FINITE, NAN
 from fp8debug_dashboard.data.ranks import Spread
 from fp8debug_dashboard.data.records import BlockMap, CastRange, ExponentHistogram, Heat, History, Mark, StepSeries
 from fp8debug_dashboard.figures import base as figures
@@ -295,3 +296,20 @@ def test_plotly_knows_every_value_of_the_figures() -> None:
     ]
     for figure in drawn:
         go.Figure({"data": figure.data, "layout": figure.layout})  # raises where a name or a value is none of plotly's
+
+
+def test_noise_is_not_drawn_from_end_to_end_as_evidence() -> None:
+    noise = Chart(title="amax", steps=[0, 1, 2], values=[2.000617e-4, 2.00062e-4, 2.000618e-4])
+    change = Chart(title="amax", steps=[0, 1, 2], values=[1.0, 2.0, 4.0])
+    low, high = evidence_figures.evidence([noise], (0, 2)).layout["yaxis"]["range"]
+    assert low < 1.96e-4 and high > 2.04e-4
+    assert "range" not in evidence_figures.evidence([change], (0, 2)).layout["yaxis"]
+
+
+def test_words_about_a_gap_stand_where_they_have_room() -> None:
+    steps, states = np.arange(10, dtype=np.int32), np.array([FINITE] * 6 + [NAN] * 4, np.int8)  # from 6 of 9 on
+    states[5] = NAN
+    alone, many = plots.Figure(), plots.Figure(3, 3)
+    figures.mark_gaps(alone, steps, states)
+    figures.mark_gaps(many, steps, states, 4)
+    assert alone.layout["annotations"][0]["xanchor"] == "left" and many.layout["annotations"][0]["xanchor"] == "right"

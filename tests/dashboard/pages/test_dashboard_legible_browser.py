@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+PlaywrightTimeout = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").TimeoutError
 browser_test = pytest.mark.browser
 
 WIDTHS = (390, 768, 1024, 1256, 1600, 3840)
 HERE = Path(__file__).parents[1]
 #: Run in a page: the pieces of text, and the icons of plots, whose contrast is below WCAG 2.2 AA (1.4.3, 1.4.11).
 POOR = (HERE / "contrast.js").read_text()
+#: Run in a page: the pieces of text that are cut, or lie over each other.
+CUT = (HERE / "cut_text.js").read_text()
 #: Run before a page loads: sums up the layout shifts that no input caused.
 SHIFTS = """
 window.shift = { sum: 0, worst: [] };
@@ -96,6 +99,34 @@ def test_no_page_scrolls_sideways_and_its_head_is_whole(narrow_page: Page, site:
         for label in ("follow", "Refresh", "dark or light"):
             box = narrow_page.get_by_label(label).or_(narrow_page.get_by_role("button", name=label)).first.bounding_box()
             assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width, f"{label} is cut at {width}"
+
+
+@pytest.fixture(scope="module")
+def nonfinite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server with a run of NaN beside seven others to compare it with."""
+    root = tmp_path_factory.mktemp("many")
+    samples.write_nan(root / "nan")
+    samples.write_sick(root / "sick", num_steps=400, every=10)
+    for i in range(6):
+        samples.write_healthy(root / f"sweep-{i}", num_steps=40)
+    with served(root) as address:
+        yield address
+
+
+@browser_test
+@pytest.mark.parametrize("narrow_page", [(390, "light")], indirect=True)
+def test_no_text_of_a_plot_or_number_of_a_table_is_cut_at_any_width(narrow_page: Page, site: str, nonfinite: str) -> None:
+    others = "/".join(["sick", *(f"sweep-{i}" for i in range(6))])
+    pages = [site + address for address in samples.PAGES.values()]
+    pages += [nonfinite + address for address in ("/?run=nan", "/module?run=nan", "/heatmap?run=nan", "/findings?run=nan")]
+    for address in (*pages, f"{nonfinite}/compare?run=nan&with={others}"):
+        settle(narrow_page, address)
+        for width in (390, 768, 1024, 1280, 1920, 390):  # back again: plots are drawn anew for the room that they have
+            narrow_page.set_viewport_size({"width": width, "height": 900})
+            try:
+                narrow_page.wait_for_function(f"() => !({CUT.strip()})().length", timeout=5000)
+            except PlaywrightTimeout:
+                raise AssertionError(f"{address} at {width}: {narrow_page.evaluate(CUT)}") from None
 
 
 @browser_test
