@@ -488,6 +488,20 @@ def first_not_finite(run: Run, module: str) -> int | None:
     return None if step is None else int(step)
 
 
+def first_not_finite_site(run: Run, module: str) -> str | None:
+    """Return the site, as ``gemm.tensor``, at which a module first holds NaN or Inf; of one step operands before results."""
+    if not has_nonfinite(run):
+        return None
+    rows = _rows(
+        run,
+        f"SELECT gemm, tensor FROM raw WHERE module = ? AND {STATE_SQL} > 0 ORDER BY step,"
+        " CASE WHEN reference = 'operand' THEN 0 ELSE 1 END, CASE gemm WHEN 'fprop' THEN 0 WHEN 'dgrad' THEN 1 ELSE 2 END,"
+        " tensor LIMIT 1",
+        [module],
+    )
+    return f"{rows[0]['gemm']}.{rows[0]['tensor']}" if rows else None
+
+
 def lost_at(rows: Sequence[dict[str, Any]], site: tuple[str, str]) -> int:
     """Return the state of a site without any finite element among :func:`rows_at`, or 0."""
     return max((int(row["state"]) for row in side_by_side(rows, site) if row["lost"]), default=0)

@@ -73,10 +73,11 @@ COLUMNS: tuple[dict[str, Any], ...] = (
 
 def row(fallback: Fallback, run: str | None) -> dict[str, Any]:
     """Return a candidate as a row of the grid."""
+    site = None if fallback.tensor == "*" or not fallback.gemms else f"{fallback.gemms[0]}.{fallback.tensor}"
     return {
         "id": f"{fallback.module} {fallback.gemms} {fallback.tensor} {fallback.cast}",
         "module": fallback.module,
-        "href": href("module", run, module=fallback.module),
+        "href": href("module", run, module=fallback.module, site=site),
         "gemms": " ".join(str(gemm) for gemm in fallback.gemms),
         "tensor": "all" if fallback.tensor == "*" else str(fallback.tensor),
         "cast": "BF16" if fallback.cast is None else str(fallback.cast),

@@ -164,7 +164,7 @@ def _head(view: View, finding: Finding) -> list[Component]:
     lines = [html.Div(first, className="chosen"), html.P(finding.message), html.P([html.B("Cure: "), finding.cure])]
     for label, names in (("Also: ", finding.also), ("Victims: ", finding.victims)):
         if names:
-            links: list[Any] = [dcc.Link(n, href=href("module", view.run, module=n, step=finding.steps[0])) for n in names[:12]]
+            links: list[Any] = [dcc.Link(n, href=overview.module_href(finding, view.run, n)) for n in names[:12]]
             spaced = [part for link in links for part in (link, " ")]
             lines.append(html.P([html.B(label), *spaced, f"and {len(names) - 12} more" if len(names) > 12 else ""]))
     return lines

@@ -72,7 +72,8 @@ def _shown(node: ModuleNode, view: View, depth: int, is_open: bool, above: str =
     link: Any = node.name
     if node.entry is not None:
         since = node.health.since if node.health is not None else None
-        link = dcc.Link(node.name, href=href("module", view.run, module=node.path, step=since))
+        params = {"module": node.path, "step": since, "site": _sick_site(node.health)}
+        link = dcc.Link(node.name, href=href("module", view.run, **params))
     elif len(node.children) > 1:
         link = f"{node.name} ({sum(node.casts.values()):,})"
     casts = "; ".join(cast if len(node.casts) == 1 else f"{n:,} x {cast}" for cast, n in node.casts.items())
@@ -87,6 +88,13 @@ def _shown(node: ModuleNode, view: View, depth: int, is_open: bool, above: str =
     children = [_shown(child, view, depth + 1, is_open, casts) for child in node.children.values()]
     is_shown = is_open or depth == 0 or rank_of(node.health) >= (False, LISTED)
     return html.Details([html.Summary(cells, className=f"tree-row tree-{level}"), *children], open=is_shown)
+
+
+def _sick_site(health: WorstModule | None) -> str | None:
+    """Return the site that the row names; None where it names none."""
+    if health is None or health.state > FINITE or health.reason is None or not health.severity >= LISTED:
+        return None
+    return f"{health.reason.gemm}.{health.reason.tensor}"
 
 
 def in_words(health: WorstModule | None) -> tuple[str, str]:

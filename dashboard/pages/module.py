@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from dash import dcc, html
@@ -17,8 +18,10 @@ from ..data import nonfinite, queries
 from ..data.coverage import in_words
 from ..data.history import ModuleHistory
 from ..data.metric_labels import label_of
+from ..data.nonfinite import FINITE
 from ..data.records import StepSeries
 from ..data.step_ranges import step_condition, step_range
+from ..data.worst_modules import LISTED, every_module
 from ..figures import history as history_figures
 from ..figures import module as module_figures
 from ..figures.base import empty
@@ -33,7 +36,8 @@ from .heatmap import metric_options, read_thinly
 from .notes import notes_card
 from .overview import module_href, rules_in_words
 
-METRIC, SITE, CAST = "sqnr_db", "fprop.input", "running"
+#: The site of the URL, where it names none, is the one that is sick: "auto" in the choice of sites.
+METRIC, SITE, CAST = "sqnr_db", "", "running"
 #: Metrics whose lines are there whichever one is chosen.
 _ALWAYS = ("sqnr_db", "scale_inv_mean_log2", "headroom")
 #: Steps in a list to choose from, spread over the run; those near the chosen one are there as well.
@@ -68,11 +72,29 @@ def chosen_module(view: View, run_view: RunView) -> str | None:
     return culprit or next(iter(names), None)
 
 
-def chosen_site(view: View) -> tuple[str, str]:
-    """Return (gemm, tensor) of the URL."""
-    name = view.get("site", SITE)
-    gemm, _, tensor = (name if name in NAMES else SITE).partition(".")
+def chosen_site(view: View, run_view: RunView, module: str) -> tuple[str, str]:
+    """Return (gemm, tensor) of the URL, or those of the module's sick site."""
+    name = view.get("site")
+    gemm, _, tensor = (name if name in NAMES else sick_site(run_view, module)).partition(".")
     return gemm, tensor
+
+
+def sick_site(run_view: RunView, module: str) -> str:
+    """Return the site that a finding accuses, else the first with NaN or Inf, else the worst; of a healthy module the first."""
+    findings = run_view.judged().known or ()
+    for finding in (*(f for f in findings if f.module == module), *(f for f in findings if module in f.also)):
+        if f"{finding.gemm}.{finding.tensor}" in NAMES:
+            return f"{finding.gemm}.{finding.tensor}"
+    if not (run_view.is_small or run_view.has_health()):
+        return NAMES[0]
+    with suppress(Fp8DebugError):
+        found = next((one for one in every_module(run_view.heat()) if one.module == module), None)
+        if found is not None and found.state > FINITE:
+            key = ("first not finite", module)
+            return str(run_view.cache(key, lambda: queries.first_not_finite_site(run_view.run, module)) or NAMES[0])
+        if found is not None and found.reason is not None and found.severity >= LISTED:
+            return f"{found.reason.gemm}.{found.reason.tensor}"
+    return NAMES[0]
 
 
 def default_step(run_view: RunView, module: str, steps: list[int]) -> int | None:
@@ -97,9 +119,9 @@ def layout(view: View, run_view: RunView) -> Component:
     asked = view.get_int("step")
     steps = _sampled(run_view, module) if asked is not None else []
     step = "" if asked is None or not steps else str(_nearest(steps, asked))
-    site = chosen_site(view)
+    site = view.get("site") if view.get("site") in NAMES else SITE
     metrics = metric_options(run_view.recorded())
-    tensor_options = [{"value": name, "label": name.replace(".", " ")} for name in NAMES]
+    tensor_options = [{"value": SITE, "label": "auto"}, *({"value": n, "label": n.replace(".", " ")} for n in NAMES)]
     casts = [{"value": CAST, "label": "running cast"}]
     casts += [{"value": name, "label": name} for name, _ in run_view.casts()]
     return html.Div(
@@ -119,7 +141,7 @@ def layout(view: View, run_view: RunView) -> Component:
             ),
             card(
                 "One site at one step",
-                html.Div([segments("site", SITE, ".".join(site), tensor_options, "site")], className="controls"),
+                html.Div([segments("site", SITE, site, tensor_options, "site")], className="controls"),
                 html.Div(table_of_casts, id="casts"),
                 html.Div(
                     [
@@ -173,7 +195,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
     if module is None:
         nothing = empty("no such module")
         return [], [], nothing, [], nothing, nothing, nothing, nothing, None, []
-    site, metric = chosen_site(view), view.get("metric", METRIC)
+    site, metric = chosen_site(view, run_view, module), view.get("metric", METRIC)
     steps = _sampled(run_view, module)
     default = default_step(run_view, module, steps)  # once: the findings may come while the page is being made
     step = default if view.get_int("step") is None else _nearest(steps, int(view.get("step")))
@@ -215,7 +237,7 @@ def parts(view: View, run_view: RunView) -> tuple[Any, ...]:
         _casts(run_view, rows, site, step),
         shaped(module_figures.scales(scale, headroom, step), view, run_view).about(*words, place, "scale_inv and headroom"),
         module_figures.histogram(hist, lost).about(*words, place, f"exponents at step {step}"),
-        shaped(_history(view, run_view, module, step, lost), view, run_view).about(*words, place, "exponents over steps"),
+        shaped(_history(view, run_view, module, site, step, lost), view, run_view).about(*words, place, "exponents over steps"),
         split,
         _dumped(view, run_view, module, site, step),
         choices,
@@ -290,12 +312,12 @@ def _rows(run_view: RunView, module: str, step: int) -> list[dict[str, Any]]:
     return found
 
 
-def _history(view: View, run_view: RunView, module: str, step: int, lost: int) -> Any:
+def _history(view: View, run_view: RunView, module: str, site: tuple[str, str], step: int, lost: int) -> Any:
     """Return the exponents over steps; of a large run they come later, as they are the widest column there is."""
     if run_view.size >= SMALL_BYTES and not run_view.is_cached(_key(module)):
         return empty("reading the histograms of all steps", 320)
     cast = None if view.get("cast", CAST) == CAST else view.get("cast")
-    return history_figures.exponents(_read_history(run_view, module).of(chosen_site(view), cast), step, lost)
+    return history_figures.exponents(_read_history(run_view, module).of(site, cast), step, lost)
 
 
 def is_pending(view: View, run_view: RunView) -> bool:

@@ -183,10 +183,17 @@ def row(finding: Finding, run: str | None) -> dict[str, Any]:
     }
 
 
-def module_href(finding: Finding, run: str | None) -> str:
-    """Return the module page at the finding's site and first step."""
-    site = f"{finding.gemm}.{finding.tensor}" if finding.gemm and finding.tensor else None
-    return href("module", run, module=finding.module, site=site, step=finding.steps[0])
+def module_href(finding: Finding, run: str | None, other: str | None = None) -> str:
+    """Return the module page at the finding's site and first step.
+
+    Args:
+        finding: where the link stands.
+        run: of the URL.
+        other: another module that the finding names; a victim's sick site is its own.
+    """
+    has_site = finding.gemm and finding.tensor and other not in finding.victims
+    site = f"{finding.gemm}.{finding.tensor}" if has_site else None
+    return href("module", run, module=other or finding.module, site=site, step=finding.steps[0])
 
 
 def _verdict(run_view: RunView, judged: Judgement) -> list[Component | None]:
