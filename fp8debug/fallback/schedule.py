@@ -155,8 +155,11 @@ class Schedule:
 
 def _weak(schedule: Schedule) -> Callable[[Any, object, object], None]:
     """Return a hook that does not keep the schedule, and by it the model, alive."""
+    from fp8debug.kernels.torch_state import outside_of_graphs
+
     reference = weakref.ref(schedule)
 
+    @outside_of_graphs
     def hook(optimizer: Any, args: object, kwargs: object) -> None:
         alive = reference()
         if alive is not None:

@@ -82,6 +82,19 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
+def outside_of_graphs(function: F) -> F:
+    """Let Dynamo leave a hook that returns None out of what it traces, and compile nothing of it where it runs."""
+    untraced_function = untraced(function)
+
+    @skipped_by_dynamo
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            untraced_function(*args, **kwargs)
+
+    return cast("F", call)
+
+
 @skipped_by_dynamo
 def is_under_dynamo() -> bool:
     """Return whether torch.compile runs the code that called: a frame that begins now may be compiled."""

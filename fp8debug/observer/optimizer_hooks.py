@@ -14,6 +14,8 @@ from weakref import WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fp8debug.kernels.torch_state import outside_of_graphs
+
 #: Called with the optimizer and the arguments of its step.
 Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
@@ -69,16 +71,14 @@ def _add(hooks: dict[object, Hook], hook: Hook) -> Callable[[], None]:
     return end
 
 
+@outside_of_graphs
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if torch.compiler.is_compiling():
-        return
     _UNDER_WAY.add(optimizer)
     _call(_BEFORE, optimizer, args, kwargs)
 
 
+@outside_of_graphs
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    if torch.compiler.is_compiling():
-        return
     _UNDER_WAY.discard(optimizer)
     _COUNT[0] += 1
     _call(_AFTER, optimizer, args, kwargs)

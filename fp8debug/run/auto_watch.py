@@ -30,10 +30,11 @@ from fp8debug.adapters.watching.coverage import roots_of
 from fp8debug.adapters.watching.environment import rank_and_world
 from fp8debug.errors import Fp8DebugError
 from fp8debug.imports import after_import
+from fp8debug.kernels.torch_state import outside_of_graphs, untraced
 from fp8debug.observer.optimizer_hooks import after_any_optimizer
 from fp8debug.run.arms import NEVER, REFUSED, Arm, apply_arm, convert_plain
 from fp8debug.run.held_weights import HeldWeights
-from fp8debug.run.loss_meter import LossMeter, untraced
+from fp8debug.run.loss_meter import LossMeter
 from fp8debug.trainers import loop_of
 from fp8debug.trainers.base import replace
 
@@ -193,8 +194,6 @@ class AutoWatch:
         return any(watch.holds(parameter) for watch in self.watches)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling():  # an optimizer's compiled step
-            return
         if self._first_optimizer is None:
             self._first_optimizer = weakref.ref(optimizer)
         self._num_steps += self._first_optimizer() is optimizer
@@ -308,9 +307,8 @@ class ArmWatch:
             watch.skip_statistics()  # not at step 0 either
         return watch
 
+    @outside_of_graphs  # the hook stays, so that its guards hold
     def _before_forward(self, module: nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling():  # the hook stays, so that its guards hold, and leaves nothing in a graph
-            return
         if self._root is not None:
             if module is self._root and torch.is_grad_enabled():
                 self._begin_step()

@@ -8,10 +8,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from fp8debug.adapters.watching.handle import Watch
-from fp8debug.imports import after_import
+from fp8debug.kernels.torch_state import skipped_by_dynamo, untraced
 from fp8debug.trainers.base import replace, scale_of, undoing
 
 
@@ -52,7 +51,7 @@ class LossMeter:
                 after(marks)
                 return result
 
-            return uncompiled(measured)
+            return skipped_by_dynamo(measured)
 
         def scale(own: Callable[..., Any]) -> Callable[..., Any]:
             note = untraced(self._note_scaled)
@@ -62,7 +61,7 @@ class LossMeter:
                 note(scaler, outputs, scaled)
                 return scaled
 
-            return uncompiled(measured)
+            return skipped_by_dynamo(measured)
 
         def step(own: Callable[..., Any]) -> Callable[..., Any]:
             count = untraced(self._count_step)
@@ -72,7 +71,7 @@ class LossMeter:
                 count(optimizer)
                 return result
 
-            return uncompiled(measured)
+            return skipped_by_dynamo(measured)
 
         scaler = torch.amp.GradScaler
         return undoing([replace(Tensor, "backward", backward), replace(scaler, "scale", scale), replace(scaler, "step", step)])
@@ -165,28 +164,3 @@ class _Mean:
         watch.note(loss=self._total if self._num in (1, self._divisor) else self._total / self._num)
         if before is not None:
             self._left = watch.gradients()
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same while Dynamo looks away, from it and from all that it calls."""
-
-    def untraced_call(*args: Any, **kwargs: Any) -> Any:
-        before = set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
-
-    return uncompiled(untraced_call)
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Dynamo run a function of ours as it is, when it meets it outside a graph, and go on with what it calls."""
-
-    def skip() -> None:
-        import torch._dynamo
-
-        torch._dynamo.disable(function, recursive=False)  # type: ignore[no-untyped-call]  # torch's
-
-    after_import("torch._dynamo", skip)
-    return function

@@ -37,7 +37,7 @@ from fp8debug.adapters.watching.weight_updates import WeightUpdates, is_in_backw
 from fp8debug.errors import Fp8DebugError, UsageError
 from fp8debug.interruptions import is_ours
 from fp8debug.kernels.reference import Operand
-from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transformed, ordinary_torch
+from fp8debug.kernels.torch_state import TorchState, is_capturing, is_transformed, ordinary_torch, outside_of_graphs
 from fp8debug.observer.host_copy import HostCopy
 from fp8debug.observer.observer import Observer, Settings
 from fp8debug.observer.optimizer_hooks import after_any_optimizer, before_any_optimizer, optimizers_under_way
@@ -101,13 +101,14 @@ class Watch:
             self._observer.on_operand = self._dump
         self._explicit = False
         self._counted = False
-        self._optimizer = optimizer
+        self._optimizer, self._is_told = optimizer, False  # told: an optimizer's step was seen; a compiled one never is
         self._noted: dict[str, Any] = {}
         self._unread: set[str] = set()
         self._uses: dict[str, dict[str, Any]] = {}  # by FQN: a GEMM of another module with its weight
         self._roots = roots
         self._params = {id(p) for root in roots for p in root.parameters()}
         self._updates = WeightUpdates(roots)
+        self._first_weights = self._updates.weights()
         self._compared: list[tuple[int, list[str], Tensor | HostCopy]] = []  # step, modules and MEASURES of each
         self._optimizer_steps = UpdateRecorder(candidates)
         self._weights: Any = None  # state after the last backward pass, or at the last forward pass where none is told
@@ -259,7 +260,7 @@ class Watch:
 
     def end_backward(self) -> None:
         """Say that a backward pass is over: where no optimizer of torch's updates the weights, it is seen when they change."""
-        if self._explicit or self._optimizer is not None:
+        if self._explicit or self._is_told:
             return
         self._num_backwards += 1
         self._weights = self._updates.weights()
@@ -344,6 +345,8 @@ class Watch:
             self._end_pass()
         elif self._observer.has_rows:  # a step that was cut short, by an exception say
             self._end({}, counted=True)
+        elif not self._num_ended and is_compile_in_use() and self._updates.weights() != self._first_weights:
+            self._end({}, counted=True)  # all of the training ran in one compiled function, which coverage and stderr name
         if self._num_backwards > 1:
             self._say_no_steps()
 
@@ -403,7 +406,7 @@ class Watch:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """In a sampled step: keep a sample of the weights, for what the optimizer does to them."""
-        if torch.compiler.is_compiling() or not self._observer.sampling or is_capturing() or is_transformed():
+        if not self._observer.sampling or is_capturing() or is_transformed():
             return
         try:
             with ordinary_torch():
@@ -416,7 +419,7 @@ class Watch:
 
     def _record_update(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """In a sampled step: record what the optimizer has done to the weights."""
-        if torch.compiler.is_compiling() or is_capturing():
+        if is_capturing():
             return
         self._optimizer_steps.note(optimizer, self._observer.step)
         if not self._observer.sampling:
@@ -435,10 +438,11 @@ class Watch:
         text = f"optimizer steps are not recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
         say(self._writer, self._observer.step, text, kind="note")
 
+    @outside_of_graphs
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer is self._optimizer and self._counted and not self._explicit:
             self._end({}, settle=False, counted=True)  # no watched module ran in FP8 since: a warm-up in BF16
-        self._optimizer = optimizer
+        self._optimizer, self._is_told = optimizer, True
         self._counted = True
         try:
             if self._observer.has_rows and not is_capturing():
@@ -452,8 +456,6 @@ class Watch:
             self._before_next()
 
     def _after_any_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling():  # an optimizer's compiled step; it is seen when the weights have changed
-            return
         if self._is_ours(optimizer):
             self._after_optimizer(optimizer, args, kwargs)
 
@@ -495,7 +497,7 @@ class Watch:
         Backward passes are told by :meth:`end_backward`. Where nobody does, weights are compared from one forward pass to the
         next, and the rows of a sampled step tell whether a backward pass ran.
         """
-        if self._explicit or self._inference or self._optimizer is not None or is_in_backward():
+        if self._explicit or self._inference or self._is_told or is_in_backward():
             return
         if self._num_backwards and self._weights is None:  # this step has had none
             return
