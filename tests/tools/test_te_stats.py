@@ -120,7 +120,7 @@ def test_stale_scales_are_judged_where_the_log_has_them(tmp_path: Path) -> None:
     assert (done.recipe, done.is_assumed) == ("tensorwise_delayed", False)
     (finding,) = triage(Run(tmp_path / "run"))
     assert (finding.code, finding.module, finding.gemm) == ("F102", "blocks.0.fc2", "fprop")
-    assert "97 % of the nonzero" in finding.message and "the scale is made for an amax 6.72e+03 times today's" in finding.message
+    assert "97 % of the nonzero" in finding.message and "the scale is made for an amax 6720 times today's" in finding.message
 
 
 def test_other_recipes_are_what_ifs_and_columnwise_copies_are_other_gemms(tmp_path: Path) -> None:
