@@ -38,6 +38,8 @@ from fp8debug.rules.engine.selection import Thresholds, chosen, configured
 
 #: What wrappers of training frameworks add to a module's name.
 _WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)")
+#: What layouts add to the name of a weight's codes.
+_WEIGHT_PARTS = re.compile(r"^(.*weight)(?:_packed|_blocks|\._data|\._rowwise_data)$")
 #: Tensors of a reference that exports leave out: tied to another one, or computed anew.
 _OPTIONAL = re.compile(r"(?:^|.*\.)(?:lm_head\.weight|rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|attn\.bias)")
 
@@ -122,7 +124,9 @@ def _sorted_out(checkpoint: Checkpoint) -> _Sorted:
         if tensor.name in claimed:
             continue
         reason = _unread(tensor, checkpoint, claimed)
-        if reason == "":
+        if reason is None and _is_of_unread(tensor, checkpoint):
+            not_judged.append((tensor.name, "scale of a weight that lies elsewhere or could not be read"))
+        elif reason == "":
             not_judged.append((tensor.name, "scale of a weight in another quantization"))
         elif reason is not None:
             unread.append((tensor, reason))
@@ -152,6 +156,12 @@ def _without_scale(tensor: Tensor) -> Weight:
         columns=columns,
         block=(max(rows, 1), max(columns, 1)),
     )
+
+
+def _is_of_unread(tensor: Tensor, checkpoint: Checkpoint) -> bool:
+    """Return whether a tensor is the scale of a weight that lies in another file, or in the unreadable part of its own."""
+    stem = None if is_scale(tensor.name) else scaled_by(tensor.name)
+    return stem is not None and any(name in checkpoint.elsewhere for name in (stem, f"{stem}_packed", f"{stem}_blocks"))
 
 
 def _unread(tensor: Tensor, checkpoint: Checkpoint, claimed: set[str]) -> str | None:
@@ -200,7 +210,7 @@ def _scanned(
     run_all(tasks, progress, workers)
     if other is not None:
         have = [weight.name for weight in found.weights] + [tensor.name for tensor in found.checkpoint.tensors.values()]
-        unmatched += other.missing(have, is_part=found.checkpoint.is_part)
+        unmatched += other.missing(have, found.checkpoint.elsewhere, is_part=found.checkpoint.is_part)
     judged = Judged(
         checkpoint=found.checkpoint,
         weights=[JudgedWeight(weight, weights[place]) for place, weight in enumerate(found.weights)],
@@ -341,13 +351,14 @@ class _Reference:
         opens = whole.opens
         return _Rows(opens=lambda stack: SomeRows(opens(stack), start), shape=shape, used=(name,))
 
-    def missing(self, names: Iterable[str], *, is_part: bool) -> list[tuple[str, str]]:
+    def missing(self, names: Iterable[str], unread: Iterable[str], *, is_part: bool) -> list[tuple[str, str]]:
         """Return the tensors that the reference has and the checkpoint lacks."""
         if is_part:
             return []
         have = {_bare(name) for name in names} | self._used
         lacking = [name for name in (*self._weights, *self._plains) if name not in have and not _OPTIONAL.fullmatch(name)]
-        return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking]
+        elsewhere = {_bare(_WEIGHT_PARTS.sub(r"\1", name)) for name in unread}  # of which F204 and F205 tell
+        return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking if name not in elsewhere]
 
 
 def _turned(opens: Opens, stored: tuple[int, int], stack: ExitStack) -> RowSource:
@@ -394,6 +405,6 @@ def _joined(findings: Sequence[TensorFinding], order: dict[str, int]) -> list[Te
     for group in groups.values():
         group.sort(key=lambda f: order.get(f.tensor or "", last))
         first = group[0]
-        names = dict.fromkeys(f.tensor or f.file or "" for f in group[1:])
+        names = dict.fromkeys(name for f in group for name in (*([] if f is first else [f.tensor or f.file or ""]), *f.also))
         joined.append(replace(first, also=tuple(name for name in names if name != (first.tensor or first.file))))
     return sorted(joined, key=lambda f: (-f.severity.rank, order.get(f.tensor or "", last), f.code))

@@ -220,8 +220,12 @@ def _open(
     unreadable = {fault.file for fault in faults if fault.kind in ("unreadable", "missing_shard")}
     damaged_names = {fault.tensor for fault in faults if fault.tensor and fault.tensor not in tensors}
     for tensor_name, file_name in weight_map.items():
-        if tensor_name not in tensors and file_name not in unreadable and tensor_name not in damaged_names:
-            reason = f"is in the index, which places it in {file_name}, and not in that file"
+        if file_name in unreadable or tensor_name in damaged_names:
+            continue
+        found_in = tensors[tensor_name].file.name if tensor_name in tensors else None
+        if found_in != file_name and (found_in is not None or file_name in {file.name for file in files}):
+            lies = f"but lies in {found_in}" if found_in else "and not in that file"
+            reason = f"is in the index, which places it in {file_name}, {lies}"
             faults.append(FileFault(kind="missing_tensor", file=file_name, tensor=tensor_name, reason=reason))
     if not tensors:
         reasons = "; ".join(f"{fault.file} {fault.reason}" for fault in faults[:3])

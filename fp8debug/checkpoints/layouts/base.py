@@ -225,6 +225,8 @@ def fit(shape: Sequence[int], batch: int, rows: int, columns: int, blocks: Seque
     whole, row = (max(rows, 1), max(columns, 1)), (1, max(columns, 1))
     numel = math.prod(shape)
     grid = _grid(shape, batch)
+    if numel == 1 and len(shape) < 2 and not is_declared:
+        return Fit(block=whole, shares_scale=batch > 1)
     for block in blocks[:1] if is_declared else blocks:
         if grid == _expected(block, rows, columns):
             return Fit(block=block)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8debug.checkpoints.codes import OF_DTYPE, is_float
+from fp8debug.checkpoints.codes import OF_DTYPE
 from fp8debug.checkpoints.files import Checkpoint
 from fp8debug.checkpoints.layouts.base import LAYOUTS, Block, Layout, Weight, declared_block, weight_of
 from fp8debug.checkpoints.names import comfy_scale
 
+#: Scales of OCP MX.
+_E8M0 = ("U8", "F8_E8M0")
 BLOCKS: tuple[Block, ...] = ((128, 128), (1, 128), (64, 64), (256, 256), (1, 64))
 
 
@@ -22,12 +24,12 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
 
     def weights(self, checkpoint: Checkpoint, claimed: set[str]) -> Iterator[Weight]:
-        """Yield each FP8 tensor that has floating-point scales named after it."""
+        """Yield each FP8 tensor that has scales named after it, other than those of OCP MX."""
         declared = declared_block(checkpoint)
         blocks = tuple(dict.fromkeys([*([declared] if declared else []), *BLOCKS]))
         for name, data in checkpoint.tensors.items():
             scale = checkpoint.tensors.get(f"{name}_scale") or checkpoint.tensors.get(comfy_scale(name))
-            if scale is None or name in claimed or data.dtype not in OF_DTYPE or not is_float(scale.dtype):
+            if scale is None or name in claimed or data.dtype not in OF_DTYPE or scale.dtype in _E8M0:
                 continue
             claimed.update((name, scale.name))
             yield weight_of(self.name, checkpoint, data, scale, blocks=blocks, is_declared=declared is not None)

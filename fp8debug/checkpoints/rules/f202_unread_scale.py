@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fp8debug.checkpoints.names import scaled_by
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.rules.base import Severity
 
@@ -37,7 +38,10 @@ class UnreadScale(FileRule):
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the scales that no reader reads."""
+        missing = {name for name, reason in judged.unmatched if not reason.startswith("not compared")}
         for tensor, reason in judged.unread:
+            if scaled_by(tensor.name) in missing:
+                continue  # the weight is what is missing (F236)
             yield self.of_tensor(tensor, Severity.WARNING, f"the scale is not read: {reason}")
 
 

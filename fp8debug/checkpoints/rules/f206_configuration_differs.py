@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from fp8debug.checkpoints.layouts.base import Block, Weight, declared_block
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, excluded
 from fp8debug.formats import FORMATS, format_named
 from fp8debug.rules.base import Severity
@@ -42,12 +43,13 @@ class ConfigurationDiffers(FileRule):
         checkpoint = judged.checkpoint
         config = checkpoint.quantization
         scaled = [weight for weight, _ in judged.weights if weight.scale is not None]
-        if checkpoint.config and config is None and scaled and checkpoint.config.get("dtype") != "fp8":
-            text = (
-                f"config.json has no quantization_config, and {len(scaled)} weights are quantized: loaders read codes as values"
-            )
-            yield self.of_weight(scaled[0], Severity.WARNING, text)
+        # Transformer Engine's names are no weights' names: nobody reads them as values.
+        named = [weight for weight in scaled if weight.layout != "transformer-engine"]
+        if checkpoint.config and config is None and named and checkpoint.config.get("dtype") != "fp8":
+            text = f"config.json has no quantization_config, and {len(named)} weights are quantized: loaders read codes as values"
+            yield self.of_weight(named[0], Severity.WARNING, text)
         patterns = excluded(checkpoint)
+        block = declared_block(checkpoint) if (config or {}).get("weight_block_size") else None
         declared = format_named(str((config or {}).get("fmt", "")))
         for weight in scaled:
             module = weight.name.removesuffix(".weight")
@@ -56,9 +58,19 @@ class ConfigurationDiffers(FileRule):
                 text = f"the configuration excludes the module ({hit}), and the file holds {weight.format} codes of it"
                 yield self.of_weight(weight, Severity.ERROR, text)
             fmt = FORMATS[weight.format]
+            if block is not None and weight.grid_fault is None and _differs(weight, block):
+                text = f"the configuration declares blocks of {block[0]}x{block[1]}, the weight has {weight.granularity} scales"
+                yield self.of_weight(weight, Severity.ERROR, text)
             if declared is not None and declared.bits == fmt.bits and declared.exponent_bits != fmt.exponent_bits:
                 text = f"the configuration declares {declared.name.removesuffix('fn')}, and the weight has {weight.format} codes"
                 yield self.of_weight(weight, Severity.ERROR, text)
+
+
+def _differs(weight: Weight, block: Block) -> bool:
+    """Return whether a weight has other blocks than those declared; blocks that reach beyond it are as large as it is."""
+    rows, columns = weight.rows, weight.columns
+    own, told = ((min(one[0], rows), min(one[1], columns)) for one in (weight.block, block))
+    return own != told
 
 
 def _excludes(pattern: str, module: str) -> bool:

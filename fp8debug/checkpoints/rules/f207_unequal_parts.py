@@ -35,6 +35,7 @@ class UnequalParts(FileRule):
 
     code = "F207"
     name = "unequal-parts"
+    only_unexplained = True
     cure = "quantize the parts under the larger of their amaxes, or serve with an engine that rescales the block scales"
 
     max_difference: float = 0.01

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fp8debug.checkpoints.comparison import explains
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.rules.base import Severity
 
@@ -52,8 +53,8 @@ class ImplausibleMagnitude(FileRule):
             rms = facts.rms
             if rms is None or not facts.amax_code or (self.min_rms <= rms <= self.max_rms):
                 continue
-            if not rms and facts.num_scale_zero:
-                continue
+            if (not rms and facts.num_scale_zero) or (facts.comparison is not None and explains(facts.comparison)):
+                continue  # the reference tells by which factor (F231, F232, F218)
             limit = self.max_rms if rms > self.max_rms else self.min_rms
             readings = []
             if facts.scale_min and facts.scale_max:

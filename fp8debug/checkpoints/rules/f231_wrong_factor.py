@@ -54,7 +54,12 @@ class WrongFactor(FileRule):
             numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} without the factor"
             if against.factor is not None:
                 ratio = 1 / against.factor
-                text = f"the values are {ratio:.3g} times the reference's ({_named(ratio, weight.format)}); {numbers}"
+                cause = _named(ratio, weight.format)
+                if facts.scale_min == facts.scale_max == 1.0:
+                    cause = "all scales are 1: they were never loaded"
+                elif facts.num_scale_pow2 == facts.num_scales and 0.5 < ratio < 2:
+                    cause = "the scale was rounded to a power of two after the cast, or is one of another amax"
+                text = f"the values are {ratio:.3g} times the reference's ({cause}); {numbers}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=ratio, threshold=1 + self.max_gain_error)
             elif against.pattern == "inverse":
                 text = f"the stored scales are the inverse of those that fit the reference; {numbers}"

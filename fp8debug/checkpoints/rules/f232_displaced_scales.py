@@ -15,8 +15,8 @@ class DisplacedScales(FileRule):
     """The codes fit the reference under the scales of other blocks.
 
     What it detects
-        Scales that would be right stand elsewhere in the grid: transposed, shifted by blocks, or in another order. Or the
-        right factor differs from block to block without a pattern.
+        Scales that would be right stand elsewhere in the grid: transposed, shifted by blocks, swizzled (or not, where a
+        reader expects it), or in another order. Or the right factor differs from block to block without a pattern.
 
     Why it matters
         The shape is right, so every loader accepts it.
@@ -48,12 +48,17 @@ class DisplacedScales(FileRule):
             if against.factor is not None or against.pattern in ("inverse", "rounded"):
                 continue
             rows, columns = against.shift
+            has_one = facts.num_scales > 1 and facts.scale_min == facts.scale_max
             words = {
                 "transposed": "the scales are transposed",
                 "shifted": f"the scales are shifted by {rows} rows and {columns} columns of blocks",
+                "swizzled": "the scales lie swizzled, in tiles of 128x4 as cuBLAS reads them, and are read row by row",
+                "unswizzled": "the scales lie row by row, and are read as swizzled, in tiles of 128x4",
                 "reordered": "the scales are right and in another order",
-                None: "each block needs another factor",
+                None: "one scale stands for all blocks" if has_one else "each block needs another factor",
             }
+            if has_one and facts.scale_max == 1.0:
+                words[None] = "all scales are 1: they were never loaded"
             numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} with the right ones"
             text = f"{words[against.pattern]}: {against.num_bad_blocks} of {against.num_blocks} blocks are off; {numbers}"
             yield self.of_weight(weight, Severity.ERROR, text, value=against.sqnr_db, threshold=against.ideal_db, unit="dB")
