@@ -38,8 +38,10 @@ from fp8debug.rules.engine.selection import Thresholds, chosen, configured
 
 #: What wrappers of training frameworks add to a module's name.
 _WRAPPERS = re.compile(r"(?:^module\.)|(?:_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.)")
+#: Endings of the names of codes, after that of the scale without its own.
+_CODES = ("", "_packed", "_blocks", "_qdata")
 #: What layouts add to the name of a weight's codes.
-_WEIGHT_PARTS = re.compile(r"^(.*weight)(?:_packed|_blocks|\._data|\._rowwise_data)$")
+_WEIGHT_PARTS = re.compile(r"^(.*weight)(?:_packed|_blocks|\._data|\._rowwise_data)$|^(.*)\._(\w+)_qdata$")
 #: Tensors of a reference that exports leave out: tied to another one, or computed anew.
 _OPTIONAL = re.compile(r"(?:^|.*\.)(?:lm_head\.weight|rotary_emb\.inv_freq|inv_freq|position_ids|masked_bias|attn\.bias)")
 
@@ -158,10 +160,18 @@ def _without_scale(tensor: Tensor) -> Weight:
     )
 
 
+def _weight_of_codes(name: str) -> str:
+    """Return the name of the weight that a tensor of codes belongs to, by any layout."""
+    found = _WEIGHT_PARTS.match(name)
+    if found is None:
+        return name
+    return found[1] or f"{found[2]}.{found[3]}"
+
+
 def _is_of_unread(tensor: Tensor, checkpoint: Checkpoint) -> bool:
     """Return whether a tensor is the scale of a weight that lies in another file, or in the unreadable part of its own."""
     stem = None if is_scale(tensor.name) else scaled_by(tensor.name)
-    return stem is not None and any(name in checkpoint.elsewhere for name in (stem, f"{stem}_packed", f"{stem}_blocks"))
+    return stem is not None and any(f"{stem}{ending}" in checkpoint.elsewhere for ending in _CODES)
 
 
 def _unread(tensor: Tensor, checkpoint: Checkpoint, claimed: set[str]) -> str | None:
@@ -169,7 +179,7 @@ def _unread(tensor: Tensor, checkpoint: Checkpoint, claimed: set[str]) -> str | 
     stem = None if is_scale(tensor.name) else scaled_by(tensor.name)
     if stem is None:
         return None
-    names = (stem, f"{stem}_packed", f"{stem}_blocks")
+    names = tuple(f"{stem}{ending}" for ending in _CODES)
     base = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
     if base is None:
         is_weight = stem.endswith("weight")
@@ -357,7 +367,7 @@ class _Reference:
             return []
         have = {_bare(name) for name in names} | self._used
         lacking = [name for name in (*self._weights, *self._plains) if name not in have and not _OPTIONAL.fullmatch(name)]
-        elsewhere = {_bare(_WEIGHT_PARTS.sub(r"\1", name)) for name in unread}  # of which F204 and F205 tell
+        elsewhere = {_bare(_weight_of_codes(name)) for name in unread}  # of which F204 and F205 tell
         return [(name, "the reference has the tensor, the checkpoint does not") for name in lacking if name not in elsewhere]
 
 

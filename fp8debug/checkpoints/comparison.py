@@ -43,6 +43,7 @@ class Comparison:
         ideal_db: of the reference's cast under scales made for it.
         far_rate: share of elements further from x than one code.
         differing_rate: share of elements whose code is not that of the cast under the stored scales.
+        num_damaged: elements further from x than one code, and not clipped by their scale.
         num_blocks: blocks compared.
         clipped_rate: share of the blocks whose scale is smaller than a power of two rounded down (OCP MX).
         num_bad_blocks: blocks more than 6 dB below the ideal cast, and below the cast under their own scale.
@@ -62,6 +63,7 @@ class Comparison:
     ideal_db: float | None
     far_rate: float
     differing_rate: float
+    num_damaged: int
     num_blocks: int
     clipped_rate: float
     num_bad_blocks: int
@@ -79,7 +81,7 @@ class Sums:
         number_format: of the codes.
     """
 
-    NAMES = ("x2", "xy", "y2", "error2", "own2", "ideal2", "far", "differing", "compared")
+    NAMES = ("x2", "xy", "y2", "error2", "own2", "ideal2", "far", "differing", "damaged", "compared")
 
     def __init__(self, number_format: str) -> None:
         self.number_format = number_format
@@ -134,6 +136,7 @@ class Sums:
             ideal_db=_db(x2, total["ideal2"]),
             far_rate=total["far"] / compared,
             differing_rate=total["differing"] / compared,
+            num_damaged=int(total["damaged"]),
             num_blocks=self._num_blocks,
             clipped_rate=self._num_clipped / max(1, self._num_blocks),
             num_bad_blocks=self._num_bad,

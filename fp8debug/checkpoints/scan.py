@@ -35,6 +35,7 @@ Array = np.ndarray[Any, Any]
 CHUNK = 1 << 20
 #: Format of codes that files hold as if they were values.
 _CODES = "e4m3fn"
+_LARGEST = FORMATS[_CODES].max
 #: Blocks whose scales and factors are kept to recognize a shifted or transposed grid.
 MAX_KEPT_BLOCKS = 1 << 18
 
@@ -104,7 +105,8 @@ class PlainFacts:
         num_nonpositive: elements that are zero or below, counted for scales alone.
         amax: largest finite magnitude.
         rms: root mean square of the finite elements.
-        is_on_grid: every value is one of E4M3's, and the largest is a format's largest.
+        is_on_grid: every value is one of E4M3's, and the largest is as large as under a scale of its own: within a power of two
+            of 448, or the 240 of fnuz.
         is_equal: every value equals the reference's; None without one.
         sqnr_db: against the reference; None without one, infinite for equal values.
         gain: against the reference.
@@ -393,6 +395,7 @@ class _Scan:
                 "ideal2": np.square(fresh - x, dtype=np.float64),
                 "far": far.astype(np.float64),
                 "differing": (good & (own != y)).astype(np.float64),
+                "damaged": (far & (own != y)).astype(np.float64),
                 "compared": good.astype(np.float64),
             }
         return {name: _blocked(np.add, value, weight) for name, value in of.items()}
@@ -511,7 +514,7 @@ def _plain_facts(tensor: Tensor, rows: PlainRows, other: RowSource | None, stack
         num_nonpositive=num_nonpositive,
         amax=amax,
         rms=float(np.sqrt(sum2 / max(1, tensor.numel - num_nonfinite))),
-        is_on_grid=is_on_grid and amax in (240.0, 448.0),
+        is_on_grid=is_on_grid and _LARGEST / 2 <= amax <= _LARGEST,
         is_equal=is_equal if other is not None else None,
         sqnr_db=sqnr,
         gain=xy / x2 if other is not None and x2 else None,

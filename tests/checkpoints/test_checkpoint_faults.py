@@ -525,3 +525,65 @@ def test_one_tensor_scale_is_tensorwise_whatever_the_size(tmp_path: Path) -> Non
     scale = weight.abs().max() / 448
     file = writers.save({"a.weight": (weight / scale).to(E4), "a.weight_scale": scale.reshape(1)}, tmp_path / "model.safetensors")
     assert check_checkpoint(file).to_dict()["layouts"] == {"compressed-tensors e4m3fn tensorwise": 1}
+
+
+def test_a_few_damaged_codes_are_found_against_the_original(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = deepseek(weights)
+    codes = tensors[BAD].view(torch.uint8).clone()
+    codes[5, 7] ^= 0x40
+    tensors[BAD] = codes.view(E4)
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert (finding.code, finding.tensor) == ("F234", BAD) and "1 of 92160 elements" in finding.message
+    assert list(check_checkpoint(file)) == [], "which the file alone cannot tell"
+
+
+def test_codes_of_fnuz_are_one_finding(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = deepseek(weights)
+    scales = writers.amaxes(weights[BAD], (128, 128)) / 240
+    scaled = (weights[BAD].float() / writers.spread(scales, weights[BAD].shape, (128, 128))).clamp(-240, 240)
+    tensors[BAD] = scaled.to(torch.float8_e4m3fnuz).view(torch.uint8).view(E4)
+    tensors[SCALE] = scales
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    assert [(f.code, f.tensor) for f in check_checkpoint(file)] == [("F215", BAD)]
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert finding.code == "F231" and "fnuz codes read as fn" in finding.message
+
+
+def test_codes_under_powers_of_two_stored_as_bf16(tmp_path: Path) -> None:
+    """Their largest is not 448, but within a power of two of it."""
+    weights = writers.original()
+    tensors = writers.LAYOUTS["deepseek_pow2"](weights)
+    tensors[BAD] = (tensors[BAD].float() / 2).to(E4).bfloat16()
+    del tensors[SCALE]
+    report = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    assert [(f.code, f.tensor) for f in report] == [("F222", BAD)] and "the largest is 224" in report[0].message
+
+
+def test_a_second_level_of_zero_is_one_finding(tmp_path: Path) -> None:
+    tensors = writers.LAYOUTS["nvfp4_modelopt"](writers.original())
+    tensors[f"{BAD}_scale_2"] = torch.zeros_like(tensors[f"{BAD}_scale_2"])
+    report = check_checkpoint(writers.save(tensors, tmp_path / "model.safetensors"))
+    assert [(f.code, f.tensor) for f in report] == [("F212", BAD)]
+
+
+def test_one_inverse_scale_is_called_so(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = writers.LAYOUTS["per_tensor"](weights)
+    tensors[f"{BAD}_scale"] = 1 / tensors[f"{BAD}_scale"]
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert finding.code == "F231" and "the stored scale is the inverse of the one that fits" in finding.message
+
+
+def test_scales_that_waste_the_format_need_lose_nothing_unless_they_are_powers_of_two(tmp_path: Path) -> None:
+    weights = writers.original()
+    tensors = deepseek(weights)
+    scales = writers.amaxes(weights[BAD], (128, 128)) / 448 * 2.0**14
+    tensors[BAD] = (weights[BAD].float() / writers.spread(scales, weights[BAD].shape, (128, 128))).to(E4)
+    tensors[SCALE] = scales
+    file = writers.save(tensors, tmp_path / "model.safetensors")
+    (finding,) = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
+    assert (finding.code, finding.tensor) == ("F235", BAD)

@@ -33,6 +33,7 @@ class NotAPowerOfTwo(FileRule):
     """
 
     code = "F213"
+    only_unexplained = True
     name = "not-a-power-of-two"
     cure = "round the scales up to powers of two before the cast, or remove scale_fmt from config.json"
 

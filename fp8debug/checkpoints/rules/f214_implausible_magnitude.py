@@ -53,7 +53,9 @@ class ImplausibleMagnitude(FileRule):
             rms = facts.rms
             if rms is None or not facts.amax_code or (self.min_rms <= rms <= self.max_rms):
                 continue
-            if (not rms and facts.num_scale_zero) or (facts.comparison is not None and explains(facts.comparison)):
+            if not rms and (facts.num_scale_zero or facts.tensor_scale == 0):
+                continue
+            if facts.comparison is not None and explains(facts.comparison):
                 continue  # the reference tells by which factor (F231, F232, F218)
             limit = self.max_rms if rms > self.max_rms else self.min_rms
             readings = []
@@ -70,7 +72,9 @@ class ImplausibleMagnitude(FileRule):
                     readings.append(f"with the inverse of the tensor's scale the rms is {facts.rms_codes * middle / second:.2g}")
             more = f"; {readings[0]}" if readings else ""
             yield self.of_weight(weight, Severity.ERROR, f"the weight has an rms of {rms:.3g}{more}", value=rms, threshold=limit)
+        yield from self._plain(judged)
 
+    def _plain(self, judged: Judged) -> Iterable[TensorFinding]:
         for tensor, plain in judged.plains:
             is_matrix = len(tensor.shape) > 1 and tensor.name.endswith("weight") and not plain.is_on_grid
             if is_matrix and plain.rms > self.max_plain_rms:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fp8debug.checkpoints.comparison import fits, is_wrong
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.rules.base import Severity
 
@@ -37,11 +38,17 @@ class NanCodes(FileRule):
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights with such codes."""
         for weight, facts in judged.weights:
-            if facts.num_nan:
+            against = facts.comparison
+            if facts.num_nan and not (against is not None and is_wrong(against) and fits(against) and _is_fnuz(against.factor)):
                 rate = facts.num_nan / facts.numel
                 all_of_it = ": the weight was never written" if rate == 1 else ""
                 text = f"{facts.num_nan} of {facts.numel} codes are NaN or Inf{all_of_it}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=rate, threshold=0.0)
+
+
+def _is_fnuz(factor: float | None) -> bool:
+    """Return whether it is the factor that fnuz codes need which are read as fn: its largest values are NaN there (F231)."""
+    return factor is not None and abs(factor - 0.5) < 0.005
 
 
 CHECKS.add(NanCodes.code, NanCodes())

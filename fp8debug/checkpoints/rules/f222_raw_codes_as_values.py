@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fp8debug.checkpoints.names import scaled_by
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding
 from fp8debug.rules.base import Severity
 
@@ -42,7 +43,12 @@ class RawCodesAsValues(FileRule):
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the tensors that hold codes."""
         for tensor, facts in judged.plains:
-            if facts.is_on_grid and facts.numel >= self.min_numel and facts.rms >= self.min_rms:
+            if (
+                scaled_by(tensor.name) is None
+                and facts.is_on_grid
+                and facts.numel >= self.min_numel
+                and facts.rms >= self.min_rms
+            ):
                 values = f"every value is one of E4M3's and the largest is {facts.amax:g}"
                 text = f"the {tensor.dtype} tensor holds codes whose scales were not applied: {values}"
                 yield self.of_tensor(tensor, Severity.ERROR, text, value=facts.rms, threshold=self.min_rms)

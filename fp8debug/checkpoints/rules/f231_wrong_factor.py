@@ -8,6 +8,7 @@ from math import log2
 
 from fp8debug.checkpoints.comparison import fits, is_wrong
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
+from fp8debug.checkpoints.scan import WeightFacts
 from fp8debug.rules.base import Severity
 
 
@@ -55,7 +56,9 @@ class WrongFactor(FileRule):
             if against.factor is not None:
                 ratio = 1 / against.factor
                 cause = _named(ratio, weight.format)
-                if facts.scale_min == facts.scale_max == 1.0:
+                if _is_inverse(ratio, facts):
+                    cause = "the stored scale is the inverse of the one that fits"
+                elif facts.scale_min == facts.scale_max == 1.0:
                     cause = "all scales are 1: they were never loaded"
                 elif facts.num_scale_pow2 == facts.num_scales and 0.5 < ratio < 2:
                     cause = "the scale was rounded to a power of two after the cast, or is one of another amax"
@@ -67,6 +70,13 @@ class WrongFactor(FileRule):
                 yield self.of_weight(
                     weight, Severity.ERROR, text, cure=cure, value=against.gain, threshold=1 + self.max_gain_error
                 )
+
+
+def _is_inverse(ratio: float, facts: WeightFacts) -> bool:
+    """Return whether a factor is the square of the one scale of a weight, of either level."""
+    whole = facts.scale_min if facts.scale_min == facts.scale_max else None
+    known = [one for one in (whole, facts.tensor_scale) if one is not None and one > 0 and abs(log2(one)) > 1]
+    return any(abs(log2(ratio / one**2)) < 0.02 for one in known)
 
 
 #: Ratios that have a name, and their inverses.

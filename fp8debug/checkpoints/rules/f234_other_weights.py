@@ -15,9 +15,9 @@ class OtherWeights(FileRule):
     """The weight is another one than the reference's: another step's, another layer's, or damaged.
 
     What it detects
-        Quantized weights whose error neither a scale nor a second rounding explains, and tensors in high precision that
-        differ by more than rounding. The message tells what the cosine leaves: another step, some blocks, turned signs, or
-        another tensor.
+        Quantized weights whose error neither a scale nor a second rounding explains, single codes that no rounding of the
+        reference gives, and tensors in high precision that differ by more than rounding. The message tells what the cosine
+        leaves: another step, some blocks, turned signs, or another tensor.
 
     Why it matters
         A stale copy of one module is the commonest reason why training and inference part.
@@ -33,6 +33,8 @@ class OtherWeights(FileRule):
           weights were cast in FP32 costs 0.01 dB (Gaussian; 55.6 dB beside 31.5 dB, numerics.md, 4).
         - min_differing_rate 0.05: share of codes that differ from that cast. A BF16 copy of FP32 master weights moves 2 %
           (Gaussian, tensorwise).
+        - Single elements count from the first that no rounding explains: it is further than one code from the reference, and not
+          clipped.
         - min_plain_db 50: SQNR of tensors in high precision; BF16's own rounding gives 55.6 dB (numerics.md, 4). Seen in
           prime-rl #2438.
     """
@@ -59,6 +61,13 @@ class OtherWeights(FileRule):
                 numbers = f"SQNR {db(against.sqnr_db)} where its cast gives {db(against.own_db)}{where}"
                 text = f"{_kind(against)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=against.sqnr_db, threshold=against.own_db, unit="dB")
+            elif against.num_damaged:
+                text = (
+                    f"{against.num_damaged} of {facts.numel} elements are not the reference's, by more than one code, and the"
+                    f" others are: damaged codes, or a few rows of another weight; SQNR {db(against.sqnr_db)}"
+                )
+                value = against.num_damaged / facts.numel
+                yield self.of_weight(weight, Severity.ERROR, text, value=value, threshold=0.0)
         for tensor, plain in judged.plains:
             if plain.is_equal is False and plain.sqnr_db is not None and plain.sqnr_db < self.min_plain_db:
                 text = f"the {tensor.dtype} tensor is not the reference's: SQNR {db(plain.sqnr_db)}, gain {plain.gain or 0.0:.4g}"

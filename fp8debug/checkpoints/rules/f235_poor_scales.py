@@ -30,6 +30,7 @@ class PoorScales(FileRule):
     Thresholds
         - max_loss_db 6: between the two casts. No published basis: rounding scales to powers of two costs less than 1 dB,
           rounding them down as OCP MX does less than 4 dB (computed for Gaussian data in blocks of 32); numerics.md, 2.
+        - max_free_loss_db 3: the same where scales are no powers of two and need lose nothing. No published basis.
         - max_clipped_rate 0.1: share of the blocks whose scale is smaller than one rounded down to a power of two, where the
           cast loses min_clip_loss_db 1 with it. No published basis: none is in OCP MX. Seen in vllm #43557.
     """
@@ -41,6 +42,7 @@ class PoorScales(FileRule):
     only_unexplained = True
 
     max_loss_db: float = 6.0
+    max_free_loss_db: float = 3.0
     max_clipped_rate: float = 0.1
     min_clip_loss_db: float = 1.0
 
@@ -58,13 +60,14 @@ class PoorScales(FileRule):
                 continue
             lost = against.ideal_db - against.own_db
             clips = against.clipped_rate > self.max_clipped_rate and lost > self.min_clip_loss_db
-            if (lost > self.max_loss_db or clips) and against.sqnr_db >= against.own_db - 1:
+            limit = self.max_loss_db if against.is_pow2 else self.max_free_loss_db
+            if (lost > limit or clips) and against.sqnr_db >= against.own_db - 1:
                 text = (
                     f"{db(against.own_db)} under the stored scales, {db(against.ideal_db)} under scales of its own blocks' amax"
                 )
                 if clips:
                     text += f"; in {against.clipped_rate:.0%} of the blocks the scale is too small for the largest values"
-                limit = self.min_clip_loss_db if clips else self.max_loss_db
+                limit = self.min_clip_loss_db if clips else limit
                 yield self.of_weight(weight, Severity.WARNING, text, value=lost, threshold=limit, unit="dB")
 
 
