@@ -219,6 +219,7 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
     """
     noise = noise or {}
     levels = _level(modules, 0), _level(modules, 1)
+    least = _least(modules, levels)
     single: list[PathFinding] = []
     before = 0.0  # the largest difference of an output so far
     noise_before = 0.0
@@ -241,8 +242,8 @@ def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = No
             is_routed = True
         is_routed |= _is_expert(m) and (m.num_rows[0] != m.num_rows[1] or (m.input or 0.0) > 1e-3)  # by noise
         found = found or _weight(m, modules, repeated) or _arithmetic(m, levels, repeated)
-        found = found or _direct(m, repeated, before, noise_before, is_routed)
-        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed)
+        found = found or _direct(m, repeated, before, noise_before, is_routed, least)
+        found = found or _between(m, modules[:place], repeated, before, noise_before, is_routed, least)
         if found is not None:
             single.append(found)
         before = max(before, m.output or 0.0)
@@ -255,6 +256,13 @@ def _level(modules: Sequence[Measures], path: int) -> float:
     """Return the median error of the casts and GEMMs of a path."""
     known = [e for m in modules if (e := m.error[path]) is not None and "norm" not in m.kind.lower()]
     return median(known) if known else 0.0
+
+
+def _least(modules: Sequence[Measures], levels: tuple[float, float]) -> float:
+    """Return the least difference that counts: less where the GEMMs of both paths show that they run in more than BF16."""
+    if not all(any(m.error[path] is not None for m in modules) for path in (0, 1)):
+        return _KERNEL.max_same
+    return min(_KERNEL.max_same, max(_KERNEL.max_same_fp32, ABOVE_NOISE * max(levels)))
 
 
 def _floor(repeated: float | None, least: float = _KERNEL.max_same) -> float:
@@ -398,13 +406,15 @@ def _arithmetic(m: Measures, levels: tuple[float, float], repeated: Measures | N
     return _ACTIVATION.found(f"{m.module}: {numbers}", tensor="input", **where)
 
 
-def _direct(m: Measures, repeated: Measures | None, before: float, noise_before: float, is_routed: bool) -> PathFinding | None:
+def _direct(
+    m: Measures, repeated: Measures | None, before: float, noise_before: float, is_routed: bool, least: float
+) -> PathFinding | None:
     """Compare outputs of inputs that are the same."""
     if m.output is None or (is_routed and _is_expert(m)):
         return None
     given = m.input if m.input is not None else before
-    floor_in = _floor(repeated.input if repeated and repeated.input is not None else noise_before if repeated else None)
-    floor = _widened(_floor(repeated.output if repeated else None), m)
+    floor_in = _floor(repeated.input if repeated and repeated.input is not None else noise_before if repeated else None, least)
+    floor = _widened(_floor(repeated.output if repeated else None, least), m)
     errors = [e for e in m.error if e is not None]
     is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
     if given > floor_in or m.output <= max(floor, _KERNEL.max_growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):
@@ -423,23 +433,45 @@ def _direct(m: Measures, repeated: Measures | None, before: float, noise_before:
 
 
 def _between(
-    m: Measures, earlier: Sequence[Measures], repeated: Measures | None, before: float, noise_before: float, is_routed: bool
+    m: Measures,
+    earlier: Sequence[Measures],
+    repeated: Measures | None,
+    before: float,
+    noise_before: float,
+    is_routed: bool,
+    least: float,
 ) -> PathFinding | None:
     """Compare a module's input with all outputs before it: what computes it is no recorded module."""
     if m.input is None or is_routed or not earlier:
         return None
-    floor_before = _floor(noise_before if repeated else None)
-    floor = _floor(repeated.input if repeated else None)
+    floor_before = _floor(noise_before if repeated else None, least)
+    floor = _floor(repeated.input if repeated else None, least)
     if before > floor_before or m.input <= max(floor, _KERNEL.max_growth * before):
         return None
     parent = m.module.rpartition(".")[0]
     siblings = [e.module.rpartition(".")[2] for e in earlier if parent and e.module.rpartition(".")[0] == parent]
     name = parent if siblings else m.module
     last = earlier[-1].module
-    given = f"its {', '.join(siblings[-3:])} do not" if siblings else f"{last} before it does not"
-    text = f"{name}: what it hands to {m.module} differs by {m.input:.2g} of its square in the rollout, and {given}"
-    return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if siblings else m.theirs, tensor="input",
-                         value=m.input, threshold=floor)  # fmt: skip
+    agree = f"its {', '.join(siblings[-3:])} agree{'s' * (len(siblings) == 1)}" if siblings else f"{last} before it agrees"
+    where = {"tensor": "input", "value": m.input, "threshold": floor}
+    gain = m.input_gain if m.input_gain is not None else 1.0
+    is_factor = m.input - (gain - 1) ** 2 < _SCALE.max_rest * m.input
+    casts = _casts(m)
+    if casts and not is_factor:
+        whose = f"the {casts[0]}'s input is a cast of the other path's" if len(casts) == 1 else "one path casts its input"
+        text = f"{m.module}: {whose}: the two differ by {m.input:.2g} of their square, as a cast makes, and {agree}"
+        return _ACTIVATION.found(text, module=m.module, theirs=m.theirs, **where)
+    how = f"is {gain:.4g} times training's" if is_factor else f"differs by {m.input:.2g} of its square in the rollout"
+    text = f"{name}: what it hands to {m.module} {how}, and {agree}"
+    return _KERNEL.found(text, module=name, theirs=m.theirs.rpartition(".")[0] if siblings else m.theirs, **where)
+
+
+def _casts(m: Measures) -> list[str]:
+    """Return the paths whose input may be a cast of the other's: both, where nothing clips or underflows."""
+    if m.input_far is None or m.input_rounding is None:
+        return []
+    known = zip(_PATHS, m.input_far, m.input_rounding, strict=True)
+    return [path for path, far, rounding in known if rounding >= _ACTIVATION.min_cast and far <= _CAST.max_far]
 
 
 def _joined(single: Sequence[PathFinding], modules: Sequence[Measures]) -> list[PathFinding]:

@@ -26,6 +26,8 @@ VERSION = 1
 TOKENS, POSITIONS, MASKS = ("input_ids", "tokens", "token_ids"), ("positions", "position_ids"), ("attention_mask",)
 #: Attributes that hold what a norm adds to the variance.
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
+#: Rows by which the orientation of a square weight is told.
+ROWS_TRIED = 64
 _LEFT_OUT = (nn.Dropout, nn.Identity)
 
 
@@ -140,7 +142,8 @@ class PathRecorder:
         if weight is not None and weight.dim() == 2 and "input" in found:
             turned = (found["input"].shape[1], found["output"].shape[1])
             is_view = weight.shape[0] == weight.shape[1] and weight.t().is_contiguous() and not weight.is_contiguous()
-            if (tuple(weight.shape) == turned and turned[0] != turned[1]) or is_view:
+            is_turned = turned[0] != turned[1] or is_view or _is_turned(weight, found, stored.get("bias"))
+            if tuple(weight.shape) == turned and is_turned:
                 stored["weight"] = weight.t()
         for key, value in stored.items() if "input" in found else ():  # of all experts, as [experts, outputs, inputs]
             place = 2 if key.startswith(("w2", "down")) else 1
@@ -188,6 +191,18 @@ def record_path(model: nn.Module, batch: Any, out: str | Path, *, weights: bool 
     finally:
         for module, training in was.items():
             module.training = training
+
+
+def _is_turned(weight: Tensor, found: Mapping[str, Tensor], bias: Tensor | None) -> bool:
+    """Return whether a square weight is [inputs, outputs], as GPT-2's Conv1D has it: by the product that fits the output."""
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        return False
+    x, y = (found[key][:ROWS_TRIED].detach().to(weight.dtype) for key in ("input", "output"))
+    y = (y if bias is None or bias.shape != y.shape[1:] else y - bias).double()
+    fits = [
+        float(torch.nn.functional.cosine_similarity((x @ w).double().flatten(), y.flatten(), dim=0)) for w in (weight.t(), weight)
+    ]
+    return fits[1] > max(fits[0], 0.5)
 
 
 def _named(kwargs: Mapping[str, Any], names: Iterable[str]) -> Tensor | None:

@@ -42,6 +42,9 @@ class Measures:
         kind: class in the training.
         num_rows: rows of each.
         input: difference of the inputs.
+        input_gain: sum(X_t X_r) / |X_t|^2.
+        input_far: by path, share of the elements of its input that no cast of the other path's makes.
+        input_rounding: by path, difference of the elements that are not clipped in it.
         output: difference of the outputs.
         weight: difference of the weights.
         weight_gain: sum(W_t W_r) / |W_t|^2.
@@ -63,6 +66,9 @@ class Measures:
     kind: str = ""
     num_rows: tuple[int, int] = (0, 0)
     input: float | None = None
+    input_gain: float | None = None
+    input_far: tuple[float, float] | None = None
+    input_rounding: tuple[float, float] | None = None
     output: float | None = None
     weight: float | None = None
     weight_gain: float | None = None
@@ -134,6 +140,8 @@ def measure_module(
     found["bad"] = _bad(sides)
     if picked is not None:
         found["input"], found["output"] = _nmse_if_alike(sides[0].x, sides[1].x), _nmse_if_alike(sides[0].y, sides[1].y)
+        if found["input"] and sides[0].x is not None and sides[1].x is not None:
+            found |= _casts(sides[0].x, sides[1].x)
         if all("indices" in m.tensors for m in modules):
             chosen = [m.rows("indices", picked[i]) for i, m in enumerate(modules)]
             if chosen[0].shape == chosen[1].shape:
@@ -336,6 +344,29 @@ def _error(side: _PathTensors) -> tuple[float | None, float | None]:
 
 def _nmse_if_alike(a: Array | None, b: Array | None) -> float | None:
     return nmse(a, b) if a is not None and b is not None and a.shape == b.shape and a.size else None
+
+
+def _casts(a: Array, b: Array) -> dict[str, Any]:
+    """Return what tells whether one of two inputs is a cast of the other."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    far, rounding = zip(_as_cast(b, a), _as_cast(a, b), strict=True)
+    size = float((a * a).sum())
+    return {"input_gain": float((a * b).sum() / size) if size else None, "input_far": far, "input_rounding": rounding}
+
+
+def _as_cast(a: Array, b: Array) -> tuple[float, float]:
+    """Return the share of the elements of b that no cast of a's makes, and the difference of those that are not clipped.
+
+    A cast leaves an element within rounding of what it was, zero if it was below the smallest, or at the largest.
+    """
+    sizes = np.abs(b)
+    largest = float(sizes.max(initial=0.0))
+    smallest = np.where(sizes > 0, sizes, np.inf).min(1, keepdims=True)  # of each row: a step of the subnormals, at least
+    smallest = np.where(np.isfinite(smallest), smallest, 0.0)
+    error = np.abs(b - a)
+    is_clipped = (sizes >= largest * (1 - 2.0**-7)) & (np.abs(a) > sizes) & (a * b > 0)
+    is_rounded = (error <= ROUNDING * np.abs(a)) | (error <= 0.51 * smallest) | ((b == 0) & (np.abs(a) <= smallest))
+    return float((~(is_clipped | is_rounded)).mean()), nmse(a[~is_clipped], b[~is_clipped]) or 0.0
 
 
 def nmse(a: Array, b: Array) -> float | None:

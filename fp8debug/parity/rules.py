@@ -171,7 +171,9 @@ class ActivationCast(PathRule):
 
     What it detects
         An error of the output against input by weight that is min_excess times the other path's, or outputs of equal inputs and
-        weights that differ by more than min_cast: other scales, epsilon, format or block of the activation's cast.
+        weights that differ by more than min_cast: other scales, epsilon, format or block of the activation's cast. And an
+        input that is a cast of the other path's, where all before it is the same: cast before the module, as norms that
+        quantize their output do.
 
     Why it matters
         It is the commonest difference of an FP8 rollout beside BF16 training, in every module alike; in one module it is a fault.
@@ -184,6 +186,7 @@ class ActivationCast(PathRule):
 
     Thresholds
         - min_excess 3: in power, 4.8 dB. min_cast 0.0002: 37 dB. No published basis.
+        - max_far of F303: share of the elements of an input that no cast of the other path's makes.
     """
 
     code = "F304"
@@ -235,7 +238,7 @@ class KernelDiffers(PathRule):
         It is a bug where the size is not that of rounding (another epsilon, a mask), and a bound on parity where it is.
 
     Example
-        model.layers.0.self_attn: what it hands to o_proj differs by 0.0032 in the rollout, and its q, k and v do not.
+        model.layers.0.self_attn: what it hands to o_proj differs by 0.0032 in the rollout, and its q, k and v agree.
 
     Cure
         Compare configuration (epsilon, mask, position embedding, softmax scale); use batch-invariant kernels, or one backend.
@@ -243,6 +246,8 @@ class KernelDiffers(PathRule):
     Thresholds
         - max_growth 10: of a difference through attention or an elementwise function, in power. max_same 1e-5: where no
           repetition measured the noise. No published basis.
+        - max_same_fp32 1e-6: the same where the GEMMs of both paths show more than BF16's precision; TF32's own rounding makes
+          4.4e-8. Attention kernels add to it: 2.9e-7 between two of FP16 (measured: GPT-2 of 128 features).
     """
 
     code = "F306"
@@ -253,6 +258,7 @@ class KernelDiffers(PathRule):
 
     max_growth: float = 10.0
     max_same: float = 1e-5
+    max_same_fp32: float = 1e-6
 
 
 @dataclass(frozen=True)

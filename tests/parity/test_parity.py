@@ -329,3 +329,78 @@ def test_every_cause_has_a_manual_page(rule: Any) -> None:
 def test_the_hook_file_stands_alone() -> None:
     text = Path(str(PathRecorder.__init__.__code__.co_filename)).read_text("utf-8")
     assert "import fp8debug" not in text and "from fp8debug" not in text
+
+
+def _gpt2(dtype: torch.dtype, width: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torchao, which it imports
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        kinds = transformers.GPT2LMHeadModel, transformers.GPT2Config
+    sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 64}
+    torch.manual_seed(0)
+    model = kinds[0](kinds[1](**sizes, bos_token_id=0, eos_token_id=0, attn_implementation="eager")).to(dtype).eval()
+    return model, {"input_ids": torch.randint(300, (2, 40)), "use_cache": False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_softmax_scale_is_attentions_own_difference(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, batch = _gpt2(dtype)
+    record_path(model, batch, tmp_path / "train")
+    with PathRecorder(model, tmp_path / "rollout"), torch.no_grad():
+        factor = 1.1 if dtype == torch.float32 else 1.5
+        for block in model.transformer.h:  # as if the scores had another factor: behind what the recorder sees of c_attn
+            block.attn.c_attn.register_forward_hook(lambda _, args, y: torch.cat([y[..., :64] * factor, y[..., 64:]], -1))
+        model(**batch)
+    report = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    assert report.metrics["token_mult_prob_error"] < 1.002, "nothing that the log-probabilities show"
+    assert [(f.code, f.module) for f in report] == [("F306", "transformer.h.0.attn")]
+    assert report[0].message.endswith("in the rollout, and its c_attn agrees")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_attention_kernel_of_gpt2_is_noise(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, batch = _gpt2(dtype)
+    record_path(model, batch, tmp_path / "eager")
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    record_path(model, batch, tmp_path / "sdpa")
+    assert not compare_paths(tmp_path / "eager", tmp_path / "sdpa")
+
+
+def _cast(x: torch.Tensor, form: torch.dtype = torch.float8_e4m3fn, held: float = 1.0) -> torch.Tensor:
+    largest = torch.finfo(form).max
+    scale = largest / (held * x.float().abs().amax())
+    return ((x.float() * scale).clamp(-largest, largest).to(form).float() / scale).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (_cast, "F304", "one path casts its input"),
+        (lambda x: _cast(x, torch.float8_e5m2), "F304", "one path casts its input"),
+        (lambda x: _cast(x, held=0.4), "F304", "the rollout's input is a cast of the other path's"),
+        (lambda x: _cast(x, held=1000.0), "F304", "the rollout's input is a cast of the other path's"),
+        (lambda x: 1.03 * x, "F306", "is 1.03 times training's"),
+        (lambda x: x + 0.02 * x.std() * torch.randn_like(x), "F306", "differs by 0.000"),
+        (lambda x: x.clamp(-x.std(), x.std()), "F306", "differs by"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_input_that_is_cast_before_its_module(change: Any, code: str, says: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, batch = _gpt2(dtype)
+    record_path(model, batch, tmp_path / "train")
+    model.transformer.h[1].mlp.c_proj.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:]))
+    record_path(model, batch, tmp_path / "rollout")
+    (finding,) = compare_paths(tmp_path / "train", tmp_path / "rollout")
+    module = "transformer.h.1.mlp.c_proj" if code == "F304" else "transformer.h.1.mlp"
+    assert (finding.code, finding.module) == (code, module) and says in finding.message, finding.message
+
+
+def test_a_square_weight_of_inputs_by_outputs_is_turned(tmp_path: Path) -> None:
+    model, batch = _gpt2(torch.bfloat16)
+    record_path(model, batch, tmp_path / "a")
+    plain = model.transformer.h[0].attn.c_proj.forward
+    model.transformer.h[0].attn.c_proj.forward = lambda x: plain(_cast(x))
+    record_path(model, batch, tmp_path / "b")
+    (finding,) = report = compare_paths(tmp_path / "a", tmp_path / "b")
+    assert (finding.code, finding.module) == ("F307", "transformer.h.0.attn.c_proj"), finding.message
+    assert all(m.error[0] is None or m.error[0] < 1e-5 for m in report.modules)
