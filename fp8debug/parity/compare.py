@@ -16,7 +16,7 @@ from typing import Any
 from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
-from fp8debug.parity.dump import PathDump, aligned, open_dump, parted
+from fp8debug.parity.dump import PathDump, Recorded, aligned, open_dump, parted
 from fp8debug.parity.logprobs import metrics_of, odd_logprobs
 from fp8debug.parity.measures import Measures, is_of_expert, measure_module, nmse
 from fp8debug.parity.names import Names, matched
@@ -203,11 +203,20 @@ def _measured(
     for number, (name, first, second) in enumerate(pairs):
         if progress is not None:
             progress(number, len(pairs), name)
+        if _is_other_function(ours.modules[first.module], theirs.modules[second.module]):
+            mine, others = [*mine, first.module], [*others, second.module]
+            continue
         try:
             found.append(measure_module(ours, theirs, name, first, second, rows, same_tokens=same))
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"{one_line(name)} cannot be compared: {one_line(str(error))}")
     return found, [(name, "training") for name in mine] + [(name, "rollout") for name in others]
+
+
+def _is_other_function(first: Recorded, second: Recorded) -> bool:
+    """Return whether two modules of one name read other features: SiLU beside vLLM's, which takes gate and up and multiplies."""
+    sizes = first.num_columns("input"), second.num_columns("input")
+    return 0 not in sizes and sizes[0] != sizes[1] and not (first.stored or second.stored)
 
 
 def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = None) -> list[PathFinding]:

@@ -12,6 +12,7 @@ calls in execution order; docs/parity.md defines their tensors.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ VERSION = 1
 TOKENS, POSITIONS, MASKS = ("input_ids", "tokens", "token_ids"), ("positions", "position_ids"), ("attention_mask",)
 #: Attributes that hold what a norm adds to the variance.
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "rms_norm_eps")
+#: Names of the module that gives the logits.
+HEADS = ("lm_head", "output", "output_layer", "head", "embed_out")
 #: Rows by which the orientation of a square weight is told.
 ROWS_TRIED = 64
 _LEFT_OUT = (nn.Dropout, nn.Identity)
@@ -52,6 +55,7 @@ class PathRecorder:
         self._written: set[str] = set()
         self._calls: dict[str, int] = {}
         self._num_passes, self._num_calls = -1, 0
+        self._is_inside = False
         self._out.mkdir(parents=True, exist_ok=True)
         if any(self._out.iterdir()):
             raise ValueError(f"{out} holds files already; give an empty folder")
@@ -86,6 +90,7 @@ class PathRecorder:
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._num_passes += 1
+        self._is_inside = True
         self._calls.clear()
         self._inputs.clear()
         tokens = _named(kwargs, TOKENS)
@@ -99,22 +104,52 @@ class PathRecorder:
             self._write("", "tokens", found)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._is_inside = False
         logits = getattr(output, "logits", output)
-        if isinstance(logits, Tensor) and logits.dim() > 1 and logits.is_floating_point() and "lm_head" not in self._written:
+        if not _is_activation(logits):
+            return
+        compute = getattr(module, "compute_logits", None)
+        if callable(compute):  # vLLM's models give the last hidden state, and the engine asks for logits of some rows later
+            self._write_head(compute, logits)
+        elif "lm_head" not in self._written:
             self._write("", "logits", {"logits": logits.reshape(-1, logits.shape[-1])})
+
+    def _write_head(self, compute: Callable[..., Any], hidden: Tensor) -> None:
+        """Write the head on all rows of the last hidden state; a model without compute_logits calls its head itself."""
+        heads = ((name, head) for name, head in self._model.named_modules() if name.rpartition(".")[2] in HEADS)
+        name, head = next(heads, ("lm_head", getattr(self._model, "lm_head", None)))  # the second where it is tied
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        also = (None,) * (len(inspect.signature(compute).parameters) - 1)  # sampling metadata, in earlier versions
+        logits = compute(hidden, *also)
+        if not _is_activation(logits) or not name.startswith(self._include):  # ranks that get no logits
+            return
+        found = {"input": hidden, "output": logits}
+        if self._weights and isinstance(head, nn.Module) and name not in self._written:
+            found |= {  # without the rows that pad the vocabulary
+                key: value[: logits.shape[1]] if value.dim() == 2 else value for key, value in self._stored(head, found).items()
+            }
+        self._written.add(name)
+        self._write(name, type(head).__name__, {f"{name}.{key}": value for key, value in found.items()})
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         x = next((a for a in (*args, *kwargs.values()) if _is_activation(a)), None)
-        if x is not None:
+        if x is not None and self._is_recording:
             self._inputs[id(module)] = x.detach().clone()  # which the module may overwrite
+
+    @property
+    def _is_recording(self) -> bool:
+        """Whether a module is called by the model: engines call some afterwards, on other rows."""
+        return self._is_inside or self._num_passes < 0
 
     def _after(self, name: str) -> Callable[..., None]:
         def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple | list) else (output,)
             y = next((o for o in outputs if _is_activation(o)), None)
             x = self._inputs.pop(id(module), None)
-            if y is None:
+            if y is None or not self._is_recording:
                 return
+            if len(outputs) > 1 and "norm" in type(module).__name__.lower() and _is_alike(outputs[1], y):
+                x = outputs[1].detach()  # of a norm that adds the residual first: what it normalized
             found = {"output": y.detach().reshape(-1, y.shape[-1])}
             if x is not None:
                 found["input"] = x.reshape(-1, x.shape[-1])
@@ -207,6 +242,10 @@ def _is_turned(weight: Tensor, found: Mapping[str, Tensor], bias: Tensor | None)
 
 def _named(kwargs: Mapping[str, Any], names: Iterable[str]) -> Tensor | None:
     return next((v for name in names if isinstance(v := kwargs.get(name), Tensor)), None)
+
+
+def _is_alike(x: Any, y: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == y.shape and x.is_floating_point()
 
 
 def _is_activation(x: Any) -> bool:
