@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,12 +11,12 @@ from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.conditions import Condition, Look, look
 from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, counts_nonfinite, first_poison, largest_product
 from fp8debug.rules.reading.prefilter import may_have, source
-from fp8debug.rules.reading.traces import Trace, traces
+from fp8debug.rules.reading.traces import Trace, times, traces
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel")
+_COLUMNS = ("num_actual_nonfinite", "num_zero_blocks", "num_eps_blocks", "num_blocks", "numel", "headroom")
 #: The cure where the scale itself is not finite.
 _LOAD = "load or compute the scale of this operand before its first use (synchronize scales with their data); else BF16 here"
 #: What is found by the kind of origin, where no loss was recorded: name, cause, cure.
@@ -31,6 +32,10 @@ _FOREIGN = {
         "look at the optimizer step before: learning rate, gradient norm and clipping, optimizer state; or at the checkpoint",
     ),
 }
+_CLAMP = (
+    "clamp to the format's largest value before the conversion (a saturating cast), and compute the scale from this tensor's own"
+    " amax; else BF16 here"
+)
 _IS_POISONED = "reference = 'operand' AND num_nan + num_inf > 0"
 _POISONED = Look(
     _IS_POISONED, "num_nan + num_inf > 0", "reference = 'operand'", (*_COLUMNS, "num_tensors"), ("num_nan > 0", "num_inf > 0")
@@ -44,7 +49,8 @@ class ZeroTileNan(Rule):
     What it detects
         Elements that are finite before the cast and NaN or Inf after it, in a tensor with blocks whose amax is 0 (or
         so small that max / amax is not finite). Where no block is zero and whole blocks became NaN, the scale itself is not
-        finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. The first such cast is the
+        finite: it was never loaded or computed (nonfinite-scale), and an amax eps changes nothing. Where values lie beyond
+        what a finite scale holds, the cast does not saturate (cast-without-clamp). The first such cast is the
         culprit; every module whose operands hold a NaN or Inf from that step on is its victim, and no rule accuses it. Zero
         blocks that stay zero are healthy.
         A result that is NaN or Inf although both operands and their casts were finite is reported as gemm-nonfinite, unless
@@ -70,6 +76,8 @@ class ZeroTileNan(Rule):
     Thresholds
         - max_nonfinite 0: elements made NaN or Inf; a cast of finite values may make none (numerics.md, 2). Seen in
           lmdeploy #3652, ROCm TransformerEngine #737, cache-dit #1097.
+        - min_headroom 1.03: of cast-without-clamp, amax over what the scale holds: E4M3 has no Inf, and what rounds beyond 448
+          (464 and more, 1.036 times) is NaN where a conversion does not saturate; in E5M2 Inf. Seen in transformers #42775.
     """
 
     code = "F103"
@@ -79,6 +87,7 @@ class ZeroTileNan(Rule):
     changes: ClassVar[Mapping[str, Any]] = {"amax_eps": 1e-12}
 
     max_nonfinite: int = 0
+    min_headroom: float = 1.03
 
     @property
     def _bad(self) -> Condition:
@@ -139,10 +148,15 @@ class ZeroTileNan(Rule):
         count, blocks = row["num_actual_nonfinite"], row["num_blocks"] or 0
         zero, tiny = row["num_zero_blocks"] or 0, row["num_eps_blocks"] or 0
         is_known = row["num_zero_blocks"] is not None
-        is_scale = not zero and not tiny and count >= row["numel"] // max(1, blocks)
+        is_beyond = not zero and not tiny and self.min_headroom < (row["headroom"] or 0.0) < math.inf
+        is_scale = not zero and not tiny and not is_beyond and count >= row["numel"] // max(1, blocks)
         if zero or tiny:
             cause = f"{zero} of {blocks} blocks " + ("was" if zero == 1 else "were") + " all zero"
             cause += f" and {tiny} had an amax too small for a finite scale" if tiny else ""
+        elif is_beyond:
+            cause = (
+                f"values lie up to {times(row['headroom'])} times beyond what their scale holds, and the cast does not saturate"
+            )
         elif is_scale:
             extent = "all elements" if count == row["numel"] else "whole blocks"
             known = "no block was all zero and " if is_known else ""
@@ -154,6 +168,8 @@ class ZeroTileNan(Rule):
         elements = f"{count} finite element{'' if count == 1 else 's'}" if is_known else "finite elements"
         message = f"{elements} of the {trace.gemm} {trace.tensor} became NaN or Inf at step {row['step']}: {cause}"
         finding = trace.finding(self, Severity.ERROR, message, value=float(count), threshold=float(self.max_nonfinite))
+        if is_beyond:
+            return replace(finding, name="cast-without-clamp", cure=_CLAMP)
         return replace(finding, name="nonfinite-scale", cure=_LOAD) if is_scale else finding
 
     def _from_outside(self, origin: NonfiniteOrigin) -> Finding:
@@ -165,6 +181,10 @@ class ZeroTileNan(Rule):
                        steps=(origin.step, origin.step), ranks=tuple(row["ranks"]), threshold=float(self.max_nonfinite),
                        message=message, cure=cure, call_index=row["call_index"] or 0, origin="outside",
                        victims=tuple(m for m in origin.poisoned if m != row["module"]))  # fmt: skip
+
+    def is_cured_by_cast(self, site: Finding, run: Run) -> bool:
+        """Return whether an amax eps cures it: NaN of zero blocks alone."""
+        return site.name == self.name
 
     def _of_gemm(self, run: Run, origin: NonfiniteOrigin) -> Finding:
         row = origin.row

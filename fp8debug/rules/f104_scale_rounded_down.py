@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 #: Codes whose fault clips a few values besides: of an older or other tensor, whose amax the scale is made of.
-_STRONGER = ("F107", "F112", "F117", "F118", "F119", "F121")
+_STRONGER = ("F107", "F112", "F113", "F117", "F118", "F119", "F121")
 
 
 #: Casts under whose own scale no value lies beyond the format's max: an E4M3 scale (NVFP4) is rounded to nearest, and pow2_even

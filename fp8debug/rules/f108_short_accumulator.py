@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
 _COLUMNS = ("sqnr_db", "gain", "cosine", "norm_ratio", "bad_row_rate", "good_row_rate")
+#: Norm of a result over that of the product beyond which parts of the sum lack a scale: scales of FP8 lie below 1/16 in tensors
+#: whose amax is below 28.
+_FAR_TOO_LARGE = 16.0
 #: The cure where no accumulator explains the result.
 _OF_KERNEL = "another kernel or backend for this GEMM; check which scales it reads, and in which layout; else BF16 for this GEMM"
 
@@ -128,6 +131,11 @@ def candidates(row: dict[str, Any]) -> str:
         return (
             f"gain {gain:.3g} at cosine {cosine:.3f}, so that the kernel does not use the scales that it is given as they are"
             " (exponents alone, another block, another layout)"
+        )
+    if norm_ratio > _FAR_TOO_LARGE:
+        return (
+            f"cosine {cosine:.3f}, norm ratio {norm_ratio:.3g}: a part of the sum lacks its scales (a block along the contracted"
+            " dimension, or some rows), or the result is in an output buffer that something else wrote to"
         )
     if norm_ratio < 0.05:
         return f"norm ratio {norm_ratio:.2g}, so that the kernel wrote next to nothing"

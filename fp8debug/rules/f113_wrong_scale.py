@@ -30,6 +30,12 @@ _RECALIBRATE = (
     "compute the scale from this tensor's own amax, or calibrate it on training's data; a history needs the amax of all"
     " microbatches and ranks; else BF16 here"
 )
+_NOT_OWN = "static, older than the tensor, or from the amax of a part of it"
+_MAXIMUM = "divide the amax by the maximum of the format that the cast runs, as the device has it"
+#: SQL: the largest scale is no power of two, so that scales are not rounded to one.
+_IS_NO_POWER_OF_TWO = "abs(log2(scale_inv_max) - round(log2(scale_inv_max))) > 1e-5"
+#: Sampled steps that show a constant.
+_MIN_STEPS = 2
 _PASS = (
     "pass the operand's scale to this GEMM as the others do, or multiply the result by it; compare the module's output with a"
     " BF16 product of its input and weight; else BF16 here"
@@ -79,6 +85,12 @@ class WrongScale(Rule):
           1.143 with a scale rounded down.
         - min_mixed_rows 0.03: of a weight with several scales, the share of rows that clip, and that are right; as in F121.
         - min_elements 256: elements; in a small tensor a gain says little. No published basis.
+        - min_exact_headroom 1.07, min_clipped 8, max_clipped_rate 0.001: the same where the one scale is no power of two, so
+          that nothing was rounded down: from so many clipped elements on it was made from a smaller amax, of a part of the
+          tensor or of an earlier one; an error from that share on. As in F104.
+        - max_unused_headroom 0.9, max_spread 0.002: of scale-for-another-maximum, information: amax over what its scale holds at
+          every sampled step, in all blocks at most, and its relative spread, in all operands of a kind. Under current scaling
+          without rounding it is 1; a constant below is a margin or the maximum of another format. Seen in sglang #30900.
         - max_unit_gain 2: of scale-not-applied, the gain (or its inverse) beyond which a scale_inv of 1 is not the tensor's own:
           codes that fill a format's range within a binade are at most twice their tensor.
         - Seen in TransformerEngine #123, #567 and #982, sglang #25733, pytorch #190979.
@@ -98,6 +110,11 @@ class WrongScale(Rule):
     min_mixed_rows: float = 0.03
     min_elements: int = 256
     max_unit_gain: float = 2.0
+    min_exact_headroom: float = 1.07
+    min_clipped: int = 8
+    max_clipped_rate: float = 0.001
+    max_unused_headroom: float = 0.9
+    max_spread: float = 0.002
 
     @property
     def _look(self) -> Look:
@@ -116,6 +133,16 @@ class WrongScale(Rule):
         yield self._look
         yield self._clipped
         yield self._unit
+        yield self._unused
+
+    @property
+    def _unused(self) -> Look:
+        conditions: Conditions = [
+            Condition("headroom", "<", self.max_unused_headroom),
+            Keys("cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%' AND cast_name NOT LIKE '%eps=%'"),
+            f"numel >= {self.min_elements} AND headroom > 0.1 AND {_IS_NO_POWER_OF_TWO} AND coalesce(num_eps_blocks, 0) = 0",
+        ]
+        return look(conditions, ["headroom"])
 
     @property
     def _unit(self) -> Look:
@@ -129,10 +156,11 @@ class WrongScale(Rule):
     @property
     def _clipped(self) -> Look:
         conditions: Conditions = [
-            Condition("headroom", ">", self.min_headroom),
+            Condition("headroom", ">", min(self.min_headroom, self.min_exact_headroom)),
             Keys("cast_name LIKE '% current%'"),
             f"numel >= {self.min_elements} AND num_saturated > 0 AND NOT {ARE_CUT_OFF}"
-            f" AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})",
+            f" AND (headroom > {self.min_headroom} AND ({ONE_SCALE} OR tensor = 'weight' AND {HAS_SHRUNK})"
+            f" OR num_saturated >= {self.min_clipped} AND {ONE_SCALE} AND {_IS_NO_POWER_OF_TWO})",
         ]
         columns = ["headroom", "overflow_rate", "scale_inv_min", "scale_inv_max", "amax", "gain", "cosine"]
         columns += ["bad_row_rate", "good_row_rate", f"{ONE_SCALE} AS has_one_scale", f"{HAS_SHRUNK} AS has_shrunk"]
@@ -169,17 +197,38 @@ class WrongScale(Rule):
                 yield replace(finding, cure=_OF_BLOCKS)
                 continue
             is_rounded = math.frexp(row["scale_inv_max"])[0] == 0.5 and row["headroom"] < 2
-            why = "a power of two: rounded down after the cast, or static" if is_rounded else "static, or older than the tensor"
+            why = "a power of two: rounded down after the cast, or static" if is_rounded else _NOT_OWN
             message = (
                 f"{percent(row['overflow_rate'])} of the {trace.gemm} {trace.tensor} clips at step {row['step']}: its scale_inv"
                 f" {row['scale_inv_max']:.3g}, the same for all blocks, was made for a tensor {times(row['headroom'])} times"
                 f" smaller ({why}){_likely(trace.cast, row['gain'])}"
             )
-            finding = trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
+            is_large = row["headroom"] > self.min_headroom or row["overflow_rate"] > self.max_clipped_rate
+            severity = Severity.ERROR if is_large else Severity.WARNING
+            threshold = self.min_headroom if row["headroom"] > self.min_headroom else self.min_exact_headroom
+            finding = trace.finding(self, severity, message, value=row["headroom"], threshold=threshold)
             remedy = _RECOMPUTE if trace.tensor == "weight" else _RECALIBRATE
             yield replace(finding, cure=_ROUND_BEFORE + remedy if is_rounded else remedy)
 
         yield from self._unapplied(run)
+        yield from self._unused_range(run)
+
+    def _unused_range(self, run: Run) -> Iterable[Finding]:
+        """Return the operands whose largest value uses the same share of the format's range at every step."""
+        found = [trace for trace in traces(run, self._unused) if len(trace.rows) == len(trace.sampled) >= _MIN_STEPS]
+        for trace in found:
+            shares = [row["headroom"] for row in trace.rows]
+            cast = trace.cast
+            if cast is None or cast.margin or max(shares) - min(shares) > self.max_spread * max(shares):
+                continue
+            largest = FORMATS[cast.format].max
+            message = (
+                f"the {trace.gemm} {trace.tensor} uses {percent(max(shares))} of its format's range at every step: its scales are"
+                f" made for a maximum of {max(shares) * largest:.3g}, not {largest:g} (a margin, or another format's or device's"
+                " maximum); it costs small values, no precision of the others"
+            )
+            finding = trace.finding(self, Severity.INFO, message, value=max(shares), threshold=self.max_unused_headroom)
+            yield replace(finding, name="scale-for-another-maximum", cure=_MAXIMUM)
 
     def _unapplied(self, run: Run) -> Iterable[Finding]:
         """Return the operands without a scale that the rest of the program contradicts."""

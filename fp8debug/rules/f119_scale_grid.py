@@ -13,7 +13,7 @@ from fp8debug.rules.reading.bounds import cast_floor_db
 from fp8debug.rules.reading.conditions import ONE_SCALE, Condition, Conditions, Keys, Look, look
 from fp8debug.rules.reading.stored_scales import ARE_CUT_OFF
 from fp8debug.rules.reading.traces import Trace, times, traces
-from fp8debug.rules.reading.weights import HAS_OUTGROWN
+from fp8debug.rules.reading.weights import HAS_OUTGROWN, HAS_SHRUNK, are_scales_of_others, starts_of
 
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
@@ -34,8 +34,10 @@ class ScaleGrid(Rule):
     What it detects
         An operand under current scaling that has lost nearly all accuracy (SQNR below 10 dB, typically below 0: the error is
         larger than the tensor), with values beyond what its recorded scales can hold. Under current scaling the scale is made
-        of the block's own amax, so that there can be none. One factor or one scale for all blocks is a wrong scale (F113); a
-        scale that is off by rounding holds all but a factor of 1.15 (F104).
+        of the block's own amax, so that there can be none. A weight counts at any SQNR below its cast's bound at the first
+        sampled step of a run or a resumed part, before it could outgrow its scales, where its direction is right (cosine
+        0.9). One factor or one scale for all blocks is a wrong scale (F113); a scale that is off by rounding holds all but a
+        factor of 1.15 (F104).
 
     Why it matters
         The GEMM computes with noise. It happens when scales are stored for one layout and read in another (row or column
@@ -85,9 +87,22 @@ class ScaleGrid(Rule):
     def looks(self) -> Iterable[Look]:
         """Return the operands beyond their scales."""
         yield self._look
+        yield self._of_weights
+
+    @property
+    def _of_weights(self) -> Look:
+        conditions: Conditions = [
+            Condition("headroom", ">", self.min_headroom),
+            Keys("cast_name LIKE '% current%' AND tensor = 'weight'"),
+            f"sqnr_db < {_HIGHEST_FLOOR_DB} AND cosine < {self.max_cosine}",
+            f"numel >= {self.min_elements} AND NOT {ARE_CUT_OFF}",
+            f"coalesce(NOT ({ONE_SCALE}), true)",
+        ]
+        return look(conditions, ["sqnr_db", "headroom", "cosine", f"{HAS_SHRUNK} AS has_shrunk"])
 
     def check(self, run: Run) -> Iterable[Finding]:
         """Return the operands under foreign scales."""
+        told = set()
         for whole in traces(run, self._look):
             trace = whole.where(self._is_of_others(whole))
             if trace is None:
@@ -98,15 +113,31 @@ class ScaleGrid(Rule):
                 f" {times(row['headroom'])} times beyond their block's current scale: the scales are those of other blocks"
             )
             yield trace.finding(self, Severity.ERROR, message, value=row["sqnr_db"], threshold=self.max_sqnr_db, unit="dB")
+            told.add((trace.module, trace.gemm))
+        weights = traces(run, self._of_weights)
+        starts = starts_of(run) if weights else frozenset()
+        for trace in weights:
+            row = trace.rows[0]
+            if (trace.module, trace.gemm) in told or not are_scales_of_others(row, starts, self._rounded_headroom(trace)):
+                continue
+            message = (
+                f"the {trace.gemm} weight has {row['sqnr_db']:.1f} dB at step {row['step']}, before any update, at"
+                f" cosine {row['cosine']:.3f}, and values {times(row['headroom'])} times beyond their block's scale: the scales"
+                " are those of other blocks (rows that were put in another order, as a fused weight's, without their scales)"
+            )
+            yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=self.min_headroom)
 
     def _is_of_others(self, trace: Trace) -> Callable[[dict[str, Any]], bool]:
         """Return the test whether a row lies below what its cast can do, beyond what rounding its scale down can."""
-        cast, headroom, floor = trace.cast, self.min_headroom, self.max_sqnr_db
+        cast, headroom, floor = trace.cast, self._rounded_headroom(trace), self.max_sqnr_db
         if cast is not None:
-            fmt = FORMATS[cast.format]
-            headroom = max(headroom, 1.02 * 2.0 ** (fmt.emax + 1) / fmt.max)
             floor = max(floor, cast_floor_db(cast) - self.margin_db)
         return lambda row: bool(row["headroom"] > headroom and row["sqnr_db"] < floor)
+
+    def _rounded_headroom(self, trace: Trace) -> float:
+        """Return how far a value may lie beyond its scale where that is rounded down."""
+        fmt = None if trace.cast is None else FORMATS[trace.cast.format]
+        return self.min_headroom if fmt is None else max(self.min_headroom, 1.02 * 2.0 ** (fmt.emax + 1) / fmt.max)
 
     def holds_beside(self, finding: Finding, others: Sequence[Finding], run: Run) -> bool:
         """Yield to other Hadamard signs, and to a weight that is another's or went stale before it outgrew its scales."""

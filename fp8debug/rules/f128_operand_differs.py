@@ -270,6 +270,12 @@ def candidates(row: dict[str, Any], flushing_headroom: float = 0.0) -> str:
             f"{percent(flushed)} of the nonzero elements are zero, large ones among them: rows or blocks were never written, or"
             " were masked"
         )
+    if row["gain"] is not None and abs(headroom - 1) < 1e-3 and (row["cosine"] or 0.0) >= 0.9 and abs(row["gain"] - 1) > 0.03:
+        return (
+            f"its largest value is the format's largest under its own scale, and gain {row['gain']:.3g} at cosine"
+            f" {row['cosine']:.3f}: the conversion to codes changes values (it saturates too early, rounds away or towards zero,"
+            " treats some exponents otherwise), or blocks have scales of others that are no smaller"
+        )
     return _by_direction(row["cosine"], row["gain"], row["norm_ratio"])
 
 

@@ -15,15 +15,15 @@ from fp8debug.rules.reading.traces import percent
 if TYPE_CHECKING:
     from fp8debug.store.read.run import Run
 
-_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL = (
-    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal"),
+_ABSENT, _EMPTY, _SINCE, _LAST, _FIRST, _SCALED, _KEPT, _UNEQUAL, _ONE_USE = (
+    *("absent", "empty", "since", "last", "first", "scaled", "kept", "unequal", "one use"),
 )
 #: In the order in which they are looked for: the part that the optimizer gets, and its columns.
 _PARTS = ((_SINCE, "sum_since2", "sum_given_since"), (_LAST, "sum_last2", "sum_given_last"),
           (_FIRST, "sum_first2", "sum_given_first"))  # fmt: skip
 _NAMES = {_ABSENT: "gradient-absent", _EMPTY: "gradient-lost", _SINCE: "gradient-emptied", _LAST: "gradient-overwritten",
           _FIRST: "gradient-of-first-microbatch", _SCALED: "gradient-scaled-at-step",
-          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted"}  # fmt: skip
+          _KEPT: "gradient-kept", _UNEQUAL: "gradient-weighted", _ONE_USE: "gradient-of-one-use"}  # fmt: skip
 _NOT_A_CAST = "; no cast changes it"
 _CURES = {
     _ABSENT: "check where wgrad writes (a main_grad that the optimizer does not read, a detached or copied parameter)",
@@ -35,6 +35,7 @@ _CURES = {
     " overwrite_main_grad off)",
     _UNEQUAL: "check what touches weight.grad between the two microbatches: a hook, a scaler or a reduction over one rank that"
     " multiplies what is there already",
+    _ONE_USE: "add the gradient of each use of the weight (accumulate into weight.grad where it is set, as by a delayed wgrad)",
     _KEPT: "empty the gradient after each optimizer step (zero_grad, which a wrapper or a condition may skip)",
     _FIRST: "check what gates the accumulation (a flag that is set once a step, no_sync); later microbatches have to be added",
     _SCALED: "check what multiplies the gradient between the last backward pass and the step: a division by the number of"
@@ -54,9 +55,11 @@ class GradientLost(Rule):
         before), gradient-lost (all zeros, where wgrad was not), gradient-absent (None, and the weight stands still while
         others move), gradient-weighted (another multiple of the first of two passes than of the second, where nothing emptied
         weight.grad between them: a program that does may join the gradients of two losses as it likes),
-        gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A common factor below 1 is clipping,
-        averaging or the inverse of a loss scale, and no finding. Directions are compared, so that a factor hides nothing.
-        Where several ranks add to a gradient, or something else does (a tied weight, noise), nothing is concluded; nor where
+        gradient-of-one-use (of a weight that modules share and that each of them multiplies once a step, it is as large as
+        one use's, and not as their sum), gradient-scaled-at-step (the same multiple above 1 of the sum in all modules). A
+        common factor below 1 is clipping, averaging or the inverse of a loss scale, and no finding. Directions are compared,
+        so that a factor hides nothing. Where several ranks add to a gradient, or something else does (an embedding that is
+        tied to a head, noise), nothing is concluded; nor where
         an optimizer steps on copies of its own. A pass before another optimizer's step does not count: it is of that one's
         loss (a generator's gradients of the discriminator); nor does one of torch.autograd.grad, or one after which the weight
         was changed before the next (an ascent step).
@@ -83,7 +86,12 @@ class GradientLost(Rule):
           published basis.
         - min_steps 2: sampled steps that show it, all in a shorter run; min_empty_steps 3, the last ones, of gradient-lost
           with one microbatch and of gradient-absent. No published basis.
-        - Seen in TransformerEngine #2769, Megatron-LM #6660, DeepSpeed #7839.
+        - max_use_error 0.15, min_use_share 0.5, min_use_steps 3: of gradient-of-one-use, relative distance of the squares of
+          weight.grad and of one use's gradient at every sampled step, after the factor that other weights' gradients have (both
+          are of samples of the elements, up to 6 % apart [measured]); square of another use over it; and sampled steps at
+          which it is so large. The square of a sum is 1 + s + 2 c sqrt(s) times the use's, at share s and cosine c of the
+          two: 1.5 or more unless they oppose each other.
+        - Seen in TransformerEngine #2769 and #3437, Megatron-LM #6660, DeepSpeed #7839.
     """
 
     code = "F149"
@@ -101,6 +109,9 @@ class GradientLost(Rule):
     min_nonzero_rate: float = 0.5
     min_steps: int = 2
     min_empty_steps: int = 3
+    max_use_error: float = 0.15
+    min_use_share: float = 0.5
+    min_use_steps: int = 3
 
     def needs(self, run: Run) -> str | None:
         """Return why nothing can be judged: no optimizer step was recorded."""
@@ -137,6 +148,52 @@ class GradientLost(Rule):
         known = {module for modules in found.values() for module in modules}
         yield from self._scaled(run, rows, places)
         yield from self._without(run, known, places)
+        yield from self._of_one_use(run, known, places)
+
+    def _of_one_use(self, run: Run, known: set[str], places: Mapping[str, int]) -> Iterable[Finding]:
+        """Return the findings of shared weights whose gradient is that of one of the modules alone."""
+        groups: dict[str, list[str]] = {}
+        for module in run.modules:
+            if module.get("shared_with"):
+                groups.setdefault(module["shared_with"], [module["shared_with"]]).append(module["fqn"])
+        if not groups:
+            return
+        query = (
+            "SELECT u.step AS step, u.module AS module, u.sum_grad2 / u.num_sampled AS given2 FROM updates u"
+            " WHERE u.num_sampled > 0 AND u.sum_grad2 > 0 ORDER BY u.step, u.module"
+        )
+        given: dict[int, dict[str, float]] = {}
+        for row in run.sql(query).to_pylist():
+            given.setdefault(row["step"], {})[row["module"]] = row["given2"]
+        query = (
+            "SELECT step, module, max(sum_y2 / numel) AS square FROM raw WHERE actual AND tensor = 'grad_weight'"
+            " AND reference = 'shadow' AND numel > 0 AND num_nan + num_inf = 0 AND num_tensors = 1 GROUP BY step, module"
+        )
+        made: dict[int, dict[str, float]] = {}
+        for row in run.sql(query).to_pylist():
+            made.setdefault(row["step"], {})[row["module"]] = row["square"]
+        shared = {name for names in groups.values() for name in names}
+        for holder, names in groups.items():
+            steps = [step for step in given if holder in given[step] and holder not in known]
+            uses = [self._uses(given[step], made.get(step, {}), holder, names, shared) for step in steps]
+            for name in names:
+                weighs = [step for step, use in zip(steps, uses, strict=True) if self._counts(use, name)]
+                if len(weighs) >= self.min_use_steps and all(abs(u.get(name, 0.0) - 1) <= self.max_use_error for u in uses):
+                    rows = [{"step": step, "use": name, "others": [other for other in names if other != name]} for step in steps]
+                    yield from self._finding(run, _ONE_USE, {holder: rows}, places)
+                    break
+
+    def _counts(self, use: Mapping[str, float], name: str) -> bool:
+        """Return whether another use's gradient is large enough to tell whether it is in the sum."""
+        return max((square for module, square in use.items() if module != name), default=0.0) >= self.min_use_share
+
+    def _uses(
+        self, given: Mapping[str, float], made: Mapping[str, float], holder: str, names: Sequence[str], shared: set[str]
+    ) -> dict[str, float]:
+        """Return the squares of the uses' gradients over that of weight.grad, after the factor of the other weights."""
+        factors = [given[name] / made[name] for name in given if name not in shared and made.get(name)]
+        factor = median(factors) if factors else 1.0
+        return {name: factor * made[name] / given[holder] for name in names if made.get(name)}
 
     def _kind(self, row: Mapping[str, Any]) -> str | None:
         """Return which part of the sum a gradient is; None for the sum, or what nothing explains."""
@@ -239,6 +296,13 @@ class GradientLost(Rule):
         if kind == _SCALED:
             gain = row["given_passes"] / row["passes2"]
             return gain, self.min_gain, f"gets {gain:.3g} times the sum of the microbatches' gradients for the weight"
+        if kind == _ONE_USE:
+            others = ", ".join(row["others"])
+            return (
+                1.0,
+                self.max_use_error,
+                f"gets the gradient of {row['use']} alone, and none of {others}, for the shared weight",
+            )
         if kind == _KEPT:
             size = math.sqrt(row["before2"] / row["given2"]) if row["given2"] else math.inf
             was = f"still holds that of earlier steps when a step begins, {size:.2g} times its size at the end"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8debug.rules import triage
-from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, later, latest, newest, outcome
+from tests.bench.situations import OUTCOMES, SITUATIONS, Expected, fresh, known, later, latest, newest, outcome, recent
 from tests.scaled_mm import skipped_without_scaled_mm
 from tests.synthetic import build
 
@@ -42,7 +42,7 @@ def test_what_is_right_is_not_everything(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_score_of_every_report() -> None:
-    modules = {known.__name__, fresh.__name__, later.__name__, latest.__name__, newest.__name__}
+    modules = {known.__name__, fresh.__name__, later.__name__, latest.__name__, newest.__name__, recent.__name__}
     assert {one.record.__module__ for one in SITUATIONS} == modules
     text = (ROOT / "docs" / "triage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[?([\w./-]+#\d+)[^|]*\| [^|]+ \| ([\w ]+) \| ([\w ]+) \|$", text, re.MULTILINE)

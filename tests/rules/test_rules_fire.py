@@ -11,6 +11,7 @@ from fp8debug.errors import RunError
 from fp8debug.recipes import get_recipe, list_recipes
 from fp8debug.rules import RULES, Severity, triage
 from tests.rules.sick_runs import CULPRIT, FIRES, INPUT, SILENT, WEIGHT, share
+from tests.rules.sick_sites import of_energy
 from tests.synthetic import MODULES, Override, build
 
 
@@ -104,6 +105,70 @@ def test_a_scale_that_is_off_by_any_factor(tmp_path: Path, factor: float) -> Non
     overrides = [Override(**{**INPUT, "reference": "operand"}, slots={"gain": factor, **maxima})]
     findings = triage(build(tmp_path / "run", overrides=overrides))
     assert [(f.code, f.module) for f in findings] == [("F113", CULPRIT)]
+
+
+def _of(*, gain: float, norm_ratio: float, error: float) -> dict[str, Any]:
+    """Slots of an operand or result by its gain, norm ratio and squared error over its energy."""
+    return {"sum_xy": of_energy(gain), "sum_y2": of_energy(norm_ratio**2), "sum_err2": of_energy(error)}
+
+
+def test_a_cast_that_does_not_saturate(tmp_path: Path) -> None:
+    slots = {"num_actual_nonfinite": 9000, "headroom": 12.0}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**INPUT, "reference": "operand"}, slots=slots)]))
+    assert (finding.code, finding.name) == ("F103", "cast-without-clamp")
+    assert finding.message.endswith("values lie up to 12 times beyond what their scale holds, and the cast does not saturate")
+    assert finding.cure.startswith("clamp to the format's largest value before the conversion")
+
+
+def test_a_scale_from_a_part_of_the_tensor(tmp_path: Path) -> None:
+    slots = {"num_saturated": 20, "headroom": 1.13, "gain": 0.997, "scale_inv_min": 0.0077, "scale_inv_max": 0.0077}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**INPUT, "reference": "operand"}, slots=slots)]))
+    assert (finding.code, finding.name, finding.severity) == ("F113", "wrong-scale", Severity.WARNING)
+    assert "from the amax of a part of it" in finding.message
+
+
+@pytest.mark.parametrize(("larger", "is_told"), [(1.9, True), (1.03, False)])
+def test_scales_for_another_maximum_are_information(tmp_path: Path, larger: float, is_told: bool) -> None:
+    slots = {"headroom": 1 / larger, "scale_inv_max": lambda row: row["scale_inv_max"] * larger}
+    findings = triage(build(tmp_path / "run", overrides=[Override(tensor="input", reference="operand", slots=slots)]))
+    assert [(f.name, f.severity) for f in findings] == ([("scale-for-another-maximum", "info")] if is_told else [])
+
+
+def test_a_range_that_varies_is_a_scale_that_follows(tmp_path: Path) -> None:
+    overrides = [
+        Override(
+            **{**INPUT, "reference": "operand", "steps": (step, step + 1)},
+            slots={"headroom": 0.5 + step / 300, "scale_inv_max": lambda row: row["scale_inv_max"] * 1.9},
+        )
+        for step in range(100)
+    ]
+    assert list(triage(build(tmp_path / "run", overrides=overrides))) == []
+
+
+def test_a_part_of_a_sum_without_scales(tmp_path: Path) -> None:
+    slots = _of(gain=1.4e6, norm_ratio=2.5e6, error=6e12)
+    (finding,) = triage(
+        build(tmp_path / "run", overrides=[Override(**{**INPUT, "tensor": "output", "reference": "exact"}, slots=slots)])
+    )
+    assert (finding.code, finding.name) == ("F108", "result-differs") and "a part of the sum lacks its scales" in finding.message
+
+
+def test_a_conversion_that_changes_large_values(tmp_path: Path) -> None:
+    slots = {**_of(gain=1.09, norm_ratio=1.11, error=0.047), "headroom": 1.0}
+    (finding,) = triage(build(tmp_path / "run", overrides=[Override(**{**INPUT, "reference": "operand"}, slots=slots)]))
+    assert (finding.code, finding.name) == (
+        "F128",
+        "operand-differs",
+    ) and "the conversion to codes changes values" in finding.message
+
+
+@pytest.mark.parametrize(("first", "code"), [(None, "F119"), (40, None)])
+def test_a_weight_under_scales_of_other_blocks_from_the_start(tmp_path: Path, first: int | None, code: str | None) -> None:
+    """As rows of a fused weight in another order: the same later on may be a weight that outgrew its scales."""
+    slots = {**_of(gain=0.964, norm_ratio=0.9997, error=0.071), "headroom": 1.6, "num_saturated": 121}
+    override = Override(**{**WEIGHT, "gemm": "fprop", "steps": (first, None)}, slots=slots)
+    findings = triage(build(tmp_path / "run", overrides=[override]))
+    assert [f.code for f in findings][:1] == ([code] if code else ["F112"])
 
 
 UNIT = {"gain": 4480.0, "scale_inv_min": 1.0, "scale_inv_max": 1.0}

@@ -58,6 +58,24 @@ def test_one_of_a_users_own_class_that_ran_in_high_precision(tmp_path: Path) -> 
     assert finding.message == "a BlockLinear in high precision, and 1 of its 1 sibling run in FP8"
 
 
+@pytest.mark.parametrize(("sum2", "is_lost"), [(1.0, True), (2.0, False), (1.4, False)])
+def test_a_shared_weight_whose_gradient_is_that_of_one_use(tmp_path: Path, sum2: float, is_lost: bool) -> None:
+    """Gradients of both uses have squares of 1 an element; clipping multiplies all weights' by a quarter."""
+    holder, other = "blocks.0.mlp.down", "blocks.1.mlp.down"
+    squares = [Override(tensor="grad_weight", slots={"sum_y2": lambda row: float(row["numel"])})]
+    updates = {"sum_grad2": 8192 / 16}
+    entries = {other: {"shared_with": holder}}
+    findings = triage(
+        build(
+            tmp_path / "run", overrides=squares, module_entries=entries,
+            updates=lambda step, module: {**updates, **({"sum_grad2": sum2 * 8192 / 16} if module == holder else {})},
+        )
+    )  # fmt: skip
+    assert [(f.code, f.name, f.module) for f in findings] == ([("F149", "gradient-of-one-use", holder)] if is_lost else [])
+    if is_lost:
+        assert f"gets the gradient of {holder} alone, and none of {other}, for the shared weight" in findings[0].message
+
+
 def test_a_router_that_the_whole_model_took_along_is_an_info(tmp_path: Path) -> None:
     flips = Override(
         module="net.0.moe.choose", tensor="output", slots={"num_choice_rows": 256, "num_top1_flips": 11, "num_top2_flips": 20}

@@ -41,6 +41,8 @@ HAS_SHRUNK = "(num_saturated > 0 AND norm_ratio < 1 AND sum_xy >= sum_y2)"
 #: across w none, at a length beyond w's. Measured at 13 dB of noise: 0.02. Below 20 dB the rounding of FP8 (a gain of 1 +- 0.002)
 #: does not hide it. A weight that decays while its copy does not looks alike, so that it has to be so from the first step on.
 _MAX_NOISE_DB, _MAX_NOISE_SHARE = 20.0, 0.25
+#: Cosine from which on values are those of the weight, under wrong scales: a factor of up to 2 for each block leaves 0.95.
+_MIN_COSINE = 0.9
 #: Range of SQNR, in dB, of noise that is the same at all steps. No published basis.
 _STEADY_NOISE_DB = 2.0
 
@@ -119,13 +121,14 @@ def off_weights(run: Run, limits: WeightLimits = LIMITS) -> list[OffWeight]:
     is_elsewhere = scaled_elsewhere(seen)
     of_gemm = [whole.where(lambda row, site=whole: not is_elsewhere(site, row)) for whole in seen]  # type: ignore[misc]  # bound now
     off = [trace for trace in of_gemm if trace is not None]
+    starts = _starts(run, off[0].start) if off else frozenset()
+    off = [t for t in off if not are_scales_of_others(t.rows[0], starts, limits.max_headroom)]
     scales = {t.module for t in off if has_small_scales(t.rows[0], limits.max_headroom, limits.min_mixed_rows)}
     found = [
         trace
         for trace in off
         if trace.module not in scales and _lasts(trace, limits) and not _has_noise_of_e5m2(trace) and _is_of_weight(trace, limits)
     ]
-    starts = _starts(run, found[0].start) if found else frozenset()
     found = [trace for trace in found if not _is_noise(trace, starts)]
     wrong_in_fprop = {trace.module for trace in off if trace.gemm == "fprop"}
     reasons: dict[str, str] = {}
@@ -175,6 +178,22 @@ def _is_of_weight(trace: Trace, limits: WeightLimits) -> bool:
 def has_small_scales(row: dict[str, Any], max_headroom: float, min_mixed_rows: float) -> bool:
     """Return whether some rows are right and the others too small, beyond the scales of their blocks: the scales are at fault."""
     return bool(row["has_shrunk"] and (row["headroom"] or 1) > max_headroom and _share_is_mixed(row, min_mixed_rows))
+
+
+def starts_of(run: Run) -> frozenset[int]:
+    """Return the sampled steps at which the run, or a resumed part of it, began."""
+    return _starts(run, min(run.sampled_steps, default=0))
+
+
+def are_scales_of_others(row: dict[str, Any], starts: frozenset[int], max_headroom: float) -> bool:
+    """Return whether a weight at the start of a run has the right values under scales of other blocks.
+
+    Nothing has grown yet, so that a block's values lie beyond its scale only if it is not the block's own; and values of
+    another weight have no direction in common with this one's.
+    """
+    return bool(
+        row["step"] in starts and (row["headroom"] or 1) > max_headroom and row["cosine"] >= _MIN_COSINE and not row["has_shrunk"]
+    )
 
 
 def _are_mixed(row: dict[str, Any], limits: WeightLimits) -> bool:
