@@ -371,8 +371,8 @@ def _outside(run: Run) -> Iterable[str]:
         yield f"not watched: {percent(share)} of the GEMM FLOPs, first {where}"
     without = applied_outside(run)
     if without:
-        first = without[0]
-        operand = f"{first['module']} {first['gemm']} {first['tensor']}{_and_more(len(without) - 1)}"
+        site = without[0]
+        operand = f"{site['module']} {site['gemm']} {site['tensor']}{_and_more(len(without) - 1)}"
         yield (
             "not watched: whether scales are applied outside their GEMMs, whose scale_inv is 1 in every block:"
             f" {operand}; compare the output of such a module with the BF16 product of its input and weight"

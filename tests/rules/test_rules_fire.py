@@ -203,7 +203,7 @@ def test_a_bias_is_told_as_not_watched(tmp_path: Path) -> None:
     assert [line for line in verdict["evidence"] if f"the bias of {CULPRIT};" in line]
 
 
-GRADIENTS = {"tensor": "grad_output", "reference": "operand"}
+GRADIENTS: dict[str, Any] = {"tensor": "grad_output", "reference": "operand"}
 
 
 def _in_format(name: str, *modules: str) -> dict[str, Any]:

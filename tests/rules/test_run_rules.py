@@ -51,7 +51,7 @@ def test_a_rule_says_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_one_of_a_users_own_class_that_ran_in_high_precision(tmp_path: Path) -> None:
-    entries = {name: {"kind": "BlockLinear", "requested": None} for name, _, _ in MODULES}
+    entries: dict[str, dict[str, Any]] = {name: {"kind": "BlockLinear", "requested": None} for name, _, _ in MODULES}
     entries[sick.CULPRIT] |= {"fp8": False, "casts": None}
     (finding,) = triage(build(tmp_path / "run", module_entries=entries))
     assert (finding.code, finding.module) == ("F110", sick.CULPRIT)
