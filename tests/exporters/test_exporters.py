@@ -38,6 +38,11 @@ def test_the_consumers_are_these() -> None:
     )
 
 
+def test_every_consumer_has_its_row_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/fallback.md").read_text(encoding="utf-8")
+    assert [name for name in EXPORTERS.names() if f"\n| `{name}` |" not in page] == []
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_what_a_format_cannot_say_is_said_beside_it(name: str, run: Run) -> None:
     notes = EXPORTERS.get(name).notes(run, EVERYTHING)
