@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -12,6 +13,7 @@ import pyarrow as pa
 
 from fp8debug.errors import Fp8DebugError, NoMatchError, RunError, UnknownNameError, UsageError
 from fp8debug.store.locations import ObjectPath, forget, place_of, why
+from fp8debug.store.read.ending import end_thread_at_exit, stop_at_exit
 from fp8debug.store.read.engine import connect, path_literal, unreadable
 from fp8debug.store.read.files import RunFile, RunFiles, scan
 from fp8debug.store.read.manifest import modules_table
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
     from fp8debug_dashboard.sharing.html_figure import HtmlFigure
 
 _T = TypeVar("_T")
-_QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException)
+#: Errors that say nothing of the files.
+_QUERY_ERRORS = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.InterruptException)
+#: Seconds between two interruptions: a query that has not begun yet overhears the first.
+AGAIN_S = 0.02
 
 #: ``a:b`` or (a, b): a <= step < b; a side that is empty or None is open; ``a`` is that step alone.
 StepRange: TypeAlias = str | tuple[int | None, int | None]
@@ -71,9 +76,12 @@ class Run:
         self.path = place_of(path)
         self._lock = threading.RLock()
         self._damaged: set[Path] = set()
+        stop_at_exit(self)
         try:
             self.name = self.path.resolve().name
-            self._open()
+            with self._lock:
+                end_thread_at_exit()
+                self._open()
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -90,12 +98,23 @@ class Run:
         with self._lock:
             self._open()
 
+    def stop_answering(self, until: float) -> None:
+        """Interrupt the query of another thread, at the end of the program; see ``ending``."""
+        while not (is_ours := self._lock.acquire(timeout=AGAIN_S)) and time.monotonic() < until:
+            connection = self.__dict__.get("_connection")
+            if connection is not None:
+                connection.interrupt()
+        if is_ours:
+            self.__dict__.pop("_connection", None)  # kept by a thread that never ends, it would be reported as leaked
+            self._lock.release()
+
     def _open(self) -> None:
         for folder in self._folders():
             forget(folder)
         try:
             self._use(self._scan())
         except duckdb.Error as error:
+            end_thread_at_exit()
             if not self._find_damage():
                 raise RunError(f"{self.path} cannot be read: {why(error)}") from None
             self._use(self._scan())
@@ -199,9 +218,13 @@ class Run:
     def _again(self, ask: Callable[[], _T]) -> _T:
         """Ask; where a file turns out to be damaged, ask again without it."""
         with self._lock:
+            end_thread_at_exit()
+            if "_connection" not in self.__dict__:  # the main thread asks at the end of the program
+                self._open()
             try:
                 return ask()
             except duckdb.Error as error:
+                end_thread_at_exit()
                 if isinstance(error, _QUERY_ERRORS) or not self._find_damage():
                     raise UsageError(f"the query failed: {error}") from error
                 self._open()
