@@ -23,6 +23,8 @@ COUNTS = ["num_nan", "num_inf", "numel"]
 MAGNITUDES, ERRORS = ("amax", "rms"), ("amin", "sqnr_db", "cosine", "gain")
 #: The order in which a narrow terminal loses keys and statistics.
 SPARE_KEYS = ["actual", "reference", "cast_name", "gemm", "tensor"]
+#: Keys that may say nothing beside the others, the widest first.
+WIDEST_KEYS = ["cast_name", "actual"]
 SPARE_STATISTICS = ["cosine", "gain", "overflow_rate", "underflow_rate"]
 #: Width to which names wrap before a column is left out.
 NARROW = 14
@@ -137,14 +139,26 @@ def _shown(name: str, row: Mapping[str, Any]) -> Any:
 def _dropped(rows: Sequence[Mapping[str, Any]], asked: Sequence[str], *, is_own_choice: bool) -> list[str]:
     """Return the order in which a narrow terminal loses columns.
 
-    Keys that are the same in all rows go first, then the statistics that matter least, then whether a cast ran, then the other
-    statistics from the right but the first, and at last the keys that tell rows apart. Statistics that were asked for by name
-    outlive the keys.
+    Keys without which the rows are told apart all the same go first, the cast's name among them, then the statistics that matter
+    least, then the other statistics from the right but the first, and at last the keys that tell rows apart. Statistics that were
+    asked for by name outlive the keys.
     """
-    keys = sorted((key for key in SPARE_KEYS if key not in asked), key=lambda key: len({str(row[key]) for row in rows}) > 1)
-    num_alike = sum(len({str(row[key]) for row in rows}) < 2 for key in keys)
+    keys = [key for key in SPARE_KEYS if key not in asked]
+    idle = _idle_keys(rows, keys)
     spare = [] if is_own_choice else [name for name in SPARE_STATISTICS if name in asked]
-    weak = [key for key in keys[num_alike:] if key == "actual"]
+    telling = [key for key in keys if key not in idle]
     rest = [name for name in reversed(asked) if name not in spare]
-    own = [*keys[num_alike:], *rest[:-1]] if is_own_choice else [*rest[:-1], *keys[num_alike:]]
-    return list(dict.fromkeys([*keys[:num_alike], *spare, *weak, *own]))
+    own = [*telling, *rest[:-1]] if is_own_choice else [*rest[:-1], *telling]
+    return list(dict.fromkeys([*idle, *spare, *own]))
+
+
+def _idle_keys(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Return keys that can go together without two rows becoming alike: first those of one value, then the widest."""
+    idle = [key for key in keys if len({str(row[key]) for row in rows}) < 2]
+    kept, num = list(KEYS), len({tuple(str(row[key]) for key in KEYS) for row in rows})
+    for key in (*idle, *(key for key in WIDEST_KEYS if key in keys and key not in idle)):
+        left = [name for name in kept if name != key]
+        if len({tuple(str(row[name]) for name in left) for row in rows}) == num:
+            kept = left
+            idle += [key] if key not in idle else []
+    return idle

@@ -118,8 +118,10 @@ def test_show_on_a_terminal(runs: Path, width: int, environment: dict[str, str])
     wide = _in_a_terminal(["show", str(runs / "run"), "--limit", "5", "--wide"], width).splitlines()
     assert ("\x1b" in text) == (not environment)
     assert max(len(line) for line in lines if "\x1b" not in line) <= width
-    assert "reference" in lines[0] and "cast_name" in lines[0], "what tells the rows apart outlives the second statistic"
-    assert text.count("5.341e-05") == (0 if width == 80 else 5), "amax, the smallest of numbers, in each row"
+    assert "tensor" in lines[0] and "reference" in lines[0], "what tells the rows apart"
+    assert text.count("5.341e-05") == 5, (
+        "amax, the smallest of numbers, in each row: a cast's name that tells none apart goes first"
+    )
     assert "(--wide)" in lines[-1] and not any(line.startswith("+") for line in wide) and "\x1b" not in "".join(wide[1:])
     assert max(map(len, wide[1:])) > 150, "all columns, whatever the terminal's width"
 
@@ -179,3 +181,16 @@ def test_an_asked_column_stays_longest(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setenv("COLUMNS", "50")
     assert status(["show", str(runs / "run"), "--columns", "amax", "--limit", "2"]) == 0
     assert capsys.readouterr().out.count("5.341e-05") == 2
+
+
+def test_show_keeps_what_tells_rows_apart_before_the_name_of_the_cast(runs: Path) -> None:
+    run = runs / "deep"
+    if not run.exists():
+        write(run, Plan(num_steps=2, modules=[("blocks.0.up", 64, 64)], recipe="tensorwise_delayed"))
+    for width in (60, 80, 100):
+        head, *lines, more = _in_a_terminal(["show", str(run), "--limit", "5"], width, NO_COLOR="1").splitlines()[:7]
+        assert len(lines) == 5 and all(line.startswith("0 ") for line in lines), f"a row takes several lines at {width}"
+        assert head.split()[:5] == ["step", "module", "gemm", "tensor", "reference"] and "sqnr_db" in head
+        assert more.startswith("+") and "cast_name" in more
+    wide = _in_a_terminal(["show", str(run), "--limit", "5"], 260, NO_COLOR="1")
+    assert "cast_name" in wide.splitlines()[0], "where it fits it is there"
