@@ -108,7 +108,7 @@ def _gaps(values: Floats) -> Floats:
 def loss_lost_at(run: Run) -> int | None:
     """Return the first step whose loss is NaN or infinite."""
     # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
-    names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
+    names = "('nan', '-nan', 'inf', '-inf', 'infinity', '-infinity')"
     query = f"SELECT min(step) AS step FROM steps WHERE lower(CAST(loss AS STRING)) IN {names}"
     step = _rows(run, query)[0]["step"]
     return None if step is None else int(step)

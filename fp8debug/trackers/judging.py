@@ -84,8 +84,8 @@ class Judge:
 
     def _is_lost(self, run: RecentRun) -> bool:
         """Return whether a loss or gradient norm is NaN or infinite in the window or since it."""
-        # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out.
-        names = "('nan', 'inf', '-inf', 'infinity', '-infinity')"
+        # As text: DuckDB answers isnan() and comparisons from Parquet's min and max, which leave NaN out. NaN of x86 has a sign.
+        names = "('nan', '-nan', 'inf', '-inf', 'infinity', '-infinity')"
         gone = " OR ".join(f"lower(CAST({name} AS STRING)) IN {names}" for name in ("loss", "grad_norm"))
         query = f"SELECT 1 AS one FROM steps WHERE step >= {run.first} AND ({gone}) LIMIT 1"
         return bool(run.sql(query).num_rows)

@@ -16,6 +16,7 @@ from fp8debug.store.read.run import Run
 from fp8debug.trackers import base
 from fp8debug.trackers.judging import Judge
 from fp8debug.trackers.summary import SCALARS, step_scalars, worst_modules
+from fp8debug_dashboard.data.queries import loss_lost_at
 from tests.cli.said import Said
 from tests.synthetic import Override, build
 from tests.trackers import readers
@@ -179,11 +180,13 @@ def test_the_judge_tells_each_finding_once_and_a_healthy_run_has_none(tmp_path: 
     json.dumps(last)
 
 
-def test_a_loss_that_is_nan_between_sampled_steps_is_an_error_at_the_next(tmp_path: Path) -> None:
-    lost = {step: {"loss": math.nan} for step in range(25, 31)}
+@pytest.mark.parametrize("value", [math.nan, math.copysign(math.nan, -1.0), math.inf, -math.inf])
+def test_a_loss_that_is_lost_between_sampled_steps_is_an_error_at_the_next(tmp_path: Path, value: float) -> None:
+    lost = {step: {"loss": value} for step in range(25, 31)}  # NaN that x86 makes has a sign
     build(tmp_path / "run", num_steps=31, every=10, steps=lost)
     findings = Judge(str(tmp_path / "run")).step()["findings"]
     assert [(f["code"], f["severity"], f["steps"][0]) for f in findings] == [("F125", "error", 25)]
+    assert loss_lost_at(Run(tmp_path / "run")) == 25
 
 
 def test_statistics_of_transformer_engine_go_to_a_tracker(tmp_path: Path) -> None:
