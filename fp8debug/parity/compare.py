@@ -16,7 +16,7 @@ from typing import Any
 from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
-from fp8debug.parity.dump import PathDump, Recorded, aligned, open_dump, parted
+from fp8debug.parity.dump import PathDump, aligned, open_dump, parted
 from fp8debug.parity.logprobs import metrics_of, odd_logprobs
 from fp8debug.parity.measures import Measures, is_of_expert, measure_module, nmse
 from fp8debug.parity.names import Names, matched
@@ -203,7 +203,7 @@ def _measured(
     for number, (name, first, second) in enumerate(pairs):
         if progress is not None:
             progress(number, len(pairs), name)
-        if _is_other_function(ours.modules[first.module], theirs.modules[second.module]):
+        if _is_other_function(ours, theirs, first.module, second.module, table):
             mine, others = [*mine, first.module], [*others, second.module]
             continue
         try:
@@ -213,10 +213,20 @@ def _measured(
     return found, [(name, "training") for name in mine] + [(name, "rollout") for name in others]
 
 
-def _is_other_function(first: Recorded, second: Recorded) -> bool:
-    """Return whether two modules of one name read other features: SiLU beside vLLM's, which takes gate and up and multiplies."""
+def _is_other_function(ours: PathDump, theirs: PathDump, name: str, other: str, table: Names) -> bool:
+    """Return whether two modules of one name compute another function: SiLU beside vLLM's, which multiplies gate by up.
+
+    It reads other features, or lies beside a module that joins two (gate and up) in one path alone.
+    """
+    first, second = ours.modules[name], theirs.modules[other]
+    if first.stored or second.stored:
+        return False
     sizes = first.num_columns("input"), second.num_columns("input")
-    return 0 not in sizes and sizes[0] != sizes[1] and not (first.stored or second.stored)
+    if 0 not in sizes:
+        return sizes[0] != sizes[1]
+    joins = [any(len(table.parts(one)) == 2 and one.rpartition(".")[0] == module.rpartition(".")[0] for one in dump.modules)
+             for dump, module in ((ours, name), (theirs, other))]  # fmt: skip
+    return joins[0] != joins[1]
 
 
 def judge(modules: Sequence[Measures], noise: Mapping[str, Measures] | None = None) -> list[PathFinding]:
@@ -426,7 +436,11 @@ def _direct(
     floor = _widened(_floor(repeated.output if repeated else None, least), m)
     errors = [e for e in m.error if e is not None]
     is_fp8 = bool(errors) and max(errors) > _PRECISION.min_cast
-    if given > floor_in or m.output <= max(floor, _KERNEL.max_growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):
+    is_noisy = given > floor_in  # where inputs were not recorded, noise before the module may be more than that of one cast
+    if is_noisy and (m.input is not None or given > _KERNEL.max_noise):
+        return None
+    growth = _KERNEL.min_jump if is_noisy else _KERNEL.max_growth
+    if m.output <= max(floor, growth * given, GROWTH_OF_CODES * given**0.5 if is_fp8 else 0.0):
         return None
     where = {"module": m.module, "theirs": m.theirs, "tensor": "output", "value": m.output, "threshold": floor}
     if is_fp8 and m.output >= _ACTIVATION.min_cast / 4:
@@ -434,7 +448,8 @@ def _direct(
             f"{m.module}: of the same input and weight the rollout makes an output that differs by {m.output:.2g} of its square"
         )
         return _ACTIVATION.found(f"{text}, as another cast of its input does", **{**where, "tensor": "input"})
-    known = "of the same input" if m.input is not None else "its input was not recorded, all before it is the same, and"
+    same = f"differs by {given:.2g} at most" if is_noisy else "is the same"
+    known = "of the same input" if m.input is not None else f"its input was not recorded, all before it {same}, and"
     eps = f" (epsilon {m.eps[0]:g} and {m.eps[1]:g})" if None not in m.eps and m.eps[0] != m.eps[1] else ""
     return _KERNEL.found(
         f"{m.module}: {known} the rollout makes an output that differs by {m.output:.2g} of its square{eps}", **where

@@ -248,6 +248,8 @@ class KernelDiffers(PathRule):
           repetition measured the noise. No published basis.
         - max_same_fp32 1e-6: the same where the GEMMs of both paths show more than BF16's precision; TF32's own rounding makes
           4.4e-8. Attention kernels add to it: 2.9e-7 between two of FP16 (measured: GPT-2 of 128 features).
+        - max_noise 1e-3, min_jump 100: where no input was recorded, the largest difference of an output before the module, and
+          how many times as large its own has to be, in power. No published basis.
     """
 
     code = "F306"
@@ -259,6 +261,8 @@ class KernelDiffers(PathRule):
     max_growth: float = 10.0
     max_same: float = 1e-5
     max_same_fp32: float = 1e-6
+    max_noise: float = 1e-3
+    min_jump: float = 100.0
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8debug.parity.hook as hook_file
 from fp8debug.parity import compare_paths, record_path
+from fp8debug.parity.sglang import convert_sglang
 from fp8debug_cli.main import cli
 
 WIDTH, HEADS, INNER, VOCABULARY, LAYERS, PADDED = 64, 4, 128, 300, 2, 320
@@ -279,3 +282,67 @@ def test_a_difference_of_an_engine_is_named(
     assert result.exit_code == 1
     first = json.loads(result.output)["findings"][0]
     assert (first["code"], first["module"]) == (code, module), first["message"]
+
+
+def _dumped_by_sglang(model: EngineModel, folder: Path) -> str:
+    """Dump a pass as SGLang's hooks do: outputs of leaf modules by name, those after the trunk in the next pass's file."""
+    folder.mkdir()
+    current: dict[str, Any] = {}
+    files = iter(range(9))
+
+    def hook(name: str) -> Callable[..., None]:
+        def write(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if name == "model":
+                told = {"input_ids": args[0], "positions": args[1], "seq_lens": torch.tensor([len(one) for one in TOKENS])}
+                current.update({f"model.forward_batch_info.{key}": value.cpu() for key, value in told.items()})
+                torch.save(dict(current), folder / f"Pass{next(files):05d}.pt")
+                current.clear()
+            found = [o.clone() for o in (output if isinstance(output, tuple) else (output,)) if o is not None]
+            current[name] = found[0] if len(found) == 1 else found
+
+        return write
+
+    for name, module in model.named_modules():
+        if name == "model" or (name and not any(True for _ in module.children())):
+            module.register_forward_hook(hook(name))
+    engine = LLM(model)
+    for _ in range(2):
+        engine.generate([{"prompt_token_ids": ids} for ids in TOKENS])
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "module"), [(lambda _: None, None), (_stale, "model.layers.1.mlp.up_proj"), (_softmax, "model.layers.0.self_attn")]
+)
+def test_a_dump_of_sglang_beside_a_training(
+    spoil: Callable[[EngineModel], None], module: str | None, training: Any, hook: Any, tmp_path: Path
+) -> None:
+    train, _ = _paths(training, hook, tmp_path)
+    model = EngineModel()
+    model.load(training.state_dict())
+    with torch.no_grad():
+        spoil(model)
+    convert_sglang(_dumped_by_sglang(model, tmp_path / "sglang"), tmp_path / "engine")
+    report = compare_paths(train, tmp_path / "engine")
+    assert not report.problems
+    if module is None:
+        assert not report and {"model.norm", "model.layers.1.self_attn.k_proj"} <= {m.module for m in report.modules}
+    else:
+        assert report[0].code == "F306" and str(report[0].module).startswith(module), report[0].message
+
+
+def test_a_table_of_names_leads_an_engine_to_its_training(training: Any, hook: Any, tmp_path: Path) -> None:
+    train, rollout = _paths(training, hook, tmp_path, _stale)
+    for file in Path(rollout).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors, metadata = {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata()
+        renamed = {
+            k.replace("model.layers", "decoder.blocks").replace("gate_up_proj", "linear_fc1"): v for k, v in tensors.items()
+        }
+        save_file(renamed, file, metadata)
+    table = tmp_path / "names.toml"
+    table.write_text('[fused]\nlinear_fc1 = ["gate_proj", "up_proj"]\n\n[rename]\n"^decoder\\\\.blocks" = "model.layers"\n')
+    result = CliRunner().invoke(cli, ["parity", train, rollout, "--names", str(table), "--format", "json"])
+    assert result.exit_code == 1, result.output
+    first = json.loads(result.output)["findings"][0]
+    assert (first["code"], first["module"]) == ("F301", "model.layers.1.mlp.up_proj"), first["message"]
