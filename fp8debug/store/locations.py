@@ -27,10 +27,6 @@ _LISTED: dict[str, dict[str, tuple[int, float]]] = {}
 _LOCK = threading.Lock()
 
 
-class _MissingError(RunError):
-    """Nothing lies at an address or below it."""
-
-
 class ObjectPath(PosixPath):
     """A place in object storage, with the part of ``Path`` that reading needs; ``str`` gives the address."""
 
@@ -81,8 +77,10 @@ class ObjectPath(PosixPath):
         """Return whether it is an object."""
         try:
             return str(self) in self._listed()
-        except _MissingError:
-            return False
+        except RunError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return False
+            raise
 
     def is_dir(self, **_: Any) -> bool:
         """Return whether objects lie below it."""
@@ -218,8 +216,8 @@ def _list(place: ObjectPath) -> dict[str, tuple[int, float]]:
         is_run = "manifest.json" in names or any(name.startswith("rank=") for name in names)
         # Of what is no run only so much as names the runs in it: a whole bucket can hold anything.
         found = store.find(address, detail=True, **({} if is_run else {"maxdepth": 2}))
-    except FileNotFoundError:
-        raise _MissingError(f"{address} does not exist, neither bucket nor folder; check the address and the region") from None
+    except FileNotFoundError as error:
+        raise RunError(f"{address} does not exist, neither bucket nor folder; check the address and the region") from error
     except Exception as error:  # each store has errors of its own: no credentials, no such host, no right
         raise RunError(f"{address} cannot be listed: {why(error)}") from None
     protocol = address.partition("://")[0]
