@@ -125,7 +125,7 @@ class Layer(nn.Module):
         else:
             x, residual = self.input_layernorm(x, residual)
         x, residual = self.post_attention_layernorm(self.self_attn(positions, x), residual)
-        return self.mlp(x), residual  # type: ignore[return-value]
+        return self.mlp(x), residual
 
 
 class Trunk(nn.Module):

@@ -331,7 +331,7 @@ def test_the_hook_file_stands_alone() -> None:
     assert "import fp8debug" not in text and "from fp8debug" not in text
 
 
-def _gpt2(dtype: torch.dtype, width: int = 64) -> tuple[nn.Module, dict[str, Any]]:
+def _gpt2(dtype: torch.dtype, width: int = 64) -> tuple[Any, dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torchao, which it imports
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -361,7 +361,7 @@ def test_another_softmax_scale_is_attentions_own_difference(dtype: torch.dtype, 
 def test_another_attention_kernel_of_gpt2_is_noise(dtype: torch.dtype, tmp_path: Path) -> None:
     model, batch = _gpt2(dtype)
     record_path(model, batch, tmp_path / "eager")
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    model.set_attn_implementation("sdpa")
     record_path(model, batch, tmp_path / "sdpa")
     assert not compare_paths(tmp_path / "eager", tmp_path / "sdpa")
 
