@@ -111,7 +111,8 @@ def train(
         compiled = torch.compile(lambda x: torch.relu(x), backend=backend, fullgraph=True)
         for block in model.blocks:
             cast(Block, block).activate = compiled
-            block.compile(backend=backend, fullgraph=True)
+            for region in (block.up, block.down, block):
+                cast(nn.Module, region).compile(backend=backend, fullgraph=True)
         model.compile(backend=backend, fullgraph=True)
     elif backend:
         linears = [m for block in model.blocks for m in (cast(Block, block).up, cast(Block, block).down)]

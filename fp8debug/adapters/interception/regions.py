@@ -395,6 +395,8 @@ class Regions:
             set_modes([_NoCollectives()] if is_one_of_many else [])  # type: ignore[no-untyped-call]  # torch's
             saved = saved_tensors_hooks(_within_memory(region.devices), as_it_is)
             with _unchanged(region.modules), torch.compiler.set_stance("force_eager"), saved:
+                for module in region.modules:
+                    vars(module).pop("_compiled_call_impl", None)  # called as if Module.compile() had not been
                 yield
         finally:
             set_modes(modes)
