@@ -93,7 +93,10 @@ class OutlierUnderflow(Rule):
 
         A log without errors may be of a version that counts zeros of the tensor too.
         """
-        whole = [Condition("underflow_rate", ">", self.warn_rate), "num_zero IS NULL AND sum_err2 IS NOT NULL"]
+        whole: list[Condition | Keys | str] = [
+            Condition("underflow_rate", ">", self.warn_rate),
+            "num_zero IS NULL AND sum_err2 IS NOT NULL",
+        ]
         columns = ("underflow_rate AS underflow_nonzero_rate", *_COLUMNS[1:])
         return look(self._conditions, _COLUMNS), look([*whole, *self._conditions[1:]], columns)
 
