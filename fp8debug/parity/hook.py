@@ -138,7 +138,7 @@ class PathRecorder:
 
     @property
     def _is_recording(self) -> bool:
-        """Whether a module is called by the model: engines call some afterwards, on other rows."""
+        """Return whether the model calls a module; engines call some afterwards, on other rows."""
         return self._is_inside or self._num_passes < 0
 
     def _after(self, name: str) -> Callable[..., None]:
