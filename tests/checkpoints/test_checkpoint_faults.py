@@ -410,8 +410,11 @@ DISPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("spread", ["alike", "unlike"])
-@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("fault", DISPLACED)
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(kind, fault) for kind in ("mxfp8", "mxfp4") for fault in DISPLACED]
+    + [("nvfp4", fault) for fault in DISPLACED if fault not in ("halved", "doubled")],  # E4M3's largest scale has no double
+)
 def test_scales_of_other_small_blocks_are_told_from_rounded_ones(tmp_path: Path, kind: str, fault: str, spread: str) -> None:
     """Scales of neighbouring blocks are often a factor of 2 apart, as those are that were rounded after the cast."""
     torch.manual_seed(0)
@@ -419,8 +422,6 @@ def test_scales_of_other_small_blocks_are_told_from_rounded_ones(tmp_path: Path,
     if spread == "unlike":
         weights = {n: w * torch.exp(0.4 * torch.randn(256, 1)) * torch.exp(0.3 * torch.randn(1, 256)) for n, w in weights.items()}
         weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    if kind == "nvfp4" and fault in ("halved", "doubled"):
-        pytest.skip("E4M3 holds no scales twice as large as the largest")
     change, says = DISPLACED[fault]
     file = writers.save(laid_out(kind, weights, change), tmp_path / "model.safetensors")
     report = check_checkpoint(file, writers.save(weights, tmp_path / "original.safetensors"))
