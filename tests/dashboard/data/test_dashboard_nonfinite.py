@@ -199,7 +199,8 @@ def test_the_choice_of_steps_names_the_one_that_is_shown_also_when_the_findings_
 
 def test_the_table_of_casts_prints_nan_and_not_zero(path: Path) -> None:
     run_view = ServedFolder(path).open(None)
-    shown = module.parts(View("module", None, {"module": samples.NAN_MODULE, "step": str(AFTER)}), run_view)[3]
+    chosen = {"module": samples.NAN_MODULE, "step": str(AFTER), "site": "fprop.input"}
+    shown = module.parts(View("module", None, chosen), run_view)[3]
     body = shown.children[1].children[0].children.children
     head = [getattr(cell.children, "title", cell.children) for cell in body[0].children.children]
     row = dict(zip(head, (text(cell) for cell in body[1].children[0].children), strict=True))
