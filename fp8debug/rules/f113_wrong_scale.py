@@ -89,8 +89,9 @@ class WrongScale(Rule):
           that nothing was rounded down: from so many clipped elements on it was made from a smaller amax, of a part of the
           tensor or of an earlier one; an error from that share on. As in F104.
         - max_unused_headroom 0.9, max_spread 0.002: of scale-for-another-maximum, information: amax over what its scale holds at
-          every sampled step, in all blocks at most, and its relative spread, in all operands of a kind. Under current scaling
-          without rounding it is 1; a constant below is a margin or the maximum of another format. Seen in sglang #30900.
+          every sampled step, in all blocks at most, and its relative spread. Under current scaling without rounding it is 1; a
+          constant below, while the scales of an operand of this cast change, is a margin or the maximum of another format. Where
+          all of them are constant, nothing says what they were made for. Seen in sglang #30900.
         - max_unit_gain 2: of scale-not-applied, the gain (or its inverse) beyond which a scale_inv of 1 is not the tensor's own:
           codes that fill a format's range within a binade are at most twice their tensor.
         - Seen in TransformerEngine #123, #567 and #982, sglang #25733, pytorch #190979.
@@ -142,7 +143,7 @@ class WrongScale(Rule):
             Keys("cast_name LIKE '% current%' AND cast_name NOT LIKE '%pow2%' AND cast_name NOT LIKE '%eps=%'"),
             f"numel >= {self.min_elements} AND headroom > 0.1 AND {_IS_NO_POWER_OF_TWO} AND coalesce(num_eps_blocks, 0) = 0",
         ]
-        return look(conditions, ["headroom"])
+        return look(conditions, ["headroom", "scale_inv_max"])
 
     @property
     def _unit(self) -> Look:
@@ -216,19 +217,30 @@ class WrongScale(Rule):
     def _unused_range(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose largest value uses the same share of the format's range at every step."""
         found = [trace for trace in traces(run, self._unused) if len(trace.rows) == len(trace.sampled) >= _MIN_STEPS]
+        found = [
+            trace
+            for trace in found
+            if trace.cast and not trace.cast.margin and self._spread(trace, "headroom") <= self.max_spread
+        ]
+        # A constant scale on a constant tensor has a constant headroom, whatever the scale was made for.
+        follows = [(trace.cast, _share(trace)) for trace in found if self._spread(trace, "scale_inv_max") > self.max_spread]
         for trace in found:
-            shares = [row["headroom"] for row in trace.rows]
-            cast = trace.cast
-            if cast is None or cast.margin or max(shares) - min(shares) > self.max_spread * max(shares):
+            share, cast = _share(trace), trace.cast
+            if cast is None or not any(c == cast and math.isclose(share, s, rel_tol=self.max_spread) for c, s in follows):
                 continue
             largest = FORMATS[cast.format].max
             message = (
-                f"the {trace.gemm} {trace.tensor} uses {percent(max(shares))} of its format's range at every step: its scales are"
-                f" made for a maximum of {max(shares) * largest:.3g}, not {largest:g} (a margin, or another format's or device's"
+                f"the {trace.gemm} {trace.tensor} uses {percent(share)} of its format's range at every step: its scales are"
+                f" made for a maximum of {share * largest:.3g}, not {largest:g} (a margin, or another format's or device's"
                 " maximum); it costs small values, no precision of the others"
             )
-            finding = trace.finding(self, Severity.INFO, message, value=max(shares), threshold=self.max_unused_headroom)
+            finding = trace.finding(self, Severity.INFO, message, value=share, threshold=self.max_unused_headroom)
             yield replace(finding, name="scale-for-another-maximum", cure=_MAXIMUM)
+
+    @staticmethod
+    def _spread(trace: Trace, column: str) -> float:
+        values = [row[column] for row in trace.rows]
+        return float((max(values) - min(values)) / max(values))
 
     def _unapplied(self, run: Run) -> Iterable[Finding]:
         """Return the operands without a scale that the rest of the program contradicts."""
@@ -258,6 +270,11 @@ class WrongScale(Rule):
             return self.max_gain_error
         rounding = FORMATS[cast.format].max_relative_error
         return max(self.max_gain_error, 1.1 * rounding, 0.13 if cast.scale_rounding == "pow2_floor" else 0.0)
+
+
+def _share(trace: Trace) -> float:
+    """Return the largest share of the format's range that an operand used."""
+    return float(max(row["headroom"] for row in trace.rows))
 
 
 def _likely(cast: Cast | None, gain: float | None) -> str:

@@ -134,6 +134,11 @@ def test_scales_for_another_maximum_are_information(tmp_path: Path, larger: floa
     assert [(f.name, f.severity) for f in findings] == ([("scale-for-another-maximum", "info")] if is_told else [])
 
 
+def test_a_constant_scale_of_a_constant_tensor_says_nothing_of_another_maximum(tmp_path: Path) -> None:
+    slots = {"headroom": 0.28, "scale_inv_max": 0.00123}
+    assert list(triage(build(tmp_path / "run", overrides=[Override(tensor="weight", reference="operand", slots=slots)]))) == []
+
+
 def test_a_range_that_varies_is_a_scale_that_follows(tmp_path: Path) -> None:
     overrides = [
         Override(
