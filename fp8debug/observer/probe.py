@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8debug.kernels.amax_history import AmaxHistory
 from fp8debug.kernels.dispatch import (
+    CastWithSlots,
     Operand,
     Slots,
     countable,
@@ -23,14 +24,15 @@ from fp8debug.kernels.dispatch import (
     histogram,
     observe,
     on_device,
+    takes_kernels,
 )
 from fp8debug.kernels.gemm_error import OutputError, compare_result, damage_of, sampled_columns, values_of, weight_rows
 from fp8debug.kernels.sampling import Sample
 from fp8debug.kernels.slot_rows import by_name
-from fp8debug.kernels.torch_state import is_capturing, is_transformed
+from fp8debug.kernels.torch_state import foreign_mode_active, is_capturing, is_transformed
 from fp8debug.metrics import Source
 from fp8debug.observer.fused_cast import CastRecorder
-from fp8debug.observer.isolation import isolated, isolated_without_ops
+from fp8debug.observer.isolation import StepState, isolated, isolated_without_ops
 from fp8debug.observer.observer import Extremes, Observer, RowKey, extremes_of
 from fp8debug.observer.rechecks import HISTOGRAM, GradientSumCheck, RepeatCheck, SavedForBackward, WhatIfSlots, recheck
 from fp8debug.observer.rows import RowAllocator
@@ -44,10 +46,9 @@ Product = tuple[Operand, Operand, "Tensor | None"]
 #: Rows that are recorded together; best the same object in every step.
 Keys = tuple[RowKey, ...]
 _ORDER = {which: i for i, which in enumerate(Gemm)}
-_NO_SLOTS = None, None
 
 
-class Probe(CastRecorder):
+class Probe(StepState):
     """Record one module into an Observer.
 
     Args:
@@ -57,7 +58,10 @@ class Probe(CastRecorder):
     """
 
     def __init__(self, observer: Observer, module: str, *, actual: bool = True) -> None:
-        super().__init__(observer, module, actual)
+        super().__init__(observer, module)
+        self.actual = actual
+        self._casts = CastRecorder(observer, module, actual)
+        self._weights_seen = set[Gemm]()
         self.num_calls, self.call_index = 0, -1
         self.layout: ShardLayout | None = None  #: which piece of the whole each tensor is, where the module is split over ranks
         self._lines = RowAllocator(observer, module)
@@ -85,16 +89,16 @@ class Probe(CastRecorder):
         self._what_if_weight.clear()
         self._weight_shared.clear()
         self._output_key = None
-        self._fused_slots.clear()
+        self._casts.clear()
 
     def give_up(self, reason: str) -> None:
         """End the sample of this step."""
-        self._fused_slots.clear()
+        self._casts.clear()
         super().give_up(reason)
 
     def interrupt(self, error: BaseException) -> None:
         """End the sample of this step."""
-        self._fused_slots.clear()
+        self._casts.clear()
         super().interrupt(error)
 
     def begin(self) -> bool:
@@ -134,6 +138,42 @@ class Probe(CastRecorder):
         if self.observer.begun is not None:
             self.observer.begun.add(self.module)
         return True
+
+    def quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None = None
+    ) -> Quantized | None:
+        """Quantize an operand, recording its cast in the same pass, as :meth:`CastRecorder.quantize` does.
+
+        Returns:
+            None where nothing is to be recorded of it, where a mode is to see the ops of an ordinary pass, or where an error
+            of ours kept it from being quantized here.
+        """
+        if foreign_mode_active():
+            return None
+        if made is not None and self._casts.knows(made):  # with another operand
+            return made
+        return self._quantize(key, x, cast, scale_inv, made)
+
+    @isolated
+    def _quantize(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, scale_inv: Tensor | None, made: Quantized | None
+    ) -> Quantized | None:
+        self.observer.flush_if_full(x.device)
+        if key[1] is TensorRole.WEIGHT and key[0] in self._weights_seen:
+            return None
+        return self._casts.quantize(key, x, cast, scale_inv, made)
+
+    def quantize_pair(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
+    ) -> tuple[CastWithSlots, CastWithSlots] | None:
+        """Quantize an operand for two GEMMs at once, as :meth:`CastRecorder.quantize_pair` does; None as :meth:`quantize`."""
+        return None if foreign_mode_active() or not takes_kernels(x) else self._quantize_pair(key, x, cast, other)
+
+    @isolated
+    def _quantize_pair(
+        self, key: tuple[Gemm, TensorRole], x: Tensor, cast: Cast, other: Cast
+    ) -> tuple[CastWithSlots, CastWithSlots] | None:
+        return self._casts.quantize_pair(key, x, cast, other)
 
     def check(self, x: Tensor, weight: Tensor | None, output: Tensor) -> None:
         """Note whether a training forward GEMM is finite; a recomputed one is left out."""
@@ -195,7 +235,7 @@ class Probe(CastRecorder):
         if x_wgrad is not None:
             self._operand(Gemm.WGRAD, TensorRole.INPUT, source, x_wgrad, what_if)
         error = self._result(Gemm.FPROP, (x, weight), (a, b), output, self._part(Gemm.FPROP, x), bias=bias, keep=True)
-        self._fused_slots.clear()
+        self._casts.clear()
         if self.observer.settings.inference:
             return SavedForBackward(error, self._part(Gemm.WGRAD, x), x[:0], what_if, None)
         columns = self._part(Gemm.WGRAD, x)
@@ -244,7 +284,7 @@ class Probe(CastRecorder):
                     self._reread((Gemm.WGRAD, TensorRole.INPUT), kept.input_columns, read, b)
         if damage and kept is not None and self._output_key is not None and (found := damage_of(kept.output, grad_output)):
             self._merge(self._output_key, [found], grad_output.device)
-        self._fused_slots.clear()
+        self._casts.clear()
 
     def _weight(self, which: Gemm, weight: Tensor, operand: Operand) -> None:
         if which not in self._weights_seen:
@@ -274,7 +314,7 @@ class Probe(CastRecorder):
         """Record the running cast and the what-if casts; those are worked out once for all GEMMs that read the tensor."""
         if self.observer.on_operand is not None:
             self.observer.on_operand(self.module, self.actual, which, role, source.x, operand)
-        site = self._site(which, role, operand[1] if isinstance(operand, tuple) else None)
+        site = self._casts.site(which, role, operand[1] if isinstance(operand, tuple) else None)
         if not site.what_if.keys() <= what_if.keys():
             self._try(
                 role, source, {n: c for n, c in site.what_if.items() if n not in what_if} if what_if else site.what_if, what_if
@@ -282,7 +322,7 @@ class Probe(CastRecorder):
         found: list[Slots] = []
         if isinstance(operand, tuple):
             q, cast = operand
-            slots = describe(source, cast, q, self._fused_slots.get(id(q), _NO_SLOTS)[1])
+            slots = describe(source, cast, q, self._casts.slots_of(q))
             if cast.rounding == "stochastic" and self.actual and source.x.numel():
                 slots = {**slots, **self._repeated(which, role, source.x, q, cast)}
             found.append({**slots, **more} if more else slots)
