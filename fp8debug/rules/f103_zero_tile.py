@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8debug.rules.base import RULES, Finding, Rule, Severity, finite
 from fp8debug.rules.reading.conditions import Condition, Look, look
-from fp8debug.rules.reading.nonfinite import MAX_RESULT, NonfiniteOrigin, counts_nonfinite, first_poison, largest_product
+from fp8debug.rules.reading.nonfinite import (
+    MAX_RESULT,
+    NonfiniteOrigin,
+    counts_nonfinite,
+    counts_operands,
+    first_poison,
+    largest_product,
+)
 from fp8debug.rules.reading.prefilter import may_have, source
 from fp8debug.rules.reading.traces import Trace, times, traces
 
@@ -205,9 +212,19 @@ class ZeroTileNan(Rule):
                 f"sample step {origin.step} (every=1) to see whether cast or GEMM made it: amax_eps=1e-12 for a cast, a cleared"
                 " result buffer for unwritten rows; else BF16 for this GEMM"
             )
-        else:
+        elif not counts_operands(run, row):
             message = (
-                f"{origin.count} of {row['numel']} sampled elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
+                f"the {row['gemm']} {row['tensor']} holds NaN or Inf at step {origin.step}; not all of its operands were recorded:"
+                " they came so, their casts made it, or the GEMM did"
+            )
+            cure = (
+                "record both operands of this GEMM (of a Transformer Engine log: their cur_amax and mse); else BF16 for this GEMM"
+            )
+        else:
+            # An imported log tells that there are some, of a number that it does not know.
+            number = "" if "nominal_numel" in run.manifest else f"{origin.count} of {row['numel']} sampled "
+            message = (
+                f"{number}elements of the {row['gemm']} {row['tensor']} are NaN or Inf at step"
                 f" {origin.step}, and all operands were finite: the GEMM overflows, or its kernel is wrong"
             )
             cure = "check this GEMM's kernel and its output's type; else BF16 for this GEMM"

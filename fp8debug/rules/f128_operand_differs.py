@@ -87,6 +87,7 @@ class OperandDiffers(Rule):
           zero has 24.3 dB at step 8 [measured].
         - max_unmeasured_underflow 0.5: share of underflow that counts, for as long, where no error was recorded, as in an
           imported log; numerics.md, 4 acts above 5 %, and such a log may count values that were zero before the cast.
+          At the last sampled step alone, after as many healthy ones, it is a warning: no later step tells whether it lasts.
         - early_steps 4: sampled steps that show it, all of the run's, where none is after the warm-up. No published basis.
         - max_unmeasured_headroom 8: amax over what the scale holds, for as long, where neither an error nor clipped elements
           were recorded: the largest values are cut to an eighth. A delayed scale lags behind by the growth of one step.
@@ -173,35 +174,47 @@ class OperandDiffers(Rule):
     def _without_errors(self, run: Run) -> Iterable[Finding]:
         """Return the operands whose error was not recorded, by their underflow and their scale."""
         for trace in traces(run, self._unmeasured):
-            if self._has_lasted(trace):
+            severity, steps = self._lasts(trace)
+            if severity is not None:
                 row = trace.worst("underflow_rate")
                 message = (
                     f"{percent(row['underflow_rate'])} of the {trace.gemm} {trace.tensor} is zero after the cast at step"
-                    f" {row['step']} ({len(trace.rows)} of {len(trace.sampled)} sampled steps); its SQNR was not recorded"
+                    f" {row['step']} ({steps}); its SQNR was not recorded"
                 )
                 limit = self.max_unmeasured_underflow
-                yield trace.finding(self, Severity.ERROR, message, value=row["underflow_rate"], threshold=limit)
+                yield trace.finding(self, severity, message, value=row["underflow_rate"], threshold=limit)
         for trace in traces(run, self._unscaled):
-            if self._has_lasted(trace):
+            severity, steps = self._lasts(trace)
+            if severity is not None:
                 row = max(trace.rows, key=lambda row: abs(math.log2(row["headroom"])))
                 what, limit = "clip: its amax is {} times what its scale holds", self.max_unmeasured_headroom
                 if row["headroom"] < 1:
                     what, limit = "become zero: its scale is made for an amax {} times its own", _flushing_headroom(trace)
                 size = times(max(row["headroom"], 1 / row["headroom"]))
                 message = (
-                    f"values of the {trace.gemm} {trace.tensor} {what.format(size)} at step {row['step']} ({len(trace.rows)} of"
-                    f" {len(trace.sampled)} sampled steps); how many was not recorded"
+                    f"values of the {trace.gemm} {trace.tensor} {what.format(size)} at step {row['step']} ({steps}); how many was"
+                    " not recorded"
                 )
-                yield trace.finding(self, Severity.ERROR, message, value=row["headroom"], threshold=limit)
+                yield trace.finding(self, severity, message, value=row["headroom"], threshold=limit)
 
-    def _has_lasted(self, trace: Trace) -> bool:
-        """Return whether statistics without an error count: after the warm-up, or at all steps of a run that has no more."""
+    def _lasts(self, trace: Trace) -> tuple[Severity | None, str]:
+        """Return how much statistics without an error count, None for not at all, and at which steps they are bad.
+
+        They count after the warm-up, or at all steps of a run that has no more.
+        """
         first = self.warmup + (0 if trace.start < self.warmup else trace.start - self.warmup)
         settled = [step for step in trace.sampled if step >= first]
         bad = {row["step"] for row in trace.rows}
+        steps = f"{len(trace.rows)} of {len(trace.sampled)} sampled steps"
         if not settled:
-            return len(bad) == len(trace.sampled) >= self.early_steps
-        return trace.lasting(min(self.delayed_steps, len(settled)), first - trace.start)
+            is_bad = len(bad) == len(trace.sampled) >= self.early_steps
+        else:
+            is_bad = trace.lasting(min(self.delayed_steps, len(settled)), first - trace.start)
+        if is_bad:
+            return Severity.ERROR, steps
+        if bad == {trace.sampled[-1]} and len(settled) > self.delayed_steps:
+            return Severity.WARNING, f"the last of {len(trace.sampled)} sampled steps alone: log more to see whether it lasts"
+        return None, steps
 
     def _of_elements(self, trace: Trace) -> Finding:
         row = trace.worst("element_error")

@@ -27,7 +27,7 @@ from fp8debug.formats import FORMATS
 from fp8debug.recipes import Recipe, get_recipe
 from fp8debug.store.locations import place_of
 from fp8debug.store.write.writer import RunWriter
-from fp8debug.types import Gemm, TensorRole
+from fp8debug.types import OPERANDS, RESULTS, Gemm, TensorRole
 
 #: Elements that a tensor of a log counts as.
 NOMINAL = 1_000_000
@@ -47,16 +47,19 @@ _NAME = re.compile(
     r"(?P<module>.+)_(?P<tensor>activation|gradient|weight|output|wgrad|dgrad)_(?P<stat>[a-z0-9_]+%?)(?P<columnwise>_columnwise)?"
 )
 _RANK = re.compile(r"globalrank-(\d{1,6})\.log$")
-#: The operand that a tensor is, row-wise and column-wise.
-_SITES: Mapping[str, tuple[tuple[Gemm, TensorRole], tuple[Gemm, TensorRole]]] = {
+#: The operand that a tensor is, row-wise and column-wise, or the one result.
+_SITES: Mapping[str, tuple[tuple[Gemm, TensorRole], ...]] = {
     "activation": ((Gemm.FPROP, TensorRole.INPUT), (Gemm.WGRAD, TensorRole.INPUT)),
     "weight": ((Gemm.FPROP, TensorRole.WEIGHT), (Gemm.DGRAD, TensorRole.WEIGHT)),
     "gradient": ((Gemm.DGRAD, TensorRole.GRAD_OUTPUT), (Gemm.WGRAD, TensorRole.GRAD_OUTPUT)),
+    "output": ((Gemm.FPROP, TensorRole.OUTPUT),),
+    "dgrad": ((Gemm.DGRAD, TensorRole.GRAD_INPUT),),
+    "wgrad": ((Gemm.WGRAD, TensorRole.GRAD_WEIGHT),),
 }
 _USED = frozenset(
     (
         *("underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max", "amax", "cur_amax", "min", "max", "mean", "std"),
-        *("variance", "numel", "l2_norm", "l2_norm_square", "dynamic_range"),
+        *("variance", "numel", "l1_norm", "l2_norm", "l2_norm_square", "dynamic_range"),
     )
 )
 Site = tuple[str, Gemm, TensorRole, str]
@@ -136,7 +139,9 @@ def import_te_stats(logs: str | Path, run: str | Path, *, recipe: str | None = N
     if len(set(ranks)) < len(ranks):
         raise UsageError(f"{logs} holds several logs of rank {Counter(ranks).most_common(1)[0][0]}; give the folder of one job")
     if not any(log.values for log in parsed):
-        raise RunError(f"{logs} has no statistic of an activation, weight or gradient; a line ends in iteration=N value=X")
+        raise RunError(
+            f"{logs} has no statistic of an activation, weight, gradient or result; a line ends in iteration=N value=X"
+        )
     prefix, is_assumed = _in_force(parsed)
     running = wanted or get_recipe(RECIPES[prefix])
     keys = {prefix} if wanted is None else {key for key, name in RECIPES.items() if name == wanted.name}
@@ -196,8 +201,9 @@ def _take(log: StatsLog, line: str) -> None:
     text = text.removesuffix("_columnwise")
     prefix = next((one for one in RECIPES if text.startswith(f"{one}_")), "")
     stat = text.removeprefix(f"{prefix}_") if prefix else text
-    sites = _SITES.get(name["tensor"])
-    if sites is None or stat not in _USED:
+    sites = _SITES[name["tensor"]]
+    is_unread = is_columnwise and len(sites) == 1 or stat in _OF_CAST and sites[0][1] in RESULTS.values()
+    if is_unread or stat not in _USED:
         log.unused[f"{name['tensor']} {stat}"] += 1
         return
     try:
@@ -228,7 +234,9 @@ def _in_force(logs: Sequence[StatsLog]) -> tuple[str, bool]:
     left = named - _others(logs)
     if len(left) == 1:
         return next(iter(left)), True
-    is_of_blocks = any(sites[place][0][1:3] in [columnwise for _, columnwise in _SITES.values()] for place in nameless)
+    is_of_blocks = any(
+        sites[place][0][1:3] in [columnwise for _, *others in _SITES.values() for columnwise in others] for place in nameless
+    )
     return "fp8_block_scaling" if is_of_blocks else DEFAULT, True
 
 
@@ -309,7 +317,7 @@ def _merged(sites: Mapping[Site, dict[str, float]], keys: set[str]) -> Iterator[
 
 #: Statistics of the tensor before its cast that are NaN or Inf where an element is.
 _EXTREMES = ("amax", "cur_amax", "min", "max", "dynamic_range")
-_SUMS = ("mean", "std", "variance", "l2_norm", "l2_norm_square")
+_SUMS = ("l1_norm", "mean", "std", "variance", "l2_norm", "l2_norm_square")
 #: Statistics that describe a cast and not the tensor before it.
 _OF_CAST = frozenset(("underflows%", "overflows%", "mse", "scale_inv_min", "scale_inv_max"))
 
@@ -317,9 +325,11 @@ _OF_CAST = frozenset(("underflows%", "overflows%", "mse", "scale_inv_min", "scal
 def _row(
     step: int, site: Site, values: Mapping[str, float], recipe: Recipe, keys: set[str], index: Mapping[str, tuple[int, bool]]
 ) -> dict[str, Any] | None:
-    """Return the row of one operand under one cast; None for a cast that the recipe does not have."""
+    """Return the row of one operand under one cast, or of one result; None for a cast that the recipe does not have."""
     module, gemm, tensor, prefix = site
     actual = not prefix or prefix in keys
+    if tensor is RESULTS[gemm]:
+        return _result_row(step, site, values, recipe, index)
     cast = (recipe if actual else get_recipe(RECIPES[prefix])).casts[gemm, tensor]
     if cast is None:
         return None
@@ -338,10 +348,7 @@ def _row(
     for stat, slot in (("underflows%", "num_underflow"), ("overflows%", "num_saturated")):
         if math.isfinite(values.get(stat, math.nan)):
             row[slot] = round(min(max(values[stat], 0.0), 100.0) / 100 * NOMINAL)
-    amax = _positive(values, "amax") or _positive(values, "cur_amax")
-    if amax is None and {"min", "max"} <= values.keys():
-        amax = _positive({"amax": max(abs(values["min"]), abs(values["max"]))}, "amax")
-    row["amax"] = amax
+    row["amax"] = amax = _amax(values)
     if amax is not None and math.isfinite(values.get("dynamic_range", math.nan)):
         row["amin"] = amax * 2.0 ** -min(max(values["dynamic_range"], 0.0), 300.0)
     row |= _nonfinite(values, cast.granularity == "tensorwise")
@@ -358,6 +365,22 @@ def _row(
     return row
 
 
+def _result_row(
+    step: int, site: Site, values: Mapping[str, float], recipe: Recipe, index: Mapping[str, tuple[int, bool]]
+) -> dict[str, Any]:
+    """Return the row of a GEMM's result, which was compared with nothing."""
+    module, gemm, tensor, _ = site
+    place, is_fp8 = index[module]
+    casts = [recipe.casts[gemm, operand] if is_fp8 else None for operand in OPERANDS[gemm]]
+    power = _mean_square(values)
+    return {
+        **{"step": step, "module": module, "gemm": str(gemm), "tensor": str(tensor), "reference": "shadow", "actual": True},
+        **{"cast_name": " @ ".join("bf16" if cast is None else str(cast) for cast in casts), "call_index": place},
+        **{"numel": NOMINAL, "replicated": False, "num_tensors": 1, "amax": _amax(values), **_nonfinite(values, False)},
+        "sum_y2": None if power is None else power * NOMINAL,
+    }
+
+
 def _nonfinite(values: Mapping[str, float], has_one_scale: bool) -> dict[str, int]:
     """Return the counts of what is NaN and Inf, one for "some", as far as the statistics tell."""
     exact, sums = ([values[stat] for stat in stats if stat in values] for stats in (_EXTREMES, _SUMS))
@@ -371,6 +394,14 @@ def _nonfinite(values: Mapping[str, float], has_one_scale: bool) -> dict[str, in
     if not all(map(math.isfinite, scales)):
         return {**counts, "num_actual_nonfinite": NOMINAL if has_one_scale else 1}
     return {**counts, "num_actual_nonfinite": int(not math.isfinite(values["mse"]))} if "mse" in values else counts
+
+
+def _amax(values: Mapping[str, float]) -> float | None:
+    """Return the amax from what the log holds of a tensor; None where it is below the four decimals."""
+    amax = _positive(values, "amax") or _positive(values, "cur_amax")
+    if amax is None and {"min", "max"} <= values.keys():
+        return _positive({"amax": max(abs(values["min"]), abs(values["max"]))}, "amax")
+    return amax
 
 
 def _positive(values: Mapping[str, float], stat: str) -> float | None:

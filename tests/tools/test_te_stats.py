@@ -84,11 +84,11 @@ def test_shares_and_sizes_are_those_of_the_log(tmp_path: Path) -> None:
                 "activation_scale_inv_min": 0.125,
                 "activation_scale_inv_max": 0.125,
             },
-            **{"weight_amax": 0.00001, "activation_dynamic_range": 3.0, "output_amax": 3.0},
+            **{"weight_amax": 0.00001, "activation_dynamic_range": 3.0, "output_amax": 3.0, "output_mse": 1.0},
         }
 
     done = import_te_stats(written(tmp_path / "te", stats, range(1)), tmp_path / "run")
-    assert done.unused == ("output amax",)
+    assert done.unused == ("output mse",)
     columns = "underflow_rate, overflow_rate, amax, amin, sqnr_db, headroom, cosine"
     row = (
         Run(tmp_path / "run")
@@ -271,9 +271,61 @@ def test_each_statistic_of_a_log_is_concluded_from(
     assert says in findings[0].message
 
 
-@pytest.mark.parametrize("tensor", ["activation", "weight", "gradient"])
+@pytest.mark.parametrize("tensor", ["activation", "weight", "gradient", "output", "dgrad", "wgrad"])
 def test_a_log_of_all_statistics_of_a_healthy_job_has_no_finding(tmp_path: Path, tensor: str) -> None:
     assert list(judged(tmp_path, {f"{tensor}_{stat}": value for stat, value in TENSOR.items()}, {})) == []
+
+
+RESULTS_OF_GEMMS = {
+    "output": ("fprop", "output", "activation"),
+    "dgrad": ("dgrad", "grad_input", "gradient"),
+    "wgrad": ("wgrad", "grad_weight", "gradient"),
+}
+
+
+@pytest.mark.parametrize("logged", RESULTS_OF_GEMMS)
+@pytest.mark.parametrize("stat", ["max", "l1_norm", "cur_amax"])
+def test_a_result_of_a_gemm_that_is_not_finite_is_found(tmp_path: Path, logged: str, stat: str) -> None:
+    gemm, tensor, _ = RESULTS_OF_GEMMS[logged]
+    (finding,) = judged(tmp_path, {f"{logged}_{stat}": 4.0}, {f"{logged}_{stat}": NAN})
+    found = (finding.code, finding.name, finding.module, finding.gemm, finding.tensor)
+    assert found == ("F103", "gemm-nonfinite", "blocks.1.fc2", gemm, tensor)
+    assert "not all of its operands were recorded" in finding.message and "1000000" not in finding.message
+
+
+def test_a_gemm_of_finite_operands_is_accused(tmp_path: Path) -> None:
+    operands = {f"{tensor}_{stat}": TENSOR[stat] for tensor in ("activation", "weight") for stat in ("cur_amax", "mse")}
+    (finding,) = judged(tmp_path, {**operands, "output_max": 4.0}, {"output_max": INF})
+    assert (finding.name, finding.module, finding.tensor) == ("gemm-nonfinite", "blocks.1.fc2", "output")
+    assert finding.message.startswith("elements of the fprop output are NaN or Inf at step 100, and all operands were finite")
+    (input_,) = judged(tmp_path / "b", {**operands, "output_max": 4.0}, {"output_max": INF, "activation_cur_amax": INF})
+    assert (input_.name, input_.tensor) == ("nonfinite-from-outside", "input"), "the operand comes before the result"
+
+
+def test_a_gradient_of_weights_that_overflows_once_is_loss_scaling(tmp_path: Path) -> None:
+    def stats(layer: str, step: int) -> dict[str, float]:
+        return {"wgrad_max": INF if step == 100 else 1.0, "dgrad_max": INF if step == 100 else 1.0}
+
+    import_te_stats(written(tmp_path / "te", stats), tmp_path / "run")
+    assert list(triage(Run(tmp_path / "run"))) == []
+
+
+@pytest.mark.parametrize(
+    "stats", [{"gradient_underflows%": 97.0}, {"gradient_scale_inv_min": 2e7, "gradient_scale_inv_max": 2e7}]
+)
+def test_what_begins_at_the_last_logged_step_is_a_warning(tmp_path: Path, stats: dict[str, float]) -> None:
+    """No later step tells whether it lasts; before the last one such a step is passed over."""
+    usual = {"gradient_underflows%": 0.1} if len(stats) == 1 else dict.fromkeys(stats, 0.01) | {"gradient_cur_amax": 4.0}
+
+    def at(sick: int) -> Stats:
+        return lambda layer, step: {**usual, **(stats if (layer, step) == ("blocks.1.fc2", sick) else {})}
+
+    import_te_stats(written(tmp_path / "te", at(190)), tmp_path / "run")
+    (finding,) = triage(Run(tmp_path / "run"))
+    assert (finding.code, str(finding.severity), finding.module) == ("F128", "warning", "blocks.1.fc2")
+    assert "the last of 20 sampled steps alone: log more to see whether it lasts" in finding.message
+    import_te_stats(written(tmp_path / "te2", at(100)), tmp_path / "run2")
+    assert list(triage(Run(tmp_path / "run2"))) == []
 
 
 def test_a_gradient_that_overflows_once_is_loss_scaling(tmp_path: Path) -> None:

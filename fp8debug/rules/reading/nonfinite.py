@@ -138,6 +138,17 @@ def counts_nonfinite(run: Run) -> bool:
     return (run.has("num_nan") and run.has("num_inf")) or run.has("num_actual_nonfinite")
 
 
+def counts_operands(run: Run, row: Mapping[str, Any]) -> bool:
+    """Return whether NaN and Inf were counted in both operands of a row's GEMM, before and after their casts."""
+    is_counted = "num_nan + num_inf + CASE WHEN cast_name = 'bf16' THEN 0 ELSE num_actual_nonfinite END IS NOT NULL"
+    query = (
+        "SELECT count(DISTINCT tensor) AS number FROM sites WHERE actual AND reference = 'operand' AND step = ? AND module = ?"
+        f" AND gemm = ? AND {is_counted}"
+    )
+    key = [row[name] for name in ("step", "module", "gemm")]
+    return bool(run.sql(query, key).to_pylist()[0]["number"] == 2)
+
+
 def _repeated(run: Run, found: Set[int]) -> set[int]:
     """Return the steps of these that the next sampled step follows with the same: no overflow for which one step is skipped.
 
