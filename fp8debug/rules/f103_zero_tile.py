@@ -214,7 +214,7 @@ class ZeroTileNan(Rule):
             )
         elif not counts_operands(run, row):
             message = (
-                f"the {row['gemm']} {row['tensor']} holds NaN or Inf at step {origin.step}; not all of its operands were recorded:"
+                f"the {row['gemm']} {row['tensor']} holds NaN or Inf at step {origin.step}; not all its operands were recorded:"
                 " they came so, their casts made it, or the GEMM did"
             )
             cure = (

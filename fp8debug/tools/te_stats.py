@@ -202,7 +202,7 @@ def _take(log: StatsLog, line: str) -> None:
     prefix = next((one for one in RECIPES if text.startswith(f"{one}_")), "")
     stat = text.removeprefix(f"{prefix}_") if prefix else text
     sites = _SITES[name["tensor"]]
-    is_unread = is_columnwise and len(sites) == 1 or stat in _OF_CAST and sites[0][1] in RESULTS.values()
+    is_unread = (is_columnwise and len(sites) == 1) or (stat in _OF_CAST and sites[0][1] in RESULTS.values())
     if is_unread or stat not in _USED:
         log.unused[f"{name['tensor']} {stat}"] += 1
         return

@@ -290,7 +290,7 @@ def test_a_result_of_a_gemm_that_is_not_finite_is_found(tmp_path: Path, logged: 
     (finding,) = judged(tmp_path, {f"{logged}_{stat}": 4.0}, {f"{logged}_{stat}": NAN})
     found = (finding.code, finding.name, finding.module, finding.gemm, finding.tensor)
     assert found == ("F103", "gemm-nonfinite", "blocks.1.fc2", gemm, tensor)
-    assert "not all of its operands were recorded" in finding.message and "1000000" not in finding.message
+    assert "not all its operands were recorded" in finding.message and "1000000" not in finding.message
 
 
 def test_a_gemm_of_finite_operands_is_accused(tmp_path: Path) -> None:
