@@ -563,6 +563,35 @@ def test_so_does_a_frame_that_dynamo_leaves_to_python(compiled: Any, tmp_path: P
     assert bool(rows(tmp_path / "run")) is (compiled == "repeat") and ("breaks its graph" in err) is (compiled == "auto")
 
 
+def test_a_linear_that_is_compiled_by_itself_has_rows_of_the_gemms_that_read_their_scales(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()  # the loop is left to Python, and each Linear becomes a graph
+            return x
+
+    torch._dynamo.reset()
+    model = float8.convert_to_float8_training(Loop().bfloat16(), config=float8.Float8LinearConfig.from_recipe_name("rowwise"))
+    model.compile(backend="aot_eager")
+    with fp8debug.watch(model, tmp_path / "run", every=1, what_if=()) as watch:
+        for _ in range(2):
+            model(torch.randn(16, WIDTH).bfloat16()).float().square().mean().backward()
+            watch.step()
+    found = {(row["module"], row["gemm"], row["step"]) for row in rows(tmp_path / "run")}
+    assert found == {(f"layers.{i}", "fprop", step) for i in range(2) for step in range(2)}
+    err = capfd.readouterr().err  # torchao multiplies by rows' scales after a backward GEMM: its fast accumulation is off
+    assert "not watched any more" not in err and "by which compiled code multiplies its dgrad afterwards" in err
+
+
 class Saturated(torch.autograd.Function):
     """A product whose input has a scale for values an eighth as large as they are."""
 

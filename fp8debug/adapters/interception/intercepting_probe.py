@@ -16,6 +16,7 @@ from fp8debug.adapters.interception.listener import GemmOperand, SeenGemm, liste
 from fp8debug.adapters.interception.sublinears import CALLED, WHAT_IF_MODULES, first_report
 from fp8debug.adapters.plain import WhatIfProbe
 from fp8debug.errors import AttachError
+from fp8debug.formats import block_shape
 from fp8debug.kernels.dispatch import Operand, dequantize
 from fp8debug.kernels.torch_state import is_batched, is_transformed, untraced
 from fp8debug.metrics import Source
@@ -238,6 +239,9 @@ class InterceptingProbe(Probe):
             self._copies = True
             self.give_up(f"the {overwritten} of its forward GEMM was overwritten before the end of its forward pass")
             return
+        if (why := self._scaled_afterwards(Gemm.FPROP, gemm)) is not None:
+            self.give_up(why)
+            return
         a, b, result = self._product(Gemm.FPROP, gemm)
         self._take_shard(call)
         read = reference if call.shard is None else _values(b, flat.dtype)
@@ -363,18 +367,12 @@ class InterceptingProbe(Probe):
         if weight.numel() and not weight.untyped_storage().nbytes():
             self.give_up("its weight was taken away before the end of its backward pass")
             return
-        overwritten = gemm.overwritten()
-        if overwritten is None and not call.is_as_noted("grad_output", grad_output):
-            overwritten = "grad_output"
-        reference = weight if call.shard is None else call.shard.values
-        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", reference):
-            overwritten = "weight in high precision"
-        if overwritten is not None:
-            call.recorded.add(which)
-            self.report_once(f"not recorded in full: the {overwritten} of its {which} was overwritten before it could be read")
-            return
         is_first = not call.recorded
         call.recorded.add(which)
+        why = self._why_unread(call, which, gemm, grad_output, weight)
+        if why is not None:
+            self.report_once(f"not recorded in full: {why}")
+            return
         if call.known is None:
             call.known = Source(grad_output), WhatIfSlots()
         product = self._product(which, gemm)
@@ -393,6 +391,18 @@ class InterceptingProbe(Probe):
         if call.shard is not None and dgrad is not None:
             weight = _values(dgrad[1], grad_output.dtype)
         self.backward(grad_output, weight, dgrad, wgrad, kept, known=call.known, damage=is_first)
+
+    def _why_unread(self, call: ForwardCall, which: Gemm, gemm: SeenGemm, grad_output: Tensor, weight: Tensor) -> str | None:
+        """Return why a GEMM of a backward pass cannot be recorded; None if it can."""
+        overwritten = gemm.overwritten()
+        if overwritten is None and not call.is_as_noted("grad_output", grad_output):
+            overwritten = "grad_output"
+        reference = weight if call.shard is None else call.shard.values
+        if overwritten is None and which is Gemm.DGRAD and not call.is_as_noted("weight", reference):
+            overwritten = "weight in high precision"
+        if overwritten is not None:
+            return f"the {overwritten} of its {which} was overwritten before it could be read"
+        return self._scaled_afterwards(which, gemm)
 
     def _take_shard(self, call: ForwardCall) -> None:
         """Have the weight of a call recorded whole, or by the rows that this rank has in high precision."""
@@ -447,10 +457,24 @@ class InterceptingProbe(Probe):
 
     def _product(self, which: Gemm, gemm: SeenGemm) -> Product:
         """Return a GEMM's operands as their casts are named, each in the orientation of its site."""
-        first, second = OPERANDS[which]
-        a = gemm.first.t() if which is Gemm.WGRAD else gemm.first
-        b = gemm.second.t() if which is Gemm.FPROP else gemm.second
+        (first, a), (second, b) = _sides(which, gemm)
         return self._as_operand(which, first, a), self._as_operand(which, second, b), gemm.result
+
+    def _scaled_afterwards(self, which: Gemm, gemm: SeenGemm) -> str | None:
+        """Return why a GEMM cannot be recorded where an operand has one scale and its cast one for each row or column.
+
+        torchao multiplies rowwise products without fast accumulation by their scales afterwards, which shows where the op
+        itself is intercepted, in a compiled Linear, and not where a Float8TrainingTensor brings its scale.
+        """
+        for role, side in _sides(which, gemm):
+            if side.scale_inv is not None and side.scale_inv.numel() == 1:
+                cast, shape = self._cast_of(which, role, side.seen_cast), side.values.shape
+                if any(b < n for b, n in zip(block_shape(cast.granularity, *shape), shape, strict=True)):
+                    return (
+                        f"{gemm} reads no scales of its rows, by which compiled code multiplies its {which} afterwards;"
+                        " watch(..., compiled='eager') records it"
+                    )
+        return None
 
     def _as_operand(self, which: Gemm, role: TensorRole, side: GemmOperand) -> Operand:
         if side.scale_inv is None:
@@ -473,6 +497,14 @@ class InterceptingProbe(Probe):
                 if missing:
                     self.report_once(f"not recorded in full: no {missing} was observed before the step ended")
         self._unfinished.clear()
+
+
+def _sides(which: Gemm, gemm: SeenGemm) -> tuple[tuple[TensorRole, GemmOperand], tuple[TensorRole, GemmOperand]]:
+    """Return the operands of a GEMM with their roles, each in the orientation of its site."""
+    first, second = OPERANDS[which]
+    a = gemm.first.t() if which is Gemm.WGRAD else gemm.first
+    b = gemm.second.t() if which is Gemm.FPROP else gemm.second
+    return (first, a), (second, b)
 
 
 def _codes(weight: Any) -> Tensor | None:
