@@ -10,9 +10,9 @@ Transformer Engine itself writes to a file or to a ``SummaryWriter`` that it is 
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -44,39 +44,61 @@ def metric_logger(to: object) -> Any:
         ) from None
 
     class TrackerLogger(BaseLogger):  # type: ignore[misc]  # the library has no types
-        """Gathers the numbers of an iteration and hands them to the threads of the trackers."""
+        """Gathers the numbers of an iteration and hands them to the threads of the trackers.
+
+        What is left is sent when nobody refers to the logger any more, as after ``nvdlfw_inspect.api.end_debug()``, and at
+        exit.
+        """
 
         def __init__(self) -> None:
-            self._threads = [TrackerThread(tracker, run) for tracker, run in trackers] if _is_first_rank() else []
-            self._lock = threading.Lock()
-            self._iteration = -1
-            self._values: dict[str, Any] = {}
-            atexit.register(self.close)
+            threads = [TrackerThread(tracker, run) for tracker, run in trackers] if _is_first_rank() else []
+            self._iterations = _Iterations(threads)
+            self._end = weakref.finalize(self, self._iterations.close)
 
         def log_scalar(self, name: str, value: Any, iteration: int, **kwargs: Any) -> None:
             """Take a number; a tensor is read in the tracker's thread, so that nothing here waits for the device."""
-            with self._lock:
-                if iteration != self._iteration:
-                    self._hand_on()
-                    self._iteration = iteration
-                self._values[f"{PREFIX}te/{name}"] = value
+            self._iterations.add(f"{PREFIX}te/{name}", value, iteration)
 
         def close(self) -> None:
-            """Send what is left, bounded in time; also at exit."""
-            with self._lock:
-                self._hand_on()
-            for thread in self._threads:
-                thread.end(PATIENCE_S)
-            self._threads = []
-            atexit.unregister(self.close)
-
-        def _hand_on(self) -> None:
-            values, self._values = self._values, {}
-            for thread in self._threads if values else ():
-                thread.look(is_due=True)
-                thread.put(partial(_send, self._iteration, values))
+            """Send what is left, bounded in time."""
+            self._end()
 
     return TrackerLogger()
+
+
+class _Iterations:
+    """The numbers of the iteration under way; those of one that has ended are with the threads.
+
+    Args:
+        threads: of the trackers.
+    """
+
+    def __init__(self, threads: list[TrackerThread]) -> None:
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._iteration = -1
+        self._values: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any, iteration: int) -> None:
+        """Take a number; that of another iteration ends the one under way."""
+        with self._lock:
+            if iteration != self._iteration:
+                self._hand_on()
+                self._iteration = iteration
+            self._values[name] = value
+
+    def close(self) -> None:
+        """Send what is left, bounded in time."""
+        with self._lock:
+            self._hand_on()
+        for thread in self._threads:
+            thread.end(PATIENCE_S)
+
+    def _hand_on(self) -> None:
+        values, self._values = self._values, {}
+        for thread in self._threads if values else ():
+            thread.look(is_due=True)
+            thread.put(partial(_send, self._iteration, values))
 
 
 def _send(step: int, values: dict[str, Any], run: TrackerRun) -> None:

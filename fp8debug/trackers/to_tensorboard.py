@@ -51,7 +51,7 @@ class TensorBoardRun(TrackerRun):
 
     def _open(self) -> Any:
         if not is_open(self._writer):  # it would open another file
-            raise RuntimeError("the SummaryWriter was closed before the watch")
+            raise RuntimeError("the SummaryWriter was closed first: close the watch, or the logger of metric_logger(), before it")
         return self._writer
 
 

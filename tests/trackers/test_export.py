@@ -218,3 +218,34 @@ def test_statistics_of_transformer_engine_go_to_a_tracker(tmp_path: Path) -> Non
     assert [(event.step, event.value) for event in values] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     with pytest.raises(UsageError, match="to= names no tracker: 'tb'"):
         metric_logger("tb")
+
+
+def test_the_end_of_transformer_engines_debugging_sends_the_last_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    debug_api = pytest.importorskip("nvdlfw_inspect.api")
+    from nvdlfw_inspect.logging import MetricLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from fp8debug.trackers.metric_logger import metric_logger
+
+    config = tmp_path / "stats.yaml"
+    config.write_text("all:\n  enabled: True\n  layers:\n    layer_name_regex_pattern: .*\n")
+    writer = SummaryWriter(str(tmp_path / "tb"))
+    debug_api.initialize(
+        config_file=str(config), feature_dirs=[], log_dir=str(tmp_path), statistics_logger=metric_logger(writer)
+    )
+    for iteration in range(2):
+        MetricLogger.log_scalar("layer_activation_underflows%", iteration / 2, iteration)
+    debug_api.end_debug()
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    values = events.Scalars("fp8debug/te/layer_activation_underflows%")
+    assert [(event.step, event.value) for event in values] == [(0, 0.0), (1, 0.5)]
+    late = metric_logger(writer)
+    late.log_scalar("layer_activation_underflows%", 1.0, 2)
+    late.close()
+    assert "the SummaryWriter was closed first: close the watch, or the logger of metric_logger()" in capsys.readouterr().err
