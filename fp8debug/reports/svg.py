@@ -72,12 +72,13 @@ class Chart:
         others = [value for line in beside for _, value in line]
         is_log = min(known) > 0 and max(known) / min(known) > 1000 and min(others, default=1.0) > 0
         ends = [*known, *others, *([self.limit] if self.limit is not None and (self.limit > 0 or not is_log) else [])]
-        low, high = min(ends), max(ends)
+        levels = low, high = min(ends), max(ends)
         if low == high:
             low, high = (low / 2, high * 2) if is_log else (low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05)
         steps = [*self.steps, *(step for line in beside for step, _ in line)]
         first, last = min(steps), max(*steps, min(steps) + 1)
-        return _Plot(first=first, last=last, low=low, high=high, is_log=is_log, width=self.width, height=self.height)
+        size = {"width": self.width, "height": self.height}
+        return _Plot(first=first, last=last, low=low, high=high, levels=levels, is_log=is_log, **size)
 
     def _gaps(self) -> Iterator[tuple[int, int | None, str]]:
         """Yield (first step, last step, NaN or Inf) of each stretch that is not finite; the last is None where the line ends."""
@@ -98,12 +99,16 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plot:
-    """Axes of a chart, from step ``first`` to ``last`` and from ``low`` to ``high``, and the elements that lie on them."""
+    """Axes of a chart, from step ``first`` to ``last`` and from ``low`` to ``high``, and the elements that lie on them.
+
+    ``levels`` are the ends that values reach: where all are the same, the axis goes on to both sides of it.
+    """
 
     first: int
     last: int
     low: float
     high: float
+    levels: tuple[float, float]
     is_log: bool
     width: int
     height: int
@@ -132,8 +137,8 @@ class _Plot:
         return f"<text x='{_LEFT}' y='14' class='name'>{escape(text)}{' (log scale)' if self.is_log else ''}</text>"
 
     def frame(self) -> Iterator[str]:
-        """Yield the ends of both axes."""
-        for value in dict.fromkeys((self.low, self.high)):
+        """Yield the ends of the steps and of the values."""
+        for value in dict.fromkeys(self.levels):
             yield self.level(self.down(value), "grid")
             yield f"<text x='{_LEFT - 6}' y='{self.down(value) + 4:.1f}' class='tick end'>{value:.3g}</text>"
         yield f"<text x='{_LEFT}' y='{self.height - 6}' class='tick'>step {self.first}</text>"

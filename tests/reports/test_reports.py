@@ -234,6 +234,14 @@ def test_the_page_needs_nothing_and_runs_nothing(which: str, request: pytest.Fix
     assert "url(" not in text and "@import" not in text
 
 
+def test_a_constant_line_is_labelled_with_its_value_and_no_value_that_it_never_has() -> None:
+    svg = Chart(title="share clipped", steps=(0, 10), values=(0.0, 0.0)).to_svg()
+    assert re.findall(r"class='tick end'>([^<]*)<", svg) == ["0", "10"]  # a value, and the last step
+    assert "-0.05" not in svg
+    svg = Chart(title="gain", steps=(0, 10), values=(1.0, 2.0)).to_svg()
+    assert re.findall(r"class='tick end'>([^<]*)<", svg) == ["1", "2", "10"]
+
+
 def test_markup_in_names_is_text(hostile: tuple[Run, Findings]) -> None:
     run, findings = hostile
     assert any(HOSTILE in (f.module or "") for f in findings) and len(findings) > 1

@@ -234,9 +234,7 @@ def test_the_end_of_transformer_engines_debugging_sends_the_last_iteration(
     config = tmp_path / "stats.yaml"
     config.write_text("all:\n  enabled: True\n  layers:\n    layer_name_regex_pattern: .*\n")
     writer = SummaryWriter(str(tmp_path / "tb"))
-    debug_api.initialize(
-        config_file=str(config), feature_dirs=[], log_dir=str(tmp_path), statistics_logger=metric_logger(writer)
-    )
+    debug_api.initialize(config_file=str(config), feature_dirs=[], log_dir=str(tmp_path), statistics_logger=metric_logger(writer))
     for iteration in range(2):
         MetricLogger.log_scalar("layer_activation_underflows%", iteration / 2, iteration)
     debug_api.end_debug()
