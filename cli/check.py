@@ -72,7 +72,7 @@ def _print(report: CheckReport, *, wants_tensors: bool) -> None:
     if report:
         echo()
         header = ["code", "severity", "tensor", "what"]
-        print_table(header, [_row(finding) for finding in report], wrap=["tensor", "what"], drop=["severity"])
+        print_table(header, [_row(finding) for finding in report], wrap=["tensor", "what"], drop=["severity"], below="what")
         echo(f"\nfp8debug explain {report[0].code} says more")
     if wants_tensors:
         echo()

@@ -30,6 +30,8 @@ from .output import NUMBER, MultilineCell, broken, display_width, echo, terminal
 PIPE_WIDTH = 200
 #: Spaces between columns, and the least width of a column of text.
 GAP, MIN_TEXT = 2, 20
+#: Sentences in a column that is narrower than this stand below their rows instead, over the whole width.
+MIN_SENTENCE = 48
 _WIDE = "fp8debug.wide"
 #: Progress shows only for what lasts longer.
 PATIENCE_S = 1.0
@@ -95,6 +97,7 @@ def print_table(
     wrap: Sequence[str] = (),
     drop: Sequence[str] = (),
     least: int = MIN_TEXT,
+    below: str | None = None,
 ) -> None:
     """Print a table to stdout: coloured on a terminal, plain elsewhere and under NO_COLOR.
 
@@ -108,6 +111,7 @@ def print_table(
         wrap: titles of the columns whose text may wrap; a number is never broken.
         drop: titles in the order in which columns are left out; then the others from the right. The first column stays.
         least: width to which a column that may wrap is narrowed before another one is left out.
+        below: title of a column of sentences, which stand below their rows where the column would be narrow.
     """
     titles = [one_line(title) for title in header]
     cells = [[(cell(value), STYLES.get(str(value), {})) for value in row] for row in rows]
@@ -118,8 +122,17 @@ def print_table(
     width = None if context is not None and context.meta.get(_WIDE) else terminal_width()
     empty = [i for i in range(1, len(columns)) if cells and all(row[i][0] == "-" for row in cells)]
     order = list(dict.fromkeys([*reversed(empty), *(list(header).index(title) for title in drop if title in header)]))
-    kept, left_out = _fitting(columns, width, [*order, *(i for i in reversed(range(len(columns))) if i not in order)])
+    order += [i for i in reversed(range(len(columns))) if i not in order]
+    kept, left_out = _fitting(columns, width, order)
     widths = _widths([columns[place] for place in kept], width)
+    sentences = None if below is None else list(header).index(below)
+    if sentences is not None and dict(zip(kept, widths, strict=True)).get(sentences, 0) < min(
+        MIN_SENTENCE, columns[sentences].natural
+    ):
+        kept, left_out = _fitting(columns, width, [place for place in order if place != sentences], without=sentences)
+        widths = _widths([columns[place] for place in kept], width)
+    else:
+        sentences = None
     has_colour = os.environ.get("TERM") not in ("dumb", "unknown")
     printed: list[str] = []
 
@@ -138,6 +151,8 @@ def print_table(
     show([(titles[place], {"bold": True}) for place in kept])
     for row in cells:
         show([row[place] for place in kept])
+        if sentences is not None and width is not None:
+            printed.extend(f"{'':{GAP}}{line}" for line in broken(row[sentences][0], max(MIN_TEXT, width) - GAP))
     write("\n".join(printed))
     if left_out:
         names = ", ".join(titles[place] for place in sorted(left_out))
@@ -163,9 +178,14 @@ class _Column:
             self.least = max(min(self.natural, narrowest), max(numbers, default=0))
 
 
-def _fitting(columns: Sequence[_Column], width: int | None, order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the places of the columns that fit, and of those left out, given the order in which they are left out."""
-    kept, left_out = list(range(len(columns))), list[int]()
+def _fitting(
+    columns: Sequence[_Column], width: int | None, order: Sequence[int], without: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the places of the columns that fit, and of those left out, given the order in which they are left out.
+
+    The column ``without`` is neither.
+    """
+    kept, left_out = [place for place in range(len(columns)) if place != without], list[int]()
     for place in order:
         if width is None or sum(columns[i].least for i in kept) + GAP * (len(kept) - 1) <= width:
             break

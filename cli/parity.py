@@ -66,6 +66,7 @@ def _print(report: ParityReport, *, wants_modules: bool) -> None:
             ["code", "severity", "module", "what"],
             [_row(finding) for finding in report],
             wrap=["module", "what"],
+            below="what",
             drop=["severity"],
         )
         echo(f"\nfp8debug explain {report[0].code} says more")

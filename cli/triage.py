@@ -128,7 +128,7 @@ def _print(findings: Findings) -> None:
         echo()
         header = ["code", "severity", "module", "site", "steps", "what"]
         rows = [_row(finding) for finding in findings]
-        print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"])
+        print_table(header, rows, wrap=["module", "what"], drop=["steps", "site", "severity"], below="what")
         echo(f"\nfp8debug explain {findings[0].code} says more; fp8debug fallback RUN lists candidates")
     if findings.baseline is not None:
         _print_baseline(findings.baseline)

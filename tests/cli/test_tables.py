@@ -67,6 +67,30 @@ def test_text_wraps_between_words_and_never_in_a_number(
     assert "5.341e-05" in text and "12345678901" in text
 
 
+@pytest.mark.parametrize(("width", "is_below"), [(40, True), (60, True), (80, True), (200, False), (None, False)])
+def test_sentences_stand_below_their_row_where_their_column_is_narrow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int | None, is_below: bool
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", str(width))
+    rows = [["F101", "blocks.3.down_proj", "fprop input", TEXT], ["F102", "head", "dgrad grad_output", "short"]]
+    print_table(["code", "module", "site", "what"], rows, wrap=["module", "what"], drop=["site"], below="what")
+    lines = capsys.readouterr().out.splitlines()
+    assert ("what" in lines[0].split()) == (not is_below)
+    first, second = (next(i for i, line in enumerate(lines) if line.startswith(code)) for code in ("F101", "F102"))
+    told = [" ".join(line.split()) for line in lines[first + 1 : second]] if is_below else []
+    if is_below:
+        assert TEXT.replace(" ", "") == "".join(told).replace(" ", "")
+        assert all(line.startswith("  ") for line in lines[first + 1 : second])
+        assert len(told) <= len(TEXT) // (0.6 * (width or 1)) + 1 and lines[second + 1] == "  short"
+        assert max(map(len, lines)) <= (width or 0)
+    else:
+        assert TEXT in lines[first] and second == first + 1
+    print_table(["code", "what"], [["F101", "short"]], wrap=["what"], below="what")
+    assert capsys.readouterr().out.splitlines() == ["code  what", "F101  short"]
+
+
 def test_wide_characters_and_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     print_table(["name", "n"], [["\u5c42" * 30, 7], ["b", 8]], wrap=["name"])
