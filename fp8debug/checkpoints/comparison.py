@@ -19,6 +19,21 @@ Array = np.ndarray[Any, Any]
 
 #: Tolerance of a scale's log2, at least: rounding moves the best factor of a block of 128x128 by less.
 _NEAR_LOG2 = 0.05
+#: Share of an error beside the cast's own that a factor has to explain. No published basis.
+_OF_EXCESS = 0.7
+#: Cosine of a multiple with its reference, at least: a cast to FP4 has 0.99.
+_MIN_COSINE = 0.9
+#: Share of turned neighbours up to which a weight is in the order of its reference: none by construction. Noise that costs 1 dB
+#: turns 0.003 (measured: E4M3, Gaussian data).
+_MAX_INVERSIONS = 1e-3
+#: What factors gain by making blocks of other values small: such blocks have twice the square of x as their error, and x^2
+#: without them. Factors of a weight that is in order change nothing but its scales.
+_SHRINKING_DB = 6.0
+#: Rounding at random, or twice in other blocks, turns some: it costs 3 dB (closed form: the mean of p (1 - p) is 1/6, and 1/12 of
+#: rounding to nearest), and puts no element beyond one code. Noise of 2.5 dB puts 0.0025 there (measured).
+_AT_RANDOM_DB, _MAX_FAR = 2.5, 1e-4
+#: Elements whose order is looked at, of each part of a weight that is read at once.
+_ORDERED = 1 << 16
 #: Share of the blocks that must have one factor.
 _MOST = 0.9
 #: How much worse than under the best factor of each block a weight may be under the scales of a pattern: 32 elements in FP4 gain
@@ -40,6 +55,7 @@ class Comparison:
         sqnr_db: of y; None where the reference is zero.
         refit_db: of y with the best factor for each block.
         own_db: of the reference's cast under the stored scales.
+        own_gain: of that cast.
         ideal_db: of the reference's cast under scales made for it.
         far_rate: share of elements further from x than one code.
         differing_rate: share of elements whose code is not that of the cast under the stored scales.
@@ -47,7 +63,11 @@ class Comparison:
         num_blocks: blocks compared.
         clipped_rate: share of the blocks whose scale is smaller than a power of two rounded down (OCP MX).
         num_bad_blocks: blocks more than 6 dB below the ideal cast, and below the cast under their own scale.
+        rest_loss_db: SQNR that the other blocks lose beside the cast under the stored scales; None where that cast is exact.
+        inversion_rate: share of the neighbours in order of size, of 16 elements of a row, whose order the weight turns; a cast,
+            or a cast of a cast, turns none.
         worst_db: SQNR of the worst block.
+        scale_ratio: median of the stored scales over those of the blocks' amax; None where none is positive.
         factor: the one factor of all blocks; None where they differ.
         is_pow2: whether all stored scales are powers of two.
         pattern: whose scales the right ones are: inverse, transposed, shifted, swizzled (stored so and read as they lie),
@@ -60,6 +80,7 @@ class Comparison:
     sqnr_db: float | None
     refit_db: float | None
     own_db: float | None
+    own_gain: float | None
     ideal_db: float | None
     far_rate: float
     differing_rate: float
@@ -67,7 +88,10 @@ class Comparison:
     num_blocks: int
     clipped_rate: float
     num_bad_blocks: int
+    rest_loss_db: float | None
+    inversion_rate: float
     worst_db: float | None
+    scale_ratio: float | None
     factor: float | None
     is_pow2: bool
     pattern: str | None
@@ -81,18 +105,21 @@ class Sums:
         number_format: of the codes.
     """
 
-    NAMES = ("x2", "xy", "y2", "error2", "own2", "ideal2", "far", "differing", "damaged", "compared")
+    NAMES = ("x2", "xy", "y2", "error2", "own2", "x_own", "ideal2", "far", "differing", "damaged", "compared")
 
     def __init__(self, number_format: str) -> None:
         self.number_format = number_format
         self._totals = dict.fromkeys(self.NAMES, 0.0)
         self._refit2, self._num_blocks, self._num_bad, self._worst = 0.0, 0, 0, math.inf
         self._num_clipped = 0
+        self._rest_error2, self._rest_own2 = 0.0, 0.0
+        self._num_inversions, self._num_pairs = 0, 0
         fmt = FORMATS[number_format]
         #: A block's ideal scale over one that is rounded down to a power of two, at most.
         self._largest_ratio = 2.0 ** (math.floor(math.log2(fmt.max)) + 1) / fmt.max
         self._scales: list[Array] = []
         self._factors: list[Array] = []
+        self._ratios: list[Array] = []
         self._kept: list[tuple[Array, Array, Array]] = []
 
     def add(self, partial: Mapping[str, Array], scales: Array, ideal: Array, *, keep: bool) -> None:
@@ -108,19 +135,40 @@ class Sums:
         self._num_clipped += int((is_small & (partial["x2"] > 0)).sum())  # a block of zeros may have any scale
         for name in self.NAMES:
             self._totals[name] += float(partial[name].sum())
-        x2, xy, y2 = partial["x2"], partial["xy"], partial["y2"]
+        x2, xy, y2, made = partial["x2"], partial["xy"], partial["y2"], ideal
         with np.errstate(divide="ignore", invalid="ignore"):
             factor = np.where((xy > 0) & (y2 > 0), xy / y2, np.nan)
             self._refit2 += float(np.where(np.isfinite(factor), x2 - factor * xy, x2).clip(min=0).sum())
             sqnr = np.where(x2 > 0, 10 * np.log10(x2 / partial["error2"]), np.inf)
             own, ideal = (np.where(x2 > 0, 10 * np.log10(x2 / partial[name]), np.inf) for name in ("own2", "ideal2"))
         self._num_blocks += x2.size
-        self._num_bad += int(((sqnr < np.minimum(ideal, 60) - 6) & (sqnr < own - 1)).sum())
+        is_bad = (sqnr < np.minimum(ideal, 60) - 6) & (sqnr < own - 1)
+        self._num_bad += int(is_bad.sum())
+        self._rest_error2 += float(partial["error2"][~is_bad].sum())
+        self._rest_own2 += float(partial["own2"][~is_bad].sum())
         self._worst = min(self._worst, float(sqnr.min(initial=math.inf)))
         if keep:
             self._scales.append(np.array(scales, np.float64))
             self._factors.append(factor)
+            self._ratios.append((scales / made)[(scales > 0) & (x2 > 0)])
             self._kept.append((x2, xy, y2))
+
+    def add_order(self, reference: Array, values: Array) -> None:
+        """Count where values are in another order than their reference, among 16 neighbours of a row, in a sample of the rows.
+
+        No layout has smaller blocks of a row, and in a block rounding to nearest keeps the order.
+
+        Args:
+            reference: rows of it.
+            values: the same rows of the weight.
+        """
+        rows, columns = reference.shape
+        some = slice(None, None, max(1, rows * columns // _ORDERED))
+        x, y = (part[some, : columns // 16 * 16].reshape(-1, 16) for part in (reference, values))
+        order = np.argsort(x, axis=1)
+        rises = np.diff(np.take_along_axis(x, order, 1)) > 0
+        self._num_pairs += int(rises.sum())
+        self._num_inversions += int((rises & (np.diff(np.take_along_axis(y, order, 1)) < 0)).sum())
 
     def result(self) -> Comparison:
         """Return the comparison."""
@@ -133,6 +181,7 @@ class Sums:
             sqnr_db=_db(x2, total["error2"]),
             refit_db=_db(x2, self._refit2),
             own_db=_db(x2, total["own2"]),
+            own_gain=total["x_own"] / x2 if x2 else None,
             ideal_db=_db(x2, total["ideal2"]),
             far_rate=total["far"] / compared,
             differing_rate=total["differing"] / compared,
@@ -140,7 +189,10 @@ class Sums:
             num_blocks=self._num_blocks,
             clipped_rate=self._num_clipped / max(1, self._num_blocks),
             num_bad_blocks=self._num_bad,
+            rest_loss_db=_db(self._rest_error2, self._rest_own2) if self._rest_own2 else None,
+            inversion_rate=self._num_inversions / max(1, self._num_pairs),
             worst_db=self._worst if math.isfinite(self._worst) else None,
+            scale_ratio=float(np.median(np.concatenate(self._ratios))) if any(one.size for one in self._ratios) else None,
             factor=factor,
             is_pow2=all(_are_pow2(scales) for scales in self._scales) and bool(self._scales),
             pattern=pattern,
@@ -180,6 +232,11 @@ class Sums:
         is_one = (np.abs(change[good] - middle) < near).mean() >= _MOST
         if abs(whole) > near / 2 and (is_one or loss_db(np.full_like(change, whole)) < _MAX_LOSS_DB):
             return 2.0**whole, None, (0, 0)
+        # A factor near 1, nearer than rounding moves that of one block: of all of them it is known far better.
+        common = float(np.log2(xy[good].sum() / y2[good].sum()))
+        least = loss_db(np.full_like(change, common))
+        if least < min(_MAX_LOSS_DB, loss_db(np.zeros_like(change)) / 4):
+            return 2.0**common, None, (0, 0)
         found = [(loss_db(other - has), name, shift) for name, other, shift in _patterns(has, needs)]
         least = min((loss for loss, _, _ in found), default=math.inf)
         for loss, name, shift in found:
@@ -253,6 +310,37 @@ def _db(signal: float, error: float) -> float | None:
     return math.inf if error <= 0 else 10 * math.log10(signal / error)
 
 
+def gain_beside_cast(against: Comparison) -> float | None:
+    """Return the factor of a weight beside its own cast, which has a gain too; None where one of both is not known."""
+    return against.gain / against.own_gain if against.gain is not None and against.own_gain else None
+
+
+def is_in_order(against: Comparison) -> bool:
+    """Return whether the weight is a rising function of the reference: its cast, a cast of that, or of a multiple.
+
+    Blocks that are far off may be too few to count there: then a factor has to explain a part of the error.
+    """
+    is_explained = against.num_bad_blocks == 0 or _of_excess(against) >= _OF_EXCESS / 2
+    return is_explained and against.inversion_rate <= _MAX_INVERSIONS
+
+
+def is_factor(against: Comparison, max_gain_error: float = 0.01) -> bool:
+    """Return whether one factor of all elements explains what a weight loses beside its own cast."""
+    gain = gain_beside_cast(against)
+    if gain is None or abs(gain - 1) <= max_gain_error or (against.cosine or 0.0) < _MIN_COSINE:
+        return False
+    return _of_excess(against) >= _OF_EXCESS or (is_in_order(against) and against.differing_rate > _MAX_INVERSIONS)
+
+
+def _of_excess(against: Comparison) -> float:
+    """Return the share of the error beside the cast's own that a factor explains: (g - 1)^2 of the square of a weight g x."""
+    gain = gain_beside_cast(against)
+    if gain is None or against.sqnr_db is None or against.own_db is None:
+        return 0.0
+    excess = 10 ** (-against.sqnr_db / 10) - 10 ** (-against.own_db / 10)
+    return (gain - 1) ** 2 / excess if excess > 0 else 0.0
+
+
 def is_wrong(against: Comparison, max_gain_error: float = 0.01) -> bool:
     """Return whether a weight is worse than its best cast, and than the cast under its own scales or off by a factor."""
     if against.sqnr_db is None or against.ideal_db is None or against.own_db is None:
@@ -269,6 +357,8 @@ def fits(against: Comparison, max_loss_db: float = 1.5) -> bool:
         return False
     gained = math.inf if against.sqnr_db is None else against.refit_db - against.sqnr_db  # little, and factors explain nothing
     lost = min(against.ideal_db, 60) - against.refit_db
+    if against.inversion_rate > _MAX_INVERSIONS and gained < _SHRINKING_DB:
+        return False
     return (gained >= 1 and lost <= max_loss_db) or (against.is_pow2 and gained >= 3 and lost <= max_loss_db + _POW2_LOSS_DB)
 
 
@@ -277,9 +367,11 @@ def is_rounded_twice(against: Comparison, min_loss_db: float = 1.0, max_loss_db:
     if against.sqnr_db is None or against.own_db is None or against.ideal_db is None or (is_wrong(against) and fits(against)):
         return False
     lost = against.own_db - against.sqnr_db
+    if against.inversion_rate > _MAX_INVERSIONS and (against.far_rate > _MAX_FAR or lost < _AT_RANDOM_DB):
+        return False
     return min_loss_db <= lost <= max_loss_db and against.far_rate <= max_far_rate and abs((against.gain or 0.0) - 1) < 0.01
 
 
 def explains(against: Comparison) -> bool:
     """Return whether wrong scales or a second rounding explain the error."""
-    return (is_wrong(against) and fits(against)) or is_rounded_twice(against)
+    return is_factor(against) or (is_wrong(against) and fits(against)) or is_rounded_twice(against)

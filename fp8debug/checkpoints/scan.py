@@ -338,7 +338,7 @@ class _Scan:
                     rank = largest if rank is None else np.maximum(rank, largest)
                     square = energy if square is None else square + energy
                     if sums is not None and ideal is not None:
-                        for name, value in self._compared(matrix, start, codes, ideal, first).items():
+                        for name, value in self._compared(matrix, start, codes, ideal, first, sums).items():
                             partial[name] = partial[name] + value if name in partial else value
                 if rank is None or square is None:
                     continue
@@ -369,7 +369,8 @@ class _Scan:
         assert amax is not None
         return np.where(amax > 0, amax / np.float32(FORMATS[weight.format].max), 1).astype(np.float32)
 
-    def _compared(self, matrix: int, start: int, codes: Array, ideal: Array, first: int) -> dict[str, Array]:
+    def _compared(self, matrix: int, start: int, codes: Array, ideal: Array, first: int, sums: Sums) -> dict[str, Array]:
+        """Return the sums of each block by name; the order of the elements is counted at once."""
         assert self._reference is not None and self._scales is not None
         weight, at = self._weight, matrix * self._weight.rows
         x = self._reference.read(at + start, at + start + len(codes))
@@ -385,6 +386,7 @@ class _Scan:
             x, y = np.where(good, x, 0), np.where(good, y, 0)
             error, own = np.where(good, error, 0), np.where(good, own, 0)
             far = good & (np.abs(error) > 1.05 * spacing(np.where(good, scaled, 0), weight.format) * np.abs(s))
+            sums.add_order(x, y)
             fresh = rounded(x / t, weight.format) * t
             of = {
                 "x2": np.square(x, dtype=np.float64),
@@ -392,6 +394,7 @@ class _Scan:
                 "y2": np.square(y, dtype=np.float64),
                 "error2": np.square(error, dtype=np.float64),
                 "own2": np.square(own - x, dtype=np.float64),
+                "x_own": np.multiply(x, own, dtype=np.float64),
                 "ideal2": np.square(fresh - x, dtype=np.float64),
                 "far": far.astype(np.float64),
                 "differing": (good & (own != y)).astype(np.float64),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log2
 
-from fp8debug.checkpoints.comparison import fits, is_wrong
+from fp8debug.checkpoints.comparison import Comparison, fits, gain_beside_cast, is_factor, is_wrong
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
 from fp8debug.checkpoints.scan import WeightFacts
 from fp8debug.rules.base import Severity
@@ -33,6 +33,8 @@ class WrongFactor(FileRule):
 
     Thresholds
         - max_gain_error 0.01: deviation of the factor from 1 that counts; numerics.md, 4 (warn at 1 %).
+        - max_cut 0.07: deviation up to which a factor may come from mantissas that are cut off, where the scales are right:
+          half a code of E4M3 is 1/32 to 1/16 of a value.
         - max_loss_db 1.5: how far the refitted weight may be below the ideal cast. No published basis.
     """
 
@@ -44,22 +46,31 @@ class WrongFactor(FileRule):
     needs_reference = True
 
     max_gain_error: float = 0.01
+    max_cut: float = 0.07
     max_loss_db: float = 1.5
 
     def check(self, judged: Judged) -> Iterable[TensorFinding]:
         """Return the weights that differ by a factor."""
         for weight, facts in judged.weights:
             against = facts.comparison
-            if against is None or not is_wrong(against, self.max_gain_error) or not fits(against, self.max_loss_db):
+            if against is None:
+                continue
+            gain = gain_beside_cast(against) if is_factor(against, self.max_gain_error) else None
+            are_scales = is_wrong(against, self.max_gain_error) and fits(against, self.max_loss_db)
+            if gain is None and not are_scales:
                 continue
             numbers = f"SQNR {db(against.sqnr_db)}, {db(against.refit_db)} without the factor"
-            if against.factor is not None:
-                ratio = 1 / against.factor
+            is_known = against.factor is not None and abs(1 / against.factor - 1) > self.max_gain_error
+            if is_known or (gain is not None and not (are_scales and against.pattern)):
+                ratio = 1 / against.factor if against.factor is not None and is_known else gain or 1.0
                 cause = _named(ratio, weight.format)
                 if _is_inverse(ratio, facts):
                     cause = "the stored scale is the inverse of the one that fits"
                 elif facts.scale_min == facts.scale_max == 1.0:
                     cause = "all scales are 1: they were never loaded"
+                elif abs(ratio - 1) < self.max_cut and not against.is_pow2 and _is_of_amax(against, ratio):
+                    way = "towards" if ratio < 1 else "away from"
+                    cause = f"the scales are those of the reference's amax: the cast rounds {way} zero"
                 elif facts.num_scale_pow2 == facts.num_scales and 0.5 < ratio < 2:
                     cause = "the scale was rounded to a power of two after the cast, or is one of another amax"
                 text = f"the values are {ratio:.3g} times the reference's ({cause}); {numbers}"
@@ -70,6 +81,12 @@ class WrongFactor(FileRule):
                 yield self.of_weight(
                     weight, Severity.ERROR, text, cure=cure, value=against.gain, threshold=1 + self.max_gain_error
                 )
+
+
+def _is_of_amax(against: Comparison, ratio: float) -> bool:
+    """Return whether the scales are those of the reference's amax rather than those of the weight's, which is off by a factor."""
+    scale = against.scale_ratio
+    return scale is not None and 2 * abs(scale - 1) < abs(scale - ratio)
 
 
 def _is_inverse(ratio: float, facts: WeightFacts) -> bool:

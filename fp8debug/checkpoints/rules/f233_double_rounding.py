@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fp8debug.checkpoints.comparison import is_rounded_twice
+from fp8debug.checkpoints.comparison import is_in_order, is_rounded_twice
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
 from fp8debug.rules.base import Severity
 
@@ -16,7 +16,9 @@ class DoubleRounding(FileRule):
 
     What it detects
         An error above that of one cast under the stored scales, of elements that all lie within one code of the reference:
-        a cast of a cast, from other blocks, other scales or another format. Stochastic rounding looks the same.
+        a cast of a cast, from other blocks, other scales or another format; or one cast that rounds at random. A second
+        rounding leaves 16 neighbours of a row in the order of their reference, and rounding at random costs 3 dB and leaves
+        each within one code; a weight of another step does neither (F234).
 
     Why it matters
         It costs 3 dB or more, everywhere, and no scale is wrong.
@@ -50,7 +52,8 @@ class DoubleRounding(FileRule):
             if against is None or not is_rounded_twice(against, self.min_loss_db, self.max_loss_db, self.max_far_rate):
                 continue
             numbers = f"{db(against.sqnr_db)} where the cast of the reference gives {db(against.own_db)}"
-            text = f"the weight was rounded twice: {numbers}, {1 - against.far_rate:.1%} of the elements within one code of it"
+            how = "twice" if is_in_order(against) else "at random, or twice in other blocks"
+            text = f"the weight was rounded {how}: {numbers}, {1 - against.far_rate:.1%} of the elements within one code of it"
             yield self.of_weight(weight, Severity.WARNING, text, value=against.sqnr_db, threshold=against.own_db, unit="dB")
 
 

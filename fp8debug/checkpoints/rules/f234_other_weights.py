@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fp8debug.checkpoints.comparison import Comparison, explains
+from fp8debug.checkpoints.comparison import Comparison, explains, is_in_order
+from fp8debug.checkpoints.layouts import Weight
 from fp8debug.checkpoints.rules.base import CHECKS, FileRule, Judged, TensorFinding, db
+from fp8debug.checkpoints.scan import WeightFacts
+from fp8debug.formats import FORMATS
 from fp8debug.rules.base import Severity
 
 
@@ -32,7 +35,8 @@ class OtherWeights(FileRule):
         - min_loss_db 0.2: SQNR below the cast of the reference, with differing codes. A reference in BF16 whose master
           weights were cast in FP32 costs 0.01 dB (Gaussian; 55.6 dB beside 31.5 dB, numerics.md, 4).
         - min_differing_rate 0.05: share of codes that differ from that cast. A BF16 copy of FP32 master weights moves 2 %
-          (Gaussian, tensorwise).
+          (Gaussian, tensorwise). In FP4, where single elements are off by more, from a quarter of it: there the same change
+          moves a quarter of the codes.
         - Single elements count from the first that no rounding explains: it is further than one code from the reference, and not
           clipped.
         - min_plain_db 50: SQNR of tensors in high precision; BF16's own rounding gives 55.6 dB (numerics.md, 4). Seen in
@@ -57,30 +61,52 @@ class OtherWeights(FileRule):
                 continue
             lost = against.own_db - against.sqnr_db
             if lost >= self.min_loss_db and against.differing_rate >= self.min_differing_rate:
+                if is_in_order(against) and not against.num_damaged:
+                    continue
                 where = f" in {against.num_bad_blocks} of {against.num_blocks} blocks" if against.num_bad_blocks else ""
                 numbers = f"SQNR {db(against.sqnr_db)} where its cast gives {db(against.own_db)}{where}"
-                text = f"{_kind(against)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
+                text = f"{self._kind(against)}: cosine {against.cosine or 0.0:.4g} with the reference, {numbers}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=against.sqnr_db, threshold=against.own_db, unit="dB")
             elif against.num_damaged:
-                text = (
-                    f"{against.num_damaged} of {facts.numel} elements are not the reference's, by more than one code, and the"
-                    f" others are: damaged codes, or a few rows of another weight; SQNR {db(against.sqnr_db)}"
-                )
                 value = against.num_damaged / facts.numel
+                text = f"{self._damage(against, weight, facts)}; SQNR {db(against.sqnr_db)}"
                 yield self.of_weight(weight, Severity.ERROR, text, value=value, threshold=0.0)
         for tensor, plain in judged.plains:
             if plain.is_equal is False and plain.sqnr_db is not None and plain.sqnr_db < self.min_plain_db:
                 text = f"the {tensor.dtype} tensor is not the reference's: SQNR {db(plain.sqnr_db)}, gain {plain.gain or 0.0:.4g}"
                 yield self.of_tensor(tensor, Severity.ERROR, text, value=plain.sqnr_db, threshold=self.min_plain_db, unit="dB")
 
+    def _damage(self, against: Comparison, weight: Weight, facts: WeightFacts) -> str:
+        """Return where the elements lie that no rounding explains, in a weight that loses little by them."""
+        number = against.num_damaged
+        if against.num_bad_blocks and self._is_rest_sound(against):
+            blocks = f"{against.num_bad_blocks} of {against.num_blocks} blocks are not the reference's"
+            return f"{blocks}: {number} elements are off by more than one code"
+        if against.differing_rate > self.min_differing_rate * _coarseness(weight.format):
+            rate = f"{against.differing_rate:.1%} of its codes are not those of the reference's cast"
+            return f"the weight is that of another step: {rate}, {number} by more than one"
+        return (
+            f"{number} of {facts.numel} elements are not the reference's, by more than one code, and the others are: damaged"
+            " codes, or a few rows of another weight"
+        )
 
-def _kind(against: Comparison) -> str:
-    cosine = against.cosine or 0.0
-    if 0 < against.num_bad_blocks <= against.num_blocks / 2:
-        return f"{against.num_bad_blocks} of {against.num_blocks} blocks are not the reference's"
-    if cosine > 0.7:
-        return "the weight is that of another step"
-    return "the signs are turned" if cosine < -0.7 else "the weight is another tensor, or its rows are in another order"
+    def _is_rest_sound(self, against: Comparison) -> bool:
+        is_part = 0 < against.num_bad_blocks < against.num_blocks
+        return is_part and against.rest_loss_db is not None and against.rest_loss_db < self.min_loss_db
+
+    def _kind(self, against: Comparison) -> str:
+        """Return whether the weight is another one or some of its blocks are: the rest is the reference's cast."""
+        cosine = against.cosine or 0.0
+        if self._is_rest_sound(against):
+            return f"{against.num_bad_blocks} of {against.num_blocks} blocks are not the reference's"
+        if cosine > 0.7:
+            return "the weight is that of another step"
+        return "the signs are turned" if cosine < -0.7 else "the weight is another tensor, or its rows are in another order"
+
+
+def _coarseness(fmt: str) -> float:
+    """Return how many codes a small change moves, beside E4M3: a code of fewer bits is as much wider."""
+    return float(2.0 ** (FORMATS[fmt].mantissa_bits - FORMATS["e4m3fn"].mantissa_bits))
 
 
 CHECKS.add(OtherWeights.code, OtherWeights())
