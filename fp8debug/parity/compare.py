@@ -16,6 +16,7 @@ from typing import Any
 from fp8debug.checkpoints.names import role_of
 from fp8debug.errors import RunError
 from fp8debug.escaping import one_line
+from fp8debug.parity.after_head import judge_logits
 from fp8debug.parity.dump import PathDump, aligned, open_dump, parted
 from fp8debug.parity.logprobs import metrics_of, odd_logprobs
 from fp8debug.parity.measures import Measures, is_of_expert, measure_module, nmse
@@ -103,6 +104,7 @@ def compare_paths(
     problems += _few_tokens(ours, theirs)
     metrics = metrics_of(ours, theirs, problems)
     findings = [_located(finding, ours, theirs) for finding in judge(found, noise)]
+    findings = judge_logits(findings, ours, theirs, found, _KERNEL, problems)
     findings += [_DIFFER.found(text, value=value, threshold=threshold, tensor="logprobs", cure=cure)
                  for dump, path in zip((ours, theirs), _PATHS, strict=True)
                  if (told := odd_logprobs(dump, path, _DIFFER.max_error, problems)) is not None

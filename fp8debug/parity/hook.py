@@ -56,6 +56,7 @@ class PathRecorder:
         self._calls: dict[str, int] = {}
         self._num_passes, self._num_calls = -1, 0
         self._is_inside = False
+        self._of_head: Tensor | None = None  # of this pass, until the model has given its logits
         self._out.mkdir(parents=True, exist_ok=True)
         if any(self._out.iterdir()):
             raise ValueError(f"{out} holds files already; give an empty folder")
@@ -105,13 +106,14 @@ class PathRecorder:
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._is_inside = False
+        self._of_head, of_head = None, self._of_head
         logits = getattr(output, "logits", output)
         if not _is_activation(logits):
             return
         compute = getattr(module, "compute_logits", None)
         if callable(compute):  # vLLM's models give the last hidden state, and the engine asks for logits of some rows later
             self._write_head(compute, logits)
-        elif "lm_head" not in self._written:
+        elif of_head is None or not _is_equal(logits, of_head):  # capped, or scaled, after the head
             self._write("", "logits", {"logits": logits.reshape(-1, logits.shape[-1])})
 
     def _write_head(self, compute: Callable[..., Any], hidden: Tensor) -> None:
@@ -148,6 +150,8 @@ class PathRecorder:
             x = self._inputs.pop(id(module), None)
             if y is None or not self._is_recording:
                 return
+            if name.rpartition(".")[2] in HEADS:
+                self._of_head = y.detach()
             if len(outputs) > 1 and "norm" in type(module).__name__.lower() and _is_alike(outputs[1], y):
                 x = outputs[1].detach()  # of a norm that adds the residual first: what it normalized
             found = {"output": y.detach().reshape(-1, y.shape[-1])}
@@ -242,6 +246,11 @@ def _is_turned(weight: Tensor, found: Mapping[str, Tensor], bias: Tensor | None)
 
 def _named(kwargs: Mapping[str, Any], names: Iterable[str]) -> Tensor | None:
     return next((v for name in names if isinstance(v := kwargs.get(name), Tensor)), None)
+
+
+def _is_equal(logits: Tensor, of_head: Tensor) -> bool:
+    """Return whether a model gives its head's output, as it is or in another precision."""
+    return logits.numel() == of_head.numel() and torch.equal(logits.detach().to(of_head.dtype).view_as(of_head), of_head)
 
 
 def _is_alike(x: Any, y: Tensor) -> bool:

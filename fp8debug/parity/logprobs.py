@@ -38,7 +38,7 @@ def metrics_of(ours: PathDump, theirs: PathDump, problems: list[str]) -> dict[st
                 found |= _of_logprobs(a, b)
             else:
                 problems.append(f"log-probabilities of {a.size} and {b.size} tokens, and no tokens to align them by")
-        first, second = _logits(ours), _logits(theirs)
+        first, second = logits_of(ours), logits_of(theirs)
         if first is not None and second is not None:
             found |= _of_logits(ours, first, second, rows, has_logprobs="logprob_error" in found)
     except (OSError, ValueError, KeyError) as error:
@@ -61,8 +61,12 @@ def _of_logprobs(a: Array, b: Array) -> dict[str, Any]:
         }
 
 
-class _Logits:
-    """Logits of all passes."""
+class Logits:
+    """Logits of all passes.
+
+    Args:
+        tensors: of each pass.
+    """
 
     def __init__(self, tensors: list[Any]) -> None:
         self._tensors = tensors
@@ -70,6 +74,7 @@ class _Logits:
         self.number = sum(t.numel // max(1, t.shape[-1]) for t in tensors)
 
     def rows(self, wanted: Array) -> Array:
+        """Return some rows, FP64."""
         out = np.empty((len(wanted), self.columns))
         start = 0
         for tensor in self._tensors:
@@ -83,16 +88,24 @@ class _Logits:
         return out
 
 
-def _logits(dump: PathDump) -> _Logits | None:
+def logits_of(dump: PathDump) -> Logits | None:
+    """Return a path's logits, of which its model makes probabilities; None where it has none."""
     tensors = dump.numbers.get("logits")
-    if not tensors:
-        named = (m for n, m in reversed(dump.modules.items()) if n.rpartition(".")[2] in HEADS and "output" in m.tensors)
-        head = next(named, None)
-        tensors = head.tensors["output"] if head is not None else None
-    return _Logits(tensors) if tensors and len({t.shape[-1] for t in tensors}) == 1 and tensors[0].shape[-1] > 1 else None
+    return _checked(tensors) if tensors else head_of(dump)
 
 
-def _of_logits(ours: PathDump, first: _Logits, second: _Logits, rows: Any, *, has_logprobs: bool) -> dict[str, Any]:
+def head_of(dump: PathDump) -> Logits | None:
+    """Return the output of a path's head."""
+    named = (m for n, m in reversed(dump.modules.items()) if n.rpartition(".")[2] in HEADS and "output" in m.tensors)
+    head = next(named, None)
+    return None if head is None else _checked(head.tensors["output"])
+
+
+def _checked(tensors: list[Any]) -> Logits | None:
+    return Logits(tensors) if tensors and len({t.shape[-1] for t in tensors}) == 1 and tensors[0].shape[-1] > 1 else None
+
+
+def _of_logits(ours: PathDump, first: Logits, second: Logits, rows: Any, *, has_logprobs: bool) -> dict[str, Any]:
     if first.columns != second.columns:
         return {}
     if rows is not None and first.number > rows[0].max() and second.number > rows[1].max():
@@ -145,7 +158,7 @@ def odd_logprobs(dump: PathDump, path: str, max_error: float, problems: list[str
         problems: takes a line where something cannot be read.
     """
     try:
-        values, logits = floats(dump.numbers.get("logprobs", ())), _logits(dump)
+        values, logits = floats(dump.numbers.get("logprobs", ())), logits_of(dump)
         if not values.size or logits is None or not dump.tokens or values.size != logits.number:
             return None
         rows = np.arange(logits.number - 1)
